@@ -2,7 +2,13 @@
 
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates, update_cost
 from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_cost
-from gradscope.updates.comparison.describe import NO_RECOMMENDATION, WHAT_STAYS, describe, gain_sentence, signal_sentence
+from gradscope.updates.comparison.describe import (
+    NO_RECOMMENDATION,
+    WHAT_STAYS,
+    describe,
+    gain_sentence,
+    signal_sentence,
+)
 from gradscope.updates.directions import (
     SIGNS,
     batch_direction_shares,

@@ -14,12 +14,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import BACKWARD, refuse_narrow_weights, vectors_within
+from gradscope.gradients import BACKWARD, Vectors, refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, Updater, Weighting, fitting_size
 from gradscope.policy import (
     PART,
     PolicyLike,
-    flat_slices,
     float_parameters,
     model_bytes,
     read_state,
@@ -84,12 +83,12 @@ class RealSteps:
             results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.passes]
             after = score(policy, self.batch, step)
             square = sum_of_squares(_moved_parts(model, start))
-            moved = vectors_within(model, 1, self._memory)[0] if displacement else None
-            for name, part in flat_slices(model).items() if displacement else ():
-                moved[part] = model.get_parameter(name).detach().flatten()
-                moved[part] -= start[name].flatten().to(moved)
+            moved = Vectors.zeros(model, 1, self._memory) if displacement else None
+            for name, part in moved.slices.items() if displacement else ():
+                moved.rows[0, part] = model.get_parameter(name).detach().flatten()
+                moved.rows[0, part] -= start[name].flatten().to(moved.rows)
         norm = math.sqrt(square)
-        return Movement(update.name, self.batch, self.before, after, results, norm, self._loss, displacement=moved)
+        return Movement(update.name, self.batch, self.before, after, results, norm, self._loss, moved and moved.rows[0])
 
 
 @checked

@@ -155,7 +155,7 @@ def test_the_same_on_other_architectures(name):
 
 
 @pytest.mark.usefixtures("few_prompts_are_many")
-@pytest.mark.parametrize(("vectors", "way", "at_once"), every(2, [(12, "whole", 4), (5, "whole", 1), (3, "slices", 1)]))
+@pytest.mark.parametrize(("vectors", "way", "at_once"), every(2, [(12, "whole", 4), (5, "whole", 1)]))
 def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):
     before = snapshot(case.policy.model)["model"]
     resources = Resources(vectors * vector_bytes(case.policy.model), micro_batch=4)
@@ -168,7 +168,7 @@ def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, a
 
 def test_sketches_are_near(case):
     size = vector_bytes(case.policy.model)
-    resources = Resources(3 * size // 4, micro_batch=4)
+    resources = Resources(2 * size, micro_batch=4)
     few = compare(case.policy, case.batch, ["up-weight"], table=case.table, settings=settle(), resources=resources)
     assert few.passes.plan.way == "sketches"
     plain = case.parts(case.table["policy_weight"].to_numpy(np.float64))

@@ -18,7 +18,16 @@ import torch
 from jaxtyping import Float
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import ADAMW, BACKWARD, FORWARD_MODE, Resources, describe_reread, measure, note_logged
+from gradscope.gradients import (
+    ADAMW,
+    BACKWARD,
+    FORWARD_MODE,
+    Resources,
+    TokenJacobian,
+    describe_reread,
+    measure,
+    note_logged,
+)
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
     COMPARED,
@@ -192,7 +201,7 @@ def compare(
     split = _split(sums)
     notes += _notes_on(chosen, split)
     weights = np.stack([own.weights for own in sums if not own.same_as])
-    passes = pass_through(policy, batch, torch.from_numpy(weights), metric=metric, resources=resources)
+    passes = pass_through(TokenJacobian(policy, batch, resources), torch.from_numpy(weights), metric=metric)
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, energy = _judge(judge, table, weights, passes)
     found = _join(sums, numbers)

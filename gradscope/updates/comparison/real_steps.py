@@ -9,9 +9,9 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gradscope.gradients import predict_changes
+from gradscope.gradients import Resources, TokenJacobian, Vectors
 from gradscope.objective import Weighting, split_passes
-from gradscope.policy import PART, Policy, square_norm
+from gradscope.policy import PART, Policy, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Progress, track
 from gradscope.updates.apply_update import RealSteps
@@ -92,8 +92,9 @@ def _as_trained(weighting: Weighting, plain: Movement) -> Weighting | Update:
 def _gains(
     policy: Policy, batch: TokenBatch, direction: Float[Tensor, " P"], micro_batch_size: int
 ) -> Float[np.ndarray, " n"]:
-    changes, _ = predict_changes(policy.model, batch, direction[None], micro_batch_size=micro_batch_size)
-    pairs = torch.stack([batch.rewards.double(), changes[0].double().sum(1)])
+    J = TokenJacobian(policy, batch, Resources(micro_batch=micro_batch_size))
+    changes, _ = J.jvp(Vectors(direction[None], flat_slices(policy.model)))
+    pairs = torch.stack([batch.rewards.double(), J.spread(changes)[0].double().sum(1)])
     prompts = batch.group_ids.unique()
     return np.array([torch.cov(pairs[:, batch.group_ids == prompt])[0, 1].item() for prompt in prompts])
 
