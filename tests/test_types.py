@@ -14,9 +14,11 @@ REPOSITORY = Path(__file__).parents[1]
 pytestmark = pytest.mark.all
 
 PROGRAM = """
+from dataclasses import replace
 from pathlib import Path
 import gradscope
 from gradscope.theory import regress_norms
+from gradscope.trainer import get_preset
 from gradscope.updates import influence, right_direction_shares
 
 policy = gradscope.load_policy("embedded")
@@ -28,7 +30,7 @@ assert found is not None
 verdict: str = found.findings["dominance_raw"].verdict
 page: Path = found.to_html("report.html")
 shares = gradscope.compare(policy, batch, ["lopti"]).by_interval
-last: Path = gradscope.train("kk-embedded", "runs/grpo", steps=5)
+last: Path = gradscope.train(replace(get_preset("kk-embedded"), steps=5), "runs/grpo")
 moved = gradscope.movement_table(gradscope.apply_updates(policy, batch, ["all"]))
 right_direction_shares(moved, name="all", seed=0)
 regress_norms(table, seed=0)

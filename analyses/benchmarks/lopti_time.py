@@ -17,7 +17,7 @@ from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, get_preset
-from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
+from gradscope.trainer.step import Update, compute_advantages, plan_update
 
 SHARES = (0.2, 0.3, 0.4)
 """Of low-probability tokens, where η is set by them."""

@@ -16,10 +16,10 @@ import torch
 from analyses.benchmarks.turns import REST
 from gradscope.objective import Updater
 from gradscope.policy import EMBEDDED, load_policy
+from gradscope.runs import Journal
 from gradscope.sampling import HFSampler, Sample
 from gradscope.tasks import Question, draw_questions, get_task, register
 from gradscope.trainer import TrainConfig, get_preset, train
-from gradscope.trainer.files import Journal
 from gradscope.trainer.learner import Learner
 
 Loop = Callable[[Callable[[], None]], None]

@@ -36,10 +36,10 @@ from analyses.common.script import COMPLAINT, end_with, exit_with
 from gradscope import load_policy
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.policy import Policy
-from gradscope.runs import leave_launch, replacing, write_text
+from gradscope.runs import leave_launch, replacing, scalars, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
-from gradscope.trainer import TrainConfig, list_checkpoints, scalars, step_of, train
+from gradscope.trainer import TrainConfig, list_checkpoints, step_of, train
 
 LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"

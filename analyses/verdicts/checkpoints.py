@@ -15,6 +15,7 @@ was interrupted goes on.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from tqdm import tqdm
 import gradscope
 from analyses.common.script import exit_with
 from analyses.verdicts.planted import Judged, diagnose_tokens, judge_tokens, tabulate
+from gradscope.trainer import get_preset, train
 
 SEEDS, STEPS = (11, 12), (4, 12, 20, 28, 40)
 PROMPTS, BATCH = 2_000, 64
@@ -73,16 +75,8 @@ def main(
     parts, everything = [], []
     for seed in seeds:
         run = runs / f"seed{seed}"
-        gradscope.train(
-            "kk-embedded",
-            run,
-            model="embedded-certain",
-            steps=max(STEPS),
-            save_every=4,
-            seed=seed,
-            trackers=(),
-            resume=True,
-        )
+        preset = replace(get_preset("kk-embedded"), model="embedded-certain", steps=max(STEPS), save_every=4)
+        train(replace(preset, seed=seed, trackers=()), run, resume=True)
         for step in steps:
             kept = runs / f"seed{seed}-{step}-{each}.parquet"
             table = measure_checkpoint(run / "checkpoints" / f"step-{step:06d}", kept, each)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from gradscope.errors import InputError
 
@@ -38,6 +39,22 @@ def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return every parameter that can have a gradient and is measured, tied ones once."""
     chosen = getattr(model, _MARK, None)
     return [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and (chosen is None or n in chosen)]
+
+
+@torch.no_grad()
+def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter by its name in the plain model, detached, peft's LoRA layers merged in; tied ones once."""
+    layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+    for name, parameter in model.named_parameters():
+        owner, _, leaf = name.rpartition(".base_layer.")
+        if owner in layers:
+            merged = parameter.detach()
+            if leaf == "weight":
+                with torch.autocast(parameter.device.type, enabled=False):
+                    merged = merged + layers[owner].get_delta_weight("default")
+            yield f"{owner}.{leaf}", merged
+        elif ".lora_" not in name:
+            yield name, parameter.detach()
 
 
 def flat_slices(model: nn.Module) -> dict[str, slice]:

@@ -7,22 +7,23 @@ import random
 import re
 import shutil
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
-from gradscope.errors import first_line
-from gradscope.runs import refusal, replacing, write_json
-from gradscope.trainer.adapters import ADAPTER
-from gradscope.trainer.learner import Learner
+from gradscope.errors import InputError, first_line
+from gradscope.runs import Journal, refusal, replacing, write_json
+from gradscope.trainer.learner import ADAPTER, Learner
 
 CHECKPOINTS, OPTIMIZER, RANDOM_STATES, STATE = "checkpoints", "optimizer.pt", "random_states.pt", "trainer_state.json"
 STAY = "the checkpoints before it stay"
+CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
+"""Settings that a resumed run may have otherwise: they do not change the numbers of a step."""
+DROPPED = ("gradients_every",)
+"""Settings that a config.json of before may have."""
 
 
 def save_checkpoint(
@@ -33,49 +34,79 @@ def save_checkpoint(
     Raises OSError if it cannot be written, in all processes; what there was before stays.
     """
     folder = out / CHECKPOINTS / f"step-{step:06d}"
-    content = _gather(learner)
+    states = learner.processes.gather([_random_states()])
     with learner.processes.together():
         if learner.processes.is_main:
-            drop_unfinished(out)
+            drop_old(out, None)
             try:
                 with replacing(folder) as beside:
                     beside.mkdir(parents=True)
-                    _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, content)
+                    _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, states)
             except OSError as error:
                 raise refusal(error, folder, f"go on with --resume; {STAY}") from error
             except (RuntimeError, SafetensorError) as error:
                 raise OSError(f"{folder} could not be written ({error}); make room there; {STAY}") from error
             drop_old(out, keep)
     # Writing draws random numbers of its own; this run goes on from where a resumed one will.
-    _set_random_states(content.random_states[learner.processes.rank])
+    _set_random_states(states[learner.processes.rank])
     return folder
 
 
+def _write(folder: Path, state: dict[str, Any], learner: Learner, random_states: list[dict[str, Any]]) -> None:
+    policy, optimizer = learner.policy, learner.optimizer.state_dict()
+    weights = {name: weight.cpu() for name, weight in learner.weights()}
+    kept = policy.model.state_dict().keys()  # with the buffers that the model cannot do without
+    weights |= {name: buffer.cpu() for name, buffer in policy.model.named_buffers() if name in kept}
+    policy.model.save_pretrained(folder, state_dict=weights)
+    if policy.tokenizer is not None:
+        policy.tokenizer.save_pretrained(folder)
+    if learner.adapters is not None:
+        learner.adapters.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
+    moments = {i: {name: value.cpu() for name, value in own.items()} for i, own in optimizer["state"].items()}
+    torch.save(optimizer | {"state": moments}, folder / OPTIMIZER)
+    torch.save(random_states, folder / RANDOM_STATES)
+    write_json(folder / STATE, state)
+
+
 def restore_checkpoint(folder: Path, learner: Learner) -> int:
-    """Optimizer and random states; the weights are those that the learner was built with.
+    """Restore optimizer and random states; the weights are those that the learner was built with.
 
     Returns how many optimizer steps in a row had no finite gradient when it was written.
     """
-    _restore(folder, learner)
-    return json.loads((folder / STATE).read_bytes()).get("nonfinite_in_a_row", 0)
-
-
-def _restore(folder: Path, learner: Learner) -> None:
-    saved = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
-    learner.optimizer.load_state_dict(saved)
+    learner.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
     states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
     if rank < len(states):  # an earlier start may have had fewer processes
         _set_random_states(states[rank])
+    return json.loads((folder / STATE).read_bytes()).get("nonfinite_in_a_row", 0)
 
 
-def list_checkpoints(out: Path) -> list[Path]:
-    """The run's checkpoints, oldest first."""
-    found = [p for p in (out / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
-    return sorted(found, key=step_of)
+def find_start(journal: Journal, total: int, *, resume: bool, overwrite: bool, tell: bool = True) -> Path | None:
+    """Find the checkpoint to go on from; None: the beginning. Nothing is written.
+
+    tell: of checkpoints that cannot be read, on stderr. Raises InputError for a folder that holds a run, unless it is
+    finished, resumed, or to be overwritten; for one that was made with other settings, or has more steps; and, always,
+    for one that holds what no run of training wrote.
+    """
+    if resume and overwrite:
+        raise InputError("--resume goes on and --overwrite starts anew; give one of them")
+    if not journal.has_run(overwrite=overwrite, changeable=CHANGEABLE, dropped=DROPPED):
+        return None
+    newest = newest_whole(journal.out, tell=tell)
+    done = 0 if newest is None else step_of(newest)
+    if done > total:
+        raise InputError(
+            f"{journal.out} holds a run of {done} steps already, more than the {total} asked for; its last checkpoint "
+            f"is {newest}; give {done} steps or more, another --out, or --overwrite"
+        )
+    if not resume and done < total:
+        raise InputError(
+            f"{journal.out} holds an unfinished run; give --resume to go on, another --out, or --overwrite"
+        )
+    return newest
 
 
 def newest_whole(out: Path, *, tell: bool = True) -> Path | None:
-    """The newest checkpoint that can be read; None: there is none. tell: of each newer one, a line on stderr."""
+    """Find the newest checkpoint that can be read; None: there is none. tell: of each newer one, a line on stderr."""
     for folder in reversed(list_checkpoints(out)):
         try:
             json.loads((folder / STATE).read_bytes())
@@ -93,66 +124,29 @@ def newest_whole(out: Path, *, tell: bool = True) -> Path | None:
     return None
 
 
+def list_checkpoints(out: Path) -> list[Path]:
+    """List the run's checkpoints, oldest first."""
+    found = [p for p in (out / CHECKPOINTS).glob("step-*") if re.fullmatch(r"step-\d{6,}", p.name)]
+    return sorted(found, key=step_of)
+
+
 def step_of(folder: Path) -> int:
     """How many steps a run had made when it wrote this checkpoint, by the folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 
-@dataclass(frozen=True)
-class _Content:
-    """What a checkpoint holds, whole and on the CPU; in all processes but the main one, nothing."""
-
-    weights: dict[str, Tensor]
-    optimizer: dict[str, Any]
-    random_states: list[dict[str, Any]]
-
-
-def _gather(learner: Learner) -> _Content:
-    """By all processes together: each has random states of its own."""
-    is_main = learner.processes.is_main
-
-    def keep(tensor: Tensor) -> Tensor | None:
-        return tensor.cpu() if is_main else None
-
-    weights = {name: keep(weight) for name, weight in learner.weights()}
-    # Buffers that the model cannot do without.
-    saved = learner.policy.model.state_dict().keys()
-    weights |= {name: keep(buffer) for name, buffer in learner.policy.model.named_buffers() if name in saved}
-    optimizer = learner.optimizer.state_dict()
-    optimizer["state"] = {
-        index: {name: keep(value) for name, value in moments.items()} for index, moments in optimizer["state"].items()
-    }
-    return _Content(weights, optimizer, learner.processes.gather([_random_states()]))
-
-
-def _write(folder: Path, state: dict[str, Any], learner: Learner, content: _Content) -> None:
-    policy = learner.policy
-    policy.model.save_pretrained(folder, state_dict=content.weights)
-    if policy.tokenizer is not None:
-        policy.tokenizer.save_pretrained(folder)
-    if learner.adapters is not None:
-        learner.adapters.save_pretrained(folder / ADAPTER, save_embedding_layers=False)
-    torch.save(content.optimizer, folder / OPTIMIZER)
-    torch.save(content.random_states, folder / RANDOM_STATES)
-    write_json(folder / STATE, state)
-
-
 def drop_old(out: Path, keep: int | None) -> None:
-    """Delete all checkpoints but the newest `keep`, and what a stopped run has left of one.
+    """Delete all checkpoints but the newest `keep` (None: keep all), and what a stopped run has left of one.
 
     Under its name, a checkpoint is whole or not there.
     """
     try:
         for old in list_checkpoints(out)[:-keep] if keep is not None else []:
             old.rename(old.with_name(f".{old.name}.partial"))
-        drop_unfinished(out)
+        for left in (out / CHECKPOINTS).glob(".step-*.partial"):
+            shutil.rmtree(left)
     except OSError as error:
         raise refusal(error, out / CHECKPOINTS, "go on with --resume") from error
-
-
-def drop_unfinished(out: Path) -> None:
-    for left in (out / CHECKPOINTS).glob(".step-*.partial"):
-        shutil.rmtree(left)
 
 
 def _random_states() -> dict[str, Any]:

@@ -1,10 +1,19 @@
-"""The policy that is trained, its optimizer, its reference, and how several processes share them."""
+"""The policy that is trained, its optimizer and its reference, on this process's device.
+
+    accelerate launch --multi_gpu --num_processes 8 -m gradscope train …                    one GPU each
+    accelerate launch --multi_gpu --num_processes 2 -m gradscope train --device cpu …       the same without GPUs
+
+Several processes each have the whole weights and average their gradients (DDP). `--cpu` starts one process only (or
+needs MPI).
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,26 +23,39 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.objective import TokenStatistics, Updater, batch_statistics
-from gradscope.policy import Policy, find_checkpoint, load_policy, without_cudnn_attention
+from gradscope.policy import (
+    Policy,
+    find_checkpoint,
+    find_device,
+    load_policy,
+    merged_parameters,
+    without_cudnn_attention,
+)
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes
-from gradscope.sampling import Sampler
-from gradscope.trainer.adapters import adapted_layers, add_adapters, merge_weight
+from gradscope.runs import ALONE, Processes, writing
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.launch import check_launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+TRACKERS = "trackers"
+"""Folder of a run for what TensorBoard reads."""
+ADAPTER = "adapter"
+"""Folder of a checkpoint that holds the adapters by themselves; the checkpoint's own weights are merged."""
+PATIENCE = timedelta(hours=4)
+"""For the slowest of several processes: one may sample or measure for long while the others wait."""
+GROUPS: list[torch.distributed.ProcessGroup] = []
+"""Process groups of this process, kept: if the reducer of DDP were the last that has one, it would end its threads,
+holding the interpreter's lock for which one that still frees a tensor may wait, and so wait for ever."""
+
 
 @dataclass(frozen=True)
 class Learner:
-    """What an update changes, and what it is held against."""
+    """The trained policy, its optimizer and its reference model."""
 
     policy: Policy
     """The trained model itself, not what DistributedDataParallel makes of it."""
     updater: Updater
-    optimizer: torch.optim.Optimizer
     reference: nn.Module | None
     """The policy before training; None: no KL, or the policy without its adapters."""
     adapters: Any | None
@@ -42,19 +64,23 @@ class Learner:
     """Precision and attention kernels of sampling and training."""
 
     @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.updater.optimizer
+
+    @property
     def processes(self) -> Processes:
         return self.updater.processes
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
-        """log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""
+        """Find log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""
         return self._statistics(self.updater.model, batch, self.processes)
 
     def statistics_alone(self, batch: TokenBatch) -> TokenStatistics:
-        """The same, by this process while the others wait."""
+        """Find the same in this process, while the others wait."""
         return self._statistics(self.policy.model, batch, ALONE)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """log π_ref of the batch's response tokens [B, S]."""
+        """Find log π_ref of the batch's response tokens [B, S]."""
         if self.reference is not None:
             return self._statistics(self.reference, batch, self.processes).logprob
         with self.adapters.disable_adapter():
@@ -65,8 +91,12 @@ class Learner:
         with self.computing():
             return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
 
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield every parameter by its name in the model, adapters merged in; tied ones once."""
+        return merged_parameters(self.policy.model)
+
     def is_finite(self) -> bool:
-        """Whether all trained weights are."""
+        """Return whether all trained weights are finite."""
         trained = [p.detach() for p in self.policy.model.parameters() if p.requires_grad]
         return bool(nn.utils.get_total_norm(trained, float("inf")).isfinite())
 
@@ -74,63 +104,147 @@ class Learner:
         for group in self.optimizer.param_groups:
             group["lr"] = value
 
-    def sync(self, sampler: Sampler) -> None:
-        """Let it sample with the weights as they are now."""
-        sampler.sync(self.weights())
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter by its name in the model, adapters merged in; tied ones once."""
-        layers = {} if self.adapters is None else adapted_layers(self.policy.model)
-        for name, parameter in self.policy.model.named_parameters():
-            owner, _, leaf = name.rpartition(".base_layer.")
-            if owner in layers:
-                yield f"{owner}.{leaf}", merge_weight(layers[owner], leaf, parameter.detach())
-            elif ".lora_" not in name:
-                yield name, parameter.detach()
+def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
+    """Make accelerate's view of device, processes and trackers.
+
+    Raises InputError for trackers that are not here, and for a launch that is none of this module's, or that says
+    something else than the configuration.
+    """
+    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    here = {str(getattr(name, "value", name)) for name in get_available_trackers()}
+    if missing := [name for name in config.trackers if name not in here]:
+        known = "is not installed" if missing[0] in LOGGER_TYPE_TO_CLASS else "is no tracker that accelerate knows"
+        raise InputError(f"tracker {missing[0]!r} {known}; at hand: {', '.join(sorted(here)) or 'none'}")
+    device = None if config.device is None else torch.device(find_device(config.device))
+    on_cpu = device is not None and device.type == "cpu"
+    if device is not None and not on_cpu:
+        torch.cuda.set_device(device)
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="no",  # the configuration's own precision decides
+        log_with=list(config.trackers) or None,
+        project_dir=str(out),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
+    )
+    if accelerator.num_processes > 1:
+        GROUPS.append(torch.distributed.group.WORLD)
+    return accelerator
+
+
+@contextmanager
+def ending_trackers(accelerator: Accelerator, out: Path) -> Iterator[None]:
+    """End the trackers, and accelerate's process group, with the block."""
+    try:
+        yield
+    finally:
+        with writing(out / TRACKERS):
+            accelerator.end_training()
+
+
+def init_trackers(accelerator: Accelerator, config: TrainConfig, out: Path, done: int, processes: Processes) -> None:
+    """Start the trackers; TensorBoard hides what an earlier start has written after step `done`."""
+    settings = {"tensorboard": {"purge_step": done + 1}}
+    chosen = {name: value for name, value in settings.items() if name in config.trackers}
+    with processes.together(), writing(out / TRACKERS):
+        try:
+            accelerator.init_trackers(TRACKERS, init_kwargs=chosen)
+        except OSError:
+            accelerator.trackers.clear()  # what has not started cannot be ended
+            raise
+
+
+def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
+    """Raise InputError for a launch that is none of these, or that says something else than the configuration."""
+    asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if asked not in ("no", {"float32": "no", "bfloat16": "bf16"}[config.precision]):
+        raise InputError(
+            f"accelerate was launched with mixed_precision {asked} and precision is {config.precision}; give "
+            "--precision, which decides, and launch with the same or none"
+        )
+    if accelerator.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise InputError(
+            f"{os.environ['WORLD_SIZE']} processes were started, and there is no GPU to share; give --device cpu"
+        )
+    kind, shards = accelerator.distributed_type.value, os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
+    if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or shards:
+        raise InputError("gradscope trains whole weights, in one process or several; launch with --multi_gpu")
 
 
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
     """Load the policy of the configuration, or of a checkpoint of this run, and make all that trains it.
 
-    Raises InputError for a way of launching that the trainer does not know.
+    Raises InputError for what `check_launch` refuses, and for adapters or recomputation that the policy cannot have.
     """
     check_launch(config, accelerator)
     how = {"dtype": "float32", "device": str(accelerator.device), "chat_template_kwargs": config.chat_template_kwargs}
-    trained = checkpoint is not None and config.lora_rank is None
-    policy = load_policy(checkpoint if trained else find_checkpoint(config.model), **how)
+    original, adapted = find_checkpoint(config.model), config.lora_rank is not None
+    policy = load_policy(original if checkpoint is None or adapted else checkpoint, **how)
     model = policy.model
     _remove_noise(model)
-    adapters = None if config.lora_rank is None else add_adapters(model, config, checkpoint)
+    adapters = _add_adapters(model, config, checkpoint) if adapted else None
     if config.gradient_checkpointing:
         _checkpoint_activations(model)
-    wrapped = accelerator.prepare_model(model) if accelerator.num_processes > 1 else model
     # Named, so that the saved state says whose moments it holds.
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay)
     updater = Updater(
-        wrapped,
-        optimizer,
+        accelerator.prepare_model(model) if accelerator.num_processes > 1 else model,
+        torch.optim.AdamW(trained, lr=config.learning_rate, weight_decay=config.weight_decay),
         accelerator.device,
         config.micro_batch_size,
         config.max_grad_norm,
         Processes(accelerator.process_index, accelerator.num_processes),
         accelerator.no_sync,
     )
-    reference = None
-    if config.kl_coef > 0 and adapters is None:
-        reference = load_policy(find_checkpoint(config.model), **how).model.requires_grad_(False)
-    own = partial(computing, accelerator.device, mixed=config.precision == "bfloat16")
-    return Learner(policy, updater, optimizer, reference, adapters, own)
+    needed = config.kl_coef > 0 and not adapted
+    reference = load_policy(original, **how).model.requires_grad_(False) if needed else None
+    own = partial(_computing, accelerator.device, mixed=config.precision == "bfloat16")
+    return Learner(policy, updater, reference, adapters, own)
 
 
 @contextmanager
-def computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
+def _computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
     """How a step computes, backward passes included: activation checkpointing must find the kernels of the first run.
 
     mixed: under autocast to bfloat16.
     """
     with torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext(), without_cudnn_attention():
         yield
+
+
+def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None) -> Any:
+    """Put new low-rank adapters (LoRA, by peft) into the model, or a checkpoint's; they alone are trained.
+
+    Raises InputError without peft, for a mixture of experts, and for a rank above the model's width.
+    """
+    try:
+        from peft import LoraConfig, PeftModel, get_peft_model
+    except ImportError as error:
+        raise InputError("lora_rank needs peft, which is not installed: pip install 'gradscope[lora]'") from error
+    from transformers.pytorch_utils import Conv1D
+
+    if checkpoint is not None:
+        return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True, local_files_only=True)
+    width = getattr(model.config.get_text_config(), "hidden_size", config.lora_rank)
+    if config.lora_rank > width:
+        raise InputError(f"lora_rank is {config.lora_rank} and the policy is {width} wide; give {width} at most")
+    settings = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear",
+        lora_dropout=0.0,
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's weights lie transposed
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)  # the adapters' first factors are drawn at random
+        adapters = get_peft_model(model, settings)
+    if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
+        raise InputError(
+            f"{type(model).__name__} is a mixture of experts: their adapters cannot be merged here; leave lora_rank out"
+        )
+    return adapters
 
 
 def _remove_noise(model: nn.Module) -> None:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
-from gradscope.rollouts import TokenBatch
-from gradscope.runs import Processes
+from gradscope.rollouts import TokenBatch, write_rollouts
+from gradscope.runs import Processes, writing
 from gradscope.sampling import Sampler, batch_rows, rollout_rows
 from gradscope.tasks import Question, Task, draw_questions, get_task, questions_hash
 from gradscope.trainer.config import TrainConfig
+
+ROLLOUTS = "rollouts"
+"""Folder of a run for its responses."""
 
 
 @dataclass(frozen=True)
@@ -114,3 +120,42 @@ def _sample_rows(
         task=get_task(config.task),
     )
     return [row | {"group": rank + count * row["group"]} for row in rows]
+
+
+def rollout_metrics(rollout: Rollout) -> dict[str, float]:
+    """Describe the responses by means over them; format_rate is NaN for a task without a format."""
+    rewards = rollout.batch.rewards
+    formats = [row["format_ok"] for row in rollout.rows if row["format_ok"] is not None]
+    lengths = [len(row["response_ids"]) for row in rollout.rows]
+    # A group whose rewards are all equal has no advantage: it teaches GRPO nothing.
+    spread = [rewards[rollout.batch.group_ids == g].unique().numel() for g in rollout.batch.group_ids.unique()]
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_sd": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "accuracy": _mean([row["correct"] for row in rollout.rows]),
+        "format_rate": _mean(formats),
+        "response_length": _mean(lengths),
+        "truncated": _mean([not row["finished"] for row in rollout.rows]),
+        "equal_reward_groups": _mean([count == 1 for count in spread]),
+        "num_tokens": sum(lengths),
+    }
+
+
+def write_step(out: Path, step: int, rows: Sequence[dict[str, Any]], batch: TokenBatch, processes: Processes) -> None:
+    """Write the responses of a step, with what it trains on, in the native format."""
+    found = {"old_logprobs": batch.old_logprobs, "advantage": batch.advantages, "ref_logprobs": batch.ref_logprobs}
+    with processes.together():
+        if not processes.is_main:
+            return
+        with writing(out / ROLLOUTS):
+            (out / ROLLOUTS).mkdir(exist_ok=True)
+            kept = []
+            for i, row in enumerate(rows):
+                mask = batch.response_mask[i]
+                known = {name: values[i][mask].tolist() for name, values in found.items() if values is not None}
+                kept.append(row | {"sampler_logprobs": row["old_logprobs"]} | known | {"step": step})
+            write_rollouts(out / ROLLOUTS / f"step-{step:06d}.parquet", kept)
+
+
+def _mean(values: Sequence[bool | int | float]) -> float:
+    return float(sum(values) / len(values)) if values else math.nan

@@ -21,13 +21,14 @@ from gradscope.updates.directions import (
 )
 from gradscope.updates.first_order import BY, influence, influence_cost, influence_table, moved_against
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
+from gradscope.updates.measured_steps import measure_steps
 from gradscope.updates.movement import movement_table
 from gradscope.updates.step_settings import SGD, StepSettings, read_moments, state_step
 
 __all__ = [
-    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
-    "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare",
-    "compare_cost", "describe", "gain_sentence", "influence", "influence_cost", "influence_table", "make_update",
+    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings", "RealSteps",
+    "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare", "compare_cost",
+    "describe", "gain_sentence", "influence", "influence_cost", "influence_table", "make_update", "measure_steps",
     "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches",
     "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step", "update_cost",
     "without_extremes",

@@ -19,7 +19,7 @@ from gradscope.integrations.trl_batch import batch_from_trl, trl_settings
 from gradscope.integrations.trl_methods import _refuse_unsupported
 from gradscope.objective import Pass, Updater, batch_statistics, make_weighting, weigh_step
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.algorithm import plan_update
+from gradscope.trainer.step import plan_update
 
 pytestmark = needs_trl
 

@@ -32,7 +32,7 @@ from gradscope.runs import ALONE, Processes
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import TrainConfig, get_preset
-from gradscope.trainer.algorithm import compute_advantages, plan_update
+from gradscope.trainer.step import compute_advantages, plan_update
 
 CPU = torch.device("cpu")
 # Old log-probabilities lie about 0.1 off the policy's: clips this narrow are active on every side.

@@ -35,7 +35,7 @@ ACCELERATE += ("--mixed_precision", "no", "--dynamo_backend", "no", "--main_proc
 """`accelerate launch`: --cpu would start one process (or need MPI), --multi_gpu with --device cpu starts two."""
 TRAIN = ("gradscope", "train", "--device", "cpu", "--questions-per-step", "3", "--group-size", "4")
 TRAIN += ("--mini-batch-size", "12", "--micro-batch-size", "4", "--max-new-tokens", "100", "--learning-rate", "2e-4")
-TRAIN += ("--lopti-eta", "0.5", "--save-every", "1", "--gradients-every", "2", "--trackers", "tensorboard")
+TRAIN += ("--lopti-eta", "0.5", "--save-every", "1", "--trackers", "tensorboard")
 TASK = """
 import os
 from pathlib import Path
@@ -153,8 +153,6 @@ def numbers(out: Path) -> list[dict[str, Any]]:
 
 def test_a_run_of_two_processes_writes_everything_once(run):
     assert [line["step"] for line in numbers(run / "whole")] == [1, 2]
-    # Measured by the first process while the second waits.
-    assert ["right_direction_positive_0" in line for line in numbers(run / "whole")] == [True, False]
     assert json.loads((run / "whole/manifest.json").read_text())["processes"] == 2
     assert sorted(p.name for p in (run / "whole/checkpoints").iterdir()) == ["step-000001", "step-000002"]
     assert len(list((run / "whole/trackers").rglob("events.*"))) == 1
@@ -215,7 +213,7 @@ ENDS = """
 import os, sys, torch, torch.distributed.nn
 from pathlib import Path
 from gradscope.trainer.config import TrainConfig
-from gradscope.trainer.launch import make_accelerator
+from gradscope.trainer.learner import make_accelerator
 for turn in range(10):
     store = torch.distributed.FileStore(f"{sys.argv[1]}-{turn}", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)

@@ -20,7 +20,7 @@ from gradscope.objective.methods import random_split
 from gradscope.objective.steps import whole_passes
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.algorithm import Update, compute_advantages, plan_update
+from gradscope.trainer.step import Update, compute_advantages, plan_update
 
 ROWS, WIDTH = 12, 14
 EMPTY_ROW, ONE_TOKEN_ROW = 4, 7

@@ -18,7 +18,7 @@ from gradscope import load_policy
 from gradscope.errors import InputError
 from gradscope.policy import AdamWState
 from gradscope.trainer import TrainConfig, checkpoints, list_checkpoints
-from gradscope.trainer.checkpoints import drop_unfinished, newest_whole, restore_checkpoint, save_checkpoint
+from gradscope.trainer.checkpoints import drop_old, newest_whole, restore_checkpoint, save_checkpoint
 from gradscope.trainer.learner import Learner
 
 LOSS = TrainConfig().loss
@@ -161,7 +161,7 @@ def test_killed_while_an_old_one_is_deleted_nothing_is_left_of_it_under_its_name
         with pytest.raises(SystemExit):
             save_checkpoint(tmp_path, 2, trained, keep=1)
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000002"]
-    drop_unfinished(tmp_path)
+    drop_old(tmp_path, None)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000002"]
 
 
@@ -181,7 +181,7 @@ def test_a_crash_while_writing_leaves_no_checkpoint_and_is_cleaned_up_after(trai
     for step in (2, 3):
         shutil.copytree(seen, left.with_name(f".step-{step:06d}.partial"))
     assert [p.name for p in list_checkpoints(tmp_path)] == ["step-000001"]
-    drop_unfinished(tmp_path)
+    drop_old(tmp_path, None)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000001"]
     shutil.copytree(tmp_path / "checkpoints/step-000001", left)
     save_checkpoint(tmp_path, 3, trained)

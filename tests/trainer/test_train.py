@@ -27,6 +27,7 @@ from gradscope.sampling import HFSampler
 from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig, train
 from gradscope.trainer.learner import Learner
+from gradscope.updates import measure_steps
 
 SMALL = TrainConfig(
     people=(2,),
@@ -47,7 +48,8 @@ TIMES = ("seconds_sampling", "seconds_training", "seconds_other", "tokens_per_se
 def run(tmp_path_factory) -> Path:
     """A run of three steps with everything that can be kept."""
     out = tmp_path_factory.mktemp("run") / "grpo"
-    train(replace(SMALL, save_rollouts=True, gradients_every=2, trackers=("tensorboard",)), out, progress=False)
+    config = replace(SMALL, save_rollouts=True, trackers=("tensorboard",))
+    train(config, out, on_step=measure_steps(2), progress=False)
     return out
 
 
@@ -148,8 +150,8 @@ def test_a_checkpoint_is_a_folder_that_transformers_loads_with_the_trained_weigh
 
 
 def test_the_same_seed_gives_the_same_numbers_and_another_seed_others(run, tmp_path):
-    kept = replace(SMALL, save_rollouts=True, gradients_every=2)
-    train(kept, tmp_path / "again", progress=False)
+    kept = replace(SMALL, save_rollouts=True)
+    train(kept, tmp_path / "again", on_step=measure_steps(2), progress=False)
     assert numbers(tmp_path / "again") == numbers(run)
     train(replace(SMALL, seed=1, steps=1), tmp_path / "other", progress=False)
     assert numbers(tmp_path / "other")[0]["num_tokens"] != numbers(run)[0]["num_tokens"]
@@ -175,7 +177,7 @@ def test_after_kill_9_a_resumed_run_has_the_metrics_of_an_undisturbed_one_bit_fo
 
 def test_a_finished_run_does_nothing_and_names_its_last_checkpoint(run, monkeypatch):
     monkeypatch.setattr(Updater, "step", None)
-    config = replace(SMALL, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
+    config = replace(SMALL, save_rollouts=True, trackers=("tensorboard",))
     assert train(config, run) == run / "checkpoints/step-000003"
 
 
@@ -413,7 +415,7 @@ def test_a_finished_run_whose_records_are_damaged_is_one_line(content, run, tmp_
     (out / "metrics.jsonl").unlink()
     if content is not None:
         (out / "metrics.jsonl").write_bytes(content)
-    status, error = stop(*flags(), "--gradients-every", "2", "--out", str(out), "--resume", capsys=capsys)
+    status, error = stop(*flags(), "--out", str(out), "--resume", capsys=capsys)
     assert status == 2 and str(out / "metrics.jsonl") in error and error.count("\n") == 1
 
 
@@ -421,10 +423,10 @@ def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_to
     out = tmp_path / "run"
     shutil.copytree(run, out)
     (out / "checkpoints/step-000003/optimizer.pt").write_bytes(b"")
-    config = replace(SMALL, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
+    config = replace(SMALL, save_rollouts=True, trackers=("tensorboard",))
     with pytest.raises(InputError, match="--resume"):
         train(config, out, progress=False)
-    train(config, out, resume=True, progress=False)
+    train(config, out, resume=True, on_step=measure_steps(2), progress=False)
     assert numbers(out) == numbers(run)
 
 
@@ -435,7 +437,7 @@ def test_records_that_are_missing_for_the_checkpoint_are_said_before_anything_is
     (out / "metrics.jsonl").write_text("\n".join([lines[0], "5", lines[2]]) + "\n")
     before = files(out)
     with pytest.raises(InputError, match=r"metrics.jsonl has no sound record of step 2"):
-        train(replace(SMALL, steps=4, save_rollouts=True, gradients_every=2), out, resume=True, progress=False)
+        train(replace(SMALL, steps=4, save_rollouts=True), out, resume=True, progress=False)
     assert files(out) == before
 
 
@@ -555,7 +557,7 @@ def test_a_resumed_run_may_be_longer(tmp_path):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_run_that_has_more_steps_already_says_so(resume, run):
-    config = replace(SMALL, steps=2, save_rollouts=True, gradients_every=2, trackers=("tensorboard",))
+    config = replace(SMALL, steps=2, save_rollouts=True, trackers=("tensorboard",))
     with pytest.raises(InputError, match=r"holds a run of 3 steps already, more than the 2 asked for.*step-000003;"):
         train(config, run, resume=resume, progress=False)
 

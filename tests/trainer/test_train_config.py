@@ -36,7 +36,6 @@ def test_the_defaults_are_the_papers_for_knights_and_knaves():
         ("sampling_batch_size", [0]),
         ("save_every", [0]),
         ("keep_checkpoints", [0]),
-        ("gradients_every", [0]),
         ("kl_coef", [-0.1, NAN, INF]),
         ("warmup_steps", [-1]),
         ("weight_decay", [-0.1, NAN, INF]),

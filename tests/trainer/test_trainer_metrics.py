@@ -1,20 +1,17 @@
-"""The record of a step, each number against a plain loop, and metrics.jsonl as it is written and cut."""
+"""The record of a step, each number against a plain loop."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 
 import pytest
 import torch
 
-from gradscope.errors import InputError
 from gradscope.objective import StepResult, TokenStatistics
 from gradscope.rollouts import Response, TokenBatch, collate
-from gradscope.trainer import scalars
-from gradscope.trainer.metrics import lines_up_to, rollout_metrics, token_metrics, update_metrics, write_line
-from gradscope.trainer.rollout import Rollout
+from gradscope.trainer.rollout import Rollout, rollout_metrics
+from gradscope.trainer.step import token_metrics, update_metrics
 
 NAN = float("nan")
 
@@ -103,68 +100,3 @@ def test_update_metrics_have_an_entry_per_pass_and_clip_fractions_of_all_their_t
     assert found["grad_norm"] == found["grad_norm_clipped"] == pytest.approx([0.25, NAN, 0.25, 0.25], nan_ok=True)
     assert (found["clip_fraction_low"], found["clip_fraction_high"], found["clip_fraction_dual"]) == (0.03, 0.09, 0.02)
     assert (found["optimizer_steps"], found["empty_passes"], found["nonfinite_steps"]) == (2, 1, 1)
-
-
-def test_what_is_not_finite_is_written_as_null_and_the_rest_digit_by_digit(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    record = {"step": 1, "kl": NAN, "loss": [0.1, math.inf, -math.inf], "passes": ["low"], "deep": {"x": (NAN, 1 / 3)}}
-    write_line(path, record)
-    write_line(path, {"step": 2, "kl": 0.1 + 0.2})
-    lines = [json.loads(line, parse_constant=pytest.fail) for line in path.read_text().splitlines()]
-    assert lines[0] == {
-        "step": 1,
-        "kl": None,
-        "loss": [0.1, None, None],
-        "passes": ["low"],
-        "deep": {"x": [None, 1 / 3]},
-    }
-    assert lines[1] == {"step": 2, "kl": 0.1 + 0.2}
-
-
-BROKEN = [
-    b'{"step": 5, "los',
-    b'{"step": 5, "loss": 1',
-    b"{",
-    b"5",
-    b"[]",
-    b'"step"',
-    b'{"loss": 1}',
-    b"\xff\xfe",
-    b"null",
-]
-BROKEN += [b'{"step": "5"}', b'{"step": null}']
-
-
-@pytest.mark.parametrize("tail", [b"", *BROKEN])
-def test_lines_after_the_checkpoint_and_what_follows_a_broken_one_are_left_out(tmp_path, tail):
-    path = tmp_path / "metrics.jsonl"
-    for step in range(1, 5):
-        write_line(path, {"step": step, "loss": [step / 3]})
-    whole = path.read_text()
-    content = whole.encode() + tail + b'\n{"step": 4}\n'
-    path.write_bytes(content)
-    assert lines_up_to(path, 4).startswith(whole)
-    assert lines_up_to(path, 3) == "".join(line + "\n" for line in whole.splitlines()[:3])
-    assert lines_up_to(path, 0) == ""
-    assert path.read_bytes() == content
-
-
-@pytest.mark.parametrize("broken", BROKEN)
-def test_a_broken_record_of_a_step_that_the_checkpoint_has_is_refused(tmp_path, broken):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 3}\n')
-    assert lines_up_to(path, 1) == '{"step": 1}\n'
-    with pytest.raises(InputError, match=r"no sound record of step 2.*delete the checkpoints after step 1") as caught:
-        lines_up_to(path, 3)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_file_that_is_not_there_has_no_lines_and_is_missed_where_there_is_a_checkpoint(tmp_path):
-    assert lines_up_to(tmp_path / "metrics.jsonl", 0) == ""
-    with pytest.raises(InputError, match="no sound record of step 1"):
-        lines_up_to(tmp_path / "metrics.jsonl", 3)
-
-
-def test_a_tracker_gets_numbers_lists_by_their_mean_and_nothing_that_it_cannot_draw():
-    record = {"step": 3, "kl": NAN, "loss": [1.0, 2.0], "grad_norm": [1.0, NAN], "passes": ["low"], "none": None}
-    assert scalars(record | {"empty": [], "right": True}) == {"step": 3, "loss": 1.5, "right": 1}

@@ -14,7 +14,7 @@ from gradscope.errors import InputError
 from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.algorithm import plan_update
+from gradscope.trainer.step import plan_update
 from gradscope.updates import UPDATES, Update, make_update, old_intervals
 
 SETTINGS = LossSettings(clip_ratio_low=0.1, kl_coef=0.02)

@@ -26,7 +26,7 @@ from gradscope.objective.logprobs import token_statistics
 from gradscope.policy import Policy, float_parameters
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.algorithm import plan_update
+from gradscope.trainer.step import plan_update
 from gradscope.updates import (
     UPDATES,
     StepSettings,

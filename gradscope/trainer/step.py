@@ -1,0 +1,124 @@
+"""What a step trains on: the advantages and the passes of Alg. 1 and the controls; and what is logged of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.intervals import EDGES, assign_intervals
+from gradscope.objective import (
+    LossSettings,
+    Pass,
+    StepResult,
+    TokenStatistics,
+    Weighting,
+    kl_k3,
+    reinforce_pp_advantages,
+    resolve_advantages,
+    split_passes,
+)
+from gradscope.rollouts import TokenBatch
+from gradscope.trainer.config import TrainConfig
+
+
+@dataclass(frozen=True)
+class Update:
+    """All optimizer steps on one batch of responses."""
+
+    passes: list[Pass]
+    batch: TokenBatch
+    """The whole batch, with the advantages that are trained on."""
+    settings: LossSettings
+    match: LossSettings | None = None
+    """Settings to whose gradient norm each step's gradient is rescaled; None: it is not."""
+    weighting: Weighting | None = None
+    """What weighs the tokens in each step in the place of Eq. 2's policy part; None: nothing."""
+
+
+def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, "B S"]:
+    """Return GRPO's advantages of the rewards within groups, or REINFORCE++'s of whole returns (Eq. 20, 21)."""
+    if config.algorithm == "grpo":
+        return resolve_advantages(replace(batch, advantages=None))
+    if config.kl_coef > 0 and batch.ref_logprobs is None:
+        raise InputError(f"kl_coef is {config.kl_coef} and the batch has no ref_logprobs; give them, or kl_coef 0")
+    reference = batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs  # not used: kl_coef is 0
+    return reinforce_pp_advantages(
+        batch.rewards, batch.old_logprobs, reference, batch.response_mask, kl_coef=config.kl_coef
+    )
+
+
+def takes_one_step(config: TrainConfig) -> bool:
+    """Return whether a batch gets one optimizer step, and nothing before it needs π_old: it is then the step's own.
+
+    REINFORCE++ with a KL whitens over the batch's π_old; Lopti, masks, controls and weightings choose or weigh by it.
+    """
+    method, before = config.passes, config.algorithm == "reinforce++" and config.kl_coef > 0
+    plain = not method.chooses and method.control is None and config.weighting is None
+    return config.old_logprobs == "trainer" and config.num_responses <= config.mini_batch_size and plain and not before
+
+
+def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
+    """Plan the optimizer steps on a batch that has advantages; the generator draws what a control permutes.
+
+    Without old_logprobs the batch gets one step on all tokens (see `takes_one_step`).
+    """
+    method, settings, match = config.passes, config.loss, None
+    if batch.old_logprobs is None:
+        everything = [("all", batch.response_mask)]
+        return Update(split_passes(batch, config.mini_batch_size, everything), batch, settings)
+    place = (batch.old_logprobs, batch.response_mask, config.mini_batch_size, generator)
+    if method.control == "matched-norm":
+        settings, match = replace(settings, reweight_alpha=None), settings
+    elif method.control == "permuted-weights":
+        batch = replace(batch, advantages=batch.advantages * method.permuted_factors(*place))
+        settings = replace(settings, reweight_alpha=None)
+    passes = split_passes(batch, config.mini_batch_size, method.drawn_groups(*place), schedule=config.lopti_schedule)
+    return Update(passes, batch, settings, match, config.weighting)
+
+
+def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logprobs: Tensor) -> dict[str, float]:
+    """Describe the response tokens before the update by means over them.
+
+    Returns:
+        entropy and kl in nats; token_share_0 …, shares by interval of π_old; mismatch_mean and mismatch_max of
+        |log π of the sampler − log π of the trainer|.
+    """
+    keep = batch.response_mask
+    prob = batch.old_logprobs[keep].double().exp().clamp(max=1.0).numpy()
+    intervals = torch.from_numpy(assign_intervals(prob))
+    shares = torch.bincount(intervals, minlength=len(EDGES) - 1) / len(intervals)
+    drift = (sampler_logprobs - statistics.logprob)[keep].abs()
+    kl = math.nan
+    if batch.ref_logprobs is not None:
+        kl = float(kl_k3(statistics.logprob[keep], batch.ref_logprobs[keep]).mean())
+    return {
+        "entropy": float(statistics.entropy[keep].mean()),
+        "kl": kl,
+        **{f"token_share_{i}": float(share) for i, share in enumerate(shares)},
+        "mismatch_mean": float(drift.mean()),
+        "mismatch_max": float(drift.max()),
+    }
+
+
+def update_metrics(results: Sequence[StepResult]) -> dict[str, Any]:
+    """Describe the optimizer steps: lists have an entry per pass; clip fractions are of all tokens of all passes."""
+    tokens = max(1, sum(result.num_tokens for result in results))
+    return {
+        "passes": [result.name for result in results],
+        "loss": [result.loss for result in results],
+        "grad_norm": [result.grad_norm for result in results],
+        "grad_norm_clipped": [result.grad_norm_clipped for result in results],
+        "clip_fraction_low": sum(result.clipped_low for result in results) / tokens,
+        "clip_fraction_high": sum(result.clipped_high for result in results) / tokens,
+        "clip_fraction_dual": sum(result.clipped_dual for result in results) / tokens,
+        "optimizer_steps": sum(result.outcome == "taken" for result in results),
+        "empty_passes": sum(result.outcome == "empty" for result in results),
+        "nonfinite_steps": sum(result.outcome == "nonfinite" for result in results),
+    }

@@ -1,0 +1,358 @@
+"""The training loop: sample, score, advantages, passes, log, checkpoint; one run is one folder.
+
+    OUT/config.json, manifest.json      what was run, with which versions, where
+    OUT/metrics.jsonl                   a line per step
+    OUT/checkpoints/step-000020/        a folder that transformers loads, with optimizer and random states
+    OUT/rollouts/step-000001.parquet    with save_rollouts: the responses, in the native format
+    OUT/trackers/                       what TensorBoard reads
+    OUT/.lock                           while it runs
+
+Everything drawn at random is a function of the seed, the step and the place among the processes, so a run resumed with
+as many processes goes on to the same numbers.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gradscope import __version__
+from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError, checked
+from gradscope.objective import LossSettings, StepResult, TokenStatistics
+from gradscope.policy import Policy, find_checkpoint, weights_hash
+from gradscope.rollouts import TokenBatch
+from gradscope.runs import (
+    SILENT,
+    Journal,
+    Processes,
+    Progress,
+    library_versions,
+    locked,
+    scalars,
+    settle_progress,
+    writing,
+)
+from gradscope.sampling import Sampler, make_sampler
+from gradscope.tasks import get_task
+from gradscope.trainer.checkpoints import (
+    CHECKPOINTS,
+    drop_old,
+    find_start,
+    list_checkpoints,
+    restore_checkpoint,
+    save_checkpoint,
+    step_of,
+)
+from gradscope.trainer.config import TrainConfig
+from gradscope.trainer.learner import (
+    TRACKERS,
+    Learner,
+    build_learner,
+    ending_trackers,
+    init_trackers,
+    make_accelerator,
+)
+from gradscope.trainer.presets import get_preset
+from gradscope.trainer.rollout import ROLLOUTS, Questions, derive_seed, rollout_metrics, sample_rollout, write_step
+from gradscope.trainer.step import compute_advantages, plan_update, takes_one_step, token_metrics, update_metrics
+
+MOST_NONFINITE = 3
+"""Optimizer steps in a row without a finite gradient that end a run."""
+SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
+"""Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights.
+
+In bfloat16 that finds weights of another model or another temperature, not weights that are one small step old."""
+
+
+@dataclass
+class Step:
+    """One step as an `on_step` callback sees it: before its update and, behind the callback's yield, after it."""
+
+    number: int
+    """1, 2, …"""
+    policy: Policy
+    batch: TokenBatch
+    """With the advantages that are trained on, old_logprobs and, where there is a reference, ref_logprobs."""
+    statistics: TokenStatistics
+    """Statistics of the batch's tokens before the update."""
+    settings: LossSettings
+    """Settings of the loss that is trained."""
+    config: TrainConfig
+    score: Callable[[TokenBatch], TokenStatistics]
+    """The statistics of a batch's tokens under the policy as it is, in the precision of training."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What the callback adds here is logged."""
+
+
+OnStep = Callable[[Step], AbstractContextManager]
+"""A context manager around each update, as contextlib.contextmanager makes one of a generator with one yield."""
+
+
+@checked
+def train(
+    config: TrainConfig | str,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    on_step: OnStep | None = None,
+    progress: bool | Progress = True,
+) -> Path:
+    """Train a policy; under `accelerate launch`, several processes share the work.
+
+    Args:
+        config: Settings, or the name of a preset.
+        out: Folder of the run.
+        resume: Go on from the newest checkpoint in `out`, or from the start if there is none.
+        overwrite: Replace a run in `out`, which is deleted as the new one begins: settings and sampler have been looked
+            at by then. With neither, a folder that holds a run is refused.
+        on_step: Called around each update, in the first process.
+
+    Returns:
+        The folder of the last checkpoint.
+
+    Raises:
+        InputError: Whatever the user can mend.
+        DivergedError: Three optimizer steps in a row had no finite gradient, or weights or logits are not finite.
+        SyncError: The sampler's weights are not the trainer's. Checkpoints stay in all cases.
+    """
+    config, out = get_preset(config) if isinstance(config, str) else config, Path(out)
+    questions = Questions(get_task(config.task), config)
+    accelerator = make_accelerator(config, out)
+    processes = Processes(accelerator.process_index, accelerator.num_processes)
+    journal = Journal(out, asdict(config), (CHECKPOINTS, ROLLOUTS, TRACKERS))
+    with ExitStack() as stack:
+        with processes.together():
+            if processes.is_main:
+                stack.enter_context(locked(out))
+        start = find_start(journal, questions.steps, resume=resume, overwrite=overwrite, tell=processes.is_main)
+        done = 0 if start is None else step_of(start)
+        if done == questions.steps:
+            with processes.together():
+                if processes.is_main:
+                    drop_old(out, config.keep_checkpoints)  # it may have been stopped just then
+            accelerator.end_training()
+            return start
+        learner = build_learner(config, accelerator, start)
+        stack.enter_context(ending_trackers(accelerator, out))
+        # Closed before the trackers are, which end the process group that vLLM needs.
+        sampler = stack.enter_context(closing(_make_sampler(config, learner)))
+        nonfinite = _begin(journal, config, questions, learner, start, overwrite)
+        stack.enter_context(_forgetting(journal, processes))
+        init_trackers(accelerator, config, out, done, processes)
+        reporter = settle_progress(progress) if processes.is_main else SILENT
+        for note in learner.policy.length_notes(config.max_new_tokens) if reporter is not SILENT else ():
+            print(f"note: {note}", file=sys.stderr)
+
+        # Where a batch gets one optimizer step and nobody looks on, π_old is what the step's own forward pass finds.
+        self_scored = on_step is None and takes_one_step(config)
+        advance = stack.enter_context(reporter.stage("training", questions.steps, "steps", done=done))
+        for index in range(done, questions.steps):
+            started = _now(learner)
+            with _rescuing(index, learner, out, config, nonfinite), learner.computing():
+                sampler.sync(learner.weights())
+                rollout = sample_rollout(learner.policy, sampler, questions.of_step(index), config, index, processes)
+            sampled = _now(learner)
+
+            # π_ref, π_old and the advantages.
+            batch = rollout.batch
+            if config.kl_coef > 0:
+                batch = replace(batch, ref_logprobs=learner.reference_logprobs(batch))
+            if not self_scored:
+                statistics = learner.statistics(batch)
+                _check_scores(rollout.batch, statistics, index, config, out, processes)
+            if not self_scored and config.old_logprobs == "trainer":
+                batch = replace(batch, old_logprobs=statistics.logprob, sampler_logprobs=batch.old_logprobs)
+            batch = replace(batch, advantages=compute_advantages(batch, config))
+            if self_scored:
+                batch = replace(batch, old_logprobs=None, sampler_logprobs=batch.old_logprobs)
+
+            # Alg. 1: optimizer steps on the low- and on the high-probability tokens; without Lopti, on all of them.
+            update = plan_update(batch, config, torch.Generator().manual_seed(derive_seed(config.seed, index, 2)))
+            learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
+            results: list[StepResult] = []
+            added: dict[str, Any] = {}
+            with ExitStack() as watching:
+                if on_step is not None and processes.is_main:
+                    step = Step(
+                        index + 1, learner.policy, update.batch, statistics, update.settings, config,
+                        learner.statistics_alone, added,
+                    )  # fmt: skip
+                    watching.enter_context(on_step(step))
+                scored = _now(learner)
+                with learner.computing():
+                    for part in update.passes:
+                        how = {"match": update.match, "weighting": update.weighting, "score": self_scored}
+                        results.append(learner.updater.step(part, update.settings, **how))
+                        if results[-1].outcome != "empty":
+                            nonfinite = nonfinite + 1 if results[-1].outcome == "nonfinite" else 0
+                        if nonfinite >= MOST_NONFINITE:
+                            break
+                trained = _now(learner)
+                if not learner.is_finite():
+                    raise _diverged(out, f"the weights are not finite after step {index + 1}")
+            if self_scored:
+                statistics = results[0].statistics
+                _check_scores(rollout.batch, statistics, index, config, out, processes)
+                batch = replace(batch, old_logprobs=statistics.logprob)
+
+            # Log, and save.
+            if config.save_rollouts:
+                write_step(out, index + 1, rollout.rows, batch, processes)
+            record = {"step": index + 1, **rollout_metrics(rollout)}
+            record |= token_metrics(batch, statistics, rollout.batch.old_logprobs) | added | update_metrics(results)
+            total, parts = _now(learner) - started, (sampled - started, trained - scored)
+            record |= {"seconds_sampling": parts[0], "seconds_training": parts[1], "seconds_other": total - sum(parts)}
+            record["tokens_per_second"] = record["num_tokens"] / total
+            with processes.together():
+                if processes.is_main:
+                    journal.log(record)
+                with writing(out / TRACKERS):
+                    accelerator.log(scalars(record), step=index + 1)
+            advance(1, _show(record, questions.steps, printed=reporter is not SILENT and not sys.stderr.isatty()))
+            if nonfinite >= MOST_NONFINITE:
+                words = f"{nonfinite} optimizer steps in a row had no finite gradient, up to step {index + 1}"
+                raise _diverged(out, words)
+            if (index + 1) % config.save_every == 0 or index + 1 == questions.steps:
+                save_checkpoint(out, index + 1, learner, nonfinite_in_a_row=nonfinite, keep=config.keep_checkpoints)
+    return list_checkpoints(out)[-1]
+
+
+def _make_sampler(config: TrainConfig, learner: Learner) -> Sampler:
+    with learner.processes.together():
+        return make_sampler(
+            config.engine,
+            learner.policy,
+            batch_size=config.sampling_batch_size,
+            dtype=config.precision,
+            memory=config.vllm_memory,
+            progress=False,
+        )
+
+
+def _begin(
+    journal: Journal, config: TrainConfig, questions: Questions, learner: Learner, start: Path | None, overwrite: bool
+) -> int:
+    """Restore `start` and make the folder ready; a run that is overwritten is deleted.
+
+    Returns how many optimizer steps in a row had no finite gradient so far. Raises InputError where a resumed run began
+    with another policy or other questions; warns where it had another number of processes, which share out the random
+    numbers.
+    """
+    parameters, out, count = list(learner.policy.model.parameters()), journal.out, learner.processes.count
+    manifest = {
+        "gradscope": __version__,
+        "versions": library_versions(),
+        "model": {
+            "path": config.model,
+            "class": type(learner.policy.model).__name__,
+            "sha256": weights_hash(find_checkpoint(config.model)),
+        },
+        "questions": questions.hash,
+        "parameters": sum(p.numel() for p in parameters),
+        "trained_parameters": sum(p.numel() for p in parameters if p.requires_grad),
+        "device": str(learner.updater.device),
+        "processes": count,
+        "threads": torch.get_num_threads(),
+    }
+    with learner.processes.together():
+        nonfinite = 0 if start is None else restore_checkpoint(start, learner)
+        if learner.processes.is_main:
+            if overwrite and journal.remove():
+                print(f"the run in {out} is deleted (overwrite)", file=sys.stderr)
+            drop_old(out, None)
+            earlier = journal.begin(manifest, 0 if start is None else step_of(start), fixed=("model", "questions"))
+            if earlier is not None and (before := earlier.get("processes")) != count:
+                warnings.warn(
+                    f"begun with {before} processes and resumed with {count}: from here on, other responses are "
+                    "sampled than in an undisturbed run",
+                    stacklevel=3,
+                )
+    return nonfinite
+
+
+@contextmanager
+def _forgetting(journal: Journal, processes: Processes) -> Iterator[None]:
+    """Where a run is refused before its first checkpoint, nothing was learnt: it holds up no next attempt."""
+    try:
+        yield
+    except InputError:
+        if processes.is_main and not list_checkpoints(journal.out):
+            with suppress(OSError):
+                journal.remove()
+        raise
+
+
+@contextmanager
+def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfinite: int) -> Iterator[None]:
+    """Save the weights of the last finished step where the next one cannot be sampled: nothing of it is lost.
+
+    Several processes save together or not at all, and an interruption finds them at different places. Logits that
+    steps have made NaN are divergence.
+    """
+    try:
+        yield
+    except (InputError, KeyboardInterrupt) as error:
+        if done and isinstance(error, NanLogitsError):
+            raise _diverged_logits(out, done) from error
+        together = learner.processes.count == 1 or isinstance(error, InputError)
+        if together and done and done not in map(step_of, list_checkpoints(out)):
+            save_checkpoint(out, done, learner, nonfinite_in_a_row=nonfinite, keep=config.keep_checkpoints)
+        raise
+
+
+def _check_scores(
+    sampled: TokenBatch, statistics: TokenStatistics, done: int, config: TrainConfig, out: Path, processes: Processes
+) -> None:
+    """Raise DivergedError for scores that steps have made NaN or infinite, SyncError for a sampler with other weights.
+
+    Four responses of each process's sampler have their log π compared.
+    """
+    if done and not statistics.logprob[sampled.response_mask].isfinite().all():
+        raise _diverged_logits(out, done)
+    drift = 0.0
+    for rank in range(processes.count):
+        rows = (sampled.group_ids % processes.count == rank).nonzero()[:4, 0]
+        mismatch = (sampled.old_logprobs[rows] - statistics.logprob[rows])[sampled.response_mask[rows]].abs()
+        drift = max(drift, float(mismatch.mean())) if len(rows) else drift
+    if not drift <= SYNC_TOLERANCE[config.precision]:
+        raise SyncError(
+            f"the sampler's log-probabilities are {drift:.3g} nats off the trainer's (mean of four responses); it "
+            "does not sample with the trained weights, or not at this temperature"
+        )
+
+
+def _diverged_logits(out: Path, done: int) -> DivergedError:
+    return _diverged(out, f"the policy's logits are NaN or infinite after step {done}", up_to=done - 1)
+
+
+def _diverged(out: Path, words: str, *, up_to: int | None = None) -> DivergedError:
+    """With the last checkpoint that was written after no more than `up_to` steps; None: the last one."""
+    good = [path for path in list_checkpoints(out) if up_to is None or step_of(path) <= up_to]
+    kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint from before"
+    return DivergedError(f"{words}; {kept}; try a lower learning_rate")
+
+
+def _now(learner: Learner) -> float:
+    """Seconds of a clock, once the device has done what it was given."""
+    if learner.updater.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _show(record: dict[str, Any], total: int, *, printed: bool) -> str:
+    """The step in words, for the bar; printed: also on a line of its own."""
+    shown = {name: f"{record[name]:.3g}" for name in ("reward_mean", "accuracy", "response_length", "kl")}
+    words = ", ".join(f"{name} {value}" for name, value in shown.items())
+    if printed:
+        seconds = sum(record[f"seconds_{part}"] for part in ("sampling", "training", "other"))
+        print(f"step {record['step']} of {total}: {words}, {seconds:.1f} s", file=sys.stderr, flush=True)
+    return words
