@@ -126,6 +126,11 @@ def test_both_processes_hold_the_same_weights_after_their_steps(found):
     assert all(torch.equal(weight, second["weights"][name]) for name, weight in first["weights"].items())
 
 
+def test_a_pass_that_scores_its_tokens_gives_each_process_all_of_them(found):
+    for process in found:
+        torch.testing.assert_close(process["scored"]["by the pass"], process["scored"]["before"], atol=1e-5, rtol=0)
+
+
 def test_an_error_of_one_process_is_one_of_all(found):
     text = "only the second process saw this"
     assert [process["failures"] for process in found] == [[f"InputError: {text}", f"OSError: {text}"]] * 2

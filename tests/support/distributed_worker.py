@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings, Pass, lopti_split, resolve_advantages, split_passes
@@ -78,6 +79,14 @@ def take_steps(learner: Learner, passes: list[Pass]) -> dict[str, Any]:
     }
 
 
+def score_while_training(learner: Learner, part: Pass) -> dict[str, Tensor]:
+    """log π of the pass's tokens by a pass of their own, and by the pass that trains on them."""
+    before = learner.statistics(part.batch).logprob
+    totals = learner.updater.accumulate(part, LOSS, score=True)
+    learner.optimizer.zero_grad()
+    return {"before": before, "by the pass": totals.statistics.logprob}
+
+
 def fail_apart(learner: Learner, error: type[Exception]) -> str:
     """What each process hears when the second alone fails."""
     try:
@@ -96,6 +105,7 @@ def main(folder: Path, out: Path) -> None:
     passes = make_passes()
     found: dict[str, Any] = {"type": accelerator.distributed_type.value}
     found["failures"] = [fail_apart(learner, error) for error in (InputError, OSError)]
+    found["scored"] = score_while_training(learner, passes[0])
     found["whole"] = {"gradients": measure_gradients(learner, passes), "steps": take_steps(learner, passes)}
     found["frugal"] = measure_frugally(folder, accelerator, **FRUGAL)
     torch.save(found, out / f"{learner.processes.rank}.pt")

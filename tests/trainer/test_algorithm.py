@@ -139,7 +139,7 @@ def passes_by_loop(batch: TokenBatch, config: TrainConfig) -> list[tuple[str, li
 
 
 def test_reinforce_pp_with_a_kl_and_no_reference_is_refused(batch):
-    with pytest.raises(InputError, match=r"kl_coef is 0\.1 and the batch has no ref_logprobs"):
+    with pytest.raises(InputError, match="ref_logprobs"):
         compute_advantages(replace(batch, ref_logprobs=None), make_config(algorithm="reinforce++", kl_coef=0.1))
 
 

