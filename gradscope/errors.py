@@ -1,4 +1,4 @@
-"""How a command is refused: the input is at fault, or what would come out cannot be trusted."""
+"""Errors that end a command: input at fault, or results that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Made = TypeVar("Made")
 
 
 class InputError(ValueError):
-    """What the user gave cannot be used; one line that says what, where and what to do (the CLI exits with 2).
+    """The user's input cannot be used; one line says what, where and what to do (the CLI exits with 2).
 
     path: the file at fault, named before the reason.
 
@@ -36,11 +36,12 @@ class InputError(ValueError):
 
 
 LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or --dtype, or --no-figures"
-"""Advice where memory ran out, or may have."""
+"""Advice when memory runs out."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python, torch on a device, or torch on a CPU, which has no kind of its own for it, found no room.
+    """Return whether Python or torch (on a device, or on the CPU, where it has no error type of its own) ran out of
+    memory.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True
@@ -50,7 +51,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class NanLogitsError(InputError):
-    """A policy whose logits are NaN, so that nothing can be sampled; in training it has diverged."""
+    """The policy's logits are NaN, so that nothing can be sampled; in training it has diverged."""
 
 
 class SelfCheckError(RuntimeError):
@@ -58,16 +59,15 @@ class SelfCheckError(RuntimeError):
 
 
 class SyncError(RuntimeError):
-    """The sampler does not sample with the trained weights (the CLI exits with 1)."""
+    """The sampler does not use the trained weights (the CLI exits with 1)."""
 
 
 class DivergedError(RuntimeError):
-    """Training has no finite gradient any more; the checkpoints are kept (the CLI exits with 1)."""
+    """The training gradient is no longer finite; the checkpoints are kept (the CLI exits with 1)."""
 
 
 def unpickling_reason(error: Exception) -> str:
-    """Return what torch.load with weights_only refused, on one line, without its advice to load the file with all it
-    runs.
+    """Return in one line what torch.load with weights_only refused, without its advice to disable that.
 
     >>> unpickling_reason(ValueError("Weights only load failed. Re-run with False.\\n\\nUnsupported operand 149\\n"))
     'Unsupported operand 149'
@@ -80,7 +80,7 @@ def unpickling_reason(error: Exception) -> str:
 
 
 def show(value: Any) -> str:
-    """Return a value in an error: as JSON writes it, at most 40 characters, whatever it is and however large.
+    """Write a value for an error as JSON, in at most 40 characters, whatever its type and size.
 
     >>> show([1, None, "a"]), show([[0] * 10**6])
     ('[1, null, "a"]', '[[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…')
@@ -97,7 +97,7 @@ def show(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return the text on one line, what steers a terminal or cannot be seen by its number.
+    """Write text on one line, with control and invisible characters by their numbers.
 
     >>> print(printable("a" + chr(10) + "b" + chr(0x202E)))
     a\\nb\\u202e
@@ -106,7 +106,7 @@ def printable(text: str) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of what an error says, to be quoted within a line; its kind where it says nothing.
+    """Return the first line of an error's message; its type if the message is empty.
 
     >>> first_line(ValueError("no such key.\\nTraceback …"))
     'no such key'
@@ -116,7 +116,7 @@ def first_line(error: Exception) -> str:
 
 
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
-    """Return the function, with an error that names the argument for one that is not what its annotation says.
+    """Decorate a function to raise an error that names any argument whose type does not match its annotation.
 
     TypeError for one of another type, InputError for a word that is none of those known.
 
@@ -156,7 +156,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type; numbers of numpy are numbers."""
+    """Return whether a value is of a type; numpy's numbers count as numbers."""
     import numpy as np
     from beartype import BeartypeConf, FrozenDict
     from beartype.door import is_bearable
@@ -166,7 +166,8 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def make_settings(kind: Callable[..., Made], function: str, given: dict[str, Any]) -> Made:
-    """Return a dataclass of settings from a function's keywords; TypeError that names an unknown one, and the nearest.
+    """Build a settings dataclass from keywords. Raises TypeError that names an unknown keyword and the nearest known
+    one.
     """
     known = inspect.signature(kind).parameters
     for name in given:

@@ -28,8 +28,7 @@ _FRACTIONS = {0.25: "¼", 0.5: "½", 0.75: "¾"}
 
 
 def assign_intervals(prob: Column, edges: Column = EDGES) -> np.ndarray:
-    """Return the index of the interval [lo, hi) that holds each probability, the last one closed; int64, shaped like
-    `prob`.
+    """Return the index of the interval [lo, hi) of each probability, the last one closed; int64, shaped like `prob`.
 
     >>> assign_intervals([0.0, 0.2499, 0.25, 0.75, 1.0]).tolist()
     [0, 0, 1, 3, 3]
@@ -47,7 +46,7 @@ def assign_intervals(prob: Column, edges: Column = EDGES) -> np.ndarray:
 
 
 def interval_labels(edges: Column = EDGES) -> list[str]:
-    """Return one label per interval, with as many digits as tell the edges apart (three at least).
+    """Return a label per interval, with enough digits to tell the edges apart (three at least).
 
     >>> interval_labels()
     ['[0, ¼)', '[¼, ½)', '[½, ¾)', '[¾, 1]']
@@ -75,7 +74,7 @@ def summarize(
     probabilities: Column | None = None,
     sizes: Column | None = None,
 ) -> "pd.DataFrame":
-    """Return the "mean", "sum" or "rms" of `values` per interval, a row each, with an interval from resampled clusters.
+    """Compute the "mean", "sum" or "rms" of `values` per interval, a row each, with bounds from resampled clusters.
 
     `values`, `intervals` (from `assign_intervals`) and `clusters` (any labels) hold one entry per token. A NaN value is
     a token that was not measured: it counts in `num_tokens`, not in `num_measured`, and enters no statistic (so a sum
@@ -150,8 +149,7 @@ def interval_shares(
     probabilities: Column | None = None,
     sizes: Column | None = None,
 ) -> "pd.DataFrame":
-    """Return each interval's share of all tokens or, with `values`, of the sum of the measured values; columns as
-    `summarize`.
+    """Compute each interval's share of all tokens or, with `values`, of their sum; columns as in `summarize`.
 
     Bounds are NaN where those of `summarize` are; those of two intervals are not independent, for shares add up to 1.
     probabilities: with which each token was drawn to be measured, where values were made of a sample; sizes: as in
@@ -180,7 +178,7 @@ def interval_shares(
 def _cluster_totals(
     intervals: Column, clusters: Column, columns: list[np.ndarray], num_intervals: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return tokens per interval, and each column summed to [clusters, intervals]."""
+    """Return the tokens per interval, and each column summed to [clusters, intervals]."""
     intervals, clusters = np.asarray(intervals), np.asarray(clusters)
     if not intervals.shape == clusters.shape == columns[0].shape or intervals.ndim != 1:
         shapes = [columns[0].shape, intervals.shape, clusters.shape]
@@ -219,14 +217,14 @@ def _table(
 
 
 def _label(table: "pd.DataFrame", edges: Column) -> "pd.DataFrame":
-    """Return the table, a row per interval, with number and label in front."""
+    """Put number and label in front of the table's rows, one per interval."""
     table.insert(0, "interval", np.arange(len(table)))
     table.insert(1, "label", interval_labels(edges))
     return table
 
 
 def _check_edges(edges: Column) -> np.ndarray:
-    """Return the edges as a float64 array; raises InputError unless they are at least two and increase strictly."""
+    """Return the edges as a float64 array. Raises InputError unless there are two or more, strictly increasing."""
     edges = np.asarray(edges, dtype=np.float64)
     if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
         raise InputError(f"edges are {edges.tolist()}; at least two strictly increasing numbers are wanted")

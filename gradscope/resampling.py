@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Evaluate = Callable[[np.ndarray], np.ndarray]
-"""How often each cluster is drawn, [draws, clusters], to the statistics, [draws, n]; NaN where a draw has none."""
+"""Maps how often each cluster is drawn, [draws, clusters], to statistics, [draws, n]; NaN where undefined."""
 Seed = int | np.random.Generator | None
-"""Of a bootstrap: what `numpy.random.default_rng` takes; None: without intervals."""
+"""Seed of a bootstrap, as `numpy.random.default_rng` takes it; None: no intervals."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What values a statistic can have, and how much one more cluster may move it that is unlike those seen."""
+    """Range of a statistic's values, and how much one more cluster unlike the others may change it."""
 
     least: float = -np.inf
     greatest: float = np.inf
@@ -49,11 +49,11 @@ FEWEST = 6
 """Clusters below which there is no interval: n draws all lie on one side of the median with probability 2·2⁻ⁿ, more
 than 5 % of the time for n < 6."""
 MANY = 50
-"""Clusters from which on percentiles of redrawn ones serve."""
+"""Clusters from which percentiles of redrawn clusters suffice."""
 FEWEST_TOKENS = 4
-"""What a sample must be worth (`sample_worth`), in tokens of equal amounts, for an interval."""
+"""Least worth of a sample (`sample_worth`), in tokens of equal amounts, for an interval."""
 CHUNK = 256
-"""Clusters that are left out at a time."""
+"""Clusters left out at a time."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Shortage:
     of: Literal["prompts", "tokens"]
     have: int
     wanted: int
-    """So many would give one."""
+    """How many would suffice."""
 
 
 def short_of(prompts: float, tokens: float = np.inf, measured: int = 0, reached: float = np.inf) -> Shortage | None:
-    """Return what there is too little of for an interval; None: it may be printed.
+    """Return what is lacking for an interval; None if it may be printed.
 
     prompts: with something to count; tokens: what the sample of them is worth (infinity: all are measured), of so many
     that were measured; reached: how many of the prompts have a measured token.
@@ -87,13 +87,13 @@ def short_of(prompts: float, tokens: float = np.inf, measured: int = 0, reached:
 
 
 def draw_clusters(num_clusters: int, resamples: int, seed: Seed) -> np.ndarray:
-    """[resamples, num_clusters]: how often each cluster is among as many drawn with replacement."""
+    """Draw clusters with replacement; return [resamples, num_clusters], how often each was drawn."""
     shares = np.full(num_clusters, 1 / num_clusters)
     return np.random.default_rng(seed).multinomial(num_clusters, shares, size=resamples)
 
 
 def percentiles(draws: np.ndarray, confidence: float) -> np.ndarray:
-    """[2, n]: lower and upper percentiles of each column of [draws, n] over the draws that have a value.
+    """Return [2, n]: lower and upper percentiles of each column of [draws, n], over the draws with a value.
 
     >>> percentiles(np.array([[1.0, np.nan], [2.0, np.nan], [3.0, np.nan]]), 0.5).tolist()
     [[1.5, nan], [2.5, nan]]
@@ -117,7 +117,8 @@ def bootstrap(
     scale: Scale = ANY,
     measured: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[3, n]: n statistics of the sample, and their lower and upper bounds over clusters, as the module says.
+    """Return [3, n]: n statistics of the sample and their lower and upper bounds over clusters, as the module
+    describes.
 
     scale: of all statistics. measured: where tokens were sampled, how many were measured for each statistic (infinity:
     all that there are), [n]; None: no number rests on a sample. The bounds are NaN with fewer than
@@ -134,7 +135,7 @@ def bootstrap(
 
 
 def check_levels(confidence: float, resamples: int) -> None:
-    """Raise InputError for no confidence level and for no resample."""
+    """Raise InputError for a confidence level outside (0, 1) or fewer than one resample."""
     if not 0 < confidence < 1 or resamples < 1:
         raise InputError(f"confidence {confidence}, {resamples} resamples; give a level inside (0, 1) and at least one")
 
@@ -167,7 +168,7 @@ def jackknife(
     scale: Scale = ANY,
     measured: np.ndarray | None = None,
 ) -> np.ndarray:
-    """[2, n]: bounds from leaving out one cluster in turn, by Student's t on a scale without ends.
+    """Return [2, n]: bounds from leaving out one cluster at a time, by Student's t on an unbounded scale.
 
     It has as many degrees of freedom as clusters bear on the number, (Σd²)²/Σd⁴ − ½ with d what leaving each out
     changes, n − 1 at most. NaN where a value is at an end, or is with some cluster left out: it rests on that one.
@@ -183,7 +184,7 @@ def jackknife(
 
 
 def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return values, jackknife errors and their degrees of freedom, on a scale without ends."""
+    """Return values, jackknife errors and their degrees of freedom, on an unbounded scale."""
     left = []
     for start in range(0, num_clusters, CHUNK):
         rows = np.arange(start, min(start + CHUNK, num_clusters))
@@ -200,7 +201,7 @@ def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.
 
 
 def _unbind(values: np.ndarray, scale: Scale) -> np.ndarray:
-    """On a scale without ends: as they are, or log distance from the least, or log odds; NaN at an end."""
+    """Map to an unbounded scale: unchanged, log distance from the least, or log odds; NaN at an end."""
     least, greatest = scale.least, scale.greatest
     if np.isinf(least):
         return values
@@ -211,7 +212,7 @@ def _unbind(values: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def _bind(values: np.ndarray, scale: Scale) -> np.ndarray:
-    """Back from there."""
+    """Map back from the unbounded scale."""
     least, greatest = scale.least, scale.greatest
     if np.isinf(least):
         return values
@@ -220,14 +221,14 @@ def _bind(values: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def redraw(evaluate: Evaluate, num_clusters: int, seed: Seed, resamples: int = 1000) -> np.ndarray:
-    """[resamples, n]: the statistics of redrawn clusters; no row with too few for an interval, and with seed None."""
+    """Return [resamples, n]: the statistics of redrawn clusters; no rows with too few clusters or with seed None."""
     if short_of(num_clusters) or seed is None:
         return evaluate(np.ones((1, num_clusters)))[:0]
     return evaluate(draw_clusters(num_clusters, resamples, seed))
 
 
 def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: bool) -> np.ndarray:
-    """Return the draws as far from the sample's values as the intervals are wider than percentiles: for odds.
+    """Spread the draws around the sample's values as far as the intervals exceed percentiles, for odds.
 
     That is by Student's t of a jackknife's degrees of freedom; not at all of many clusters without a sample of tokens.
     """
@@ -241,7 +242,7 @@ def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: 
 
 
 def odds_of_largest(draws: np.ndarray) -> np.ndarray:
-    """[n]: in which share of the draws, [draws, n], each column is the largest; NaN without a draw that has a value.
+    """Return [n]: the share of draws [draws, n] in which each column is the largest; NaN if no draw has a value.
 
     >>> odds_of_largest(np.array([[1.0, 2.0], [3.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]])).round(2).tolist()
     [0.33, 0.67]
@@ -260,7 +261,7 @@ def centred_bootstrap(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> np.ndarray:
-    """As `bootstrap`, for statistics that redrawing biases: [3, n], value, lower and upper.
+    """Return [3, n] as `bootstrap` does, for statistics that redrawing biases.
 
     The bounds are value + (percentile − mean of the draws) · t/z · √(n/(n−1)), with the quantiles t of Student's
     distribution with n − 1 degrees of freedom and z of the normal one, or those of `jackknife` where these are further
@@ -283,8 +284,7 @@ def centred_bootstrap(
 
 
 def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarray, num_cells: int) -> np.ndarray:
-    """Return how many tokens of equal amounts a sample of each cell is worth, [num_cells]; infinity where all are
-    measured.
+    """Return how many tokens of equal amounts each cell's sample is worth, [num_cells]; infinity if all are measured.
 
     That is 1 / the relative variance of Σ amount/p over samples in which each token is with its chance p, which is
     known without any of them: Σ amount² (1/p − 1) / (Σ amount)². amounts: of what is to be summed, or in proportion to
@@ -302,7 +302,7 @@ def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarr
 
 
 def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
-    """Return what samples of cells are worth for each one's share of the whole: its odds have the errors of both sides.
+    """Return what samples of cells are worth for each cell's share of the whole, whose odds have errors on both sides.
 
     amounts: sums by cell, or in proportion to them; worth: `sample_worth` of each.
     """
@@ -313,7 +313,9 @@ def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
 
 
 def students_t(each: np.ndarray, confidence: float) -> np.ndarray:
-    """[3, n]: mean over independent rows, [rows, n], and its bounds by Student's t with rows − 1 degrees of freedom."""
+    """Return [3, n]: the mean over independent rows [rows, n] and its bounds by Student's t with rows − 1 degrees of
+    freedom.
+    """
     from scipy.stats import t
 
     mean = each.mean(0)
@@ -322,7 +324,8 @@ def students_t(each: np.ndarray, confidence: float) -> np.ndarray:
 
 
 def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Standard error of `statistic(sum of the blocks)` that leaving out one block in turn shows; NaN where that is.
+    """Return the standard error of `statistic(sum of the blocks)` from leaving out one block at a time; NaN if
+    undefined.
 
     blocks: parts of one shape that add up, such as those of a sketch's coordinates.
     """
@@ -332,7 +335,7 @@ def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Seque
 
 
 def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> str:
-    """Bounds as they stand behind their number, each as `write` has it; nothing where there are none, or one twice.
+    """Write bounds behind a number, each by `write`; an empty string if there are none or both read alike.
 
     >>> in_brackets(0.25, 0.5, "{:.1f}".format)
     ' [0.2, 0.5]'
@@ -341,8 +344,7 @@ def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> st
 
 
 def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
-    """Return number of each row's prompt from 0 on: of `group`, or of (`batch`, `group`) where there is a column batch.
-    """
+    """Number each row's prompt from 0: by `group`, or by (`batch`, `group`) if there is a column batch."""
     if "group" not in table:
         raise InputError("the table has no column group, the number of each token's prompt; give one that has it")
     keys = ["batch", "group"] if "batch" in table else ["group"]

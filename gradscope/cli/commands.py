@@ -37,7 +37,7 @@ COMMANDS = {
     "train": "Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti.",
     "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",
 }
-"""A class of that name, with a capital, is in the file of that name."""
+"""Command → its line of help. The file of that name holds a class of that name, capitalised."""
 EXAMPLES = {
     "demo": ("", "--out demo-out"),
     "sample": (
@@ -62,9 +62,9 @@ EXAMPLES = {
     ),
     "evaluate": ("runs/checkpoint-500 --task math --data math500.parquet --k 16 --out evaluated",),
 }
-"""Arguments of each command, to begin with."""
+"""Example arguments of each command."""
 GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
-"""Advice after an interruption; the other commands are simply run again."""
+"""Advice after an interruption; the default is to run the same command again."""
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
@@ -113,7 +113,8 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _refuse(error: Exception, go_on: str) -> None:
-    """Stop with the line and the status of an error that the input or the machine can cause; any other is a bug."""
+    """Exit with one line and the status for errors that input or machine can cause; re-raise any other, which is a bug.
+    """
     if isinstance(error, InputError):
         _stop(error, 2)
     if isinstance(error, SelfCheckError | SyncError | DivergedError | OSError):
@@ -127,7 +128,7 @@ def _refuse(error: Exception, go_on: str) -> None:
 
 
 def _tells_of_another(error: Exception) -> bool:
-    """Whether an exchange with the other processes of a launch has failed: torch's own error, gloo's by its words."""
+    """Return whether another process of the launch has failed: torch's own error, or gloo's by its text."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -143,7 +144,7 @@ def _stop(error: Exception, status: int) -> None:
 
 
 def run_script() -> None:
-    """The console script."""
+    """Entry point of the console script."""
     if sys.stdout is not None and not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # a log has notes and progress in the order they were said
     main()

@@ -37,13 +37,13 @@ class Factors:
         self._first: set[int] = set()
 
     def remember(self, calls: list[Call]) -> None:
-        """Take the calls of a pass over the whole sequence; later passes repeat the first."""
+        """Store the calls of a forward pass over the whole sequence; later passes must repeat it."""
         if not self._whole:
             for call in calls:
                 self._whole.setdefault(call.name, []).append(call)
 
     def compare(self, calls: list[Call]) -> None:
-        """Find out which of a pass's calls have the first rows of the whole sequence's call of the same module.
+        """Check which calls of this forward pass see the first rows of the whole sequence's call of the same module.
 
         Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's. A device is
         waited for once.
@@ -62,7 +62,7 @@ class Factors:
         self._first = {id(call) for call, holds in zip(asked, told, strict=True) if holds}
 
     def factor(self, flow: list[tuple[Call, Tensor]]) -> Tensor:
-        """Return the factor of a linear module's inputs, over as many rows as the calls have."""
+        """Return the factor of a linear module's inputs, over the rows of these calls."""
         call, bias = flow[0][0], flow[0][0].module.bias is not None
         whole = self._whole_call(call) if len(flow) == 1 else None
         if whole is None:
@@ -74,7 +74,7 @@ class Factors:
         return made[:rows, :rows]  # Triangular: the other columns are zero.
 
     def slopes(self, call: Call) -> list[Tensor]:
-        """∂output/∂parameter of a diagonal module, over the call's rows, for each parameter."""
+        """Return ∂output/∂parameter of a diagonal module over the call's rows, for each parameter."""
         whole = self._whole_call(call)
         if whole is None:
             return list(parameter_slopes(call.module, call.inputs))
@@ -83,9 +83,7 @@ class Factors:
         return [slope[:, : call.inputs.shape[1]] for slope in self._made[call.name]]
 
     def _whole_call(self, call: Call) -> Call | None:
-        """Return the whole sequence's call of the same module, if this call, of the pass compared last, has its first
-        rows.
-        """
+        """Return the whole sequence's call of the same module, if this call sees its first rows."""
         return self._whole[call.name][0] if id(call) in self._first else None
 
 
@@ -116,12 +114,13 @@ class GraphBody:
         """Scales of gradients, where their norms are asked for, too."""
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Chunk limits; a chunk ends at wide gaps alone, for each pays for a forward pass. rows: most positions ×
-        tokens."""
+        """Return the chunk limits; chunks end only at wide gaps, since each costs a forward pass. rows: most positions
+        × tokens.
+        """
         return Limits(min(ROWS if rows is None else rows, max(1, memory // self.bytes_per_row)), start=None)
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
-        """Return the body's forward pass."""
+        """Record the body's forward pass."""
         body = self.model.base_model
         with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
             # Without a mask, transformers reads from the device whether several sequences are packed into one.
@@ -150,7 +149,7 @@ class GraphBody:
 
 @dataclass(frozen=True)
 class GraphSequence:
-    """One sequence on its way through a GraphBody."""
+    """One sequence that a GraphBody measures."""
 
     body: GraphBody
     ids: Int[Tensor, " n"]
@@ -160,7 +159,7 @@ class GraphSequence:
     """The body's pass, where it was made before; it is left as it is."""
 
     def measure(self, chunk: Chunk) -> Measured:
-        """‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
+        """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
         picks, positions = chunk.picks[0], chunk.positions[0]
         recorder = self.seen or self.body.record(self.ids[: chunk.length])
         self.factors.compare(recorder.calls)
@@ -193,7 +192,7 @@ class GraphSequence:
         return Measured(act[None], {name: values.to(last.device)[None] for name, values in squares.items()}, scaled)
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
-        """Return the squared gradient norm [K] of one module, from all of its calls."""
+        """Return the squared gradient norms [K] of one module over all its calls."""
         rule = self.body.ownership.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
@@ -204,7 +203,7 @@ class GraphSequence:
         return self._table(name, flow, picks)
 
     def _scaled_square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
-        """Return the same of the scaled gradient, over all of the module's parameters."""
+        """Return the squared norms [K] of the scaled gradient over all the module's parameters."""
         metric, module, rule = self.body.metric, flow[0][0].module, self.body.ownership.rules[name]
         if rule in ("linear", "conv1d"):
             deltas = join([delta.flatten(1, -2) for _, delta in flow], 1).transpose(0, 1)[None]
@@ -225,7 +224,7 @@ class GraphSequence:
 def _diagonal_over_calls(
     flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...], scale: Tensor | None = None
 ) -> Tensor:
-    """Return the squared norm of one parameter's gradient, which adds up over the module's calls."""
+    """Return the squared norm of one parameter's gradient, summed over the module's calls."""
     deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
     return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype), scale)
 
@@ -238,7 +237,9 @@ def _vjp(
     batched: bool,
     again: bool = False,
 ) -> list[Tensor | None]:
-    """Vector-Jacobian products of K seeds: [K, *shape] per edge, None where nothing flows; again: keep the graph."""
+    """Compute vector-Jacobian products of K seeds: [K, *shape] per edge, None if no gradient flows; again: keep the
+    graph.
+    """
     if batched:
         found = torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, retain_graph=again, allow_unused=True)
         return list(found)

@@ -10,13 +10,15 @@ from jaxtyping import Int
 from torch import Tensor
 
 MOST_SEQUENCES = 8
-"""In a group: eight are a third faster than one at S and T = 64 of analyses/benchmarks/token_gradients.py, as four."""
+"""Most sequences in a group: eight are a third faster than one at S and T = 64 of
+analyses/benchmarks/token_gradients.py, as four are.
+"""
 POSITION_COST = 3
 """Positions × tokens that take as long as the forward pass, the head and the factors of a position: 2 to 4 at M, S."""
 WORTHWHILE = 0.03
-"""Part of its own cost that a sequence must save to join a group, as each holds its activations meanwhile."""
+"""Share of its own cost that a sequence must save to join a group, since its activations are held meanwhile."""
 ROWS = 1536
-"""Positions × tokens of a chunk, unless starting it calls for more."""
+"""Positions × tokens of a chunk, unless its start-up cost calls for more."""
 START_PART = 1 / 18
 """Share of a chunk's time that starting it may take. At S, T = 64 and 128, chunks of 3,072 rows are 3 and 6 % faster
 than of 1,536; with hidden 64, those of 12,288 are 14 and 19 % faster; where starting costs less, longer ones gain
@@ -25,16 +27,16 @@ nothing."""
 
 @dataclass(frozen=True)
 class Span:
-    """The tokens of a chunk: neighbours, which one backward pass carries."""
+    """Neighbouring tokens that one backward pass carries."""
 
     tokens: tuple[slice, ...]
-    """Tokens of each sequence of the group that has any; the first has most."""
+    """Slice of tokens of each sequence that has any; the first has most."""
     length: int
     """Longest prefix."""
 
     @property
     def width(self) -> int:
-        """Most tokens of one sequence: as many places has each."""
+        """Most tokens of one sequence, which is the number of places of each."""
         return self.tokens[0].stop - self.tokens[0].start
 
     @property
@@ -44,18 +46,18 @@ class Span:
 
     @property
     def places(self) -> int:
-        """For a token each: as many for every sequence."""
+        """Places for tokens: the same number for every sequence."""
         return len(self.tokens) * self.width
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk's tokens in a rectangle of places; a sequence with fewer than others has none in its first places."""
+    """A chunk's tokens in a rectangle of places; sequences with fewer tokens leave their first places empty."""
 
     picks: Int[Tensor, "B K"]
-    """Which of the stack's targets a place holds; 0 where it holds none."""
+    """Target of the stack at each place; 0 at an empty one."""
     positions: Int[Tensor, "B K"]
-    """Where each token's logits stand; 0 where there is none."""
+    """Position of each token's logits; 0 at an empty place."""
     held: Int[Tensor, " t"] | None
     """Which of the B·K places hold a token; None: all."""
     length: int
@@ -82,30 +84,31 @@ class Chunk:
         return cls(picked, at, held[0] if held else None, span.length)
 
     def values(self, tokens: Tensor) -> Tensor:
-        """Return values at the places that hold a token, [tokens, …], from [B, K, …]."""
+        """Return the values at places with a token, [tokens, …], from [B, K, …]."""
         flat = tokens.flatten(0, 1)
         return flat if self.held is None else flat[self.held]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """How far a chunk may go, in positions × tokens, which are rows of its matrix products."""
+    """Limits of a chunk in positions × tokens, the rows of its matrix products."""
 
     rows: int
-    """Most of a chunk; a single token of each sequence may have more."""
+    """Most rows of a chunk; a single token of each sequence may exceed it."""
     start: int | None
-    """What takes as long as starting a chunk; None: chunks end at wide gaps alone, of more than 16 positions and a
-    quarter of the shortest prefix."""
+    """Rows that take as long as starting a chunk; None: chunks end only at gaps of more than 16 positions and a quarter
+    of the shortest prefix.
+    """
     shared: float = 0.0
-    """What takes as long as fetching what the tokens of a chunk share, at one position of one sequence."""
+    """Rows that take as long as fetching what a chunk's tokens share, at one position of one sequence."""
 
     def fixed(self, batch: int, length: int) -> float:
-        """Cost of a chunk before it carries any token."""
+        """Return the cost of a chunk before it carries any token."""
         return (self.start or 0) + self.shared * batch * length
 
 
 def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Span]:
-    """Chunks of tokens with ascending prefix lengths, from the last ones on; each is carried over its longest prefix.
+    """Divide tokens of ascending prefix lengths into chunks, from the last on; each is carried over its longest prefix.
 
     A chunk goes on until the padding after its shorter tokens' own ends would cost more than another chunk.
     lengths: of each sequence of a group, those with more tokens first.
@@ -136,8 +139,8 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Spa
 def group_sequences(
     lengths: Sequence[Sequence[int]], reaches: Sequence[int], limits: Limits, *, most: Callable[[int], int]
 ) -> list[list[int]]:
-    """Return indices of sequences that are measured together, in the order that `neighbours` wants; sequences of like
-    length.
+    """Group sequences to measure together, of like length and in the order that `neighbours` wants; return their
+    indices.
 
     A sequence joins a group where they cost less together; without a price of starting a chunk, each is alone, as is
     one without tokens. lengths: as of `neighbours`, in any order. reaches: how long each sequence is, which is more
@@ -159,6 +162,6 @@ def group_sequences(
 
 
 def _cost(lengths: Sequence[Sequence[int]], group: list[int], limits: Limits) -> float:
-    """Cost of a group's chunks."""
+    """Return the cost of a group's chunks."""
     spans = neighbours([lengths[i] for i in group], limits)
     return sum(span.rows + limits.fixed(len(span.tokens), span.length) for span in spans)

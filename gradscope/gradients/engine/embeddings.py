@@ -15,7 +15,7 @@ from gradscope.gradients.engine.ownership import Ownership
 
 @dataclass(frozen=True)
 class TableNorms:
-    """Of the table of one embedding, beside a head that may share it."""
+    """Norms of an embedding table's gradient; the head may share the table."""
 
     ownership: Ownership
     name: str
@@ -29,7 +29,7 @@ class TableNorms:
         picks: Int[Tensor, "B K"],
         metric: Metric | None = None,
     ) -> Float[Tensor, "B K"]:
-        """Return the squared norm over the ids that were looked up, from what flows back to the embedding's output.
+        """Return the squared norm over the looked-up ids, from what flows back to the embedding's output.
 
         For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
         rows; the head's own square is not in it. metric: of the scaled gradient.

@@ -23,7 +23,7 @@ targets are laid out anew."""
 
 @dataclass(frozen=True)
 class HeadPass:
-    """What the pass over the head leaves for the body; rows are targets, of all sequences one after the other."""
+    """Results of the head's backward pass for the body; rows are the targets of all sequences in turn."""
 
     statistics: TokenStatistics
     size: Float[Tensor, " m"]
@@ -52,7 +52,7 @@ class Head:
         """Positions whose logits fit the memory."""
 
     def measure(self, stack: Stack) -> HeadPass:
-        """Return one pass for all targets, or several where their logits would not fit the memory."""
+        """Run one pass for all targets, or several if their logits would not fit the memory."""
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
         places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
         fits = len(stack.ids) * places <= self.rows
@@ -77,7 +77,7 @@ class Head:
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
-        """Return what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        """Compute what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         reach, statistics, norms = int(targets[-1]), [], []
         ids, targets = (values.to(self.model.device, non_blocking=True) for values in (ids[: reach + 1], targets))
         prefix = ids[:reach]
@@ -90,7 +90,7 @@ class Head:
         return join_statistics(statistics), torch.cat(norms)
 
     def square_norms(self, head: HeadPass, name: str, metric: Metric | None = None) -> Float[Tensor, " m"]:
-        """Return squared gradient norm of a module of the head, which sees one position of each token; metric: scaled.
+        """Return the squared gradient norms of a module of the head, which sees one position per token; metric: scaled.
         """
         call, delta, inputs = head.local[name]
         if self.ownership.rules[name] == "diagonal":
@@ -104,7 +104,7 @@ class Head:
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
     def _measure_part(self, stack: Stack, part: Int[Tensor, " k"]) -> HeadPass:
-        """part: which of the stack's targets."""
+        """Measure these of the stack's targets."""
         sequences, positions, token_ids, temperature = (
             values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
         )
@@ -135,19 +135,20 @@ class Head:
         return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls)
 
     def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
-        """Return logits of every sequence, at least at these positions: [B, u or n, vocab]."""
+        """Return the logits of every sequence, at least at these positions: [B, u or n, vocab]."""
         kept = {"logits_to_keep": positions} if self._keeps_logits else {}
         return self.model(input_ids=ids, use_cache=False, **kept).logits
 
     def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
-        """Inputs of a module of the head, [m, width]; for a diagonal one its slopes, [m, parameters, width]."""
+        """Return the inputs of a module of the head, [m, width]; the slopes of a diagonal one, [m, parameters, width].
+        """
         if self.ownership.rules[call.name] != "diagonal":
             return targets_at.rows(call.inputs)
         return torch.stack([targets_at.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
 
 
 class _TargetRows:
-    """Where the targets' logits stand in a stack of this length."""
+    """Positions of the targets' logits in a stack of this length."""
 
     def __init__(self, sequences: Int[Tensor, " m"], positions: Int[Tensor, " m"], *, length: int) -> None:
         self._sequences, self._positions, self._length = sequences, positions, length
@@ -155,8 +156,8 @@ class _TargetRows:
         """Positions at which some sequence has a target, ascending."""
 
     def rows(self, values: Tensor) -> Float[Tensor, "m width"]:
-        """Return rows of [B, n, …], or of [B, u, …] that holds only the kept positions; of one sequence its axis may
-        lack.
+        """Gather the targets' rows from [B, n, …] or, if only kept positions were computed, [B, u, …]; B may be
+        missing.
         """
         rows = values.flatten(2) if values.ndim > 2 else values[None]
         columns = self._positions if rows.shape[1] == self._length else self._columns
@@ -166,14 +167,14 @@ class _TargetRows:
 
 
 def logits_at(model: nn.Module, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
-    """Return logits at these positions of one sequence."""
+    """Return the logits at these positions of one sequence."""
     if takes(model, "logits_to_keep"):
         return model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
     return model(input_ids=ids[None], use_cache=False).logits[0, positions]
 
 
 def logit_rows(vocab: int, memory: int) -> int:
-    """Return positions whose logits fit the memory, with the copies that their gradient needs."""
+    """Return how many positions' logits fit the memory, with the copies that their gradient needs."""
     return max(1, memory // (LOGIT_BYTES * vocab))
 
 
@@ -182,12 +183,12 @@ def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
 
 
 def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
-    """Return (e − π divided by its largest entry, in its place; that entry)."""
+    """Divide e − π by its largest entry, in place; return both."""
     # A CPU takes ten times as long for the norm of order inf.
     size = torch.maximum(errors.amax(1), -errors.amin(1)).abs()  # not −0
     return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size
 
 
 def _norms(unit: Float[Tensor, "m vocab"], size: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """‖e − π‖ of `unit_errors`, whose squares do not underflow."""
+    """Return ‖e − π‖ of `unit_errors`, whose squares do not underflow."""
     return size * torch.linalg.vector_norm(unit, dim=1)

@@ -33,7 +33,7 @@ from gradscope.objective import TokenStatistics, logit_gradient
 from gradscope.policy import Policy, arithmetic_dtype
 
 TRIAL = 16
-"""Tokens of the sequence on which a model's structure is tried, at most."""
+"""Most tokens of the sequence on which a model's structure is probed."""
 
 
 class TokenGradientMeter:
@@ -86,7 +86,7 @@ class TokenGradientMeter:
         keep_freed_memory()
 
     def use_metric(self, metric: Metric) -> None:
-        """Also measure norms of gradients that are scaled entry by entry, from here on."""
+        """Also measure norms of gradients scaled entry by entry, from now on."""
         self.metric = self.graph.metric = metric
         if self.decoder is not None:
             self.decoder.metric = metric
@@ -98,7 +98,7 @@ class TokenGradientMeter:
 
     @property
     def module_names(self) -> list[str]:
-        """Modules that own parameters; of two that share a table, the embedding."""
+        """Return the modules that own parameters; of two that share a table, the embedding."""
         ownership = self.ownership
         return sorted(
             {*ownership.rules, *ownership.general.values()} - set(ownership.tied[1:] if ownership.tied else ())
@@ -106,13 +106,13 @@ class TokenGradientMeter:
 
     @property
     def speedup(self) -> float:
-        """How many times as fast as exact ones the products of its precision are here, on the first block's MLP."""
+        """Return how much faster this precision's products are than exact ones, on the first block's MLP."""
         return measure_speedup(self._precision, self.decoder.blocks[0].gate.module.weight)
 
     def measure(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], measured: Int[Tensor, " k"], *, temperature: float
     ) -> TokenGradients:
-        """Return token gradients of one unpadded sequence.
+        """Measure the token gradients of one unpadded sequence.
 
         ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
         targets (indices into `targets`, ascending) are measured; the rest are NaN. What needs no backward pass is known
@@ -121,7 +121,8 @@ class TokenGradientMeter:
         return self.measure_together([SequenceTokens(ids.cpu(), targets.cpu(), measured.cpu(), temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Return the same of several sequences. Each has its own numbers, up to rounding; `group` says which go well.
+        """Measure several sequences at once; the numbers are each one's own, up to rounding. `group` says which go
+        together well.
         """
         asked = [i for i, s in enumerate(sequences) if len(s.measured)]
         order = sorted(asked, key=lambda i: -len(sequences[i].measured))
@@ -133,7 +134,8 @@ class TokenGradientMeter:
         return [found[i] for i in range(len(sequences))]
 
     def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
-        """Return indices of sequences that are best measured together; one without measured tokens is alone."""
+        """Return groups of indices of sequences that are best measured together; one without measured tokens is alone.
+        """
         if not self._together:
             return [[index] for index in range(len(sequences))]
         limits = self._limits(self.decoder)
@@ -149,12 +151,12 @@ class TokenGradientMeter:
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
-        """Return what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        """Compute what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         return self.head.measure_cheaply(ids, targets, temperature=temperature)
 
     @property
     def _together(self) -> bool:
-        """Whether several sequences may share their passes."""
+        """Return whether several sequences may share their passes."""
         return self.decoder is not None and not self.ownership.general
 
     def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
@@ -165,7 +167,7 @@ class TokenGradientMeter:
         return TokenGradients(TokenStatistics(unknown, unknown, unknown), unknown, act, unknown, {}, scaled)
 
     def _measure_stack(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Return gradients of sequences all of whose targets are measured, those with more of them first."""
+        """Measure sequences all of whose targets are measured, those with more of them first."""
         stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32), self.device)
         head, body = self._start(stack)
         if body is None:
@@ -202,9 +204,7 @@ class TokenGradientMeter:
         return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
 
     def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
-        """Return the head's pass, and what the body is to measure with it: None if the sequences must be taken one by
-        one.
-        """
+        """Run the head's pass; return it and the body's sequences (None if sequences must be measured one by one)."""
         if self.decoder is not None:
             with self.decoder.recording() as seen:
                 # Without the calls, whose inputs would lie in memory for nothing.
@@ -218,7 +218,9 @@ class TokenGradientMeter:
         return head, GraphSequence(self.graph, ids, head, factors)
 
     def _add_head(self, square: dict[str, Tensor], head: HeadPass) -> None:
-        """Squared gradient norms of the modules that the head alone calls, and the head's part of a shared table."""
+        """Add the squared gradient norms of the modules that only the head calls, and the head's part of a shared
+        table.
+        """
         table, tied_head = self.ownership.tied or (None, None)
         for name, (call, delta, inputs) in head.local.items():
             if name == tied_head:  # The table counts under the embedding's name, the head's bias under its own.
@@ -229,7 +231,7 @@ class TokenGradientMeter:
                 square[name] = self.head.square_norms(head, name)
 
     def _scaled_head(self, head: HeadPass, called: set[str]) -> Float[Tensor, " m"]:
-        """Return what `_add_head` adds, of the scaled gradients; called: modules that the body calls, too."""
+        """Return what `_add_head` adds, for scaled gradients; called: modules that the body calls, too."""
         square, tied = torch.zeros_like(head.last_norm), self.ownership.tied
         for name, (call, delta, inputs) in head.local.items():
             if (tied and name == tied[1]) or name not in called:
@@ -241,13 +243,14 @@ class TokenGradientMeter:
         return square
 
     def _limits(self, body: DecoderBody | GraphBody) -> Limits:
-        """Chunk limits: neighbouring tokens, as many as fill the rows and fit the memory."""
+        """Return the chunk limits: as many neighbouring tokens as fill the rows and fit the memory."""
         return body.limits(self.rows, self.memory)
 
     # What no rule claims: one autograd gradient a token.
 
     def _measure_general(self, sequence: SequenceTokens, picks: Tensor, scaled: Tensor | None) -> dict[str, Tensor]:
-        """Return squared gradient norms [K] by module, of parameters that no rule claims; picks: some of the targets.
+        """Return the squared gradient norms [K] by module for parameters that no rule claims; picks: some of the
+        targets.
 
         scaled: gets those of the scaled gradients, at the picks.
         """
@@ -283,8 +286,7 @@ class TokenGradientMeter:
                 parameter.requires_grad_(False)
 
     def _rules_hold(self, ids: Int[Tensor, " n"], seen: Recorder | None) -> bool:
-        """Return whether the rules give what the graph gives for two tokens each of a short sequence and of its
-        beginning.
+        """Return whether rules and graph agree for two tokens each of a short sequence and of its beginning.
 
         seen: the body's pass over the sequence.
         """
@@ -328,13 +330,12 @@ class TokenGradientMeter:
 
 @torch.no_grad()
 def _is_finite(model: nn.Module, ids: Int[Tensor, " n"]) -> bool:
-    """Return whether the model's logits are numbers: of NaN nothing can be told, and whoever meets it says where it is.
-    """
+    """Return whether the logits are finite. NaN is reported where it is first used."""
     return bool(model(input_ids=ids[None], use_cache=False).logits.isfinite().all())
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep what is freed, up to 64 MiB of it, for the next array of the size.
+    """Let the C library keep up to 64 MiB of freed memory for the next array of that size.
 
     glibc gives large blocks back at once and fetches them page by page again, a fifth of the time of small policies;
     what is large it learns from the largest block that was freed so, up to 32 MiB (mallopt(3)). It stays so.
@@ -343,7 +344,7 @@ def keep_freed_memory() -> None:
 
 
 def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
-    """Return the measured tokens' norms among NaN for all other targets."""
+    """Place the measured tokens' norms among NaN for all other targets."""
     if len(sequence.measured) == len(sequence.targets):
         return gradients
 
@@ -357,7 +358,7 @@ def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradien
 
 
 def _change(gradients: TokenGradients, change: Callable[[Tensor], Tensor]) -> TokenGradients:
-    """Return the same of every number."""
+    """Apply `change` to every tensor of the result."""
     statistics = (change(getattr(gradients.statistics, f.name)) for f in fields(TokenStatistics))
     return TokenGradients(
         TokenStatistics(*statistics),

@@ -1,4 +1,4 @@
-"""Squared norms of token gradients of which each entry is scaled: those that an optimizer's update sees.
+"""Squared norms of token gradients scaled entry by entry, as an optimizer's update sees them.
 
 ‖G ∘ D‖² of a linear layer's gradient G = Σ_s δ_s a_sᵀ has no factor that positions share, as ‖G‖² has: every token's G
 is formed, a few tokens at a time, multiplied by D and let go.
@@ -29,13 +29,15 @@ class Metric:
         }
 
     def of(self, parameter: Tensor) -> Tensor:
-        """D of one parameter, in its shape."""
+        """Return D of one parameter, in its shape."""
         return self._scales[id(parameter)]
 
     def linear(
         self, module: nn.Module, delta: Float[Tensor, "B n K out"], inputs: Float[Tensor, "B n in"]
     ) -> Float[Tensor, "B K"]:
-        """Of a linear module's weight and bias, from what flows back to its output over n positions."""
+        """Return the scaled squared norms of a linear module's weight and bias, from what flows back to its output [..,
+        n, ..].
+        """
         weight = self._weight(module).to(delta)
         (batch, _, tokens, outputs), inner = delta.shape, inputs.shape[2]
         square = delta.new_zeros(batch, tokens)
@@ -54,15 +56,15 @@ class Metric:
     def at_one_position(
         self, module: nn.Module, delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"]
     ) -> Float[Tensor, " *m"]:
-        """Return the same where each token has one position of its own: Σ_oi (D_oi δ_o a_i)²."""
+        """Return the same for tokens that have one position each: Σ_oi (D_oi δ_o a_i)²."""
         square = ((delta.square() @ self._weight(module).to(delta).square()) * inputs.square()).sum(-1)
         return square if module.bias is None else square + self.vector(module.bias, delta)
 
     def vector(self, parameter: Tensor, gradient: Float[Tensor, "*m d"]) -> Float[Tensor, " *m"]:
-        """Of a vector parameter, from its gradient."""
+        """Return the scaled squared norm of a vector parameter's gradient."""
         return (gradient * self.of(parameter).to(gradient)).square().sum(-1)
 
     def _weight(self, module: nn.Module) -> Float[Tensor, "out in"]:
-        """D of the weight as a linear module has it; that of a Conv1D lies the other way round."""
+        """Return D of the weight in a linear module's layout; a Conv1D's is transposed."""
         weight = self.of(module.weight)
         return weight if isinstance(module, nn.Linear) else weight.T

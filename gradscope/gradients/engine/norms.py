@@ -16,19 +16,19 @@ from torch import Tensor
 from gradscope.gradients.engine.products import Product, multiply_exactly
 
 Squares = dict[str, Float[Tensor, "B K"]]
-"""Squared norm of each token's gradient, by module."""
+"""Squared norms of token gradients, by module."""
 
 NARROWEST, WIDEST = 28, 128
 """Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
 
 
 def strip_width(n: int, narrowest: int = NARROWEST) -> int:
-    """Width of a strip: a quarter of n positions, unless that is too narrow or too wide."""
+    """Return the width of a strip: a quarter of n positions, within NARROWEST and WIDEST."""
     return min(-(-n // min(4, max(1, n // narrowest))), WIDEST)
 
 
 def strips(n: int, narrowest: int = NARROWEST) -> Iterator[tuple[int, int]]:
-    """Return (start, end) of the parts of n positions.
+    """Return (start, end) of each strip of n positions.
 
     >>> list(strips(72))
     [(0, 36), (36, 72)]
@@ -38,7 +38,7 @@ def strips(n: int, narrowest: int = NARROWEST) -> Iterator[tuple[int, int]]:
 
 
 def prefix_factor(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tensor, "*B n r"]:
-    """L with L Lᵀ = A Aᵀ, where A is the inputs (with a column of ones for a bias): enough to know ‖Σ_s δ_s a_sᵀ‖.
+    """Return L with L Lᵀ = A Aᵀ for inputs A (with a column of ones for a bias): enough to know ‖Σ_s δ_s a_sᵀ‖.
 
     With Aᵀ = Q R, L = Rᵀ is lower trapezoidal, so L[:m, :min(m, r)] is the factor of the first m positions too. A
     Gram matrix would serve as well but loses half of the digits.
@@ -74,7 +74,7 @@ def square_norms(values: Float[Tensor, "B n K *rest"]) -> Float[Tensor, "B K"]:
 def outer_square_norms(
     delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"], *, bias: bool
 ) -> Float[Tensor, "*m"]:
-    """Return the same where each token has one position of its own: ‖δ‖² (‖a‖² + 1 for the bias)."""
+    """Return the same for tokens that have one position each: ‖δ‖² (‖a‖² + 1 for the bias)."""
     return delta.square().sum(-1) * (inputs.square().sum(-1) + bias)
 
 
@@ -93,7 +93,7 @@ def diagonal_square_norms(
 def embedding_square_norms(
     delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"], scale: Float[Tensor, "vocab d"] | None = None
 ) -> Float[Tensor, "B K"]:
-    """Return squared norm of an embedding table's gradient: what flows back is summed where a sequence has an id again.
+    """Return the squared norm of an embedding table's gradient; gradients of repeated ids are summed first.
 
     scale: multiplies the gradient.
     """
@@ -118,7 +118,7 @@ def tied_cross_terms(
     head_input: Float[Tensor, "B K d"],
     scale: Float[Tensor, "vocab d"] | None = None,
 ) -> Float[Tensor, "B K"]:
-    """2 ⟨head's gradient, embedding's gradient⟩ of one shared table: 2 Σ_s head_delta[id_s] · ⟨head_input, δ_s⟩.
+    """Return 2 ⟨head's gradient, embedding's gradient⟩ of one shared table: 2 Σ_s head_delta[id_s] · ⟨head_input, δ_s⟩.
 
     scale: multiplies both.
     """

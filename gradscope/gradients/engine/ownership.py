@@ -1,4 +1,4 @@
-"""Which rule measures which parameter: every parameter is claimed exactly once, by a rule or by the general path."""
+"""Assign every parameter to exactly one rule, or to the general path."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from gradscope.gradients.hooks import first_tensor, forward_hooks
 from gradscope.policy import Policy, arithmetic_dtype, float_parameters, replaced_forward, takes
 
 SEEN = 64
-"""Positions at which the probe keeps what a norm computed, and at which a prefix must give what the whole does."""
+"""Positions at which the probe keeps a norm's values, and at which a prefix must give what the whole sequence does."""
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """The division of a model's parameters among the ways to measure them."""
+    """Assignment of a model's parameters to the ways of measuring them."""
 
     rules: dict[str, Rule]
     """Module name → the rule that measures its parameters."""
     tied: tuple[str, str] | None
-    """(embedding, head) that share one table, if both are claimed by rules: their cross term counts too."""
+    """(embedding, head) that share one table, if both are claimed by rules; their cross term counts, too."""
     embedding_scale: dict[str, float]
-    """Embedding's name → what it multiplies its rows with (1 for nn.Embedding itself)."""
+    """Embedding's name → factor on its rows (1 for nn.Embedding itself)."""
     general: dict[str, str]
-    """Parameter name → module name, for parameters no rule claims: one autograd gradient a token."""
+    """Parameter name → module name, for parameters without a rule: one autograd gradient per token."""
 
 
 @dataclass
 class _Visits:
-    """What the probe saw of one module that owns parameters."""
+    """The probe's record of one module that owns parameters."""
 
     calls: int = 0
     in_head: set[bool] = field(default_factory=set)
@@ -51,32 +51,32 @@ class _Visits:
     by_row: bool = True
     """Called on rows of vectors, never on one vector."""
     untouched: bool = True
-    """Neither what it was given nor what it returned was changed in place afterwards."""
+    """Whether its inputs and outputs were not changed in place afterwards."""
     inputs: Tensor | None = None
     """Input of an embedding's or a norm's first call; a norm's at the first positions alone."""
     output: Tensor | None = None
     """Output of such a module's last call, at the same positions."""
     pending: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Tensors of which `untouched` is not known yet, with their versions at the time."""
+    """Tensors not yet known to be `untouched`, with their versions."""
 
     def settle(self) -> None:
-        """Let go of the tensors: what was to happen to them has happened."""
+        """Record whether the pending tensors were changed in place, and free them."""
         self.untouched &= all(tensor._version == version for tensor, version in self.pending)
         self.pending.clear()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What one forward pass over a sequence [n] showed of a model."""
+    """Record of one forward pass over a sequence [n]."""
 
     visits: dict[str, _Visits]
     """By module that owns parameters."""
     hidden: Tensor | None
-    """[n, d]: hidden states that the head is called with; None where the model has no body of its own."""
+    """[n, d]: hidden states that the head is called with; None if the model has no separate body."""
 
 
 def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, "n d"] | None = None) -> None:
-    """Raise InputError unless a prefix alone gives the hidden states that it gives within the whole sequence ids [n].
+    """Raise InputError unless a prefix alone gives the hidden states that it has within the whole sequence ids [n].
 
     That is what "decoder-only" means here, and what lets a token be measured on its prefix: the first half or, of a
     long sequence, the first positions. whole: the hidden states of the sequence, if they are known.
@@ -103,7 +103,7 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, 
 
 
 def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Ownership:
-    """Find the rule for every module that owns parameters, by its type and by what one forward pass has shown.
+    """Find the rule for every module that owns parameters, by its type and by one forward pass.
 
     Of a model that is measured on some parameters alone (`measure_only`), these are claimed and no others.
 
@@ -145,7 +145,8 @@ def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Own
 
 
 def check_ownership(model: nn.Module, ownership: Ownership) -> None:
-    """RuntimeError unless every measured parameter is claimed exactly once (a tied table: by embedding and head)."""
+    """Raise RuntimeError unless every measured parameter is claimed exactly once (a tied table: by embedding and head).
+    """
     counts: dict[int, int] = defaultdict(int)
     for name in ownership.rules:
         for parameter in model.get_submodule(name).parameters(recurse=False):
@@ -162,7 +163,7 @@ def check_ownership(model: nn.Module, ownership: Ownership) -> None:
 
 
 def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, " n"]) -> Probe:
-    """Return one forward pass, of which each block's tensors are let go once the next block is done."""
+    """Run one forward pass, freeing each block's tensors once the next block is done; return its record."""
     visits: dict[str, _Visits] = defaultdict(_Visits)
     names = dict.fromkeys(name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
     modules = dict(model.named_modules())
@@ -223,7 +224,7 @@ def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, 
 
 
 def _has_slopes(module: nn.Module) -> bool:
-    """Return whether all of a module's own parameters are vectors, as those of a norm are."""
+    """Return whether all of a module's own parameters are vectors, like those of a norm."""
     return all(p.ndim == 1 for p in module.parameters(recurse=False))
 
 
@@ -250,9 +251,7 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
 
 
 def _is_rewired(module: nn.Module) -> bool:
-    """Return whether its forward is not its class's, but for upcasting and accelerate's wrapper that brings inputs
-    along.
-    """
+    """Return whether the module's forward was replaced by anything but upcasting and accelerate's wrapper."""
     if replaced_forward(module) is None:
         return False
     hook = getattr(module, "_hf_hook", None)
@@ -260,13 +259,13 @@ def _is_rewired(module: nn.Module) -> bool:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Return whether weight and bias are all there is, and nobody else changes the output."""
+    """Return whether the module has nothing but weight and bias, and no hook or replacement changes its output."""
     names = {name for name, _ in module.named_parameters()}
     return names <= {"weight", "bias"} and "weight" in names and not module._forward_hooks
 
 
 def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
-    """∂output/∂parameter for each parameter of a module that is affine in it, channel by channel: f(1) − f(0)."""
+    """Return ∂output/∂parameter for each parameter of a module that is affine in it channel by channel: f(1) − f(0)."""
     for name, parameter in module.named_parameters(recurse=False):
         one, zero = torch.ones_like(parameter), torch.zeros_like(parameter)
         yield functional_call(module, {name: one}, (inputs,)) - functional_call(module, {name: zero}, (inputs,))
@@ -274,7 +273,7 @@ def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
 
 @torch.no_grad()
 def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
-    """Return whether every parameter is a vector of the output's width that the output is affine in, channel by
+    """Return whether every parameter is a vector of the output's width and the output is affine in it, channel by
     channel.
 
     Seen on the probe's own input: f(v) − f(0) must equal v ∘ (f(1) − f(0)) for a random v.
@@ -299,7 +298,7 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
 
 
 def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
-    """c if the module returned c times the rows of its table, for the one c that fits the probe; else None."""
+    """Return c if the module returned c times the rows of its table on the probe; else None."""
     plain = not (module.scale_grad_by_freq or module.sparse or module.max_norm)
     alone = len(list(module.parameters())) == 1
     if not (plain and alone and seen.simple and seen.calls == 1) or seen.inputs.is_floating_point():
@@ -315,7 +314,7 @@ def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
 def _tie(
     names: list[str], modules: dict[str, nn.Module], rules: dict[str, Rule], visits: dict[str, _Visits]
 ) -> tuple[str, str] | None:
-    """Return (embedding, head) if exactly these two share one table and each knows its rule."""
+    """Return (embedding, head) if exactly these two share one table and both have a rule."""
     if len(names) != 2:
         return None
     embedding = next((n for n in names if rules.get(n) == "embedding"), None)

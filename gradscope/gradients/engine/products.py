@@ -1,4 +1,4 @@
-"""Matrix products of what flows back: exact in its own precision, or fast in a lower one."""
+"""Matrix products of the backward pass: exact, or fast in a lower precision."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Precision = Literal["exact", "bfloat16", "tf32"]
 
 
 def multiply_exactly(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
-    """In the precision of the left factor."""
+    """Multiply in the precision of the left factor."""
     right = right.to(left.dtype)
     if into is not None:
         return into.addmm_(left, right) if left.ndim == 2 else into.baddbmm_(left, right)
@@ -25,13 +25,13 @@ def multiply_exactly(left: Tensor, right: Tensor, into: Tensor | None = None) ->
 
 
 def multiply_in_bfloat16(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return both factors rounded to bfloat16, each product of rows and columns accumulated in float32."""
+    """Multiply with both factors rounded to bfloat16 and float32 accumulation."""
     product = (left.bfloat16() @ right.bfloat16()).to(left.dtype)
     return product if into is None else into.add_(product)
 
 
 def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
-    """Return both factors rounded to 11 bits by the tensor cores of a GPU."""
+    """Multiply with both factors rounded to 11 bits by a GPU's tensor cores."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -41,7 +41,7 @@ def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) ->
 
 
 def measure_speedup(precision: Precision, weight: Tensor, *, rows: int = 256) -> float:
-    """Return how many times as fast as an exact product with this matrix one of that precision is, on this machine.
+    """Time how much faster a product of that precision is than an exact one with this matrix, on this machine.
 
     Each the best of three, by wall clock; the exact one in float32 at least, as what flows back is.
     """

@@ -172,8 +172,7 @@ def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def streams_last(hidden: Tensor, length: int, *, axis: int = 0) -> Tensor:
-    """Hidden states with their positions second, [1, n, …], also of blocks that carry several streams, [streams, 1, n,
-    d]: a view. axis: of the batch, or of the streams before it.
+    """View hidden states with positions second, [1, n, …], also for blocks with several streams, [streams, 1, n, d].
 
     >>> streams_last(torch.zeros(4, 1, 7, 32), 7).shape
     torch.Size([1, 7, 4, 32])
@@ -184,7 +183,7 @@ def streams_last(hidden: Tensor, length: int, *, axis: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model falls into head and body."""
+    """Where a model divides into head and body."""
 
     split_point: str | None
     """Name of the module whose input is the split point; None: the split point is the last block's output."""
@@ -275,7 +274,7 @@ def _is_local(gradient: Tensor, position: int) -> bool:
 
 
 def _slanted(logits: Tensor, position: int) -> Tensor:
-    """Return a gradient at one position: any direction but a constant one, which a norm could send to zero."""
+    """Return a gradient at one position; not constant, since a norm could map constants to zero."""
     seed = torch.zeros_like(logits)
     seed[0, position] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
     return seed
@@ -288,8 +287,8 @@ def _is_layer(module: nn.Module) -> bool:
 def _cut_at(
     model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str | None
 ) -> Recorder | None:
-    """Return the body's pass, if the head behind the split point acts position by position and all passes the cut; or
-    None.
+    """Return the body's pass, if the head behind this split point acts position by position and all gradients pass the
+    cut; else None.
     """
     length = len(input_ids)
     with Recorder(model, blocks, ownership, split_point, "head") as recorder:
@@ -331,8 +330,7 @@ def _follow_cut(
     seed: Tensor,
     at_cut: Sequence[Tensor],
 ) -> Recorder | None:
-    """Return the body's pass, if all that flows back to it passes the cut: the same from the logits as from the cut's
-    sides.
+    """Return the body's pass, if the gradients at the body are the same from the logits as from both sides of the cut.
 
     local: claimed modules of the head. seed: a gradient of the logits; at_cut: what it comes to at both sides.
     """

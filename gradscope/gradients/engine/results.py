@@ -1,4 +1,4 @@
-"""What the engine returns, and how near its self-check wants it to plain autograd."""
+"""Results of the engine, and the tolerances of its self-check."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradscope.objective import TokenStatistics
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """What the engine knows of m response tokens of one sequence; norms are L2, of log π unweighted.
+    """The engine's results for m response tokens of one sequence; L2 norms of log π's gradient, unweighted.
 
     Everything is NaN where it was not asked for.
     """
@@ -34,7 +34,7 @@ class TokenGradients:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a body's backward pass leaves of K tokens each of B sequences."""
+    """A body's results for K tokens of each of B sequences."""
 
     layers: Float[Tensor, "B K layers"]
     """‖δ_ℓ‖ for ℓ = 0 … L − 1."""
@@ -50,16 +50,16 @@ transformers' modules; half precisions round every product of a long chain, and 
 
 
 FAST_TOLERANCES = {"bfloat16": 0.05, "tf32": 0.01}
-"""The same where factors are rounded to 8 or 11 bits before every product of the backward pass."""
+"""The same for products whose factors are rounded to 8 or 11 bits."""
 
 
 FLOOR = 1e-30
-"""A norm below it counts as one of this size: float32 has no digits left there."""
+"""Norms below this count as this: float32 has no digits left there."""
 
 
 @dataclass(frozen=True)
 class SelfCheck:
-    """How far the engine was from plain autograd on the tokens that were compared."""
+    """Difference between the engine and plain autograd on the compared tokens."""
 
     tokens: int
     largest_difference: float

@@ -1,4 +1,4 @@
-"""Before the engine is believed: a few tokens again by plain autograd, one backward pass each."""
+"""Compare the engine on a few tokens with plain autograd, one backward pass each."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gradscope.objective import logit_gradient
 from gradscope.policy import arithmetic_dtype, float_parameters, takes
 
 PART = 1 << 24
-"""Numbers of a half-precision gradient that are widened at a time."""
+"""Entries of a half-precision gradient widened at a time."""
 ALL, SCALED = "all parameters", "scaled"
 Key = str | int | tuple[str, str]
-"""Of a norm that plain autograd gives: a parameter's name, a layer, or SCALED and a parameter's name."""
+"""Name of a norm: a parameter, a layer, or SCALED and a parameter."""
 NEAR = 16
-"""Tokens that are no further apart are taken to be measured in one chunk, where a token could spoil another's norms."""
+"""Tokens this close are assumed to share a chunk, where one could spoil another's norms."""
 
 
 @dataclass(frozen=True)
 class CheckedToken:
-    """One token as plain autograd measures it, or the engine."""
+    """One token's norms from plain autograd or from the engine."""
 
     act_grad_norm: list[float]
     """‖δ_ℓ‖ of L + 1 layers."""
@@ -86,7 +86,7 @@ def check_engine(
 
 
 def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
-    """Return each sequence's tokens, none by itself; neighbours in length together, two at once."""
+    """Measure each sequence's tokens in groups, two sequences of neighbouring length at once."""
     wider = [_with_company(s) for s in sequences]
     order = sorted(range(len(wider)), key=lambda i: max(wider[i].lengths))
     found: dict[int, TokenGradients] = {}
@@ -97,7 +97,7 @@ def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]
 
 
 def _with_company(sequence: SequenceTokens) -> SequenceTokens:
-    """Return a token that has no other of those to compare near it is measured with the response token before it."""
+    """Add the preceding response token to any token that has no other near it."""
     at, measured = torch.tensor(sequence.lengths), sequence.measured
     near = ((at[:, None] - at).abs() <= NEAR).sum(1) > 1
     alone = measured[~near]
@@ -105,7 +105,7 @@ def _with_company(sequence: SequenceTokens) -> SequenceTokens:
 
 
 def _read(found: TokenGradients, tokens: Tensor) -> list[CheckedToken]:
-    """These tokens of the engine's, in one copy from the device."""
+    """Read these tokens from the engine's results, in one copy from the device."""
     scaled = [] if found.scaled_grad_norm is None else [found.scaled_grad_norm]
     norms = [*found.act_grad_norm.T, found.param_grad_norm, *scaled, *found.module_grad_norm.values()]
     rows = torch.stack(norms, 1)[tokens.to(norms[0].device)].double().tolist()
@@ -122,7 +122,7 @@ def _read(found: TokenGradients, tokens: Tensor) -> list[CheckedToken]:
 
 
 def _compare(ours: CheckedToken, oracle: CheckedToken) -> dict[str, float]:
-    """Relative difference of each layer's norm, of each module's and of all parameters'."""
+    """Return the relative difference of each layer's norm, each module's and that of all parameters."""
     layers = zip(ours.act_grad_norm, oracle.act_grad_norm, strict=True)
     out = {f"activations of layer {layer}": _relative(a, b) for layer, (a, b) in enumerate(layers)}
     # A module counts by its part in the whole: the norm of a nearly unused one is rounding.
@@ -137,7 +137,7 @@ def _compare(ours: CheckedToken, oracle: CheckedToken) -> dict[str, float]:
 
 
 def _blame(differences: dict[str, float], worst: str) -> str:
-    """Return the worst by name; where that is the sum over modules, the module that differs most."""
+    """Return the name of the worst norm; for the sum over modules, the module that differs most."""
     modules = [name for name in differences if name.startswith("module ")]
     return max(modules, key=differences.__getitem__) if worst == ALL else worst
 
@@ -145,8 +145,8 @@ def _blame(differences: dict[str, float], worst: str) -> str:
 def measure_plainly(
     meter: TokenGradientMeter, ids: Tensor, targets: Tensor, *, temperature: float
 ) -> list[CheckedToken]:
-    """Return all gradients of each token's log π by a plain backward pass from the uncancelled e − π, with no rule at
-    all.
+    """Compute all gradients of each token's log π by a plain backward pass from the uncancelled e − π, without any
+    rule.
 
     The tokens share one forward pass. A gradient is let go as soon as its norm is known: a parameter's at a time.
     """
@@ -198,7 +198,7 @@ def _take_edge(norms: dict[Key, Tensor], layer: int, output: int, gradients: tup
 def _gather(
     norms: dict[Key, Tensor], size: Tensor, layers: int, parameters: Iterable[str], *, scaled: bool
 ) -> CheckedToken:
-    """norms: by layer and by parameter, read in one copy; of what no gradient came to, none."""
+    """Read norms by layer and by parameter in one copy; parameters without a gradient are missing."""
     values = torch.stack([norm.double().to(size.device) for norm in norms.values()])
     known = dict(zip(norms, (size * values).tolist(), strict=True))
     square: dict[str, float] = defaultdict(float)
@@ -212,7 +212,7 @@ def _gather(
 
 @contextmanager
 def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
-    """Where each layer's activations stand in the graph as they were passed, changed in place later or not."""
+    """Yield the graph edges of each layer's activations as passed on, whether later changed in place or not."""
     edges: list[GradientEdge] = []
 
     def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -234,7 +234,7 @@ def _layer_edges(meter: TokenGradientMeter) -> Iterator[list[GradientEdge]]:
 
 
 def _norm(gradient: Tensor | None) -> Float[Tensor, ""]:
-    """In float32 at least, a part at a time: no copy of a large gradient is made."""
+    """Return the norm in float32 at least, part by part, without copying a large gradient."""
     if gradient is None:
         return torch.zeros(())
     wide = torch.promote_types(gradient.dtype, torch.float32)

@@ -28,7 +28,7 @@ class SequenceTokens:
 
     @property
     def asked(self) -> SequenceTokens:
-        """The same with no other targets than those that are measured."""
+        """Return the same sequence with only its measured targets."""
         return replace(self, targets=self.targets[self.measured], measured=torch.arange(len(self.measured)))
 
     @property
@@ -46,9 +46,9 @@ class Stack:
 
     ids: Int[Tensor, "B n"]
     sequences: Int[Tensor, " m"]
-    """Which sequence each target belongs to."""
+    """Sequence of each target."""
     positions: Int[Tensor, " m"]
-    """Where each target's logits stand, one before the token."""
+    """Position of each target's logits, one before the token."""
     token_ids: Int[Tensor, " m"]
     temperature: Float[Tensor, " m"]
 
@@ -71,5 +71,5 @@ class Stack:
 
 
 def targets_before(sequences: Sequence[SequenceTokens]) -> Int[Tensor, " m"]:
-    """Return where the targets' logits stand, on the CPU: one before each."""
+    """Return the positions of the targets' logits on the CPU: one before each."""
     return torch.cat([s.targets - 1 for s in sequences])

@@ -1,4 +1,4 @@
-"""What one forward pass leaves of each block of a common decoder, as the backward rules need it."""
+"""Activations of a common decoder's blocks from one forward pass, as the backward rules need them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Seen:
     of another kind, which is not understood."""
 
     def put_positions_first(self, head_norms: list[str]) -> None:
-        """Norms of heads may be called with [B, n, heads, c] or [B, heads, n, c]: make it the former."""
+        """Give norms of heads the layout [B, n, heads, c], if they were called with [B, heads, n, c]."""
         for values in (self.inputs, self.outputs):
             for name in values.keys() & {*head_norms}:
                 if values[name].ndim == 4 and values[name].shape[1] != self.hidden.shape[1]:
@@ -99,8 +99,9 @@ class BlockActivations:
         self._kept = self._attend(*self.queries.shape[:2]) if keep_probs else None
 
     def settle(self, *, last: bool, keep_inputs: bool = False) -> None:
-        """Make what is still needed of the pass, and let the rest go; last: of the blocks, where only keys and values
-        have gradients all over the prefix. keep_inputs: of all matrices, whose gradients are to be formed."""
+        """Compute what the backward pass needs and free the rest. last: the last block, where only keys and values have
+        gradients over the whole prefix. keep_inputs: of all matrices, whose gradients will be formed.
+        """
         for matrix in (self.block.key, self.block.value) if last else self.block.matrices:
             self.factor(matrix, 1)
         kept = [self.block.query.name] if last else []
@@ -111,8 +112,9 @@ class BlockActivations:
             del self.mlp_norm, self.gate_slope, self.activated, self.attention_end, self.mlp_end
 
     def attention(self, batch: int, n: int) -> tuple[Float[Tensor, "b H n n"], Float[Tensor, "b H n n"] | None]:
-        """Attention's probabilities within the first n positions of the first sequences, as many as `batch` says, and
-        slopes of the capped scores by the scores; None: they are not capped."""
+        """Return attention's probabilities within the first n positions of the first `batch` sequences, and the slopes
+        of capped scores (None if scores are not capped).
+        """
         if self._kept is None:
             return self._attend(batch, n)
         probs, slopes = (values if values is None else values[:batch, :, :n, :n] for values in self._kept)
@@ -127,7 +129,7 @@ class BlockActivations:
         return made[:, :n, : min(n, made.shape[2])]
 
     def inputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
-        """Return what the module was called with."""
+        """Return the module's input."""
         return self._seen.inputs[part.name].to(self.dtype)
 
     def outputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
@@ -148,7 +150,9 @@ class BlockActivations:
         return scores.softmax(-1), slopes
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-        """Return (normalised input and inverse rms of the norm over each head, if there is one; [B, n, heads, c])."""
+        """Return the norm's normalised input and inverse rms over each head, if it has one, and the rotated heads [B,
+        n, heads, c].
+        """
         if norm is None:
             normalized, heads = None, self._heads(self.outputs(matrix))
         else:

@@ -39,13 +39,13 @@ class BlockBackward:
         """Squared norms of the scaled gradients, one of each module, where there is a metric."""
 
     def through_block(self, delta: Delta) -> Delta:
-        """From the gradient at the block's output to that at its input."""
+        """Carry the gradient from the block's output to its input."""
         return self._through_attention(self._through_mlp(delta))
 
     def through_attention_at(
         self, residual: Float[Tensor, "B K d"], attended: Float[Tensor, "B K w"], positions: Int[Tensor, "B K"]
     ) -> Delta:
-        """Return the same from one position of each token, which is all that the last block has before its attention.
+        """Carry the gradient of one position per token, which is all that the last block has before its attention.
 
         residual: gradient at the block's input, by the residual connection; attended: at attention's output before it
         is projected. What comes after is the head's.
@@ -69,7 +69,7 @@ class BlockBackward:
         return back
 
     def _through_mlp(self, delta: Delta) -> Delta:
-        """x + mlp(y), y = norm(x): gate and up of y; activation(gate) ∘ up; down."""
+        """Carry back through x + mlp(y), y = norm(x): down, activation(gate) ∘ up, then gate and up of y."""
         block, a = self.block, self.a
         hidden = self._linear(self._end(delta, block.mlp_end, a.mlp_end), block.down)
         back = self._linear(hidden * self._first(a.activated), block.up)
@@ -77,7 +77,7 @@ class BlockBackward:
         return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm), residual=delta)
 
     def _through_attention(self, delta: Delta) -> Delta:
-        """x + output(softmax(q kᵀ) v), y = norm(x): q, k and v of y, queries and keys rotated."""
+        """Carry back through x + output(softmax(q kᵀ) v), y = norm(x), with q and k rotated."""
         block, a = self.block, self.a
         heads = self._linear(self._end(delta, block.attention_end, a.attention_end), block.output)
         heads = heads.unflatten(3, (-1, block.head_dim))
@@ -94,14 +94,14 @@ class BlockBackward:
     def _unrotate(
         self, delta: Tensor, norm: Norm | None, seen: tuple[Tensor, Tensor] | None, at: Callable[[Tensor], Tensor]
     ) -> Delta:
-        """From rotated heads to what the projection gave; `at` picks the positions of what is shared."""
+        """Carry back from rotated heads to the projection's output; `at` picks the positions of what is shared."""
         delta = rotary_backward(delta, at(self.a.cos), at(self.a.sin))
         if norm is not None:
             delta = self._norm(delta, norm, (at(seen[0]), at(seen[1])))
         return delta.flatten(3)
 
     def _end(self, delta: Delta, norm: Norm | None, seen: tuple[Tensor, Tensor] | None) -> Delta:
-        """Through the norm of what attention or MLP returns, where there is one."""
+        """Carry back through the norm of what attention or MLP returns, if there is one."""
         return delta if norm is None else self._norm(delta, norm, self._prefix(seen))
 
     def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "B n K inputs"]:

@@ -31,7 +31,7 @@ OVERHEAD = {"cpu": 6e7, "cuda": 2e10}
 """FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: of some
 values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: assumed, see analyses/gpu/QUEUE.md."""
 WEIGHT_ROWS = 16
-"""Rows of a product that are assumed to take as long as reading its weights; half or twice as many cost the same."""
+"""Rows of a product assumed to take as long as reading its weights; half or twice as many cost the same."""
 FETCHING = 140
 """FLOPs that a device could do in the time in which it fetches a number that tokens share: at S, sequences of 256
 tokens are slower by a quarter if eight are together with one token each, and those of 64 faster by a quarter. Of a GPU
@@ -49,7 +49,7 @@ def chunk_limits(
     rows: int | None,
     fit: int,
 ) -> Limits:
-    """Chunk limits for blocks of `weights` parameters (2·weights FLOPs per row), and with these widths.
+    """Return chunk limits for blocks of `weights` parameters (2·weights FLOPs per row) and these widths.
 
     query, key: of all queries, of all keys. rows: most positions × tokens; None: as many as it takes for starting a
     chunk to be a small part of it. fit: as many fit the memory.
@@ -62,21 +62,20 @@ def chunk_limits(
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
-    """Return what one token carries at one position, at most: through an MLP, or through a strip of attention's
-    queries.
+    """Return the most bytes that one token carries at one position: through an MLP, or a strip of attention's queries.
     """
     return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * strip)
 
 
 def probs_bytes(heads: int, length: int) -> int:
-    """Return bytes of attention's probabilities within a sequence; heads: of all blocks together, capped ones twice."""
+    """Return the bytes of attention's probabilities of a sequence. heads: of all blocks together, capped ones twice."""
     return 4 * heads * length**2
 
 
 def seen_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """Return what the forward pass leaves of a sequence in a block: inputs and outputs of its modules.
+    """Return the bytes per sequence that a block's forward pass leaves: its modules' inputs and outputs.
 
     query, key: widths of all queries, of all keys. norms: of width `hidden`.
     """
@@ -86,7 +85,7 @@ def seen_bytes(
 def kept_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """Return what of it is kept for the way back: activations as the rules need them, and factors.
+    """Return the bytes kept for the backward pass: the activations and factors that the rules need.
 
     Attention's probabilities are not in it.
     """
@@ -127,7 +126,9 @@ class DecoderBody:
 
     @classmethod
     def find(cls, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> DecoderBody | None:
-        """None unless the blocks are a common decoder's, on one device, and the head begins at the last's output."""
+        """Return the body, if its blocks are a common decoder's on one device and the head begins at the last one's
+        output; else None.
+        """
         if len({parameter.device for parameter in policy.model.parameters()}) > 1:
             return None  # the graph finds its way between devices by itself
         blocks = find_decoder_blocks(policy.model, policy.blocks, ownership)
@@ -137,7 +138,8 @@ class DecoderBody:
         return cls(policy, ownership, blocks, tables[0], memory)
 
     def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
-        """Sequences after the head's pass over them; None if the blocks did anything that the rules do not know.
+        """Return the sequences after the head's forward pass; None if the blocks did anything that the rules do not
+        cover.
 
         Takes from `seen` block by block, so that what is not needed any more does not stay.
         """
@@ -152,19 +154,20 @@ class DecoderBody:
         return DecoderStack(self, stack, head, activations) if bool(torch.stack(consistent).all()) else None
 
     def recording(self) -> AbstractContextManager[list[Seen]]:
-        """Return a context in which the head's pass leaves the blocks' activations."""
+        """Return a context in which the head's forward pass records the blocks' activations."""
         return record_blocks(self.model, self.blocks)
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Chunk limits. rows: most positions × tokens, or None, see `chunk_limits`; memory: bytes that they may
-        take."""
+        """Return chunk limits. rows: most positions × tokens, or None (`chunk_limits`); memory: bytes that they may
+        take.
+        """
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
         fit = max(1, memory // self.bytes_per_row)
         return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows, fit=fit)
 
     @property
     def _widths(self) -> tuple[int, int, int, int]:
-        """Widths of the residual stream, of all queries, of all keys and of the MLP."""
+        """Return the widths of the residual stream, of all queries, of all keys and of the MLP."""
         block = self.blocks[0]
         mlp, hidden = block.gate.module.weight.shape
         return hidden, block.query.module.out_features, block.key.module.out_features, mlp
@@ -177,14 +180,14 @@ class DecoderBody:
 
     @property
     def _heads(self) -> int:
-        """Of all blocks, as `probs_bytes` counts them."""
+        """Return the number of heads of all blocks, as `probs_bytes` counts them."""
         return sum(block.heads * (1 if block.cap is None else 2) for block in self.blocks)
 
     def keeps_probs(self, batch: int, length: int) -> bool:
         return batch * probs_bytes(self._heads, length) <= self.memory
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
-        """Return how many sequences of this length fit; see the function of this name."""
+        """Return how many sequences of this length fit; see the module's function."""
         norms = len(self.blocks[0].norms) - len(self.blocks[0].head_norms)
         kept = len(self.blocks) * seen_bytes(*self._widths, length, norms=norms) + probs_bytes(self._heads, length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
@@ -192,7 +195,7 @@ class DecoderBody:
 
 @dataclass(frozen=True)
 class DecoderStack:
-    """Sequences on their way through a DecoderBody."""
+    """Sequences that a DecoderBody measures."""
 
     body: DecoderBody
     stack: Stack
@@ -201,7 +204,7 @@ class DecoderStack:
 
     @torch.no_grad()
     def measure(self, chunk: Chunk) -> Measured:
-        """‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; anything where a place holds no token."""
+        """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; undefined at places without a token."""
         body, picks, squares, scaled, layers = self.body, chunk.picks, {}, [], []
         residual, attended = (rows[picks] for rows in self.head.split_cotangents)
         batch, delta = len(picks), None

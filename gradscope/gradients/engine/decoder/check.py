@@ -21,7 +21,7 @@ inside transformers' modules; and of half precisions, where attention's scores a
 
 
 def is_complete(block: DecoderBlock, seen: Seen) -> bool:
-    """Return whether the pass left all that the rules need of a block, in the shapes that they know."""
+    """Return whether the forward pass recorded all that the rules need of a block, in shapes that they know."""
     parts = {part.name for part in (*block.matrices, *block.norms)}
     if seen.hidden is None or seen.inputs.keys() != parts:
         return False
@@ -81,7 +81,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
 
 
 def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:
-    """Return whether both agree at every position, [B, n, …]; never where one is not a number."""
+    """Return whether both agree at every position [B, n, …]; False for NaN."""
     size = torch.linalg.vector_norm(theirs.flatten(2), dim=2)
     difference = torch.linalg.vector_norm((ours - theirs).flatten(2), dim=2)
     return (difference <= tolerance * (size + size.mean(1, keepdim=True))).all()

@@ -1,4 +1,4 @@
-"""The parts of a common decoder's block: found by what they are and do, whatever the architecture is called."""
+"""Parts of a common decoder's block, found by what they are and do rather than by the architecture's name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gradscope.policy import arithmetic_dtype
 
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-"""Names of the norms before and behind attention, before and behind the MLP, as most families and as Gemma 2 and 3 have
-them."""
+"""Names of the norms before and after attention, and before and after the MLP, in most families and in Gemma 2 and 3.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Norm:
     weight: nn.Parameter
 
     def normalize(self, x: Float[Tensor, "B n *heads d"]) -> tuple[Tensor, Tensor]:
-        """Return (x̂, 1/√(mean(x²) + eps)) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
+        """Return x̂ and 1/√(mean(x²) + eps), with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
         inverse_rms = (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (x * inverse_rms).unsqueeze(2), inverse_rms.unsqueeze(2)
 
@@ -83,7 +83,9 @@ class DecoderBlock:
 
     @cached_property
     def inputs(self) -> dict[str, tuple[str, bool]]:
-        """Matrix → (another that has the same input, or itself; whether it has a bias): one factor serves both."""
+        """Return for each matrix another with the same input (or itself), and whether it has a bias: one factor serves
+        both.
+        """
         same = {self.key.name: self.query.name, self.value.name: self.query.name, self.up.name: self.gate.name}
         return {m.name: (same.get(m.name, m.name), m.module.bias is not None) for m in self.matrices}
 
@@ -103,8 +105,7 @@ class DecoderBlock:
 
 
 def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership) -> list[DecoderBlock] | None:
-    """Return the parts of every block, or None if one of them is built otherwise or holds parameters that are none of
-    these.
+    """Return the parts of every block; None if one is built differently or has other parameters.
 
     What the parts are used for is not seen here: that a backward pass by the rules is right must be tried.
     """
@@ -154,15 +155,13 @@ def _find_parts(name: str, block: nn.Module, ownership: Ownership) -> DecoderBlo
 
 
 def _fit(query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, width: int) -> bool:
-    """Return whether heads of this width are all that the matrices carry, as many queries in each group as in every
-    other.
-    """
+    """Return whether heads of this width account for the matrices exactly, with equally many queries per group."""
     same = query.out_features == output.in_features and key.out_features == value.out_features
     return same and key.out_features % width == 0 and query.out_features % key.out_features == 0 and width % 2 == 0
 
 
 def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
-    """Return the child as an RMS norm, if its outputs on random inputs are those of one."""
+    """Return the child as an RMS norm, if it computes one on random inputs."""
     module = getattr(owner, role, None)
     weight = getattr(module, "weight", None)
     eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)

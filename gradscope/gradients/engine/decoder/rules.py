@@ -25,7 +25,7 @@ def linear_backward(
     into: Float[Tensor, "B n K in"] | None = None,
     multiply: Product = multiply_exactly,
 ) -> Float[Tensor, "B n K in"]:
-    """Through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
+    """Carry δ through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
 
     into: what flows back to x on other ways; the product is added to it, in its place.
     """
@@ -41,7 +41,7 @@ def rms_norm_backward(
     *,
     residual: Float[Tensor, "B n K *heads d"] | None = None,
 ) -> tuple[Float[Tensor, "B n K *heads d"], Float[Tensor, "B K d"]]:
-    """Through y = scale ∘ x̂, x̂ = x · inverse_rms: (∂/∂x, gradient of the scale).
+    """Carry δ through y = scale ∘ x̂, x̂ = x · inverse_rms; return ∂/∂x and the gradient of the scale.
 
     ∂/∂x = inverse_rms · (scale ∘ δ − x̂ · mean(x̂ ∘ scale ∘ δ)); ∂/∂scale = Σ_s δ_s ∘ x̂_s.
     residual: what flows back to x on other ways; it is added to ∂/∂x.
@@ -57,7 +57,9 @@ def rms_norm_backward(
 def rotary_backward(
     delta: Float[Tensor, "B n K heads c"], cos: Float[Tensor, "B n #K 1 c"], sin: Float[Tensor, "B n #K 1 c"]
 ) -> Float[Tensor, "B n K heads c"]:
-    """Through y = x ∘ cos + R x ∘ sin, R (a, b) = (−b, a) the quarter turn of the halves, so Rᵀ = −R (RoFormer)."""
+    """Carry δ through y = x ∘ cos + R x ∘ sin, with R (a, b) = (−b, a) the quarter turn of the halves, so Rᵀ = −R
+    (RoFormer).
+    """
     back = delta * cos
     (first, second), (sin_1, sin_2) = delta.chunk(2, -1), sin.chunk(2, -1)
     half_1, half_2 = back.chunk(2, -1)
@@ -78,7 +80,7 @@ def attention_backward(
     scaling: float,
     multiply: Product = multiply_exactly,
 ) -> tuple[Float[Tensor, "B n K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
-    """Through o = P v, P = softmax(scaling · q kᵀ) with causal zeros: (∂/∂q, ∂/∂k, ∂/∂v).
+    """Carry δ through o = P v, P = softmax(scaling · q kᵀ) with causal zeros; return ∂/∂q, ∂/∂k and ∂/∂v.
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
     to its own end: what is later has no probability. The last comes first, as its keys are all.
@@ -113,7 +115,7 @@ def attention_backward(
 
 
 def _add_prefix(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"]) -> Tensor:
-    """Add to the first m positions, in place; None: the part has all of them, and is what others are added to."""
+    """Add the part to the first m positions of the sum in place; start the sum with it if None."""
     if total is None:
         return part.contiguous()
     total[:, : part.shape[1]] += part
@@ -132,7 +134,7 @@ def attention_backward_at(
     *,
     scaling: float,
 ) -> tuple[Float[Tensor, "B K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
-    """Return the same where each token's δ lies at one position: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
+    """Carry δ at one position per token: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
 
     In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
     """
