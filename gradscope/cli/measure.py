@@ -67,7 +67,7 @@ from gradscope.policy import (
     optimizer_hash,
     read_adamw_state,
 )
-from gradscope.rollouts import Dump, TokenBatch, keep_own_step
+from gradscope.rollouts import Dump, TokenBatch, select_checkpoint_step
 from gradscope.runs import RunFolder, write_parquet_parts
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
@@ -205,7 +205,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         from gradscope.rollouts import read_dump
 
         dump = read_dump(self.rollouts, policy, temperature=self.settings.temperature, **self.reading)
-        return keep_own_step(dump, checkpoint_step(self.model))
+        return select_checkpoint_step(dump, checkpoint_step(self.model))
 
     def has_metric(self, policy: Policy) -> bool:
         """Whether summed gradients are also made in AdamW's metric."""

@@ -28,10 +28,10 @@ def read_step(
         if asked:
             raise InputError(error.reason, path=path) from error
         return None, None, [f"{path.name} beside the checkpoint is left out: {error.reason}"]
-    return state, step, told_rate(state, step.learning_rate)
+    return state, step, note_learning_rate(state, step.learning_rate)
 
 
-def told_rate(state: dict[str, Any], rate: float) -> list[str]:
+def note_learning_rate(state: dict[str, Any], rate: float) -> list[str]:
     """A note where the state's own learning rate is 0, and steps are taken at another."""
     if float(state["param_groups"][0]["lr"]) > 0:
         return []

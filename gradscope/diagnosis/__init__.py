@@ -26,6 +26,6 @@ __all__ = [
     "PromptSums", "Summary", "TokenViewer", "Verdict", "cosine_matrix", "decide", "diagnose", "direction_rows",
     "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "make_report",
     "make_trend_report", "measured_cones", "one_row", "part_costs", "plot_dominance", "sampling_error", "shares_by",
-    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer",
-    "write_figures", "write_report",
+    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures",
+    "write_report",
 ]  # fmt: skip

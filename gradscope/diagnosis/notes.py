@@ -14,7 +14,7 @@ from gradscope.gradients import (
     LOGITS,
     PARAMETERS,
     describe_reread,
-    refuse_endless_weights,
+    refuse_infinite_weights,
     sampling_probabilities,
 )
 from gradscope.intervals import assign_intervals
@@ -115,4 +115,4 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             f"{wrong:,} of the table's {len(table):,} tokens are not in the interval that the edges give their π; give "
             "the edges that the table was measured with"
         )
-    refuse_endless_weights(table)
+    refuse_infinite_weights(table)

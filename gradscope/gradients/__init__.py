@@ -1,6 +1,6 @@
 """The instrument: every token's own gradient, as a table; summed gradients of intervals and prompts; what they cost."""
 
-from gradscope.gradients.columns import ADAMW, LAYER, LOGITS, PARAMETERS, describe_reread, refuse_endless_weights
+from gradscope.gradients.columns import ADAMW, LAYER, LOGITS, PARAMETERS, describe_reread, refuse_infinite_weights
 from gradscope.gradients.cost import ModelShape, Plan, forward_flops, gradient_flops, plan_batch
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
@@ -40,12 +40,12 @@ __all__ = [
     "ADAMW", "AFTERWARDS", "BACKWARD", "BUDGET", "EACH_PROMPT", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
     "PILOT", "SAMPLING_PROBABILITY", "ContradictionWarning", "Derivative", "Gram", "IntervalGradients",
     "MeasureSettings", "ModelShape", "Plan", "PromptGradients", "Resources", "Round", "SequenceTokens", "Sketcher",
-    "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors",
-    "Way", "block_products", "capture_activations", "capture_gradients", "check_engine", "describe_reread",
-    "describe_seconds", "first_tensor", "fixed_cotangents", "forward_flops", "forward_hooks", "gradient_flops",
-    "inner_products", "interval_gradients", "interval_gradients_over", "join_rounds", "largest_share", "measure",
-    "measure_rounds", "measuring", "note_logged", "own_rows", "plan_batch", "plan_batch_sums", "predict_changes",
-    "refuse_endless_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
+    "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way",
+    "block_products", "capture_activations", "capture_gradients", "check_engine", "describe_reread", "describe_seconds",
+    "first_tensor", "fixed_cotangents", "forward_flops", "forward_hooks", "gradient_flops", "inner_products",
+    "interval_gradients", "interval_gradients_over", "join_rounds", "largest_share", "measure", "measure_rounds",
+    "measuring", "note_logged", "own_rows", "plan_batch", "plan_batch_sums", "predict_changes",
+    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
     "sampling_weights", "settle_minutes", "stands_for", "token_sizes", "vector_bytes", "vectors_within",
     "weighted_gradients", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

@@ -72,7 +72,7 @@ def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, nu
     return out | {"clipped": (parts.clipped & known)[kept]}
 
 
-def refuse_endless_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
+def refuse_infinite_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
     """InputError if the weight of a token is infinite.
 
     columns: `response`, `position` and those of `describe_tokens`, or a token table.

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients.columns import describe_tokens, refuse_endless_weights
+from gradscope.gradients.columns import describe_tokens, refuse_infinite_weights
 from gradscope.gradients.engine.chunks import POSITION_COST
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.logged import refuse_foreign_logprobs
@@ -118,7 +118,7 @@ def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, lo
         _check_probabilities(statistics, one, row)
     columns = describe_tokens(one, statistics, loss, num_tokens=batch.num_tokens)
     positions = one.positions()[0][one.response_mask[0]]
-    refuse_endless_weights(columns | {"response": torch.full_like(positions, row), "position": positions})
+    refuse_infinite_weights(columns | {"response": torch.full_like(positions, row), "position": positions})
     return columns | {"logit_grad_norm": norms}
 
 

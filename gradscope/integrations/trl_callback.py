@@ -23,7 +23,7 @@ from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
 from gradscope.integrations.trl_measure import StepMeasurement, measure_step, name_bins
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
-from gradscope.policy import lost_text
+from gradscope.policy import find_lossy_text
 from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_parquet
 
 Number = int | float
@@ -82,7 +82,7 @@ class GradScopeCallback(TrainerCallback):
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise InputError("the weights lie in shards (DeepSpeed or FSDP), which cannot be measured; leave this out")
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        if (lost := lost_text(tokenizer)) is not None:
+        if (lost := find_lossy_text(tokenizer)) is not None:
             seen = f"{type(tokenizer).__name__} makes {lost[1]!r} of {lost[0]!r}"
             warnings.warn(f"the trainer's {seen}, and that is what it trains on", stacklevel=2)
         interval_labels(edges)

@@ -68,9 +68,9 @@ def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor
     if batch.rewards is None:
         raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
     if batch.group_reward_means is None or batch.group_reward_stds is None:
-        return batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
+        return batch.spread_over_tokens(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
     centred, std = batch.rewards.double() - batch.group_reward_means, batch.group_reward_stds
-    return batch.token_weighted(torch.where(std == 0, 0.0, centred / (std + eps)).to(batch.rewards.dtype))
+    return batch.spread_over_tokens(torch.where(std == 0, 0.0, centred / (std + eps)).to(batch.rewards.dtype))
 
 
 def check_advantages(batch: TokenBatch) -> None:

@@ -192,7 +192,7 @@ def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[st
     return label_of(column), f"‖$δ_{{{column.removeprefix(LAYER)}}}$‖"
 
 
-def tell_drawn(points: pd.DataFrame, tokens: int) -> str:
+def describe_drawn(points: pd.DataFrame, tokens: int) -> str:
     """Return a sentence if `draw_tokens` would draw only some of these tokens; an empty one otherwise."""
     if len(points) == tokens:
         return ""

@@ -32,18 +32,18 @@ from gradscope.policy.loading import (
     GRADIENT_SHARE,
     PolicyLike,
     find_device,
+    find_lossy_text,
     free_memory,
     gradient_budget,
     load_policy,
     load_tokenizer,
-    lost_text,
     outline_policy,
     return_freed_memory,
 )
 from gradscope.policy.parameters import PART, flat_slices, float_parameters, is_subset, merged_parameters, model_bytes
 from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
 from gradscope.policy.positions import find_context
-from gradscope.policy.rewind import rewound
+from gradscope.policy.rewind import restoring
 from gradscope.policy.upcasting import (
     UPCAST,
     arithmetic_dtype,
@@ -57,10 +57,10 @@ from gradscope.policy.upcasting import (
 __all__ = [
     "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "UPCAST", "AdamWState", "Policy", "PolicyLike",
     "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks", "find_checkpoint",
-    "find_context", "find_device", "find_optimizer_file", "find_policy_state", "find_whole", "flat_slices",
-    "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_subset", "is_upcast", "join_launch",
-    "load_policy", "load_tokenizer", "lost_text", "merged_parameters", "model_bytes", "moving", "optimizer_hash",
+    "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state", "find_whole",
+    "flat_slices", "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_subset", "is_upcast",
+    "join_launch", "load_policy", "load_tokenizer", "merged_parameters", "model_bytes", "moving", "optimizer_hash",
     "outline_policy", "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
-    "refuse_training_run", "replaced_forward", "return_freed_memory", "rewound", "shards_of", "square_norm",
+    "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm",
     "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "without_cudnn_attention",
 ]  # fmt: skip

@@ -127,7 +127,7 @@ def _model_within(folder: Path) -> Path | None:
     return None
 
 
-def refuse_endless_files(folder: Path) -> None:
+def refuse_huge_files(folder: Path) -> None:
     """InputError where a file beside the weights is larger than any configuration, template or tokenizer: the libraries
     read it as a whole."""
     for file in folder.iterdir():

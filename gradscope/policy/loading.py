@@ -21,7 +21,7 @@ from gradscope.policy.checkpoint import (
     find_checkpoint,
     is_adapter,
     model_weights,
-    refuse_endless_files,
+    refuse_huge_files,
     refuse_training_run,
     shards_of,
     tokenizer_places,
@@ -229,7 +229,7 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
         )
     try:
-        refuse_endless_files(folder)
+        refuse_huge_files(folder)
         plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
         own = {**(plain.get("auto_map") or {})}
         if own and not trust_remote_code and plain.get("model_type") not in _known_types():
@@ -379,12 +379,12 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
         (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
     ):
         return None
-    refuse_endless_files(folder)
+    refuse_huge_files(folder)
     loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
     for loader in loaders:
         try:
             tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
-            if (lost := lost_text(tokenizer)) is None:
+            if (lost := find_lossy_text(tokenizer)) is None:
                 return tokenizer
             failure = f"as a {type(tokenizer).__name__} it makes {lost[1]!r} of {lost[0]!r}"
         except Exception as error:  # the library of tokenizers raises bare Exceptions for what it cannot read
@@ -395,7 +395,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
     )
 
 
-def lost_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
+def find_lossy_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
     """Return a text that does not survive encoding and decoding, and what it becomes; None if all do. Words of the
     tokenizer's own vocabulary are tried, one by one and joined.
     """

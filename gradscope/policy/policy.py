@@ -172,7 +172,7 @@ class Policy:
         _check_text(response, "the response")
         tokenizer = self._need_tokenizer()
         ids = self._encode(response, add_special_tokens=False)
-        if self.knows_not(response, ids):
+        if self.has_unknown(response, ids):
             instead = "drop it" if tokenizer.unk_token is None else f"take {tokenizer.unk_token!r} for it"
             raise InputError(
                 f"the tokenizer has no tokens for some of the response {response[:60]!r} and would {instead}; give the "
@@ -189,7 +189,7 @@ class Policy:
             )
         return ids
 
-    def knows_not(self, text: object, ids: list[int]) -> bool:
+    def has_unknown(self, text: object, ids: list[int]) -> bool:
         """Return whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know or, where
         it has no such token, lack a character of the text.
 

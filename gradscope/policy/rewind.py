@@ -16,7 +16,7 @@ from gradscope.runs import check_room, scratch_zeros
 
 
 @contextmanager
-def rewound(model: nn.Module, *, memory: int | None = None) -> Iterator[Mapping[str, Tensor]]:
+def restoring(model: nn.Module, *, memory: int | None = None) -> Iterator[Mapping[str, Tensor]]:
     """Restore the model and all random states bit for bit on leaving the block, raised or not.
 
     Yields the parameters' values on entry by name, of which every `.grad` starts out as None. What comes back: values

@@ -2,12 +2,13 @@
 
 from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
 from gradscope.rollouts.checks import check_batch
-from gradscope.rollouts.dump import Dump, keep_own_step
+from gradscope.rollouts.dump import Dump, select_checkpoint_step
 from gradscope.rollouts.files import list_files, rollouts_hash
 from gradscope.rollouts.formats.native import write_rollouts
 from gradscope.rollouts.reading import READER, READERS, BatchLike, read_dump, read_inputs, read_rollouts
 
 __all__ = [
     "LARGEST", "READER", "READERS", "BatchLike", "Dump", "Note", "Response", "TokenBatch", "check_batch", "collate",
-    "keep_own_step", "list_files", "read_dump", "read_inputs", "read_rollouts", "rollouts_hash", "write_rollouts",
+    "list_files", "read_dump", "read_inputs", "read_rollouts", "rollouts_hash", "select_checkpoint_step",
+    "write_rollouts",
 ]  # fmt: skip

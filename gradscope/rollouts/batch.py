@@ -242,7 +242,7 @@ class TokenBatch:
         """
         return torch.arange(self.input_ids.shape[1]) - self.response_start[:, None]
 
-    def token_weighted(self, values: Float[Tensor, " B"]) -> Float[Tensor, "B S"]:
+    def spread_over_tokens(self, values: Float[Tensor, " B"]) -> Float[Tensor, "B S"]:
         """Return one number per response, spread over its tokens (masked ones too)."""
         return values[:, None].expand(self.input_ids.shape).clone()
 

@@ -152,7 +152,7 @@ class Dump:
         return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
 
 
-def keep_own_step(dump: Dump, checkpoint: int | None) -> Dump:
+def select_checkpoint_step(dump: Dump, checkpoint: int | None) -> Dump:
     """Select the responses that a checkpoint sampled: those of the training step after its own.
 
     checkpoint: how many steps it had taken. Where the log lacks that step, the nearest one; a note says which was
@@ -264,7 +264,7 @@ class _Reading:
         check_sizes(row, prompt_ids, response_ids, self._policy)
         self._agreement.take(row, response_ids)
         is_text = not {"prompt_ids", "response_ids"} <= set(row.columns)
-        if is_text and self._policy.knows_not(row.columns["prompt"], prompt_ids):
+        if is_text and self._policy.has_unknown(row.columns["prompt"], prompt_ids):
             self._unknown += 1
             if 2 * prompt_ids.count(self._policy.tokenizer.unk_token_id) > len(prompt_ids):
                 raise InputError(

@@ -12,7 +12,7 @@ from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.caveats import with_caveats
 from gradscope.rollouts.checks import check_batch
-from gradscope.rollouts.dump import Dump, keep_own_step, make_dump
+from gradscope.rollouts.dump import Dump, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records
 from gradscope.rollouts.formats.base import Format, ReadingOptions
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
@@ -87,7 +87,7 @@ def read_rollouts(
             'checkpoint; give step=, one of them, or "all"'
         )
     if isinstance(step, int) and policy is not None:
-        dump = keep_own_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
+        dump = select_checkpoint_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
     return dump.batch
 
 

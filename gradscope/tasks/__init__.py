@@ -20,13 +20,6 @@ register(math.math_plain)
 register(arithmetic.arithmetic)
 
 __all__ = [
-    "Grade",
-    "Question",
-    "Task",
-    "draw_questions",
-    "get_task",
-    "grade_response",
-    "questions_hash",
-    "register",
+    "Grade", "Question", "Task", "draw_questions", "get_task", "grade_response", "questions_hash", "register",
     "task_names",
-]
+]  # fmt: skip

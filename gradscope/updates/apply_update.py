@@ -1,4 +1,4 @@
-"""Real optimizer steps, the trainer's own, each taken from the same weights and rewound."""
+"""Real optimizer steps, the trainer's own, each taken from the same weights, which come back afterwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from gradscope.policy import (
     float_parameters,
     model_bytes,
     read_state,
-    rewound,
+    restoring,
     sum_of_squares,
 )
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
@@ -70,7 +70,7 @@ class RealSteps:
         size = fitting_size(model, self.batch, self._step.micro_batch_size, copies=2)
         step = replace(self._step, micro_batch_size=size)
         # Gradients flow, whatever the caller switched off.
-        with torch.inference_mode(False), torch.enable_grad(), rewound(model, memory=memory) as start:
+        with torch.inference_mode(False), torch.enable_grad(), restoring(model, memory=memory) as start:
             model.eval()
             if self.before is None:
                 self.before = score(policy, self.batch, step)

@@ -397,7 +397,7 @@ def test_a_batch_that_does_not_fit_the_policy_is_refused_by_its_response(policy)
 def test_what_readers_refuse_is_refused_where_it_counts_at_every_door(policy, batch, name, value):
     if (name, value) == ("advantages", 0.5):
         return
-    known = {"sampler_logprobs": batch.old_logprobs, "advantages": batch.token_weighted(batch.rewards)}
+    known = {"sampler_logprobs": batch.old_logprobs, "advantages": batch.spread_over_tokens(batch.rewards)}
     batch = replace(batch, **known)
     row, column = batch.response_mask.nonzero()[3].tolist()
     wrong = getattr(batch, name).clone()

@@ -34,7 +34,7 @@ from gradscope.policy import (
     load_policy,
     weights_hash,
 )
-from gradscope.policy.loading import lost_text
+from gradscope.policy.loading import find_lossy_text
 
 refusal = partial(complaint, load_policy)
 
@@ -133,12 +133,12 @@ def test_a_tokenizer_that_loses_text_is_refused(checkpoint):
     words = {"<unk>": 0} | {f"W{i}": i for i in range(1, VOCAB)}
     backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    assert lost_text(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")) is None
+    assert find_lossy_text(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")) is None
     from tokenizers import normalizers
 
     backend.normalizer = normalizers.Lowercase()  # "W5" becomes "w5", which is unknown
     lossy = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
-    text, back = lost_text(lossy)
+    text, back = find_lossy_text(lossy)
     assert text.strip() != back.strip()
     lossy.save_pretrained(checkpoint)
     assert f"it makes {back!r} of {text!r}" in refusal(checkpoint)

@@ -11,7 +11,7 @@ import torch
 from support.gradients import snapshot
 from torch import Tensor, nn
 
-from gradscope.policy import rewound
+from gradscope.policy import restoring
 
 
 class Strange(nn.Module):
@@ -81,7 +81,7 @@ CHANGES: list[Callable[[Strange], None]] = [train, thaw_and_spoil, put_other_ten
 def test_whatever_happens_inside_everything_is_as_it_was(model, change, fails):
     before = snapshot(model)
     try:
-        with rewound(model):
+        with restoring(model):
             start = snapshot(model)
             change(model)
             assert snapshot(model) != start
@@ -94,7 +94,7 @@ def test_whatever_happens_inside_everything_is_as_it_was(model, change, fails):
 
 def test_gradients_start_out_as_none_and_come_back_as_the_same_objects(model):
     gradient = model.embed.weight.grad
-    with rewound(model):
+    with restoring(model):
         assert all(p.grad is None for p in model.parameters())
         train(model)
     assert model.embed.weight.grad is gradient
@@ -103,10 +103,10 @@ def test_gradients_start_out_as_none_and_come_back_as_the_same_objects(model):
 
 
 def test_one_inside_another_goes_back_to_the_state_between(model):
-    with rewound(model):
+    with restoring(model):
         train(model)
         between = snapshot(model)
-        with rewound(model):
+        with restoring(model):
             train(model)
         assert snapshot(model) == between
 
@@ -115,7 +115,7 @@ def test_one_inside_another_goes_back_to_the_state_between(model):
 def test_a_gpu_has_its_weights_and_its_random_state_back(model):
     model.cuda()
     before, state = snapshot(model), torch.cuda.get_rng_state_all()
-    with rewound(model):
+    with restoring(model):
         torch.rand(3, device="cuda")
         with torch.no_grad():
             model.embed.weight.add_(1)

@@ -31,7 +31,7 @@ from gradscope.cli import main
 from gradscope.errors import InputError
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import keep_own_step, read_dump, read_rollouts
+from gradscope.rollouts import read_dump, read_rollouts, select_checkpoint_step
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -168,7 +168,7 @@ def test_the_step_is_the_logs_own_and_the_checkpoint_takes_the_one_that_it_sampl
     for batch, row, told, _, _ in read(log, policy):
         assert int(batch.steps[row]) == told.step
     if log.steps == 2:
-        own = keep_own_step(dump, 0)
+        own = select_checkpoint_step(dump, 0)
         assert own.steps.unique().tolist() == [log.samples_of_initial]
         assert [note.kind for note in own.notes].count("step") == 1
 

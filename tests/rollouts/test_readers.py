@@ -222,7 +222,7 @@ def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_
         read_dump(write_jsonl(tmp_path / "both.jsonl", [{"prompt": "w4", "response": "<unk> é"}]), policy)
     other = make_tokenizer()
     other.bos_token = other.unk_token  # as OPT's, which begins every prompt with it
-    assert not replace(policy, tokenizer=other).knows_not("w4", [other.unk_token_id, 4])
+    assert not replace(policy, tokenizer=other).has_unknown("w4", [other.unk_token_id, 4])
 
 
 def test_text_that_a_tokenizer_drops_or_cannot_encode_is_refused(policy, tmp_path):

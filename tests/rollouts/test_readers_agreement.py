@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
-from gradscope.rollouts import Dump, keep_own_step, read_dump
+from gradscope.rollouts import Dump, read_dump, select_checkpoint_step
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ BEYOND = "(a run logs it that goes one step beyond its last checkpoint)"
 def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, checkpoint, own, why):
     dump = make_dump(tmp_path, steps)
     assert len(dump.batch) == 4 * len(steps)
-    kept = keep_own_step(dump, checkpoint)
+    kept = select_checkpoint_step(dump, checkpoint)
     assert kept.steps.tolist() == [own] * 4
     told = f"the log holds 3 training steps, {min(steps)} to {max(steps)}; step {own} is taken, {why}"
     assert kept.notes == (*dump.notes, told)
@@ -130,16 +130,16 @@ def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, 
 
 def test_a_dump_of_one_step_or_of_none_is_whole_and_without_a_checkpoints_step_all_are_taken(tmp_path):
     one = make_dump(tmp_path / "one", [7])
-    assert keep_own_step(one, 6) is one and keep_own_step(one, None) is one
+    assert select_checkpoint_step(one, 6) is one and select_checkpoint_step(one, None) is one
     for checkpoint in (3, 7):
-        kept = keep_own_step(one, checkpoint)
+        kept = select_checkpoint_step(one, checkpoint)
         told = "step 7 is taken, sampled by a different checkpoint: this one's would be step"
         assert kept.batch.input_ids is one.batch.input_ids
         assert kept.notes == (*one.notes, f"{told} {checkpoint + 1}") and kept.notes[-1].kind == "other-step"
     none = read_dump(write_jsonl(tmp_path / "r.jsonl", rows("w7 w8 w9")))
-    assert none.steps is None and keep_own_step(none, 3) is none
+    assert none.steps is None and select_checkpoint_step(none, 3) is none
     two = make_dump(tmp_path / "two", [7, 8])
-    kept = keep_own_step(two, None)
+    kept = select_checkpoint_step(two, None)
     assert kept.batch.input_ids is two.batch.input_ids and kept.steps.tolist() == [7] * 4 + [8] * 4
     assert kept.notes[-1] == (
         "the log holds 2 training steps, 7 to 8; which of them this checkpoint sampled is unknown, so all are taken"

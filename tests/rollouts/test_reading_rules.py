@@ -23,10 +23,10 @@ from gradscope.rollouts import (
     READERS,
     Response,
     collate,
-    keep_own_step,
     read_dump,
     read_inputs,
     read_rollouts,
+    select_checkpoint_step,
     write_rollouts,
 )
 from gradscope.rollouts.caveats import CAVEATS
@@ -87,7 +87,7 @@ def test_a_step_of_native_rows_is_picked_by_number_or_by_the_checkpoint_and_seve
     assert read_rollouts(path, step=101).steps.tolist() == [101, 101]
     with pytest.raises(InputError, match="has no step 7; it has 1, 101, 102"):
         read_dump(path, step=7)
-    assert keep_own_step(read_dump(path), 100).steps.tolist() == [101, 101]
+    assert select_checkpoint_step(read_dump(path), 100).steps.tolist() == [101, 101]
 
 
 @pytest.mark.parametrize(
@@ -394,7 +394,8 @@ def test_what_is_said_of_a_log_is_said_of_the_step_that_is_kept(tmp_path):
     rows = [row(1, 1.0), row(1, 1.0), row(2, 0.0), row(2, 1.0)]
     dump = read_dump(write_jsonl(tmp_path / "r.jsonl", rows))
     assert not kinds(dump.notes)
-    assert kinds(keep_own_step(dump, 0).notes) == ["zero-advantages"] and not kinds(keep_own_step(dump, 1).notes)
+    assert kinds(select_checkpoint_step(dump, 0).notes) == ["zero-advantages"]
+    assert not kinds(select_checkpoint_step(dump, 1).notes)
 
 
 def test_runs_of_certain_tokens_are_counted_where_certain_tokens_are_rare(tmp_path):
@@ -497,5 +498,5 @@ def test_a_log_that_counts_from_zero_is_read_by_its_own_count(tmp_path, monkeypa
     monkeypatch.setitem(READERS, "prime_rl", replace(READERS["prime_rl"], first_step=first))
     for step in (4, 5, 6):
         dumps.write_prime_rl(tmp_path, step=step)
-    kept = keep_own_step(read_dump(tmp_path / "token_exports"), 5)
+    kept = select_checkpoint_step(read_dump(tmp_path / "token_exports"), 5)
     assert kept.steps.tolist() == [5 + first] * len(SAMPLES)

@@ -113,7 +113,7 @@ def test_the_first_steps_rollouts_are_read_natively_and_give_the_logged_gradient
     assert torch.allclose(batch.ref_logprobs[keep], batch.old_logprobs[keep], atol=2e-5)
     assert torch.allclose(batch.sampler_logprobs[keep], batch.old_logprobs[keep], atol=2e-5)
     wanted = grpo_advantages(batch.rewards, batch.group_ids)
-    assert torch.allclose(batch.advantages[keep], batch.token_weighted(wanted)[keep])
+    assert torch.allclose(batch.advantages[keep], batch.spread_over_tokens(wanted)[keep])
     norms = interval_gradients(policy, batch).table.set_index("interval")["norm"]
     for interval, norm in norms.items():
         logged = record[f"interval_norm_{interval}"]

@@ -236,7 +236,7 @@ def test_clipping_was_at_work_in_the_loops_above(starts, batch):
 def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
     policy = make_policy("qwen2", attention="sdpa")
     batch = make_batch(policy, temperature=0.7)
-    batch = replace(batch, advantages=batch.token_weighted(grpo_advantages(batch.rewards, batch.group_ids)))
+    batch = replace(batch, advantages=batch.spread_over_tokens(grpo_advantages(batch.rewards, batch.group_ids)))
     config = TrainConfig(**NARROW, lopti_eta=0.5, reweight_alpha=0.3, mini_batch_size=4, micro_batch_size=2)
     trained = copy.deepcopy(policy.model)
     if adamw:

@@ -80,7 +80,7 @@ class Sheets:
         links: each row is about a token, which it links to.
         """
         self.tables[f"{DATA}/{name}.csv"] = frame
-        shown = tell_bounds(frame)
+        shown = merge_bounds(frame)
         if columns is not None:
             shown = shown[[column for column in columns if column in shown]]
         tokens: tuple[tuple[int, int], ...] = ()
@@ -103,7 +103,7 @@ def is_share(column: str) -> bool:
     )
 
 
-def tell_bounds(frame: pd.DataFrame) -> pd.DataFrame:
+def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
     """The table with each number and its bounds as words in one column, as in the sentences."""
     base = next((name for name in BASES if name in frame), None)
     bounds = {name: (f"{name}_lower", f"{name}_upper") for name in frame if f"{name}_lower" in frame}

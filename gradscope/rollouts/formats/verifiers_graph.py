@@ -46,7 +46,7 @@ def trace_rows(
         yield Row(record.place, {}, step, left_out=reason)
         return
     common = {"group": _group(record) if group is None else group}
-    common |= _known("reward", _reward(record)) | _known("temperature", _heat(record))
+    common |= _known("reward", _reward(record)) | _known("temperature", _temperature(record))
     arrays = {"ids": "token_ids", "mask": "mask", "per_token": PER_TOKEN, "weights": "loss_weights"}
     trained: set[int] = set()
     for path in node_paths(nodes):
@@ -185,7 +185,7 @@ def _reward(record: Record) -> float | None:
     return float(sum(score * weight for score, weight in pairs))
 
 
-def _heat(record: Record) -> float | None:
+def _temperature(record: Record) -> float | None:
     """Return the temperature of the first call that names one."""
     calls = record.columns.get("calls")
     for call in calls if isinstance(calls, list) else []:
