@@ -42,7 +42,7 @@ from analyses.common.tables import write_csv
 from gradscope import load_policy, measure
 from gradscope.diagnosis import token_shares
 from gradscope.diagnosis.tokens import sum_by_prompt, weighted_norms
-from gradscope.gradients import LOGITS, PARAMETERS
+from gradscope.gradients import LOGITS, PARAMETERS, Resources
 from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels, summarize
 from gradscope.plots import finish, new_panels, paper_style, save_figure
@@ -91,7 +91,7 @@ def full_table(name: str, options: Options) -> pd.DataFrame:
     policy, task = load_policy(model, device="cpu"), get_task(task_name)
     settings = {"n": 8, "temperature": temperature, "max_new_tokens": 512, "seed": 0}
     batch = batch_rows(rollout_rows(policy, draw_questions(task, options.questions, seed=0), task=task, **settings))
-    table = measure(policy, batch, self_check=False, progress=True)
+    table = measure(policy, batch, self_check=False, resources=Resources(progress=True))
     prefixes = np.concatenate([batch.sequence(row)[1].numpy() for row in range(len(batch))])
     table = table.assign(prefix=prefixes)
     if path is not None:

@@ -10,11 +10,10 @@ import tyro
 
 from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags, command_progress
 from gradscope.cli.manifest import own_weightings
-from gradscope.cli.measure import MeasureOwn
-from gradscope.cli.measured import Measured
+from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings, Resources
+from gradscope.gradients import MeasureSettings, Resources, read_table
 from gradscope.objective import make_weighting, spell_out
 from gradscope.policy import find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.runs import plain_json, write_parquet, write_text
@@ -110,7 +109,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             policy,
             measured.measurement.batch,
             self.weightings or None,
-            table=measured.read_table(),
+            table=read_table(measured.folder),
             optimizer_state=state,
             settings=ComparisonSettings(
                 loss=self.settings.loss,

@@ -19,8 +19,7 @@ from gradscope.cli.flags import (
     check_no_plan,
     command_progress,
 )
-from gradscope.cli.measure import MeasureOwn
-from gradscope.cli.measured import Measured
+from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.cli.pages import (
     PAGE,
@@ -35,7 +34,7 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds
+from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds, read_table
 from gradscope.policy import (
     ADAPTER_CONFIG,
     Policy,
@@ -277,7 +276,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         found = diagnose(
             policy,
             batch,
-            measured.read_table(),
+            read_table(measured.folder),
             settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.gradient_memory),
             optimizer_state=state,
             processes=measured.processes,

@@ -12,9 +12,8 @@ import pandas as pd
 import tyro
 
 from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
-from gradscope.cli.manifest import make_key, make_manifest
 from gradscope.errors import InputError
-from gradscope.policy import Policy, hash_ahead
+from gradscope.policy import Policy, hash_ahead, make_key, make_manifest
 from gradscope.resampling import in_brackets
 from gradscope.runs import RunFolder, write_parquet, write_text
 from gradscope.sampling import Exam, check_count, make_sampler, summarize_responses

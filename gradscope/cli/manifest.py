@@ -1,4 +1,4 @@
-"""The key of a run's folder, all that decides its numbers, and its manifest, all that it was made with."""
+"""What a manifest says of rollouts, and a run of which an earlier reader took them otherwise."""
 
 from __future__ import annotations
 
@@ -8,37 +8,10 @@ from typing import Any
 
 import pandas as pd
 
-from gradscope import __version__
 from gradscope.errors import InputError
 from gradscope.gradients import describe_reread
-from gradscope.policy import Policy, policy_hashes, precision_in_words
 from gradscope.rollouts import READER, Dump
-from gradscope.runs import RunFolder, file_hash, provenance
-
-
-def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
-    """The key of a run: gradscope's version, the policy (an adapter with its base), its precision, what was asked."""
-    return {
-        "gradscope": __version__,
-        **policy_hashes(policy),
-        "dtype": precision_in_words(policy.model),
-        "device": policy.device.type,
-        **asked,
-    }
-
-
-def make_manifest(model: str, policy: Policy, key: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    """manifest.json of a run with a policy: who made it, from which files by their hashes, how, and other facts."""
-    base = None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]}
-    return {
-        **provenance(),
-        "model": {"path": model, "class": type(policy.model).__name__, "sha256": key["model"]},
-        "base_model": base,
-        "params": policy.params,
-        "dtype": key["dtype"],
-        "device": str(policy.device),
-        **facts,
-    }
+from gradscope.runs import RunFolder, file_hash
 
 
 def own_weightings(methods: Iterable[str]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +18,6 @@ import numpy as np
 import pandas as pd
 import torch
 import tyro
-from pyarrow import parquet
 
 from gradscope.cli.flags import (
     MeasuredPolicyFlags,
@@ -29,29 +29,27 @@ from gradscope.cli.flags import (
     print_notes,
     quiet_transformers,
 )
-from gradscope.cli.manifest import describe_dump, make_key, make_manifest, refuse_reread
-from gradscope.cli.measured import TABLE, Measured
+from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import sampling_error
 from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
-    BUDGET,
-    EACH_PROMPT,
-    PARAMETERS,
-    PILOT,
-    SAMPLING_PROBABILITY,
+    AFTERWARDS,
+    TABLE,
+    Hooks,
     MeasureSettings,
     Plan,
     Resources,
-    Round,
     Stopwatch,
     SumsPlan,
     TableMeasurement,
-    describe_seconds,
-    join_rounds,
-    measure_rounds,
+    largest_share,
+    measure_into,
+    measure_key,
+    own_rows,
     plan_batch_sums,
+    read_table,
     settle_minutes,
 )
 from gradscope.intervals import interval_labels
@@ -68,22 +66,53 @@ from gradscope.policy import (
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, select_checkpoint_step
-from gradscope.runs import RunFolder, write_parquet_parts
+from gradscope.runs import Processes, RunFolder
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
-SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
-"""Columns on which the manifest rests."""
 
 
-def describe_speedup(speedup: float) -> str:
-    """The speed of the fast mode on this machine, in words.
+@dataclass(frozen=True)
+class Measured:
+    """A policy, its rollouts, the measurement of their tokens, and the folder that holds the table."""
 
-    >>> describe_speedup(0.5)
-    'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
-    """
-    words = f"fast: rounded products are {speedup:.1f} times as fast as exact ones here".replace(" 0.", " .")
-    return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
+    policy: Policy
+    dump: Dump
+    measurement: TableMeasurement
+    folder: RunFolder
+    gradient_memory: int
+    """Bytes for summed gradients, the same in all processes."""
+    sums: SumsPlan | None
+    """How that budget lets summed gradients be made; None: none are asked for, or no token has a weight."""
+
+    @property
+    def processes(self) -> Processes:
+        return self.measurement.processes
+
+    @property
+    def pass_seconds(self) -> float | None:
+        """Seconds of a forward pass over the batch in one process, maybe of an earlier run; None: not known."""
+        return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
+
+    @property
+    def sums_seconds(self) -> float | None:
+        """Seconds that the summed gradients take as planned; None: not known, or there are none."""
+        if self.sums is None or self.pass_seconds is None:
+            return None
+        share = largest_share(len(own_rows(self.measurement.batch)), self.processes.count)
+        return self.sums.forward_passes * self.pass_seconds * share
+
+    @property
+    def sums_limit(self) -> float:
+        """Seconds that the summed gradients may take; infinite without a limit in minutes."""
+        minutes = self.measurement.settings.minutes
+        return float("inf") if minutes is None else 60 * AFTERWARDS * minutes
+
+    def judge(self, table: pd.DataFrame, seconds: Callable[[float], float] | None) -> str | None:
+        """How much the sample leaves open; None where every token was measured."""
+        rng = np.random.default_rng(self.measurement.settings.seed)
+        error = sampling_error(table, interval_labels(self.measurement.edges), seed=rng)
+        return None if error is None else error.in_words(seconds)
 
 
 @dataclass(frozen=True)
@@ -100,9 +129,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
-    chunk_rows: int | None = None
-    """Positions × tokens of one batched backward, by default 1,536 or, for a small policy and on a GPU, more, as far as
-    --chunk-memory goes; changes speed, memory and rounding only."""
     chunk_memory: int = 1 << 30
     """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
     only."""
@@ -155,36 +181,35 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--out is missing; give the folder of the run")
         if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
+        if not 1 <= self.chunk_memory < 2**63:
+            raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
         watch, (processes, device) = Stopwatch(), join_launch(self.device)
+        resources = Resources(self.gradient_memory, self.chunk_memory, processes=processes, progress=command_progress())
         with processes.together():
             hash_ahead(self.model)
             policy = load_quietly(self.model, **(self.loading | {"device": device}))
             with command_progress().stage("reading the rollouts"):
                 dump = self.read(policy)
             settings = self.settle(policy, policy.device.type)
-            cut = {"chunk_rows": self.chunk_rows, "chunk_memory": self.chunk_memory}
-            cut |= {"optimizer_state": self._read_state(policy, settings), "processes": processes}
-            cut["progress"] = command_progress()
-            measurement = TableMeasurement(policy, dump.batch, settings, **cut)
+            state = self._read_state(policy, settings)
+            measurement = TableMeasurement(policy, dump.batch, settings, optimizer_state=state, resources=resources)
         # What is free differs by process and by moment; all later looks are at this number.
-        memory = gradient_budget(policy.device, processes) if self.gradient_memory is None else self.gradient_memory
+        memory = resources.settle(policy.device).vectors
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, memory)
-            folder = RunFolder(self.out, self._key(policy, dump, measurement.settings))
-            if processes.is_main and not self.overwrite:
-                refuse_reread(folder, [dump], table=TABLE)
-            found = folder.status(overwrite=self.overwrite) if processes.is_main else None
+            key = self._key(policy, dump, measurement.settings)
+            folder = RunFolder(self.out, key)
+            if processes.is_main:
+                if not self.overwrite:
+                    refuse_reread(folder, [dump], table=TABLE)
+                folder.status(overwrite=self.overwrite)
+                print_notes(dump.remarks)
         measured = Measured(policy, dump, measurement, folder, memory, sums)
-        if processes.is_main:
-            print_notes(dump.remarks)
-        if processes.gather([found])[0] != "finished":
-            self._measure(measured, watch)
-            processes.gather([None])  # the table is there
-            return measured
-        with processes.together():
-            folder.check(TABLE)
-        if processes.is_main:
-            print(f"already measured with these arguments: {self.out / TABLE}")
+        facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, key["rollouts"])}
+        facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
+        hooks = Hooks(print, lambda _: self.reserve(measured), measured.judge)
+        known = {"asked": self.settings, "overwrite": self.overwrite, "hooks": hooks}
+        measure_into(measurement, folder, facts=facts, watch=watch, **known)
         return measured
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
@@ -260,87 +285,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
-        return make_key(policy, **read, settings=asdict(settings), blocks=policy.blocks_name)
-
-    def _measure(self, measured: Measured, watch: Stopwatch) -> None:
-        measurement, folder = measured.measurement, measured.folder
-        processes, count = measurement.processes, len(measurement.batch)
-        with measurement, ExitStack() as held:  # checks itself, before anything is written
-            with processes.together():
-                if processes.is_main:
-                    held.enter_context(folder.writing())
-                    self._announce(measurement, resumed=folder.begin(overwrite=self.overwrite))
-            rounds = []
-            if measurement.settings.minutes is not None:
-                rounds = self._measure_rounds(measured, watch)
-            else:
-                left = [row for row in range(count) if not folder.has_part(row)] if processes.is_main else []
-                with processes.together():
-                    self._measure_share(measurement, folder, processes.gather(left))
-            if not processes.is_main:
-                return
-            parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(count)
-            write_parquet_parts(folder.staged / TABLE, parts)
-            known = parquet.read_schema(folder.staged / TABLE).names
-            table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in known])
-            sample = self._describe_sample(measurement, table, rounds, watch)
-            folder.publish(self._manifest(measured, table) | {"sample": sample})
-        print(f"{len(table):,} tokens of {count} responses: {folder.folder / TABLE}")
-        if not isinstance(sample, str) and "error" in sample:
-            print(sample["error"])
-
-    def _announce(self, measurement: TableMeasurement, *, resumed: bool) -> None:
-        if resumed:
-            print(f"taking up the unfinished run in {self.out}")
-        print_notes(measurement.notes)
-        if (minutes := measurement.settings.minutes) is not None:
-            print(
-                f"measuring as large a sample of the {measurement.num_tokens:,} tokens as {minutes:g} minutes allow, "
-                "loading and preparation among them"
-                + (" (--tokens-per-interval none measures them all)" if self.settings.minutes is None else "")
-            )
-        if self.settings.fast:
-            print(describe_speedup(measurement.meter.speedup))
-        chosen, each = self.settings.tokens_per_interval, measurement.settings.tokens_per_interval
-        if chosen in ("auto", "enough") and each:
-            why = f"tokens are more than {BUDGET:,}" if chosen == "auto" else "tokens are of few prompts"
-            print(
-                f"measuring a random sample, {each:,} tokens of each interval at most: {measurement.num_tokens:,} "
-                f"{why} (--tokens-per-interval none measures them all)"
-            )
-
-    def _measure_share(self, measurement: TableMeasurement, folder: RunFolder, left: list[int]) -> None:
-        """Write the parts that are left and this process's; of several, the main one shows its own share."""
-        counts = measurement.batch.response_mask.sum(1).tolist()
-        mine, processes, missing = measurement.share(left), measurement.processes, set(left)
-        ours = sum(counts[row] for group in mine for row in group if row in missing)
-        total = sum(counts) if processes.count == 1 else ours
-        with command_progress().stage("measuring", total, "tokens", done=total - ours) as advance:
-            for group in mine:
-                # All of an unfinished group, as before it was interrupted: its numbers are the same then.
-                for row, frame in zip(group, measurement.measure_responses(group), strict=True):
-                    if row in missing:
-                        folder.write_part(row, frame)
-                        advance(counts[row])
-
-    def _measure_rounds(self, measured: Measured, watch: Stopwatch) -> list[Round]:
-        """All rounds, those of an interrupted run among them; each is written when it has ended."""
-        measurement, folder = measured.measurement, measured.folder
-        finished, processes = [], measurement.processes
-        while processes.is_main and folder.has_part(len(finished)):
-            finished.append(Round.of_part(folder.read_part(len(finished))))
-        rounds = processes.gather(finished)
-        if not rounds and processes.is_main and watch.seconds() > 60 * measurement.settings.minutes:
-            print(
-                f"preparation alone took {describe_seconds(watch.seconds())}: {PILOT} tokens of each interval are "
-                "measured all the same; give more minutes for more"
-            )
-        reserve = self.reserve(measured)
-        for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve, progress=command_progress()):
-            if processes.is_main:
-                folder.write_part(len(rounds), done.to_part())
-            rounds.append(done)
-        return rounds
+        return measure_key(policy, settings, **read)
 
     def _draw(self, measured: Measured) -> None:
         """Add figures and summary to a finished run, unless they are there: the table is safe by then.
@@ -361,7 +306,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                 if processes.is_main:
                     held.enter_context(folder.writing())
                     folder.stage()
-            table = measured.read_table()
+            table = read_table(folder)
             summary = summarize_measurement(
                 policy,
                 measurement.batch,
@@ -375,66 +320,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
             told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
             folder.publish(folder.manifest | {"figures": drawn, **told})
-
-    def _manifest(self, measured: Measured, table: pd.DataFrame) -> dict[str, Any]:
-        policy, measurement, key = measured.policy, measured.measurement, measured.folder.key
-        meter, check = measurement.meter, measurement.check
-        return make_manifest(
-            self.model,
-            policy,
-            key,
-            rollouts=describe_dump(self.rollouts, measured.dump, key["rollouts"]),
-            settings=asdict(measurement.settings),
-            seed=self.settings.seed,
-            device_map=getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None,
-            processes=measurement.processes.count,
-            threads=torch.get_num_threads(),
-            pass_seconds=measured.pass_seconds,
-            self_check="off" if check is None else asdict(check),
-            engine={
-                "blocks": policy.blocks_name,
-                "rules": "the model's graph" if meter.precision is None else "decoder",
-                "precision": meter.precision or "exact",
-                "joint": meter.split_point,
-                "batched": meter.graph.batched,
-                "modules_by_rule": len(meter.ownership.rules),
-                "parameters_on_the_general_path": list(meter.ownership.general),
-            },
-            logged=list(measurement.notes),
-            tokens=len(table),
-            tokens_measured=int(table[PARAMETERS].notna().sum()),
-        )
-
-    def _describe_sample(
-        self, measurement: TableMeasurement, table: pd.DataFrame, rounds: list[Round], watch: Stopwatch
-    ) -> dict[str, Any] | str:
-        """Which tokens have norms, who said so, and what other tokens would change."""
-        settings, times = measurement.settings, None
-        if (each := settings.tokens_per_interval) is None and not rounds:
-            return "every token"
-        if not rounds:
-            reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} for each prompt"}
-            why = reasons.get(self.settings.tokens_per_interval, "asked for")
-        else:
-            each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
-            times = {"preparing": watch.seconds() - measuring, "measuring": measuring}
-            why = "minutes" if self.settings.minutes is not None else "minutes, the default of a large policy"
-        sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
-        if times is not None:
-            told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]
-            sample |= {"seconds": times, "rounds": told}
-
-        def seconds(more: float) -> float:
-            """Seconds of a run that measures so many times the tokens."""
-            size = round(min(measurement.sample.largest, more * each))
-            costs = [measurement.cost_of_more(0, end) for end in (size, each)]
-            return times["preparing"] + times["measuring"] * costs[0] / costs[1]
-
-        rng = np.random.default_rng(settings.seed)
-        error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
-        if error is not None:
-            sample["error"] = error.in_words(None if times is None else seconds)
-        return sample
 
 
 @dataclass(frozen=True)

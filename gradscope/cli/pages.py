@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from gradscope import __version__
-from gradscope.cli.measured import Measured
+from gradscope.cli.measure import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step

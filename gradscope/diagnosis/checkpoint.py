@@ -26,8 +26,11 @@ from gradscope.diagnosis.cost import (
     SUMS,
     TOKENS,
     Minutes,
+    compare_cost,
+    influence_cost,
     part_costs,
     stage_costs,
+    update_cost,
 )
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
@@ -72,13 +75,10 @@ from gradscope.updates import (
     StepSettings,
     apply_update,
     compare,
-    compare_cost,
     influence,
-    influence_cost,
     moved_against,
     movement_table,
     state_step,
-    update_cost,
 )
 
 Made = TypeVar("Made")
@@ -121,7 +121,7 @@ def diagnose(
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
         metric = _metric_of(policy, optimizer_state, settings)
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
-        table = measure(policy, batch, edges=settings.edges, progress=progress, **sample)
+        table = measure(policy, batch, edges=settings.edges, resources=Resources(progress=progress), **sample)
     check_table(table, batch, settings)
     judged = steps.with_advantages(batch, table)
     task = _settle(policy, judged, table, settings, optimizer_state, processes, progress)

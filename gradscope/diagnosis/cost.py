@@ -1,4 +1,4 @@
-"""What the parts of a diagnosis cost."""
+"""What the parts of a diagnosis take, in forward passes over the batch, and which of them fit into some minutes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from math import inf
 
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
-from gradscope.gradients import SumsPlan
+from gradscope.gradients import BACKWARD, FORWARD_MODE, SumsPlan
+from gradscope.objective import COMPARED, PAPER, LossSettings
 from gradscope.policy import Policy
-from gradscope.updates import StepSettings, compare_cost, influence_cost, update_cost
+from gradscope.updates import StepSettings
 
 TOKENS, SUMS, STEPS, COMPARISON = "tokens", "summed gradients", "one optimizer step", "comparing token weightings"
 STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
@@ -47,6 +48,25 @@ class Minutes:
             return None
         self.spent += cost * min(1.0, budget / tokens)
         return budget
+
+
+def update_cost(num_passes: int = 1) -> float:
+    """Forward passes of `apply_update` with so many optimizer steps, each on all of the batch's tokens."""
+    return 2 + (1 + BACKWARD) * num_passes
+
+
+def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
+    """Forward passes of `influence`."""
+    gradients = num_intervals + bool(loss.kl_coef)
+    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
+    return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
+
+
+def compare_cost(*, metric: bool) -> float:
+    """Forward passes of `compare` at most, where no weighting is named; metric: AdamW's is known."""
+    rows = len(COMPARED) + 2  # two of them take two steps
+    gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
 
 
 def part_costs(

@@ -21,7 +21,7 @@ import pandas as pd
 
 from gradscope.gradients.sample import TokenSample
 from gradscope.gradients.settings import MeasureSettings
-from gradscope.runs import Processes, Progress
+from gradscope.runs import Processes
 
 PILOT = 2
 """Tokens of each interval in the first round, which is measured even when time is up."""
@@ -81,7 +81,7 @@ class GrowingMeasurement(Protocol):
     processes: Processes
     sample: TokenSample
 
-    def measure_more(self, previous: int, each: int, *, progress: bool | Progress = False) -> pd.DataFrame: ...
+    def measure_more(self, previous: int, each: int) -> pd.DataFrame: ...
 
     def cost_of_more(self, previous: int, each: int) -> float: ...
 
@@ -94,7 +94,6 @@ def measure_rounds(
     finished: Sequence[Round] = (),
     *,
     reserve: float = 0.0,
-    progress: bool | Progress = False,
 ) -> Iterator[Round]:
     """The rounds that are left after the finished ones, as they come; all processes go through them together.
 
@@ -111,7 +110,7 @@ def measure_rounds(
             return
         start, previous = watch.seconds(), rounds[-1].each if rounds else 0
         with processes.together():
-            norms = measurement.measure_more(previous, each, progress=progress)
+            norms = measurement.measure_more(previous, each)
         norms = pd.concat(processes.gather([norms])).sort_index()
         rounds.append(Round(each, watch.seconds() - start, norms))
         yield rounds[-1]

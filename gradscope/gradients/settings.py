@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf
-from typing import Literal, get_args
+from typing import Literal, TypedDict, get_args
 
 import torch
 
@@ -67,11 +67,20 @@ class MeasureSettings:
     """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
 
 
-def check_chunks(chunk_rows: int | None, chunk_memory: int) -> None:
-    """InputError for a chunk that nothing fits."""
-    for name, value in (("chunk_rows", chunk_rows), ("chunk_memory", chunk_memory)):
-        if value is not None and not 1 <= value < 2**63:
-            raise InputError(f"{name} is {value}; give 1 or more, and less than 2⁶³")
+class MeasureKeywords(TypedDict, total=False):
+    """The fields of `MeasureSettings`, as keywords of `measure`."""
+
+    temperature: Number | None
+    tokens_per_interval: int | Literal["auto", "enough"] | None
+    minutes: Number | None
+    sample: Design
+    loss: LossSettings
+    advantage_eps: Number
+    seed: int
+    per_module: bool
+    metric: Literal["adamw"] | None
+    fast: bool
+    self_check: bool
 
 
 def check_settings(settings: MeasureSettings) -> None:

@@ -7,10 +7,8 @@ the table of all responses' columns.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from time import perf_counter
 
 import numpy as np
@@ -19,7 +17,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from gradscope.errors import InputError, checked, make_settings
+from gradscope.errors import InputError
 from gradscope.gradients.checked_tokens import choose_checked
 from gradscope.gradients.columns import (
     ADAMW,
@@ -36,14 +34,12 @@ from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.jacobian import TokenJacobian
-from gradscope.gradients.logged import ContradictionWarning, note_logged
+from gradscope.gradients.logged import note_logged
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.rounds import Stopwatch, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select
 from gradscope.gradients.settings import (
     MeasureSettings,
-    check_chunks,
     check_settings,
     fast_precision,
     no_fast_mode,
@@ -52,9 +48,9 @@ from gradscope.gradients.settings import (
 )
 from gradscope.gradients.statistics import find_statistics
 from gradscope.intervals import EDGES
-from gradscope.policy import AdamWState, Policy, PolicyLike, read_adamw_state, square_norm
-from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
-from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress, track
+from gradscope.policy import AdamWState, Policy, square_norm
+from gradscope.rollouts import Note, TokenBatch
+from gradscope.runs import settle_progress, track
 
 Number = int | float
 GRADIENT_RESPONSES = 4
@@ -65,10 +61,9 @@ class TableMeasurement:
     """A measurement that is going on: enter it, ask for the responses group by group, leave it.
 
     Entering freezes the model, finds the rules for its modules, finds all that takes no backward pass, draws the
-    tokens that get one and runs the self-check; leaving puts everything back. `measure` does all of it in one call;
-    this class is for those who store results as they come.
+    tokens that get one and runs the self-check; leaving puts everything back. `measure` does all of it in one call.
 
-    processes: of several, each holds the policy and the whole batch, all enter together, and each may ask for the
+    Of several processes, each holds the policy and the whole batch, all enter together, and each may ask for the
     groups that it likes: a response's rows do not depend on who measures it.
     """
 
@@ -80,24 +75,21 @@ class TableMeasurement:
         *,
         edges: Sequence[Number] = EDGES,
         tokens: Int[Tensor, " k"] | None = None,
-        chunk_rows: int | None = None,
-        chunk_memory: int = 1 << 30,
         optimizer_state: AdamWState | None = None,
-        processes: Processes = ALONE,
-        progress: Progress = SILENT,
+        resources: Resources = Resources(),  # noqa: B008  (frozen)
     ) -> None:
         check_settings(settings)
-        check_chunks(chunk_rows, chunk_memory)
-        self.policy, self.edges, self.processes = policy, [float(e) for e in edges], processes
+        self.policy, self.edges, self.processes = policy, [float(e) for e in edges], resources.processes
         self.settings = settle_sample(
             settings, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
         )
         """Those that are measured with: a number or None where "auto" or "enough" was given."""
+        self.asked = settings
         self.batch = settle_batch(settings, policy, batch)
         """At the temperatures and with the advantages that are measured with."""
         _check_tokens(tokens, settings, batch.num_tokens)
-        self._progress = progress
-        self._tokens, self._chunks = tokens, {"rows": chunk_rows, "memory": chunk_memory}
+        self.progress = settle_progress(resources.progress)
+        self._tokens, self._memory = tokens, resources.activations
         self.check: SelfCheck | None = None
         """What the self-check found; None before entering, and where it was switched off."""
         self.pass_seconds: float | None = None
@@ -130,7 +122,7 @@ class TableMeasurement:
                 self.settings.loss,
                 edges=self.edges,
                 processes=self.processes,
-                progress=self._progress,
+                progress=self.progress,
             )
             seconds = self.processes.count * (perf_counter() - start)
             if self.processes.is_main:
@@ -142,7 +134,7 @@ class TableMeasurement:
             if (metric := self._find_metric()) is not None:
                 self.meter.use_metric(metric)
             if self.settings.self_check:
-                with self._progress.stage("self-check"):
+                with self.progress.stage("self-check"):
                     self.check = self._self_check(generator)
             self._stack = stack.pop_all()
         return self
@@ -162,7 +154,7 @@ class TableMeasurement:
         found = self.meter.measure_together([self.selection.sequences[row] for row in group])
         return [self._frame(row, gradients) for row, gradients in zip(group, found, strict=True)]
 
-    def measure_more(self, previous: int, each: int, *, progress: bool | Progress = False) -> pd.DataFrame:
+    def measure_more(self, previous: int, each: int) -> pd.DataFrame:
         """Norms of the tokens that a sample of `each` per interval holds beside one of `previous`: this process's part.
 
         A row per token, whose index is its place in the table; the columns that take a backward pass.
@@ -171,7 +163,7 @@ class TableMeasurement:
         self._select(measured)
         rows = np.unique(self.statistics.responses[measured]).tolist()
         parts = []
-        for group in track(self.share(rows), f"measuring {each} tokens of each interval", progress, unit="passes"):
+        for group in track(self.share(rows), f"measuring {each} tokens of each interval", self.progress, unit="passes"):
             for row, frame in zip(group, self.measure_responses(group), strict=True):
                 own = measured[self.statistics.span(row)].nonzero()[0]
                 parts.append(frame[backward_columns(frame)].iloc[own].set_index(self.statistics.bounds[row] + own))
@@ -198,7 +190,7 @@ class TableMeasurement:
         kind = self.policy.dtype, self.policy.device.type
         precision = fast_precision(*kind) if self.settings.fast else "exact"
         probe = self.batch.sequence(int(self.batch.attention_mask.sum(1).argmax()))[0].to(self.policy.device)
-        meter = TokenGradientMeter(self.policy, probe, precision=precision, **self._chunks)
+        meter = TokenGradientMeter(self.policy, probe, precision=precision, memory=self._memory)
         if self.settings.fast and meter.precision is None:
             raise no_fast_mode(self.policy)
         return meter
@@ -209,7 +201,7 @@ class TableMeasurement:
         if self._optimizer_state is None or weights.isnan().any():
             return None
         model, state = self.policy.model, self._optimizer_state
-        resources = Resources(1 << 62, micro_batch=GRADIENT_RESPONSES, progress=self._progress)
+        resources = Resources(1 << 62, micro_batch=GRADIENT_RESPONSES, progress=self.progress)
         gradients = TokenJacobian(self.policy, self.batch, resources).vjp(-weights[None] / self.num_tokens)
         gradient = gradients.rows[0]
         clip = state.clip_factor(square_norm(*(gradient[gradients.slices[name]] for name in state.exp_avg_sq)))
@@ -258,77 +250,6 @@ class TableMeasurement:
         if self.settings.metric is not None and ADAMW not in columns:
             columns[ADAMW] = torch.full_like(columns[PARAMETERS], float("nan"))
         return to_frame(columns)
-
-
-@checked
-def measure(
-    policy: PolicyLike,
-    batch: BatchLike,
-    *,
-    tokens: Int[Tensor, " k"] | None = None,
-    edges: Sequence[Number] = EDGES,
-    chunk_rows: int | None = None,
-    chunk_memory: int = 1 << 30,
-    optimizer_state: AdamWState | str | Path | None = None,
-    progress: bool | Progress = False,
-    **settings: object,
-) -> pd.DataFrame:
-    """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
-
-    policy, batch: or the paths that `load_policy` and `read_rollouts` take. settings: the fields of MeasureSettings
-    (`temperature`, `tokens_per_interval`, `minutes`, `sample`, `loss`, `advantage_eps`, `seed`, `per_module`, `metric`,
-    `fast`, `self_check`). tokens: indices into the kept tokens in the table's order; only
-    these get a backward pass. optimizer_state: for metric="adamw"; or the file of an AdamW state_dict. edges: of the
-    intervals of π. chunk_rows (positions × tokens; None: as suits the policy) and chunk_memory (bytes): how much one
-    batched backward carries; they change speed, memory and rounding only.
-
-    Columns: `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped
-    tokens counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
-    temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
-    it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
-    `sampling_probability` (of being measured, where a sample was drawn: see `sample`), and the L2 norms of the
-    token gradient of log π unweighted: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
-    `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really contributes
-    is `weight · norm`.
-
-    Raises InputError for a batch that does not fit the policy, SelfCheckError if the engine cannot be trusted on it;
-    warns where logged log-probabilities fit another temperature or a truncated distribution better. What a
-    batch's own numbers say against it stands in `batch.notes` (kinds `rollouts.CAVEATS`).
-    """
-    watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
-    progress = settle_progress(progress)
-    policy, batch = read_inputs(policy, batch)
-    if isinstance(optimizer_state, str | Path):
-        optimizer_state = read_adamw_state(policy, optimizer_state)
-    measurement = TableMeasurement(
-        policy,
-        batch,
-        asked,
-        edges=edges,
-        tokens=tokens,
-        chunk_rows=chunk_rows,
-        chunk_memory=chunk_memory,
-        optimizer_state=optimizer_state,
-        progress=progress,
-    )
-    if measurement.settings.minutes is not None:
-        with measurement:
-            _warn(measurement.notes)
-            rounds = list(measure_rounds(measurement, watch, progress=progress))
-            return join_responses(join_rounds(measurement, rounds))
-    frames: dict[int, pd.DataFrame] = {}
-    with measurement:
-        _warn(measurement.notes)
-        with progress.stage("measuring", batch.num_tokens, "tokens") as advance:
-            for group in measurement.groups:
-                frames |= zip(group, measurement.measure_responses(group), strict=True)
-                advance(sum(len(frames[row]) for row in group))
-    return join_responses(frames[row] for row in range(len(batch)))
-
-
-def _warn(notes: Iterable[Note]) -> None:
-    for note in notes:
-        warnings.warn(note, ContradictionWarning, stacklevel=3)
 
 
 def join_responses(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:

@@ -26,6 +26,7 @@ from gradscope.policy.checkpoint import (
     shards_of,
     weights_hash,
 )
+from gradscope.policy.identity import make_key, make_manifest
 from gradscope.policy.launch import join_launch
 from gradscope.policy.loading import (
     DTYPES,
@@ -59,8 +60,9 @@ __all__ = [
     "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks", "find_checkpoint",
     "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state", "find_whole",
     "flat_slices", "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_subset", "is_upcast",
-    "join_launch", "load_policy", "load_tokenizer", "merged_parameters", "model_bytes", "moving", "optimizer_hash",
-    "outline_policy", "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
-    "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm",
-    "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "without_cudnn_attention",
+    "join_launch", "load_policy", "load_tokenizer", "make_key", "make_manifest", "merged_parameters", "model_bytes",
+    "moving", "optimizer_hash", "outline_policy", "policy_hashes", "precision_in_words", "read_adamw_state",
+    "read_optimizer_file", "read_state", "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory",
+    "shards_of", "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash",
+    "without_cudnn_attention",
 ]  # fmt: skip

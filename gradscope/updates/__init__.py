@@ -1,7 +1,7 @@
 """What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
 
-from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates, update_cost
-from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_cost
+from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
+from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare
 from gradscope.updates.comparison.describe import (
     NO_RECOMMENDATION,
     WHAT_STAYS,
@@ -19,7 +19,7 @@ from gradscope.updates.directions import (
     similarity,
     without_extremes,
 )
-from gradscope.updates.first_order import BY, influence, influence_cost, influence_table, moved_against
+from gradscope.updates.first_order import BY, influence, influence_table, moved_against
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
 from gradscope.updates.measured_steps import measure_steps
 from gradscope.updates.movement import movement_table
@@ -27,9 +27,8 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, sta
 
 __all__ = [
     "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings", "RealSteps",
-    "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare", "compare_cost",
-    "describe", "gain_sentence", "influence", "influence_cost", "influence_table", "make_update", "measure_steps",
-    "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches",
-    "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step", "update_cost",
-    "without_extremes",
+    "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare", "describe",
+    "gain_sentence", "influence", "influence_table", "make_update", "measure_steps", "moved_against",
+    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "read_moments",
+    "right_direction_shares", "signal_sentence", "similarity", "state_step", "without_extremes",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import BACKWARD, Vectors, refuse_narrow_weights
+from gradscope.gradients import Vectors, refuse_narrow_weights
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, Updater, Weighting, fitting_size
 from gradscope.policy import (
     PART,
@@ -142,11 +142,6 @@ def apply_updates(
     """`apply_update` for each update, all from the same weights and the same statistics before."""
     steps = RealSteps(policy, batch, loss=loss, step=step, optimizer_state=optimizer_state, memory=memory)
     return [steps.take(update) for update in track(updates, "taking steps", progress, unit="updates")]
-
-
-def update_cost(num_passes: int = 1) -> float:
-    """Forward passes over the batch that take as long as `apply_update` with so many steps, each on all its tokens."""
-    return 2 + (1 + BACKWARD) * num_passes
 
 
 def _fits(model: nn.Module, step: StepSettings, memory: int | None) -> bool:

@@ -26,8 +26,6 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
-    BACKWARD,
-    FORWARD_MODE,
     Derivative,
     Resources,
     TokenJacobian,
@@ -98,11 +96,11 @@ def influence(
     gradients: of the loss's policy part over the tokens of each interval, where there is no KL part and they are known;
     None: made here.
 
-    Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode
-    (`influence_cost`); see `TokenJacobian.jvp` for models without it, of which a UserWarning and `method` tell. The
-    policy is as it was, bit for bit, also if the call raises. Memory besides the model, its activations and the given
-    state: a vector as long as the parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more.
-    Where that is over `memory` bytes (None: any amount is there), they lie in a scratch file.
+    Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode;
+    see `TokenJacobian.jvp` for models without it, of which a UserWarning and `method` tell. The policy is as it was,
+    bit for bit, also if the call raises. Memory besides the model, its activations and the given state: a vector as
+    long as the parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more. Where that is over
+    `memory` bytes (None: any amount is there), they lie in a scratch file.
 
     Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
     state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
@@ -126,17 +124,6 @@ def influence(
     keys = _keys(batch, before, loss, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
     return Influence(contributions, method, clip_factor, update_norm)
-
-
-def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
-    """Forward passes over the batch that take as long as `influence` does.
-
-    >>> influence_cost(SGD)
-    27.0
-    """
-    gradients = num_intervals + bool(loss.kl_coef)
-    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
-    return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
 
 
 @checked

@@ -22,7 +22,7 @@ from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_c
 from support.processes import Command
 
 from gradscope.cli.sample import Sample
-from gradscope.gradients import TableMeasurement, measure
+from gradscope.gradients import Resources, TableMeasurement, measure
 from gradscope.gradients.engine import autograd, norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
@@ -101,13 +101,14 @@ def test_measure_writes_the_table_that_the_function_returns_and_a_manifest(run, 
 def test_the_flags_reach_the_measurement(run, model, rollouts, tmp_path):
     out = tmp_path / "out"
     flags = ["--temperature", "0.7", "--tokens-per-interval", 2, "--seed", 3, "--dtype", "float64", "--per-module"]
-    flags += ["--device", "cpu", "--blocks", "model.layers", "--chunk-rows", 64]
+    flags += ["--device", "cpu", "--blocks", "model.layers", "--chunk-memory", 100_000]
     flags += ["--kl-coef", 0, "--clip-ratio-c", "none"]
     assert run("measure", model, rollouts, "--out", out, *QUICK, *flags).status == 0
     policy = load_policy(model, dtype="float64")
-    settings = {"temperature": 0.7, "tokens_per_interval": 2, "seed": 3, "per_module": True, "chunk_rows": 64}
+    settings = {"temperature": 0.7, "tokens_per_interval": 2, "seed": 3, "per_module": True}
     loss = LossSettings(kl_coef=0, clip_ratio_c=None)
-    expected = measure(policy, read_rollouts(rollouts, policy), **settings, loss=loss, self_check=False)
+    settings |= {"loss": loss, "self_check": False, "resources": Resources(activations=100_000)}
+    expected = measure(policy, read_rollouts(rollouts, policy), **settings)
     pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), expected)
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["self_check"] == "off" and manifest["dtype"] == "float64" and manifest["seed"] == 3
@@ -257,8 +258,8 @@ def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pa
         (["--tokens-per-interval", "-4"], "tokens_per_interval is -4"),
         (["--seed", "-1"], "seed is -1"),
         (["--reweight-alpha", "2"], "reweight_alpha is 2"),
-        (["--chunk-memory", "0"], "chunk_memory is 0"),
-        (["--chunk-memory", "9" * 26], "9; give 1 or more, and less than 2⁶³"),
+        (["--chunk-memory", "0"], "--chunk-memory is 0"),
+        (["--chunk-memory", "9" * 26], "9; give bytes, 1 or more, and less than 2⁶³"),
         (["--constants", "-1"], "--constants is -1"),
         (["--device", "nowhere"], "device 'nowhere' cannot be used"),
         (["--device", "meta"], "device 'meta' cannot be used"),
@@ -356,7 +357,7 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     rows = [{"prompt_ids": row[:5], "response_ids": row[5:]} for row in ids]
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    args = ["measure", model, rollouts, "--no-figures", "--chunk-rows", 1, "--out"]
+    args = ["measure", model, rollouts, "--no-figures", "--chunk-memory", 1, "--out"]
     third = killed / ".partial" / "part-000002.parquet"
     assert Command("-m", "gradscope", *args, killed).kill_when(third.is_file).stderr == ""
     parts = {p.name: p.stat().st_mtime_ns for p in (killed / ".partial").glob("part-*")}

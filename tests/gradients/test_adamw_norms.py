@@ -17,7 +17,7 @@ from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.errors import SelfCheckError
-from gradscope.gradients import ADAMW, PARAMETERS, TokenGradientMeter, measure, measuring
+from gradscope.gradients import ADAMW, PARAMETERS, Resources, TokenGradientMeter, measure, measuring
 from gradscope.gradients.engine.metric import AT_ONCE, Metric
 from gradscope.policy import AdamWState, Policy, float_parameters, load_policy
 
@@ -58,7 +58,7 @@ def test_norms_are_those_of_the_scaled_gradients(name):
 
 def test_in_float32_and_in_small_chunks_too(monkeypatch):
     monkeypatch.setitem(AT_ONCE, "cpu", 100)  # a part of a token's gradient at a time
-    check(make_policy("llama"), 1e-3, chunk_rows=20)
+    check(make_policy("llama"), 1e-3, resources=Resources(activations=20_000))
 
 
 @pytest.mark.parametrize("name", every(3, sorted(handmade.EXACT)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from support.adapters import save_adapter
 from support.cli import refusal, run
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope.cli import measure as cli_measure
 from gradscope.gradients import MeasureSettings, TableMeasurement, measure, settings as measure_settings
 from gradscope.gradients.settings import settle_sample
 from gradscope.policy import load_policy
@@ -109,7 +109,7 @@ def test_the_sample_is_the_one_that_its_number_draws(monkeypatch):
 def test_the_command_says_that_it_took_a_sample_and_how_to_measure_everything(job, tmp_path, capsys, monkeypatch):
     adapter, rollouts = job
     base = adapter.parent / "base"
-    for module in (measure_settings, cli_measure):
+    for module in (measure_settings, sys.modules["gradscope.gradients.measure"]):
         monkeypatch.setattr(module, "BUDGET", 12)
     run("measure", base, rollouts, "--out", tmp_path / "sample", *QUICK)
     table, manifest = read(tmp_path / "sample")

@@ -14,7 +14,7 @@ from support.processes import launch
 
 from gradscope.cli import commands as cli
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import MeasureSettings, TableMeasurement
+from gradscope.gradients import MeasureSettings, Resources, TableMeasurement
 from gradscope.policy import join_launch
 from gradscope.runs import ALONE, Processes, RunFolder, deal_by_cost
 
@@ -83,7 +83,7 @@ def test_shares_are_everyones_alike_and_cost_about_the_same():
 def test_a_response_costs_what_its_measured_tokens_look_back_on():
     policy = make_policy("llama")
     batch = make_batch(policy, holes=False)
-    measurement = TableMeasurement(policy, batch, MeasureSettings(self_check=False), processes=ALONE, chunk_rows=1)
+    measurement = TableMeasurement(policy, batch, MeasureSettings(self_check=False), resources=Resources(activations=1))
     with measurement:
         assert measurement.groups == [[row] for row in range(len(batch))]  # with rows for one token at a time
         assert measurement.share([3, 1]) == [[1], [3]]

@@ -11,16 +11,8 @@ from support.policies import make_batch, make_policy, make_responses, save_check
 from gradscope import measure
 from gradscope.cli import commands as cli
 from gradscope.errors import InputError
-from gradscope.gradients import (
-    PILOT,
-    MeasureSettings,
-    Round,
-    Stopwatch,
-    TableMeasurement,
-    join_rounds,
-    measure_rounds,
-    settle_minutes,
-)
+from gradscope.gradients import MeasureSettings, Stopwatch, TableMeasurement, settle_minutes
+from gradscope.gradients.rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
 from gradscope.gradients.table import join_responses
@@ -57,7 +49,7 @@ class Pretended:
     def cost_of_more(self, previous: int, each: int) -> float:
         return self._positions(previous, each, self.believed)
 
-    def measure_more(self, previous: int, each: int, *, progress: bool = False) -> pd.DataFrame:
+    def measure_more(self, previous: int, each: int) -> pd.DataFrame:
         self.clock.now += self.rate * self._positions(previous, each, self.true)
         new = self.sample.take(each) & ~self.sample.take(previous)
         return pd.DataFrame({"param_grad_norm": 1.0}, index=np.flatnonzero(new))

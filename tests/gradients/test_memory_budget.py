@@ -20,6 +20,7 @@ from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_ste
 from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, checkpoint as diagnosis, diagnose
+from gradscope.diagnosis.cost import influence_cost, update_cost
 from gradscope.errors import InputError
 from gradscope.gradients import Resources, TokenJacobian, forward_mode, vector_bytes
 from gradscope.objective import Updater
@@ -29,9 +30,7 @@ from gradscope.updates import (
     StepSettings,
     apply_update,
     influence,
-    influence_cost,
     movement as updates,
-    update_cost,
 )
 
 # torch itself calls torch.jit.script the first time that forward mode is used.

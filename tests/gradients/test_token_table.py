@@ -365,7 +365,6 @@ def test_the_model_comes_back_as_it_was_after_an_error_too(used_policy, batch, m
         ({"tokens_per_interval": -2}, "tokens_per_interval is -2"),
         ({"seed": -1}, "seed is -1"),
         ({"advantage_eps": -1.0}, "advantage_eps is -1"),
-        ({"chunk_rows": 0}, "chunk_rows is 0"),
         ({"loss": LossSettings(kl_coef=float("nan"))}, "kl_coef is nan"),
         ({"loss": LossSettings(clip_ratio_low=-0.1)}, "clip_ratio_low is -0.1"),
         ({"loss": LossSettings(reweight_alpha=1.5)}, "reweight_alpha is 1.5"),

@@ -210,11 +210,11 @@ def small():
 
 
 def test_measuring_reports_all_that_takes_long(small):
-    measure(*small, progress=(told := Listener()))
+    measure(*small, resources=Resources(progress=(told := Listener())))
     assert [stage.name for stage in told.stages] == ["scoring", "self-check", "measuring"] and not told.unfinished
     assert told.stages[-1].total == small[1].num_tokens
     rounds = Listener()
-    measure(*small, minutes=0.001, tokens_per_interval=None, self_check=False, progress=rounds)
+    measure(*small, minutes=0.001, tokens_per_interval=None, self_check=False, resources=Resources(progress=rounds))
     assert {"scoring"} < rounds.names and not rounds.unfinished
 
 

@@ -20,8 +20,6 @@ from jaxtyping import Float
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
     ADAMW,
-    BACKWARD,
-    FORWARD_MODE,
     Resources,
     TokenJacobian,
     describe_reread,
@@ -43,7 +41,7 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, Policy, PolicyLike, read_state
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
-from gradscope.updates.apply_update import RealSteps, update_cost
+from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
 from gradscope.updates.comparison.real_steps import gains_on_unseen_prompts, take_steps
@@ -191,7 +189,7 @@ def compare(
     if table is None:
         sample = {"tokens_per_interval": "enough", "seed": s.seed, "loss": s.loss}
         sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
-        table = measure(policy, batch, edges=s.edges, progress=resources.progress, **sample)
+        table = measure(policy, batch, edges=s.edges, resources=Resources(progress=resources.progress), **sample)
     if told := describe_reread(table, batch):
         raise InputError(f"the table's maker {told}; give a table that was measured of this batch")
     batch = _with_advantages(batch, table)
@@ -235,13 +233,6 @@ def compare(
         s.aggregation,
         step if real else None,
     )
-
-
-def compare_cost(*, metric: bool) -> float:
-    """Forward passes over the batch that take as long as `compare` at most does where no weighting is named."""
-    rows = len(COMPARED) + 2  # two of them take two steps
-    gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
-    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
 
 
 def _check(batch: TokenBatch, settings: ComparisonSettings) -> None:

@@ -1,0 +1,375 @@
+"""Measure a batch: its token table, in memory or kept in a folder where an interrupted measurement goes on.
+
+DIR/.partial holds a part per response or, where minutes decide, per round. Once all are there, tokens.parquet and
+manifest.json are published together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol, Unpack
+
+import pandas as pd
+import torch
+from jaxtyping import Int
+from pyarrow import parquet
+from torch import Tensor
+
+from gradscope.errors import InputError, checked, make_settings
+from gradscope.gradients.columns import PARAMETERS
+from gradscope.gradients.logged import ContradictionWarning
+from gradscope.gradients.resources import Resources
+from gradscope.gradients.rounds import PILOT, Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
+from gradscope.gradients.sample import SAMPLING_PROBABILITY
+from gradscope.gradients.settings import BUDGET, EACH_PROMPT, MeasureKeywords, MeasureSettings
+from gradscope.gradients.table import TableMeasurement, join_responses
+from gradscope.intervals import EDGES
+from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs, rollouts_hash
+from gradscope.runs import RunFolder, write_parquet_parts
+
+Number = int | float
+
+TABLE = "tokens.parquet"
+SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
+"""Columns on which the manifest rests."""
+READING = ("format", "step", "reward_key", "chat_template_kwargs")
+"""How rollouts are read, as the key of a run has it."""
+
+
+@checked
+def measure(
+    policy: PolicyLike,
+    batch: BatchLike,
+    *,
+    out: str | Path | None = None,
+    tokens: Int[Tensor, " k"] | None = None,
+    edges: Sequence[Number] = EDGES,
+    optimizer_state: AdamWState | str | Path | None = None,
+    resources: Resources = Resources(),  # noqa: B008  (frozen)
+    **settings: Unpack[MeasureKeywords],
+) -> pd.DataFrame:
+    """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
+
+    Args:
+        policy, batch: or the paths that `load_policy` and `read_rollouts` take.
+        out: a folder for the table (tokens.parquet) and its manifest. A measurement with the same arguments that was
+            interrupted there goes on, and one that is finished is read. None: nothing is kept.
+        tokens: indices into the kept tokens in the table's order; only these get a backward pass.
+        edges: of the intervals of π.
+        optimizer_state: for metric="adamw"; or the file of an AdamW state_dict.
+        resources: `activations`, the bytes that one batched backward pass carries, changes speed, memory and rounding
+            only. Several processes share the responses, and all get the table.
+        settings: the fields of MeasureSettings, by name.
+
+    Returns:
+        `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped tokens
+        counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
+        temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
+        it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
+        `sampling_probability` (of being measured, where a sample was drawn: see `sample`), and the L2 norms of the
+        token gradient of log π unweighted: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
+        `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really
+        contributes is `weight · norm`.
+
+    Raises:
+        InputError: for a batch that does not fit the policy, and for a folder that holds another run.
+        SelfCheckError: if the engine cannot be trusted on this policy.
+
+    Warns where logged log-probabilities fit another temperature or a truncated distribution better. What a batch's own
+    numbers say against it stands in `batch.notes` (kinds `rollouts.CAVEATS`).
+    """
+    watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
+    path = None if isinstance(batch, TokenBatch) else Path(batch)
+    policy, batch = read_inputs(policy, batch)
+    state = optimizer_state
+    if isinstance(state, str | Path):
+        state = read_adamw_state(policy, state)
+    measurement = TableMeasurement(
+        policy, batch, asked, edges=edges, tokens=tokens, optimizer_state=state, resources=resources
+    )
+    if out is None:
+        parts = Memory()
+        with measurement:
+            _warn(measurement)
+            if rounds := _fill(measurement, parts, watch):
+                return join_responses(join_rounds(measurement, rounds))
+        frames = dict(measurement.processes.gather([*parts.items()]))
+        return join_responses(frames[row] for row in range(len(batch)))
+    if not policy.path:
+        raise InputError("a run is told from others by its policy's files, and this policy has none; leave out `out`")
+    known = dict.fromkeys(READING) | {"read": batch.digest()}
+    known["rollouts"] = None if path is None else rollouts_hash(path)
+    if asked.metric is not None:
+        known["optimizer_state"] = _state_hash(optimizer_state)
+        known["max_grad_norm"] = None if state is None else state.max_grad_norm
+    if list(edges) != list(EDGES):
+        known["edges"] = list(edges)
+    if tokens is not None:
+        known["tokens"] = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
+    folder = RunFolder(out, measure_key(policy, measurement.settings, **known))
+    facts = {
+        "model": policy.path,
+        "rollouts": {"path": path and str(path), "sha256": known["rollouts"], "notes": list(batch.notes)},
+    }
+    measure_into(measurement, folder, facts=facts, watch=watch)
+    return read_table(folder)
+
+
+def _warn(measurement: TableMeasurement) -> None:
+    for note in measurement.notes:
+        warnings.warn(note, ContradictionWarning, stacklevel=4)
+
+
+def _state_hash(state: AdamWState | str | Path | None) -> str | None:
+    """What tells one optimizer state from another: of a file its hash, else one of all its numbers."""
+    if state is None or not isinstance(state, AdamWState):
+        return None if state is None else optimizer_hash(Path(state))
+    found = hashlib.sha256(repr((sorted(state.step.items()), state.beta2, state.eps)).encode())
+    for name, value in sorted(state.exp_avg_sq.items()):
+        found.update(name.encode() + value.detach().cpu().float().numpy().tobytes())
+    return found.hexdigest()
+
+
+def measure_key(policy: Policy, settings: MeasureSettings, **known: Any) -> dict[str, Any]:
+    """The key of a measurement's folder: all that changes a number. known: of rollouts and optimizer."""
+    return make_key(policy, **known, settings=asdict(settings), blocks=policy.blocks_name)
+
+
+def read_table(folder: RunFolder) -> pd.DataFrame:
+    """The token table of a finished run. Raises InputError for one that is not what was written."""
+    folder.check(TABLE)
+    return pd.read_parquet(folder.folder / TABLE)
+
+
+class Parts(Protocol):
+    """Where parts of a table are kept until all are there, as `RunFolder` does."""
+
+    def has_part(self, index: int) -> bool: ...
+
+    def write_part(self, index: int, frame: pd.DataFrame) -> None: ...
+
+    def read_part(self, index: int) -> pd.DataFrame: ...
+
+
+class Memory(dict[int, pd.DataFrame]):
+    """Parts of a table that is not kept."""
+
+    has_part, write_part, read_part = dict.__contains__, dict.__setitem__, dict.__getitem__
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a kept measurement tells and asks for while it goes on; by itself it is silent."""
+
+    tell: Callable[[str], None] = lambda text: None
+    """Gets a line, in the main process."""
+    reserve: Callable[[float], float] = lambda pass_seconds: 0.0
+    """Seconds of the minutes for what follows the table, by those of a forward pass over the batch."""
+    judge: Callable[[pd.DataFrame, Callable[[float], float] | None], str | None] = lambda table, seconds: None
+    """Says how much a sample leaves open. Gets the table's SUMMARIZED columns, and the seconds of a run with so many
+    times the tokens."""
+
+
+def measure_into(
+    measurement: TableMeasurement,
+    folder: RunFolder,
+    *,
+    facts: dict[str, Any],
+    watch: Stopwatch,
+    asked: MeasureSettings | None = None,
+    overwrite: bool = False,
+    hooks: Hooks = Hooks(),
+) -> None:
+    """Fill the folder of a run with its table, unless that was done before; all processes call it together.
+
+    Args:
+        facts: `model`, the policy's name, and what else the manifest tells of files.
+        watch: started with the run.
+        asked: the settings as the user gave them; None: the measurement's.
+        overwrite: whether a run with another key is replaced.
+
+    Raises:
+        InputError: for a folder that holds another run.
+    """
+    processes, asked = measurement.processes, measurement.asked if asked is None else asked
+    with processes.together():
+        found = folder.status(overwrite=overwrite) if processes.is_main else None
+    if processes.gather([found])[0] == "finished":
+        with processes.together():
+            folder.check(TABLE)
+        if processes.is_main:
+            hooks.tell(f"already measured with these arguments: {folder.folder / TABLE}")
+        return
+    with measurement, ExitStack() as held:  # checks itself, before anything is written
+        with processes.together():
+            if processes.is_main:
+                held.enter_context(folder.writing())
+                if folder.begin(overwrite=overwrite):
+                    hooks.tell(f"taking up the unfinished run in {folder.folder}")
+                _announce(measurement, asked, hooks.tell)
+        rounds = _fill(measurement, folder, watch, hooks)
+        if processes.is_main:
+            parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(len(measurement.batch))
+            write_parquet_parts(folder.staged / TABLE, parts)
+            names = parquet.read_schema(folder.staged / TABLE).names
+            table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in names])
+            sample = _describe_sample(measurement, asked, table, rounds, watch, hooks)
+            folder.publish(_manifest(measurement, folder.key, table, **facts) | {"sample": sample})
+            hooks.tell(f"{len(table):,} tokens of {len(measurement.batch)} responses: {folder.folder / TABLE}")
+            if not isinstance(sample, str) and "error" in sample:
+                hooks.tell(sample["error"])
+    processes.gather([None])  # the table is there
+
+
+def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Callable[[str], None]) -> None:
+    """Tell what is about to be measured."""
+    for note in measurement.notes:
+        tell(f"note: {note}")
+    settings, tokens, whole = (
+        measurement.settings,
+        measurement.num_tokens,
+        "--tokens-per-interval none measures them all",
+    )
+    if settings.minutes is not None:
+        tell(
+            f"measuring as large a sample of the {tokens:,} tokens as {settings.minutes:g} minutes allow, loading and "
+            f"preparation among them{f' ({whole})' if asked.minutes is None else ''}"
+        )
+    if settings.fast:
+        tell(describe_speedup(measurement.meter.speedup))
+    chosen, each = asked.tokens_per_interval, settings.tokens_per_interval
+    if chosen in ("auto", "enough") and each:
+        why = f"tokens are more than {BUDGET:,}" if chosen == "auto" else "tokens are of few prompts"
+        tell(f"measuring a random sample, {each:,} tokens of each interval at most: {tokens:,} {why} ({whole})")
+
+
+def describe_speedup(speedup: float) -> str:
+    """The speed of the fast mode on this machine, in words.
+
+    >>> describe_speedup(0.5)
+    'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
+    """
+    words = f"fast: rounded products are {speedup:.1f} times as fast as exact ones here".replace(" 0.", " .")
+    return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
+
+
+def _fill(
+    measurement: TableMeasurement,
+    parts: Parts,
+    watch: Stopwatch,
+    hooks: Hooks = Hooks(),
+) -> list[Round]:
+    """Make the parts that are missing: of this process's responses or, where minutes decide, of the rounds, which are
+    returned, those of an interrupted run among them."""
+    processes, missing = measurement.processes, []
+    if measurement.settings.minutes is not None:
+        return _fill_rounds(measurement, parts, watch, hooks)
+    if processes.is_main:
+        missing = [row for row in range(len(measurement.batch)) if not parts.has_part(row)]
+    with processes.together():
+        _fill_share(measurement, parts, processes.gather(missing))
+    return []
+
+
+def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) -> None:
+    """Make the parts that are left and this process's; of several, the main one shows its own share."""
+    counts = measurement.batch.response_mask.sum(1).tolist()
+    mine, missing = measurement.share(left), set(left)
+    ours = sum(counts[row] for group in mine for row in group if row in missing)
+    total = sum(counts) if measurement.processes.count == 1 else ours
+    with measurement.progress.stage("measuring", total, "tokens", done=total - ours) as advance:
+        for group in mine:
+            # All of an unfinished group, as before it was interrupted: its numbers are the same then.
+            for row, frame in zip(group, measurement.measure_responses(group), strict=True):
+                if row in missing:
+                    parts.write_part(row, frame)
+                    advance(counts[row])
+
+
+def _fill_rounds(measurement: TableMeasurement, parts: Parts, watch: Stopwatch, hooks: Hooks) -> list[Round]:
+    """All rounds; each is written when it has ended."""
+    finished, processes = [], measurement.processes
+    while processes.is_main and parts.has_part(len(finished)):
+        finished.append(Round.of_part(parts.read_part(len(finished))))
+    rounds = processes.gather(finished)
+    if not rounds and processes.is_main and watch.seconds() > 60 * measurement.settings.minutes:
+        hooks.tell(
+            f"preparation alone took {describe_seconds(watch.seconds())}: {PILOT} tokens of each interval are measured "
+            "all the same; give more minutes for more"
+        )
+    reserve = hooks.reserve(measurement.pass_seconds)
+    for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve):
+        if processes.is_main:
+            parts.write_part(len(rounds), done.to_part())
+        rounds.append(done)
+    return rounds
+
+
+def _manifest(
+    measurement: TableMeasurement, key: dict[str, Any], table: pd.DataFrame, *, model: str, **facts: Any
+) -> dict[str, Any]:
+    policy, meter, check = measurement.policy, measurement.meter, measurement.check
+    return make_manifest(
+        model,
+        policy,
+        key,
+        **facts,
+        settings=asdict(measurement.settings),
+        seed=measurement.settings.seed,
+        processes=measurement.processes.count,
+        threads=torch.get_num_threads(),
+        pass_seconds=measurement.pass_seconds,
+        self_check="off" if check is None else asdict(check),
+        engine={
+            "blocks": policy.blocks_name,
+            "rules": "the model's graph" if meter.precision is None else "decoder",
+            "precision": meter.precision or "exact",
+            "joint": meter.split_point,
+            "batched": meter.graph.batched,
+            "modules_by_rule": len(meter.ownership.rules),
+            "parameters_on_the_general_path": list(meter.ownership.general),
+        },
+        logged=list(measurement.notes),
+        tokens=len(table),
+        tokens_measured=int(table[PARAMETERS].notna().sum()),
+    )
+
+
+def _describe_sample(
+    measurement: TableMeasurement,
+    asked: MeasureSettings,
+    table: pd.DataFrame,
+    rounds: list[Round],
+    watch: Stopwatch,
+    hooks: Hooks,
+) -> dict[str, Any] | str:
+    """Which tokens have norms, who said so, and what other tokens would change."""
+    settings, times = measurement.settings, None
+    if (each := settings.tokens_per_interval) is None and not rounds:
+        return "every token"
+    if not rounds:
+        reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} for each prompt"}
+        why = reasons.get(asked.tokens_per_interval, "asked for")
+    else:
+        each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
+        times = {"preparing": watch.seconds() - measuring, "measuring": measuring}
+        why = "minutes" if asked.minutes is not None else "minutes, the default of a large policy"
+    sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
+    if times is not None:
+        told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]
+        sample |= {"seconds": times, "rounds": told}
+
+    def seconds(more: float) -> float:
+        """Seconds of a run that measures so many times the tokens."""
+        size = round(min(measurement.sample.largest, more * each))
+        costs = [measurement.cost_of_more(0, end) for end in (size, each)]
+        return times["preparing"] + times["measuring"] * costs[0] / costs[1]
+
+    error = hooks.judge(table, None if times is None else seconds)
+    return sample if error is None else sample | {"error": error}

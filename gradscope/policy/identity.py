@@ -1,0 +1,36 @@
+"""Which policy a run was made with: its part of the run's key, all that decides the numbers, and of its manifest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradscope import __version__
+from gradscope.policy.checkpoint import policy_hashes
+from gradscope.policy.policy import Policy
+from gradscope.policy.upcasting import precision_in_words
+from gradscope.runs import provenance
+
+
+def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
+    """The key of a run: gradscope's version, the policy (an adapter with its base), its precision, what was asked."""
+    return {
+        "gradscope": __version__,
+        **policy_hashes(policy),
+        "dtype": precision_in_words(policy.model),
+        "device": policy.device.type,
+        **asked,
+    }
+
+
+def make_manifest(model: str, policy: Policy, key: dict[str, Any], **facts: Any) -> dict[str, Any]:
+    """manifest.json of a run with a policy: who made it, from which files by their hashes, how, and other facts."""
+    base = None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]}
+    return {
+        **provenance(),
+        "model": {"path": model, "class": type(policy.model).__name__, "sha256": key["model"]},
+        "base_model": base,
+        "params": policy.params,
+        "dtype": key["dtype"],
+        "device": str(policy.device),
+        **facts,
+    }

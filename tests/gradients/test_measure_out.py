@@ -1,0 +1,137 @@
+"""A measurement that is kept: from Python it goes on as the command's does, to the same files."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
+
+import gradscope
+from gradscope import load_policy, measure, read_rollouts
+from gradscope.cli.commands import main
+from gradscope.errors import InputError
+from gradscope.gradients import MeasureSettings, TableMeasurement
+from gradscope.gradients.settings import MeasureKeywords
+from gradscope.objective import LossSettings
+from gradscope.policy import AdamWState, float_parameters
+from gradscope.runs import RunFolder
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory) -> tuple[Path, Path]:
+    """A checkpoint and rollouts of it."""
+    folder = tmp_path_factory.mktemp("job")
+    names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
+    rows = [{name: getattr(r, name) for name in names} for r in make_responses(make_policy("llama"))]
+    return save_checkpoint(folder / "llama", "llama"), write_jsonl(folder / "rollouts.jsonl", rows)
+
+
+def stop_after(count: int, monkeypatch, run) -> None:
+    """Run until the disk is full after so many parts."""
+    right = RunFolder.write_part
+
+    def write(folder, index, frame):
+        if len([*folder.partial.glob("part-*")]) == count:
+            raise OSError(28, "No space left on device")
+        right(folder, index, frame)
+
+    with monkeypatch.context() as patch, pytest.raises((OSError, SystemExit)):
+        patch.setattr(RunFolder, "write_part", write)
+        run()
+
+
+def written_parts(monkeypatch) -> list[int]:
+    """Which parts are written from now on."""
+    written, right = [], RunFolder.write_part
+    monkeypatch.setattr(RunFolder, "write_part", lambda *args: (written.append(args[1]), right(*args)))
+    return written
+
+
+def command(job: tuple[Path, Path], out: Path) -> None:
+    flags = ["--no-figures", "--device", "cpu", "--tokens-per-interval", "none"]
+    main(["measure", *map(str, job), "--out", str(out), *flags])
+
+
+def test_an_interrupted_measurement_goes_on_to_the_same_table(job, tmp_path, monkeypatch):
+    policy = load_policy(job[0], device="cpu")
+    batch = read_rollouts(job[1], policy)
+    whole = measure(policy, batch)
+    stop_after(2, monkeypatch, lambda: measure(policy, batch, out=tmp_path / "out"))
+    made = {int(path.name[5:11]) for path in tmp_path.rglob("part-*")}
+    assert len(made) == 2
+    with pytest.raises(InputError):
+        measure(policy, batch, out=tmp_path / "out", temperature=0.5)
+    written = written_parts(monkeypatch)
+    pd.testing.assert_frame_equal(measure(policy, batch, out=tmp_path / "out"), whole)
+    assert {*written} == {*range(len(batch))} - made
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {"tokens.parquet", "manifest.json"}
+    monkeypatch.setattr(TableMeasurement, "__enter__", None)  # a finished one is read
+    pd.testing.assert_frame_equal(measure(policy, batch, out=tmp_path / "out"), whole)
+
+
+def test_python_goes_on_where_the_command_was_stopped_and_the_other_way_round(job, tmp_path, monkeypatch, capsys):
+    command(job, tmp_path / "whole")
+    told = json.loads((tmp_path / "whole" / "manifest.json").read_text())
+    stop_after(2, monkeypatch, lambda: command(job, tmp_path / "one"))
+    stop_after(2, monkeypatch, lambda: measure(*job, out=tmp_path / "two"))
+    written = written_parts(monkeypatch)
+    measure(*job, out=tmp_path / "one")
+    command(job, tmp_path / "two")
+    assert "taking up the unfinished run" in capsys.readouterr().out
+    assert len(written) == 2 * (len(make_responses(make_policy("llama"))) - 2)
+    for name in ("one", "two"):
+        assert (tmp_path / name / "tokens.parquet").read_bytes() == (tmp_path / "whole" / "tokens.parquet").read_bytes()
+        found = json.loads((tmp_path / name / "manifest.json").read_text())
+        assert found["key"] == told["key"]
+        assert {*told} - {*found} <= {"device_map"}
+
+
+def test_a_sample_of_minutes_goes_on_after_its_last_round(job, tmp_path, monkeypatch):
+    settings = {"minutes": 0.02, "self_check": False}
+    stop_after(1, monkeypatch, lambda: measure(*job, out=tmp_path, **settings))
+    first = RunFolder(tmp_path, {}).read_part(0)
+    table = measure(*job, out=tmp_path, **settings)
+    known = table["param_grad_norm"].iloc[first["place"]]
+    assert known.tolist() == first["param_grad_norm"].tolist()
+    sample = json.loads((tmp_path / "manifest.json").read_text())["sample"]
+    assert sample["why"] == "minutes" and sample["tokens_per_interval"] == sample["rounds"][-1]["tokens_per_interval"]
+
+
+def test_what_changes_a_number_is_another_run(job, tmp_path):
+    policy = load_policy(job[0], device="cpu")
+    batch = read_rollouts(job[1], policy)
+    states = [
+        AdamWState(
+            {name: torch.full_like(p, value) for name, p in float_parameters(policy.model)},
+            {name: 3 for name, _ in float_parameters(policy.model)},
+            0.999,
+            1e-8,
+        )
+        for value in (1e-4, 2e-4)
+    ]
+    quick = {"self_check": False, "metric": "adamw", "optimizer_state": states[0]}
+    measure(policy, batch, out=tmp_path, **quick)
+    for change in (
+        {"optimizer_state": states[1]},
+        {"tokens": torch.tensor([0, 1])},
+        {"edges": (0.0, 0.5, 1.0)},
+        {"loss": LossSettings(kl_coef=0.5)},
+    ):
+        with pytest.raises(InputError):
+            measure(policy, batch, out=tmp_path, **quick | change)
+    measure(policy, batch, out=tmp_path, **quick)
+
+
+def test_a_policy_without_files_is_not_kept(tmp_path):
+    policy = make_policy("llama")
+    batch = gradscope.rollouts.collate(make_responses(policy))
+    with pytest.raises(InputError):
+        measure(policy, batch, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_keywords_are_the_fields_of_the_settings():
+    settings = {name: field.type for name, field in MeasureSettings.__dataclass_fields__.items()}
+    assert {name: hint.__forward_arg__ for name, hint in MeasureKeywords.__annotations__.items()} == settings
