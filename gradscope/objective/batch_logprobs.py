@@ -36,7 +36,7 @@ LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 
 
 def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> list[Piece]:
-    """Pieces of at most `size` responses, longest first; one of which response_mask keeps nothing is left out.
+    """Cut the batch into micro-batches of at most `size` responses, longest first; without those of no kept token.
 
     by_group: responses of a group stand together, the group of the longest one first.
     """
@@ -53,7 +53,7 @@ def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> li
 
 
 def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int, device: str | None = None) -> int:
-    """Most responses to take together: `size`, or as many as LOGITS allows; one at least.
+    """Return how many responses to take together: `size`, or as many as LOGITS allows; one at least.
 
     copies: how many tensors as large as the logits of all kept tokens exist at once. At a vocabulary of 150,000, the
     logits of a thousand tokens are 0.6 GB in float32. device: its type; None: the model's.
@@ -65,13 +65,13 @@ def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int,
 
 
 def empty_piece(batch: TokenBatch) -> Piece:
-    """One response none of whose tokens is asked for: what a process without work runs, to keep in step with others."""
+    """Make a micro-batch of no kept token, which a process without work runs to keep in step with the others."""
     first = batch.select([0]).left_aligned()[0].narrow(2)
     return torch.zeros(1, dtype=torch.long), replace(first, response_mask=torch.zeros_like(first.response_mask))
 
 
 def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
-    """Differentiable log π of the tokens that response_mask keeps, row by row, in nats at their temperature.
+    """Compute differentiable log π of the kept tokens, row by row, in nats at their temperature.
 
     The piece starts at column 0, as `micro_batches` makes it. The result is on the model's device.
     """
@@ -80,12 +80,12 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
-    """`kept_logprobs`, each where its token stands and 0 elsewhere, for a single backward pass, in less memory."""
+    """Compute `kept_logprobs` where each token stands, 0 elsewhere; in less memory, for a single backward pass."""
     return _spread(trained_logprobs(*_kept_logits(model, piece)), piece.response_mask)
 
 
 def scored_loss_logprobs(model: nn.Module, piece: TokenBatch) -> tuple[Float[Tensor, "b n"], TokenStatistics]:
-    """`loss_logprobs`, and the statistics of the kept tokens [K], from one forward pass."""
+    """Compute `loss_logprobs` and the statistics of the kept tokens [K] in one forward pass."""
     logits, ids, temperatures = _kept_logits(model, piece)
     found = _statistics(logits.detach(), ids, temperatures)
     return _spread(trained_logprobs(logits, ids, temperatures), piece.response_mask), found
@@ -96,7 +96,7 @@ def scored_loss_logprobs(model: nn.Module, piece: TokenBatch) -> tuple[Float[Ten
 def batch_statistics(
     model: nn.Module, batch: TokenBatch, *, micro_batch_size: int, device: torch.device, processes: Processes = ALONE
 ) -> TokenStatistics:
-    """log π, log(1−π) and entropy of every kept token of the batch, [B, S] each and on the CPU; 0 elsewhere."""
+    """Compute log π, log(1−π) and entropy of every kept token, [B, S] each and on the CPU; 0 elsewhere."""
     pieces = micro_batches(batch, micro_batch_size, by_group=can_pack(model))
     dealt = processes.deal(pieces, empty_piece(batch))
     found = [_statistics(*_kept_logits(model, piece)) for _, piece in dealt]
@@ -111,7 +111,7 @@ def gather_statistics(
     device: torch.device,
     processes: Processes,
 ) -> TokenStatistics:
-    """The batch's statistics [B, S] of what each process found for its pieces' kept tokens [K]; 0 elsewhere."""
+    """Put what each process found for its pieces' kept tokens [K] where they stand in the batch [B, S]; 0 elsewhere."""
     dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     table = torch.zeros(3, *batch.input_ids.shape, dtype=dtype)
     start = batch.attention_mask.int().argmax(1)
@@ -134,7 +134,7 @@ def _statistics(
 def _kept_logits(
     model: nn.Module, piece: TokenBatch
 ) -> tuple[Float[Tensor, "K N"], Int[Tensor, " K"], Float[Tensor, " K"]]:
-    """Logits at the kept tokens, row by row, with the tokens' ids and temperatures."""
+    """Compute the logits at the kept tokens, row by row, with the tokens' ids and temperatures."""
     device, width = _device(model), piece.input_ids.shape[1]
     # Places are made on the CPU, where a micro-batch comes from: a GPU would have to be waited for.
     piece = piece.to(torch.device("cpu"))

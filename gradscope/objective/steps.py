@@ -63,7 +63,7 @@ class PassTotals(NamedTuple):
     clipped_high: float
     clipped_dual: float
     statistics: TokenStatistics | None = None
-    """Of the pass's tokens before the step, where the pass scores them."""
+    """Statistics of the pass's tokens before the step, where it was asked to score them."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class StepResult:
     """What one optimizer step did."""
 
     name: str
-    """The pass's."""
+    """The pass's name."""
     outcome: Literal["taken", "empty", "nonfinite"]
     """empty: no token, no step (AdamW would decay and coast); nonfinite: a NaN or infinite gradient, no step."""
     loss: float
@@ -81,7 +81,7 @@ class StepResult:
     grad_norm_clipped: float
     """After clipping: what the optimizer saw; NaN where no step was taken."""
     num_tokens: int
-    """In the pass."""
+    """Tokens in the pass."""
     clipped_low: int
     """Tokens with Â < 0 and π_θ/π_old < 1 − ε_low: they have no policy gradient."""
     clipped_high: int
@@ -89,16 +89,16 @@ class StepResult:
     clipped_dual: int
     """Tokens with Â < 0 and π_θ/π_old > c."""
     statistics: TokenStatistics | None = None
-    """Of the pass's tokens before the step, where it was asked to score them."""
+    """Statistics of the pass's tokens before the step, where it was asked to score them."""
 
     @classmethod
     def empty(cls, part: Pass) -> StepResult:
-        """The result of a pass without tokens."""
+        """Return the result of a pass without tokens."""
         return cls(part.name, "empty", 0.0, math.nan, math.nan, 0, 0, 0, 0)
 
 
 def whole_passes(batch: TokenBatch, mini_batch_size: int) -> list[Pass]:
-    """One pass over each mini-batch of consecutive responses."""
+    """Make one pass over each mini-batch of consecutive responses."""
     return [Pass("all", part, part.num_tokens) for part in batch.micro_batches(mini_batch_size)]
 
 
@@ -109,7 +109,7 @@ def split_passes(
     *,
     schedule: Literal["sweep", "interleaved"] = "sweep",
 ) -> list[Pass]:
-    """A pass over each group of tokens in each mini-batch (Alg. 1, Lopti), groups in the order given.
+    """Make a pass over each group of tokens in each mini-batch (Alg. 1, Lopti), groups in the order given.
 
     sweep: all mini-batches for the first group, then for the next (L1 L2 H1 H2, the authors' code); interleaved: all
     groups of a mini-batch, then the next one (L1 H1 L2 H2, the other reading of the text).
@@ -126,7 +126,7 @@ def split_passes(
 
 
 def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
-    """What clipping multiplies a gradient of this norm by; None: 1.
+    """Return what clipping multiplies a gradient of this norm by; None: 1.
 
     Raises InputError for a norm that is not finite, with which no step is taken.
     """
@@ -161,7 +161,7 @@ class Updater:
         weighting: Weighting | None = None,
         score: bool = False,
     ) -> StepResult:
-        """One optimizer step on the gradient of the pass's loss under `settings`.
+        """Take one optimizer step on the gradient of the pass's loss under `settings`.
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
         weighting: its w_t, of the policy before the step, in the place of Eq. 2's policy part; the KL part stays.
@@ -226,7 +226,7 @@ class Updater:
         return PassTotals(*sums, gather_statistics(*every) if score else None)
 
     def _weigh(self, part: Pass, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
-        """w_t of the pass's tokens under the policy as it is, by one more forward pass."""
+        """Find w_t of the pass's tokens under the policy as it is, by one more forward pass."""
         found = batch_statistics(
             self.model, part.batch, micro_batch_size=self.micro_batch_size, device=self.device, processes=self.processes
         )
@@ -242,7 +242,7 @@ class Updater:
         num_tokens: int,
         make_loss: Callable[..., Float[Tensor, ""]] = batch_loss,
     ) -> Float[Tensor, " 4"]:
-        """Backward from the piece's loss; the loss and the three counts, still on the device.
+        """Run the backward pass of the piece's loss; return the loss and the three counts, still on the device.
 
         Where a log π is not finite, so are loss and gradient, by which the step is skipped: no device is waited for.
         """
@@ -255,7 +255,7 @@ class Updater:
         return torch.cat([loss.detach()[None], counts.to(loss)])
 
     def grad_norm(self) -> float:
-        """L2 norm of the accumulated gradient over all parameters."""
+        """Return the L2 norm of the accumulated gradient over all parameters."""
         return float(nn.utils.get_total_norm([p.grad for p in self.model.parameters() if p.grad is not None]))
 
     @torch.no_grad()
@@ -266,7 +266,7 @@ class Updater:
 def _weighted_loss(
     logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, *, num_tokens: int, refuse_nan: bool
 ) -> Float[Tensor, ""]:
-    """−Σ w_t·log π_t / N, the weights in the place of the advantages, and the loss's KL part."""
+    """Return −Σ w_t·log π_t / N plus the loss's KL part; the weights are in the place of the advantages."""
     plain = replace(piece, advantages=torch.zeros_like(logprobs))
     kl = batch_loss(logprobs, plain, settings, num_tokens=num_tokens, refuse_nan=refuse_nan)
     products = torch.where(piece.response_mask, piece.advantages.to(logprobs) * logprobs, 0.0)
@@ -274,7 +274,7 @@ def _weighted_loss(
 
 
 def _count_clipped(logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings) -> list[Int[Tensor, ""]]:
-    """Tokens whose policy gradient clipping removed: low, high, dual."""
+    """Count the tokens whose policy gradient clipping removed: low, high, dual."""
     clipped = batch_weights(logprobs, piece, settings, num_tokens=1, refuse_nan=False).clipped
     rose = logprobs > own_where_unknown(piece.old_logprobs, logprobs)
     positive = piece.advantages > 0

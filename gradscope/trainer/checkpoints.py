@@ -23,7 +23,7 @@ STAY = "the checkpoints before it stay"
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
 """Settings that a resumed run may have otherwise: they do not change the numbers of a step."""
 DROPPED = ("gradients_every",)
-"""Settings that a config.json of before may have."""
+"""Settings that only an older config.json has."""
 
 
 def save_checkpoint(
@@ -131,7 +131,7 @@ def list_checkpoints(out: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """How many steps a run had made when it wrote this checkpoint, by the folder's name."""
+    """Return how many steps a run had made when it wrote this checkpoint, by the folder's name."""
     return int(folder.name.removeprefix("step-"))
 
 

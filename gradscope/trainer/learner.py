@@ -206,7 +206,7 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
 
 @contextmanager
 def _computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
-    """How a step computes, backward passes included: activation checkpointing must find the kernels of the first run.
+    """Set precision and kernels, backward passes included: activation checkpointing must find those of the first run.
 
     mixed: under autocast to bfloat16.
     """
@@ -248,7 +248,7 @@ def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None
 
 
 def _remove_noise(model: nn.Module) -> None:
-    """No dropout, no jitter, in no mode: π_old and π_θ must differ by the weights alone.
+    """Switch off dropout and jitter in every mode: π_old and π_θ must differ by the weights alone.
 
     Some modules keep the share that they drop as a number, some read the configuration each time.
     """

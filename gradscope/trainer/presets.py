@@ -97,7 +97,7 @@ PRESETS: dict[str, TrainConfig] = {
 
 @checked
 def get_preset(name: str) -> TrainConfig:
-    """The settings of that name.
+    """Return the settings of that name.
 
     >>> get_preset("kk-qwen2.5-3b").learning_rate
     1e-06

@@ -44,12 +44,12 @@ class Questions:
 
     @property
     def hash(self) -> str | None:
-        """SHA-256 of the stored questions and their answers; None where the task makes them up."""
+        """Hash the stored questions and their answers (SHA-256); None where the task makes them up."""
         return None if self.stored is None else questions_hash(self.stored)
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Count the steps of the whole run."""
         limits = [] if self.config.steps is None else [self.config.steps]
         if self.config.epochs is not None:
             limits.append(self.config.epochs * len(self.stored) // self.config.questions_per_step)
@@ -63,7 +63,7 @@ class Questions:
         return min(limits)
 
     def of_step(self, step: int) -> list[Question]:
-        """Those of step 0, 1, …: drawn anew, or the next ones of the data, which each epoch shuffles."""
+        """Return the questions of step 0, 1, …: drawn anew, or the next ones of the data, which each epoch shuffles."""
         count = self.config.questions_per_step
         if self.stored is None:
             return draw_questions(self.task, count, seed=derive_seed(self.config.seed, step), **self.options)
@@ -77,7 +77,7 @@ class Questions:
 
 
 def derive_seed(*keys: int) -> int:
-    """A seed of 62 bits made of several numbers; zeros at the end do not count.
+    """Mix several numbers into a seed of 62 bits; zeros at the end do not count.
 
     >>> derive_seed(0, 1) == derive_seed(1, 0)
     False
@@ -107,7 +107,7 @@ def sample_rollout(
 def _sample_rows(
     policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, step: int, processes: Processes
 ) -> list[dict[str, Any]]:
-    """This process's share of the step's responses, grouped by the place of their question among all."""
+    """Sample this process's share of the responses, grouped by the place of their question among all."""
     rank, count = processes.rank, processes.count
     rows = rollout_rows(
         policy,

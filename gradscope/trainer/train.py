@@ -77,7 +77,7 @@ class Step:
     """One step as an `on_step` callback sees it: before its update and, behind the callback's yield, after it."""
 
     number: int
-    """1, 2, …"""
+    """Of the step: 1, 2, …"""
     policy: Policy
     batch: TokenBatch
     """With the advantages that are trained on, old_logprobs and, where there is a reference, ref_logprobs."""
@@ -281,7 +281,7 @@ def _begin(
 
 @contextmanager
 def _forgetting(journal: Journal, processes: Processes) -> Iterator[None]:
-    """Where a run is refused before its first checkpoint, nothing was learnt: it holds up no next attempt."""
+    """Remove a run that is refused before its first checkpoint, so that it does not block the next attempt."""
     try:
         yield
     except InputError:
@@ -293,7 +293,7 @@ def _forgetting(journal: Journal, processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfinite: int) -> Iterator[None]:
-    """Save the weights of the last finished step where the next one cannot be sampled: nothing of it is lost.
+    """Save the weights of the last finished step where the next one cannot be sampled.
 
     Several processes save together or not at all, and an interruption finds them at different places. Logits that
     steps have made NaN are divergence.
@@ -335,21 +335,21 @@ def _diverged_logits(out: Path, done: int) -> DivergedError:
 
 
 def _diverged(out: Path, words: str, *, up_to: int | None = None) -> DivergedError:
-    """With the last checkpoint that was written after no more than `up_to` steps; None: the last one."""
+    """Make the error, with the last checkpoint of no more than `up_to` steps; None: the last one."""
     good = [path for path in list_checkpoints(out) if up_to is None or step_of(path) <= up_to]
     kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint from before"
     return DivergedError(f"{words}; {kept}; try a lower learning_rate")
 
 
 def _now(learner: Learner) -> float:
-    """Seconds of a clock, once the device has done what it was given."""
+    """Read a clock in seconds, once the device has done what it was given."""
     if learner.updater.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _show(record: dict[str, Any], total: int, *, printed: bool) -> str:
-    """The step in words, for the bar; printed: also on a line of its own."""
+    """Describe the step for the bar; printed: also on a line of its own."""
     shown = {name: f"{record[name]:.3g}" for name in ("reward_mean", "accuracy", "response_length", "kl")}
     words = ", ".join(f"{name} {value}" for name, value in shown.items())
     if printed:
