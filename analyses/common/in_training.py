@@ -16,6 +16,7 @@ import torch
 
 from analyses.common.experiments import WORK, configure
 from gradscope import load_policy
+from gradscope.gradients import Resources
 from gradscope.objective import batch_statistics, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -47,13 +48,12 @@ class Moment:
     def step_settings(self) -> StepSettings:
         """The run's own optimizer step."""
         config = self.config
-        return StepSettings(
-            "adamw",
-            config.learning_rate,
-            config.weight_decay,
-            max_grad_norm=config.max_grad_norm,
-            micro_batch_size=config.micro_batch_size,
-        )
+        return StepSettings("adamw", config.learning_rate, config.weight_decay, max_grad_norm=config.max_grad_norm)
+
+    @property
+    def resources(self) -> Resources:
+        """Its micro-batches, and any amount of memory."""
+        return Resources(1 << 62, micro_batch=self.config.micro_batch_size)
 
     def sample(self, questions: int, *, seed: int, responses: int = 8) -> TokenBatch:
         """A GRPO batch as the run samples it, with advantages, π_old (the policy's own) and π_ref."""

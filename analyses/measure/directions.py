@@ -20,7 +20,7 @@ from tqdm import tqdm
 from analyses.common.in_training import FRESH, Moment, moments
 from analyses.common.measurements import keep, part
 from gradscope.updates import (
-    StepSettings,
+    SGD,
     apply_updates,
     make_update,
     movement_table,
@@ -62,8 +62,9 @@ def take_steps(moment: Moment, optimizer: str, questions: int) -> pd.DataFrame:
         batch,
         [make_update(name, batch, **made) for name in METHODS.values()],
         loss=moment.config.loss,
-        step=moment.step_settings if own else StepSettings(micro_batch_size=moment.config.micro_batch_size),
+        step=moment.step_settings if own else SGD,
         optimizer_state=moment.optimizer_state if own else None,
+        resources=moment.resources,
     )
     tokens = movement_table(movements)
     tokens["net_weight"] = net_weights(tokens, batch)

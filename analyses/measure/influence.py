@@ -23,7 +23,7 @@ from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.updates import StepSettings, apply_update, influence, influence_table, moved_against, movement_table
+from gradscope.updates import SGD, apply_update, influence, influence_table, moved_against, movement_table
 
 MOST_MOVED = 40
 
@@ -32,11 +32,10 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
     """Split the steps by source, take them too, and keep the tables."""
     [moment] = moments(scale, run=run, last=1)
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
-    sgd = StepSettings(micro_batch_size=moment.config.micro_batch_size)
-    steps = {"sgd": (sgd, None), "adamw": (moment.step_settings, moment.optimizer_state)}
+    steps = {"sgd": (SGD, None), "adamw": (moment.step_settings, moment.optimizer_state)}
     tables, errors, against = [], [], []
     for name, (step, state) in steps.items():
-        keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state}
+        keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state, "resources": moment.resources}
         parts = []
         for number, batch in enumerate(tqdm(samples, f"batches, {name}")):
             found = part(out, f"{name}-{number}", partial(split_step, moment.policy, batch, **keywords))

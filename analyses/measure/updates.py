@@ -22,7 +22,7 @@ from tqdm import tqdm
 from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
 from gradscope.gradients import Resources, interval_gradients_over
-from gradscope.updates import StepSettings, apply_updates, movement_summary, movement_table, similarity
+from gradscope.updates import SGD, apply_updates, movement_summary, movement_table, similarity
 
 OUTSIDE = {"only-0": 0, "only-3": 3}
 """The interval that each selective update is made of."""
@@ -36,13 +36,14 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
     size = moment.config.micro_batch_size
     optimizers = {
-        "sgd": (StepSettings(resources=Resources(micro_batch=size)), None),
+        "sgd": (SGD, None),
         "adamw": (moment.step_settings, moment.optimizer_state),
     }
     moved = {name: [] for name in optimizers}
     for number, batch in enumerate(tqdm(samples, "batches")):
         for name, (step, state) in optimizers.items():
             keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state}
+            keywords["resources"] = moment.resources
             move = partial(apply_updates, moment.policy, batch, list(UPDATES), **keywords)
             moved[name].append(part(out, f"{name}-{number}", lambda move=move: movement_table(move())))
     own = {"loss": moment.config.loss, "resources": Resources(micro_batch=size)}

@@ -241,7 +241,7 @@ class Task:
 
     def step_keywords(self) -> dict[str, Any]:
         numbers = {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
-        return numbers | {"memory": self.jacobian.resources.vectors}
+        return numbers | {"resources": replace(self.jacobian.resources, processes=ALONE)}  # the main one steps
 
 
 def _metric_of(
@@ -490,8 +490,8 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     known = task.table[task.table["old_logprob"].notna()]
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
     shared = len(rows) == len(task.batch) and same.all() and not task.table["kl_weight"].any()
-    known = {"gradients": totals if shared else None, "progress": task.progress}
-    found = influence(task.policy, batch, edges=task.settings.edges, **known, **task.step_keywords())
+    known = totals if shared else None
+    found = influence(task.policy, batch, edges=task.settings.edges, gradients=known, **task.step_keywords())
     draws = task.resampling(5)
     told, table = steps.influence_rows(found.contributions, task.labels, **draws)
     moved = steps.predicted_movement(found.contributions)

@@ -19,7 +19,7 @@ from gradscope.updates.directions import (
     similarity,
     without_extremes,
 )
-from gradscope.updates.first_order import BY, influence, influence_table, moved_against
+from gradscope.updates.influence import BY, influence, influence_table, moved_against
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
 from gradscope.updates.measured_steps import measure_steps
 from gradscope.updates.movement import movement_table

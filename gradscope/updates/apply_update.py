@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,16 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import Vectors, refuse_narrow_weights
-from gradscope.objective import PAPER, LossSettings, TokenStatistics, Updater, Weighting, fitting_size
+from gradscope.gradients import Resources, Vectors, refuse_narrow_weights
+from gradscope.objective import (
+    PAPER,
+    LossSettings,
+    TokenStatistics,
+    Updater,
+    Weighting,
+    batch_statistics,
+    fitting_size,
+)
 from gradscope.policy import (
     PART,
     PolicyLike,
@@ -26,10 +34,10 @@ from gradscope.policy import (
     sum_of_squares,
 )
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import Progress, track
+from gradscope.runs import track
 from gradscope.updates.make_update import Update, make_update
-from gradscope.updates.movement import Movement, resolve, score
-from gradscope.updates.step_settings import SGD, StepSettings, make_optimizer, read_moments
+from gradscope.updates.movement import Movement, resolve
+from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimizer, read_moments
 
 
 class RealSteps:
@@ -46,15 +54,16 @@ class RealSteps:
         loss: LossSettings = PAPER,
         step: StepSettings = SGD,
         optimizer_state: dict[str, Any] | str | Path | None = None,
-        memory: int | None = None,
+        resources: Resources | None = None,
     ) -> None:
         self.policy, self.batch = read_inputs(policy, batch)
         state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
         step.check()
         model = self.policy.model
         refuse_narrow_weights(model)
-        self._step, self._loss, self._memory = step, loss, memory
-        self._moments, self._fits = read_moments(model, step, state), _fits(model, step, memory)
+        self.resources = (resources or Resources(ANY)).settle(self.policy.device)
+        self._step, self._loss = step, loss
+        self._moments, self._fits = read_moments(model, step, state), _fits(model, step, self.resources.vectors)
         self.before: TokenStatistics | None = None
         """Statistics of the tokens before any step; known after the first one."""
 
@@ -66,24 +75,24 @@ class RealSteps:
 
     def take(self, update: str | Weighting | Update = "all", *, displacement: bool = False) -> Movement:
         """Take the optimizer steps of an update, look, and rewind; see `apply_update`."""
-        policy, model, memory = self.policy, self.policy.model, None if self._fits else 0
-        size = fitting_size(model, self.batch, self._step.micro_batch_size, copies=2)
-        step = replace(self._step, micro_batch_size=size)
+        model, step, memory = self.policy.model, self._step, None if self._fits else 0
+        size = fitting_size(model, self.batch, self.resources.micro_batch, copies=2)
+        score = partial(batch_statistics, model, micro_batch_size=size, device=self.policy.device)
         # Gradients flow, whatever the caller switched off.
         with torch.inference_mode(False), torch.enable_grad(), restoring(model, memory=memory) as start:
             model.eval()
             if self.before is None:
-                self.before = score(policy, self.batch, step)
+                self.before = score(self.batch)
                 self.batch = resolve(self.batch, self.before)
             if not isinstance(update, Update):
                 update = make_update(update, self.batch, loss=self._loss, entropy=self.before.entropy)
             sliced_for = None if self._fits else len(update.passes)
             optimizer = make_optimizer(model, step, self._moments, sliced_for=sliced_for)
-            updater = Updater(model, optimizer, policy.device, step.micro_batch_size, step.max_grad_norm)
+            updater = Updater(model, optimizer, self.policy.device, size, step.max_grad_norm)
             results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.passes]
-            after = score(policy, self.batch, step)
+            after = score(self.batch)
             square = sum_of_squares(_moved_parts(model, start))
-            moved = Vectors.zeros(model, 1, self._memory) if displacement else None
+            moved = Vectors.zeros(model, 1, self.resources.vectors) if displacement else None
             for name, part in moved.slices.items() if displacement else ():
                 moved.rows[0, part] = model.get_parameter(name).detach().flatten()
                 moved.rows[0, part] -= start[name].flatten().to(moved.rows)
@@ -100,8 +109,8 @@ def apply_update(
     loss: LossSettings = PAPER,
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | str | Path | None = None,
-    memory: int | None = None,
     displacement: bool = False,
+    resources: Resources | None = None,
 ) -> Movement:
     """Take an update's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
 
@@ -115,15 +124,15 @@ def apply_update(
         optimizer_state: what AdamW's `state_dict()` saved: its moments and step counts are gone on from, with the
             numbers of `step` (its betas and eps must be the state's), and only its parameters are trained; None: a
             fresh optimizer over all float parameters.
-        memory: bytes for the copy, gradients and moments; None: any amount is there. Where these are over it, the copy
-            lies in scratch files and the moments stay where they were saved, so that only the gradient is left.
-        displacement: keep θ_after − θ_before, too, in a scratch file where it is over `memory`.
+        displacement: keep θ_after − θ_before, too.
+        resources: where copy, gradients and moments are over its bytes, the copy lies in scratch files and the moments
+            stay where they were saved, so that only the gradient is left; None: any amount is there.
 
     Raises:
         InputError: for weights below float32, for advantages that are unknown, for an optimizer state that does not
-            fit, where `memory` is too little for a gradient, and where the scratch files find no room.
+            fit, where the bytes do not hold a gradient, and where the scratch files find no room.
     """
-    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "memory": memory}
+    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "resources": resources}
     return RealSteps(policy, batch, **given).take(update, displacement=displacement)
 
 
@@ -136,18 +145,16 @@ def apply_updates(
     loss: LossSettings = PAPER,
     step: StepSettings = SGD,
     optimizer_state: dict[str, Any] | str | Path | None = None,
-    memory: int | None = None,
-    progress: bool | Progress = False,
+    resources: Resources | None = None,
 ) -> list[Movement]:
     """`apply_update` for each update, all from the same weights and the same statistics before."""
-    steps = RealSteps(policy, batch, loss=loss, step=step, optimizer_state=optimizer_state, memory=memory)
-    return [steps.take(update) for update in track(updates, "taking steps", progress, unit="updates")]
+    steps = RealSteps(policy, batch, loss=loss, step=step, optimizer_state=optimizer_state, resources=resources)
+    told = track(updates, "taking steps", steps.resources.progress, unit="updates")
+    return [steps.take(update) for update in told]
 
 
-def _fits(model: nn.Module, step: StepSettings, memory: int | None) -> bool:
+def _fits(model: nn.Module, step: StepSettings, memory: int) -> bool:
     """Whether a copy of the model, the gradient and AdamW's two moments do; InputError where the gradient does not."""
-    if memory is None:
-        return True
     gradient = sum(p.numel() * p.element_size() for _, p in float_parameters(model))
     if gradient > memory:
         raise InputError(

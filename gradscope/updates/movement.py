@@ -11,24 +11,19 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import measuring, refuse_narrow_arithmetic
 from gradscope.intervals import EDGES
 from gradscope.objective import (
     PAPER,
     LossSettings,
     StepResult,
     TokenStatistics,
-    batch_statistics,
     batch_weights,
-    fitting_size,
     own_where_unknown,
     resolve_advantages,
 )
-from gradscope.policy import Policy
-from gradscope.rollouts import TokenBatch, check_batch
+from gradscope.rollouts import TokenBatch
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.make_update import old_intervals
-from gradscope.updates.step_settings import StepSettings
 
 Number = int | float
 
@@ -101,25 +96,6 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
     # 0 · ∞: an impossible token became possible.
     change = torch.where(change.isnan(), after.logprob.exp() - before.logprob.exp(), change)
     return {"delta_prob": change, "delta_logprob": rise, "delta_log_odds": log_odds_change(before, after).to(rise)}
-
-
-def measure_start(policy: Policy, batch: TokenBatch, step: StepSettings) -> tuple[TokenBatch, TokenStatistics]:
-    """What a prediction of a step begins with: the batch with advantages and π_old, and its statistics [B, S].
-
-    They are of plain attention, as forward mode has it. Raises InputError for arithmetic below float32 and for a batch
-    that does not fit the policy or has no advantages.
-    """
-    refuse_narrow_arithmetic(policy.model)
-    check_batch(policy, batch)
-    with measuring(policy.model):
-        before = score(policy, batch, step)
-    return resolve(batch, before), before
-
-
-def score(policy: Policy, batch: TokenBatch, step: StepSettings) -> TokenStatistics:
-    """Statistics of the kept tokens, [B, S], under the policy's weights as they are."""
-    size = fitting_size(policy.model, batch, step.micro_batch_size, copies=2)
-    return batch_statistics(policy.model, batch, micro_batch_size=size, device=policy.device)
 
 
 def resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:

@@ -31,8 +31,6 @@ class StepSettings:
     """AdamW's."""
     max_grad_norm: Number | None = 1.0
     """Each step's gradient is clipped to this norm; None: not clipped."""
-    micro_batch_size: int = 8
-    """Most responses in one forward pass; changes nothing but rounding."""
 
     def check(self) -> None:
         """Raise InputError for numbers that make no step."""
@@ -45,11 +43,11 @@ class StepSettings:
             raise InputError(f"betas are {self.betas}; give two numbers from 0 to below 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None: not clipped")
-        if self.micro_batch_size < 1:
-            raise InputError(f"micro_batch_size is {self.micro_batch_size}; a forward pass needs at least 1")
 
 
 SGD = StepSettings()
+ANY = 1 << 62
+"""Bytes for vectors where any amount is there."""
 
 
 def state_step(state: dict[str, Any]) -> StepSettings:

@@ -30,7 +30,6 @@ from gradscope.updates import (
     StepSettings,
     apply_update,
     influence,
-    movement as updates,
 )
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -69,7 +68,7 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(on_dis
     policy = make_policy("gpt2", torch.float64)
     batch = make_batch(policy, temperature=0.7)
     state = warm_state(policy) if step.optimizer == "adamw" else None
-    result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state, memory=1)
+    result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state, resources=Resources(1))
     brute = brute_force(policy, batch, NARROW)
     assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-10)
     assert len(on_disk) == 1 and result.method == "forward mode"
@@ -87,7 +86,7 @@ def test_a_step_in_slices_is_the_optimizers_bit_for_bit(on_disk, step, fresh, ad
     keywords = {"loss": NARROW, "step": step, "optimizer_state": state}
     expected = apply_update(policy, batch, variant, **keywords)
     before = snapshot(policy.model)["model"]
-    found = apply_update(policy, batch, variant, **keywords, memory=vector_bytes(policy.model))
+    found = apply_update(policy, batch, variant, **keywords, resources=Resources(vector_bytes(policy.model)))
     assert snapshot(policy.model)["model"] == before
     for field in ("logprob", "log_one_minus_prob", "entropy"):
         assert torch.equal(getattr(found.after, field), getattr(expected.after, field))
@@ -118,10 +117,10 @@ def test_no_file_is_left_when_the_call_raises(on_disk, monkeypatch, part):
     with pytest.raises(ValueError, match="broken"):
         if part == "apply_update":
             monkeypatch.setattr(Updater, "step", raising(ValueError("broken")))
-            apply_update(policy, batch, memory=vector_bytes(policy.model))
+            apply_update(policy, batch, resources=Resources(vector_bytes(policy.model)))
         else:
             monkeypatch.setattr(torch.func, "jvp", raising(ValueError("broken")))
-            influence(policy, batch, memory=1)
+            influence(policy, batch, resources=Resources(1))
     assert on_disk and snapshot(policy.model)["model"] == before
 
 
@@ -131,10 +130,12 @@ def test_too_little_disk_is_one_line_before_anything_is_measured(on_disk, monkey
     usage = type("Usage", (), {"free": 5})
     monkeypatch.setattr(scratch.shutil, "disk_usage", lambda folder: usage)
     size = vector_bytes(policy.model)
-    monkeypatch.setattr(updates, "batch_statistics", raising(AssertionError("measured")))
+    for module in ("gradients.jacobian", "updates.apply_update"):
+        measure = raising(AssertionError("measured"))
+        monkeypatch.setattr(sys.modules[f"gradscope.{module}"], "batch_statistics", measure)
     for call in (influence, apply_update):
         with pytest.raises(InputError, match=r"GB of scratch files .* 5e-09 GB free; .*--gradient-memory") as caught:
-            call(policy, batch, memory=size)
+            call(policy, batch, resources=Resources(size))
         assert "\n" not in str(caught.value)
     assert on_disk == []
 
@@ -209,10 +210,10 @@ def test_costs_count_the_passes_that_are_made(monkeypatch):
     handle = policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
     step = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)
     keywords = {"loss": NARROW, "step": step, "optimizer_state": warm_state(policy)}
-    for memory in (None, vector_bytes(policy.model)):
+    for resources in (None, Resources(vector_bytes(policy.model))):
         for function in (influence, apply_update):
             counts.update(dict.fromkeys(counts, 0))
-            function(policy, batch, **keywords, memory=memory)
+            function(policy, batch, **keywords, resources=resources)
             # A derivative runs the model itself.
             total = counts["forward"] - counts["derivative"] + 2 * counts["backward"] + 3 * counts["derivative"]
             if function is influence:
@@ -230,11 +231,9 @@ import ctypes, re, sys, threading, time, torch
 ctypes.CDLL(None).mallopt(-3, int(sys.argv[1]))  # M_MMAP_THRESHOLD: what is larger is given back when it is freed
 from transformers import Qwen2Config, Qwen2ForCausalLM
 from gradscope.rollouts.batch import Response, collate
-from gradscope.updates.first_order import influence
+from gradscope.gradients import Resources, vector_bytes
 from gradscope.policy import Policy, find_blocks
-from gradscope.updates import StepSettings
-from gradscope.updates import apply_update
-from gradscope.gradients.vectors import vector_bytes
+from gradscope.updates import StepSettings, apply_update, influence
 
 sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "vocab_size": 20000}
 torch.manual_seed(0)
@@ -263,8 +262,8 @@ size = vector_bytes(model)
 calls = {}
 for name, intervals in (("few", 1), ("many", 3)):
     edges = tuple(i / intervals for i in range(intervals + 1))
-    calls[name] = lambda edges=edges: influence(policy, batch, step=step, edges=edges, memory=1)
-calls["step"] = lambda: apply_update(policy, batch, step=step, memory=size)
+    calls[name] = lambda edges=edges: influence(policy, batch, step=step, edges=edges, resources=Resources(1))
+calls["step"] = lambda: apply_update(policy, batch, step=step, resources=Resources(size))
 for name, call in calls.items():
     start, calling = anonymous(), name
     call()

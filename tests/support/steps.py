@@ -14,7 +14,7 @@ from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import StepSettings
-from gradscope.updates.first_order import Influence
+from gradscope.updates.influence import Influence
 from support.gradients import token_gradients
 
 # Old log-probabilities of the batches drift by about 0.1: narrow clips are active on both sides, and so is the KL.

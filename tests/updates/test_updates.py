@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from support.tiers import every
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
+from gradscope.gradients import Resources
 from gradscope.objective import LossSettings, TokenStatistics, Updater, make_weighting
 from gradscope.objective.equations import grpo_advantages, policy_loss
 from gradscope.objective.logprobs import token_statistics
@@ -34,7 +36,6 @@ from gradscope.updates import (
     apply_update,
     apply_updates,
     make_update,
-    movement as updates,
     movement_table,
 )
 from gradscope.updates.movement import Movement
@@ -45,6 +46,7 @@ SETTINGS = LossSettings(**NARROW)
 # No number is torch's default.
 NUMBERS = {"weight_decay": 0.3, "betas": (0.8, 0.99), "eps": 1e-6}
 ADAMW = StepSettings("adamw", 2e-3, **NUMBERS)
+APPLYING = import_module("gradscope.updates.apply_update")
 CPU = torch.device("cpu")
 
 
@@ -248,16 +250,16 @@ def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
     results = [updater.step(part, update.settings, match=update.match) for part in update.passes]
 
     weights: list[dict[str, Tensor]] = []
-    measure = updates.batch_statistics
+    measure = APPLYING.batch_statistics
 
     def record(model: nn.Module, *args: Any, **keywords: Any) -> TokenStatistics:
         weights.append(copy.deepcopy(dict(model.named_parameters())))
         return measure(model, *args, **keywords)
 
-    monkeypatch.setattr(updates, "batch_statistics", record)
-    step = replace(ADAMW if adamw else StepSettings(), micro_batch_size=2)
+    monkeypatch.setattr(APPLYING, "batch_statistics", record)
+    step, resources = ADAMW if adamw else StepSettings(), Resources(micro_batch=2)
     made = make_update("reweight-lopti:alpha=0.3,eta=0.5", batch, loss=SETTINGS, mini_batch_size=4)
-    movement = apply_update(policy, batch, made, loss=SETTINGS, step=step)
+    movement = apply_update(policy, batch, made, loss=SETTINGS, step=step, resources=resources)
     assert movement.results == results
     assert [r.name for r in results] == ["low", "low", "high", "high"]
     start, end = weights
@@ -271,7 +273,7 @@ def test_padding_and_micro_batches_change_only_rounding(policy, batch):
     usual = movement_table([apply_update(policy, batch, "lopti", loss=SETTINGS)])
     for size in (1, 2, 5):
         other = pad_both_sides(batch, 2, 3)
-        found = apply_update(policy, other, "lopti", loss=SETTINGS, step=StepSettings(micro_batch_size=size))
+        found = apply_update(policy, other, "lopti", loss=SETTINGS, resources=Resources(micro_batch=size))
         pd.testing.assert_frame_equal(movement_table([found]), usual, rtol=1e-9, atol=1e-13)
 
 
@@ -321,7 +323,7 @@ def raise_in_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raise_while_measuring_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, calls = updates.batch_statistics, []
+    measure, calls = APPLYING.batch_statistics, []
 
     def fail(*args: Any, **keywords: Any) -> TokenStatistics:
         calls.append(1)
@@ -329,7 +331,7 @@ def raise_while_measuring_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("out of memory")
         return measure(*args, **keywords)
 
-    monkeypatch.setattr(updates, "batch_statistics", fail)
+    monkeypatch.setattr(APPLYING, "batch_statistics", fail)
 
 
 @pytest.mark.parametrize("fail", [raise_in_the_second_pass, raise_while_measuring_afterwards])
@@ -409,8 +411,8 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
     monkeypatch, policy, batch, capsys
 ):
     alone = [movement_table([apply_update(policy, batch, name)]) for name in ("lopti", "only-3")]
-    calls, measure = [], updates.batch_statistics
-    monkeypatch.setattr(updates, "batch_statistics", lambda *a, **k: calls.append(1) or measure(*a, **k))
+    calls, measure = [], APPLYING.batch_statistics
+    monkeypatch.setattr(APPLYING, "batch_statistics", lambda *a, **k: calls.append(1) or measure(*a, **k))
     movements = apply_updates(policy, batch, ["lopti", "only-3"])
     assert len(calls) == 3
     assert movements[0].before is movements[1].before
@@ -418,7 +420,7 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
     table = movement_table(movements)
     for single in alone:
         pd.testing.assert_frame_equal(table[single.columns], single)
-    apply_updates(policy, batch, ["all"], progress=(told := Listener()))
+    apply_updates(policy, batch, ["all"], resources=Resources(progress=(told := Listener())))
     assert [(stage.total, stage.done) for stage in told.stages] == [(1, 1)]
 
 
@@ -538,7 +540,6 @@ def test_a_batch_that_cannot_be_trained_on_is_refused_in_one_line(policy, batch,
         ({"eps": -1e-8}, "eps is -1e-08"),
         ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
         ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
-        ({"micro_batch_size": 0}, "micro_batch_size is 0"),
     ],
 )
 def test_numbers_that_make_no_step_are_refused(policy, batch, choices, message):

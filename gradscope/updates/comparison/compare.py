@@ -208,7 +208,7 @@ def compare(
     if s.take_steps:
         taken = {name: w for name, w in once.items() if name != PLAIN} | taken
         notes += _notes_on_steps(sums, taken)
-    goes_on = {"loss": s.loss, "step": step, "optimizer_state": saved, "memory": resources.vectors}
+    goes_on = {"loss": s.loss, "step": step, "optimizer_state": saved, "resources": Resources(resources.vectors)}
     steps = RealSteps(policy, batch, **goes_on) if s.take_steps or saved is not None else None
     if real := s.take_steps or bool(taken and saved is not None):
         changes, cosines = take_steps(steps, taken, resources.progress)

@@ -30,6 +30,7 @@ from gradscope.gradients import (
     Resources,
     TokenJacobian,
     Vectors,
+    refuse_narrow_arithmetic,
     vector_bytes,
 )
 from gradscope.intervals import EDGES, interval_labels
@@ -37,10 +38,10 @@ from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weig
 from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import Progress, check_room
+from gradscope.runs import check_room
 from gradscope.updates.make_update import old_intervals
-from gradscope.updates.movement import Movement, measure_start, movement_table
-from gradscope.updates.step_settings import SGD, Moments, StepSettings, read_moments
+from gradscope.updates.movement import Movement, movement_table, resolve
+from gradscope.updates.step_settings import ANY, SGD, Moments, StepSettings, read_moments
 
 Number = int | float
 
@@ -81,30 +82,31 @@ def influence(
     optimizer_state: dict[str, Any] | str | Path | None = None,
     edges: Sequence[Number] = EDGES,
     gradients: Float[Tensor, "A P"] | None = None,
-    memory: int | None = None,
-    progress: bool | Progress = False,
+    resources: Resources | None = None,
 ) -> Influence:
     """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
 
-    The whole batch is one mini-batch. Unknown old_logprobs are the policy's own, advantages those of
-    `resolve_advantages`. optimizer_state: what AdamW's `state_dict()` saved; its moments and step counts are gone on
-    from, with the numbers of `step`, and a parameter that it does not hold is not moved. None: fresh, v = 0, where the
-    whole step is lr·sign(gradient): an entry in which the sources' gradients cancel then still moves by lr, and each
-    source counts with its gradient over their sum, without bound. The contributions add up all the same, but they say
-    little of who moved whom: give a state that has taken many steps (see AdamWState).
+    The whole batch is one mini-batch. Costs a forward pass, a forward and backward pass per source, and three forward
+    passes per source in forward mode; see `TokenJacobian.jvp` for models without it, of which a
+    UserWarning and `method` tell. The policy is as it was, bit for bit, also if the call raises. Memory besides the
+    model, its activations and the given state: a vector as long as the parameters for each source (SGD: intervals + 2;
+    AdamW: intervals + 3), and 1 more.
 
-    gradients: of the loss's policy part over the tokens of each interval, where there is no KL part and they are known;
-    None: made here.
+    Args:
+        batch: unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
+        optimizer_state: what AdamW's `state_dict()` saved; its moments and step counts are gone on from, with the
+            numbers of `step`, and a parameter that it does not hold is not moved. None: fresh, v = 0, where the whole
+            step is lr·sign(gradient): an entry in which the sources' gradients cancel then still moves by lr, and each
+            source counts with its gradient over their sum, without bound. The contributions add up all the same, but
+            they say little of who moved whom: give a state that has taken many steps (see AdamWState).
+        gradients: of the loss's policy part over the tokens of each interval, where there is no KL part and they are
+            known; None: made here.
+        resources: where the vectors are over its bytes, they lie in a scratch file; None: any amount is there.
 
-    Costs a forward pass, a forward and backward pass per source, and three forward passes per source in forward mode;
-    see `TokenJacobian.jvp` for models without it, of which a UserWarning and `method` tell. The policy is as it was,
-    bit for bit, also if the call raises. Memory besides the model, its activations and the given state: a vector as
-    long as the parameters for each source (SGD: intervals + 2; AdamW: intervals + 3), and 1 more. Where that is over
-    `memory` bytes (None: any amount is there), they lie in a scratch file.
-
-    Raises InputError for weights below float32, for a batch without response tokens or advantages, for an optimizer
-    state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch file
-    finds no room.
+    Raises:
+        InputError: for weights below float32, for a batch without response tokens or advantages, for an optimizer
+            state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch
+            file finds no room.
     """
     policy, batch = read_inputs(policy, batch)
     optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
@@ -113,13 +115,15 @@ def influence(
     moments = read_moments(policy.model, step, optimizer_state)
     names = [*map(str, range(len(interval_labels(edges)))), "kl", *_of_the_step(step)]
     size = (len(names) + 1) * vector_bytes(policy.model)
-    if memory is not None and size > memory:
+    resources = (resources or Resources(ANY)).settle(policy.device)
+    if size > resources.vectors:
         check_room(size)  # before anything is measured
-    batch, before = measure_start(policy, batch, step)
+    refuse_narrow_arithmetic(policy.model)
+    J = TokenJacobian(policy, batch, resources)
+    before = J.statistics
+    batch = resolve(batch, before)
     cotangents = _cotangents(batch, before, loss, edges, names)
-    resources = Resources(1 << 62 if memory is None else memory, micro_batch=step.micro_batch_size, progress=progress)
-    sources = _Sources(TokenJacobian(policy, batch, resources, statistics=before), cotangents, step, moments, gradients)
-    found, method, clip_factor, update_norm = sources.changes()
+    found, method, clip_factor, update_norm = _Sources(J, cotangents, step, moments, gradients).changes()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
     keys = _keys(batch, before, loss, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
