@@ -13,6 +13,7 @@ ROOMS = (
 """A room imports those that stand before it in this list, and nothing else of the package."""
 OPEN = {
     "cli": {"pages"},
+    "diagnosis": {"plots"},
     "tasks": {"data", "knights_knaves", "knights_knaves_wording", "math"},
     "integrations": {"trl", "verl", "verl_engine"},
 }

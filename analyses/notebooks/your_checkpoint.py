@@ -63,7 +63,7 @@ print(*diagnosis.notes, sep="\n")
 # ## Pictures
 
 # %%
-from gradscope.diagnosis import plot_dominance
+from gradscope.diagnosis.plots import plot_dominance
 from gradscope.plots import save_figure
 
 figure = plot_dominance(diagnosis.statistics, diagnosis.labels)

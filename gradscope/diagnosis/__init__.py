@@ -6,7 +6,6 @@ from gradscope.diagnosis.gradients import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
-from gradscope.diagnosis.plots import plot_dominance
 from gradscope.diagnosis.precision import sampling_error
 from gradscope.diagnosis.result import PARTS, Diagnosis, DiagnosisSettings, Finding, Verdict, join_rows, one_row
 from gradscope.diagnosis.steps import direction_rows, influence_rows
@@ -25,7 +24,7 @@ __all__ = [
     "CERTAIN", "PAPER_NORMS", "PARTS", "SUMS", "Diagnosis", "DiagnosisSettings", "Finding", "Minutes", "Pairs",
     "PromptSums", "Summary", "TokenViewer", "Verdict", "cosine_matrix", "decide", "diagnose", "direction_rows",
     "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "make_report",
-    "make_trend_report", "measured_cones", "one_row", "part_costs", "plot_dominance", "sampling_error", "shares_by",
-    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures",
+    "make_trend_report", "measured_cones", "one_row", "part_costs", "sampling_error", "shares_by", "stage_costs",
+    "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures",
     "write_report",
 ]  # fmt: skip

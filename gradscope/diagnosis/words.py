@@ -22,7 +22,6 @@ from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Finding, Find
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 from gradscope.objective import off_policy_sentence
-from gradscope.plots import label_of
 
 CERTAIN = 0.95
 """A bin is said to account for the largest share only if it does in so many of the redrawn batches."""
@@ -171,6 +170,8 @@ def _added(d: Diagnosis) -> list[Finding]:
 
 def _norms(d: Diagnosis) -> list[Finding]:
     """Norms of single tokens, without their weights."""
+    from gradscope.plots import label_of  # which loads matplotlib
+
     if d.layers is None:
         return []
     means = d.layers.pivot(index="quantity", columns="interval", values="value")

@@ -38,15 +38,15 @@ from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [
-    "ADAMW", "AFTERWARDS", "BACKWARD", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS", "SAMPLING_PROBABILITY", "TABLE",
-    "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings", "ModelShape", "Plan",
-    "PromptGradients", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement",
-    "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations",
-    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor", "fixed_cotangents",
-    "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
+    "ADAMW", "AFTERWARDS", "BACKWARD", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS", "SAMPLING_PROBABILITY",
+    "TABLE", "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings",
+    "ModelShape", "Plan", "PromptGradients", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan",
+    "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products",
+    "capture_activations", "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor",
+    "fixed_cotangents", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
     "interval_gradients_over", "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged",
     "own_rows", "plan_batch", "plan_batch_sums", "predict_changes", "read_table", "refuse_infinite_weights",
-    "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities", "sampling_weights", "settle_minutes",
-    "stands_for", "token_sizes", "vector_bytes", "vectors_within", "weighted_gradients", "weighted_quantiles",
-    "zero_vectors",
+    "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities", "sampling_weights",
+    "settle_minutes", "stands_for", "token_sizes", "vector_bytes", "vectors_within", "weighted_gradients",
+    "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

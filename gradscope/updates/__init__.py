@@ -26,9 +26,9 @@ from gradscope.updates.movement import movement_table
 from gradscope.updates.step_settings import SGD, StepSettings, read_moments, state_step
 
 __all__ = [
-    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings", "RealSteps",
-    "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare", "describe",
-    "gain_sentence", "influence", "influence_table", "make_update", "measure_steps", "moved_against",
+    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
+    "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare",
+    "describe", "gain_sentence", "influence", "influence_table", "make_update", "measure_steps", "moved_against",
     "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "read_moments",
     "right_direction_shares", "signal_sentence", "similarity", "state_step", "without_extremes",
 ]  # fmt: skip

@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings, plot_dominance
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings
+from gradscope.diagnosis.plots import plot_dominance
 from gradscope.diagnosis.result import (
     VERDICT_PROMPTS,
     BoundMargins,

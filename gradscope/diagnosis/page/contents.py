@@ -10,12 +10,10 @@ from typing import Any
 
 import pandas as pd
 
-from gradscope.diagnosis import plots as plot_diagnosis
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.page.first_screen import decide, make_tiles
-from gradscope.diagnosis.page.page import Block, Figure, Finding, Page, Table
+from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Table
 from gradscope.diagnosis.page.render import render, write_page
-from gradscope.diagnosis.page.sections import KEYS, OVER_PROMPTS, Sheets, make_sections
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.tokens import add_weighted_norms
@@ -62,6 +60,8 @@ def make_report(
     policy, batch: those that were diagnosed; the viewer shows their prompts. facts: how the results were made; notes:
     what has to be known beside what the diagnosis says itself, such as how the rollouts were read.
     """
+    from gradscope.diagnosis.page.sections import Sheets, make_lead, make_sections  # which load matplotlib
+
     sheets = Sheets()
     d, said = diagnosis, diagnosis.findings or findings(diagnosis)
     page = Page(
@@ -75,7 +75,7 @@ def make_report(
         warnings=tuple(map(as_sentence, d.warnings)),
         decision=decide(d, said),
         tiles=make_tiles(d),
-        lead=_lead(d, sheets),
+        lead=make_lead(d, sheets),
     )
     return Report(page, sheets.tables)
 
@@ -146,15 +146,3 @@ def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
     sampled = f" ({measured:,} measured, drawn with known chances)" if measured < len(d.table) else ""
     told = f"{len(d.table):,} tokens{sampled} of {d.num_responses:,} responses to {d.prompts}"
     return f"{told}; temperature {temperatures}"
-
-
-def _lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
-    if d.pick("squared_share", "raw", d.labels[0]) is None:
-        return None
-    caption = (
-        "Each probability bin's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
-        "gradient (what is left after they cancel)."
-    )
-    draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
-    drawn = sheets.figure("shares", draw, caption, bars=OVER_PROMPTS)
-    return drawn if isinstance(drawn, Figure) else None

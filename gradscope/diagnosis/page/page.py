@@ -9,6 +9,9 @@ import pandas as pd
 
 from gradscope.diagnosis.page.viewer import Viewer
 
+KEYS = ["response", "position"]
+"""Columns that tell a token."""
+
 
 @dataclass(frozen=True)
 class Finding:

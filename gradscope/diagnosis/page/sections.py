@@ -14,7 +14,7 @@ from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
 from gradscope.diagnosis.format import bits_words, name_bin, number_words, share_words, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
-from gradscope.diagnosis.page.page import Block, Definition, Figure, Paragraph, Section, Table
+from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.summary import measured_cones
 from gradscope.errors import InputError
@@ -24,7 +24,6 @@ from gradscope.policy import Policy
 from gradscope.theory import theory_report
 from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, gain_sentence, signal_sentence
 
-KEYS = ["response", "position"]
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
 PERCENT = "{:.1%}"
@@ -143,6 +142,19 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
 
 def _define(*terms: str) -> list[Block]:
     return [Definition(term, DEFINITIONS[term]) for term in terms]
+
+
+def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
+    """Return the figure of the first screen; None without shares of the gradient energy."""
+    if d.pick("squared_share", "raw", d.labels[0]) is None:
+        return None
+    caption = (
+        "Each probability bin's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
+        "gradient (what is left after they cancel)."
+    )
+    draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
+    drawn = sheets.figure("shares", draw, caption, bars=OVER_PROMPTS)
+    return drawn if isinstance(drawn, Figure) else None
 
 
 def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:

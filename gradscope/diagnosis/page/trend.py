@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from gradscope.diagnosis import plots as plot_diagnosis
 from gradscope.diagnosis.format import as_sentence, name_bin, percent, share_words, times, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
-from gradscope.diagnosis.page.sections import Sheets
 from gradscope.diagnosis.result import Verdict
 from gradscope.diagnosis.words import compare
 from gradscope.errors import InputError
@@ -42,6 +40,9 @@ def make_trend_report(
     where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
     file, relative to this page, of each checkpoint's own page.
     """
+    from gradscope.diagnosis.page.sections import Sheets  # which loads matplotlib
+    from gradscope.diagnosis.plots import plot_trend
+
     steps = sorted(trend["step"].unique().tolist())
     if len(steps) < 2:
         raise InputError(f"the trend has {len(steps)} checkpoint; give two or more")
@@ -49,7 +50,7 @@ def make_trend_report(
     sheets = Sheets()
     drawn = sheets.figure(
         "trend_drawn",
-        lambda: plot_diagnosis.plot_trend(trend, labels),
+        lambda: plot_trend(trend, labels),
         f"Headline numbers at {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}; bands are 95 % over redrawn "
         "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's.",
     )
