@@ -43,8 +43,8 @@ class Options:
     jobs: int | None = None
     """Runs side by side; none: one for each core, or one at a time where each takes several processes."""
     dry_run: bool = False
-    """Make nothing: say which runs there are and which are finished, and whether settings, data, reference answers,
-    batches and memory are in order (analyses/common/dry_run.py)."""
+    """Make nothing: say which runs there are and which are finished, and whether settings, data, reference answers
+    and batches are in order (analyses/common/dry_run.py)."""
 
 
 def count_jobs(options: Options) -> int:
