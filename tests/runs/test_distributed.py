@@ -189,31 +189,6 @@ def test_a_run_of_two_processes_resumes_to_the_same_numbers_and_an_error_of_one_
     assert (out / last).read_bytes() == (run / "whole" / last).read_bytes()
 
 
-ENDING = """
-import atexit, os, sys
-from gradscope import cli
-file = os.open(sys.argv.pop(1), os.O_CREAT | os.O_WRONLY)
-class Last:
-    def __del__(self, write=os.write, file=file):
-        write(file, b"taken apart ")
-last = Last()
-atexit.register(lambda: os.write(file, b"at exit "))
-cli.run_script()
-"""
-"""Notes what happens at the end of a process that runs a command."""
-
-
-@pytest.mark.all
-def test_of_several_processes_none_takes_python_apart_while_threads_free_tensors(tmp_path, monkeypatch):
-    command = ("measure", "gone", "gone")
-    done = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "alone", *command], capture_output=True, text=True)
-    assert done.returncode == 2 and (tmp_path / "alone").read_text() == "at exit taken apart "
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    words = subprocess.run([sys.executable, "-c", ENDING, tmp_path / "one", *command], capture_output=True, text=True)
-    assert words.returncode == 2 and (tmp_path / "one").read_text() == "at exit "
-    assert (words.stdout, words.stderr) == (done.stdout, done.stderr)
-
-
 ENDS = """
 import os, sys, torch, torch.distributed.nn
 from pathlib import Path
