@@ -23,9 +23,9 @@ from gradscope.gradients.resources import Resources
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
 from gradscope.gradients.sketches import BLOCKS, Sketcher
 from gradscope.gradients.sweep import Sweep
-from gradscope.gradients.vectors import Vectors, inner_products, zero_vectors
+from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 from gradscope.objective import kept_logprobs
-from gradscope.policy import AdamWState, flat_slices, float_parameters
+from gradscope.policy import AdamWState, flat_slices, float_parameters, free_memory
 from gradscope.resampling import jackknife_error
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import deal_by_cost, track
@@ -197,13 +197,20 @@ class GroupSums:
         return plan_gram(sizes, rows=rows, pairs=pairs, memory=memory, metric=metric, way=way)
 
     def multiply(
-        self, plan: SumsPlan, pairs: Pairs, *, metric: AdamWState | None = None, sketch: int | None = None
+        self,
+        plan: SumsPlan,
+        pairs: Pairs,
+        *,
+        metric: AdamWState | None = None,
+        sketch: int | None = None,
+        totals: bool = False,
     ) -> Gram:
         """Multiply the vectors; see `TokenJacobian.gram`."""
         keeps_whole = plan.way == "whole"
-        totals = Vectors.zeros(self.model, len(self.weights)) if keeps_whole and pairs == "within" else None
-        total = Vectors.zeros(self.model, 1, plan.memory if keeps_whole else 0) if metric is not None else None
-        found, vectors = self._pass(plan, pairs, totals=totals, total=total, sketch=sketch)
+        wanted = pairs == "within" if keeps_whole else totals
+        sums = self._zeros(plan, len(self.weights)) if wanted else None
+        total = self._zeros(plan, 1) if metric is not None else None
+        found, vectors = self._pass(plan, pairs, totals=sums, total=total, sketch=sketch)
         if metric is None:
             return found
         scale = metric.turn_into_scale(self.model, total.rows[0])
@@ -211,9 +218,15 @@ class GroupSums:
             scaled = self._all(plan, vectors.mul_(scale.to(vectors)))
         else:
             del vectors
-            again = Vectors.zeros(self.model, len(self.weights)) if totals is not None else None
+            again = self._zeros(plan, len(self.weights)) if keeps_whole else None
             scaled, _ = self._pass(plan, pairs, totals=again, scale=scale)
         return replace(found, scaled=scaled)
+
+    def _zeros(self, plan: SumsPlan, count: int) -> Vectors:
+        """Room for sums; of sketched vectors in a scratch file, or on a GPU that has it."""
+        device = next(self.model.parameters()).device
+        roomy = device.type == "cuda" and (count + 3) * vector_bytes(self.model) <= free_memory(device)
+        return Vectors.zeros(self.model, count, None if roomy or plan.way == "whole" else 0)
 
     def _pass(
         self,
@@ -233,12 +246,12 @@ class GroupSums:
         sketches = torch.zeros(n, rows, sketch, dtype=torch.float64) if sketch and not plan.sketch_size else None
         sketcher = Sketcher(sketch or 1, seed=BETWEEN)
         within = np.zeros((plan.blocks, n, rows, rows))
-        for group, vectors in self._vectors(plan, scale, total):
+        for group, vectors in self._vectors(plan, scale, total, totals):
             if kept is not None:
                 kept[group] = vectors
             if pairs == "within":
                 within[:, group] += [inner_products(block).numpy() for block in vectors.chunk(plan.blocks, dim=1)]
-            if totals is not None:
+            if totals is not None and plan.way == "whole":
                 totals.rows.add_(vectors.to(totals.rows))
             for row, vector in enumerate(vectors) if sketches is not None else ():
                 sketcher.add(vector.cpu(), 0, sketches[group, row])
@@ -246,25 +259,25 @@ class GroupSums:
             if shared is not None:
                 together.sum(shared)
         if pairs == "all":
-            return self._all(plan, kept), kept
+            return self._all(plan, kept, totals), kept
         if kept is None:
             whole = totals.products().numpy()[None]
         else:
             whole = np.stack([inner_products(block).numpy() for block in kept.sum(0).chunk(plan.blocks, dim=1)])
         return Gram(within, whole, plan, self.groups, totals, sketches if kept is None else kept), kept
 
-    def _all(self, plan: SumsPlan, kept: Float[Tensor, "n R size"]) -> Gram:
+    def _all(self, plan: SumsPlan, kept: Float[Tensor, "n R size"], totals: Vectors | None = None) -> Gram:
         parts = np.stack([block_products(block) for block in kept.chunk(plan.blocks, dim=2)])
         whole = plan.sketch_size is None
-        totals = Vectors(kept.sum(0), flat_slices(self.model)) if whole else None
+        totals = Vectors(kept.sum(0), flat_slices(self.model)) if whole else totals
         return Gram(parts, parts.sum((1, 3)), plan, self.groups, totals, None if whole else kept)
 
     def _vectors(
-        self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None
+        self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None, totals: Vectors | None
     ) -> Iterator[tuple[int, Float[Tensor, "R size"]]]:
         """(group's number, its vectors) of this process's groups; each is overwritten by the next."""
         with differentiable(self.model):
-            make = self._whole() if plan.way == "whole" else self._sketched(plan, scale, total)
+            make = self._whole() if plan.way == "whole" else self._sketched(plan, scale, total, totals)
             for group, vectors in make:
                 if plan.way == "whole" and total is not None:
                     for vector in vectors:
@@ -287,7 +300,7 @@ class GroupSums:
             yield group, found
 
     def _sketched(
-        self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None
+        self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None, totals: Vectors | None
     ) -> Iterator[tuple[int, Float[Tensor, "R k"]]]:
         slices, sweep = flat_slices(self.model), Sweep(self.model, self.blocks)
         numbers = {name: number for number, name in enumerate(slices)}
@@ -301,6 +314,8 @@ class GroupSums:
             gradient, part = gradient.to(found), slices[name]
             if total is not None:
                 total.rows[0, part] += gradient.to(total.rows)
+            if totals is not None:
+                totals.rows[row, part] += gradient.to(totals.rows)
             if scale is not None:
                 gradient = gradient * scale[part].to(gradient)
             sketcher.add(gradient, numbers[name], found[row])

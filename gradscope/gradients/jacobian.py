@@ -167,6 +167,7 @@ class TokenJacobian:
         pairs: Pairs = "all",
         metric: AdamWState | None = None,
         sketch: int | None = None,
+        totals: bool = False,
         way: Way | None = None,
     ) -> Gram:
         """Multiply sums of token gradients by group with each other: u_{p,r} = Σ_t weights[r, t]·∇ log π_t, t in p.
@@ -179,6 +180,7 @@ class TokenJacobian:
             pairs: of every two groups, for which n·R vectors are kept, or within each group alone.
             metric: also in AdamW's metric, whose v̂ takes in the square of Σ_{p,r} u_{p,r}: the loss's gradient.
             sketch: keep sketches of so many numbers of each vector, for inner products between groups.
+            totals: keep the sums over groups as vectors, in a scratch file where the groups' are sketches.
             way: this one, whatever it costs.
 
         Raises:
@@ -186,7 +188,7 @@ class TokenJacobian:
         """
         sums = self._group_sums(self._check(weights), groups)
         plan = sums.plan(pairs, metric=metric is not None, way=way)
-        return sums.multiply(plan, pairs, metric=metric, sketch=sketch)
+        return sums.multiply(plan, pairs, metric=metric, sketch=sketch, totals=totals)
 
     def plan_gram(self, rows: int, *, pairs: Pairs = "all", metric: bool = False, way: Way | None = None) -> SumsPlan:
         """Tell how `gram` makes so many rows of weights by prompt. Raises InputError where memory is too little."""

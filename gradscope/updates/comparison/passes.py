@@ -117,7 +117,7 @@ class _Work:
         rows = [*chosen] if 0 in chosen else [*chosen, 0]
         count, plain = len(chosen), rows.index(0)
         width = _sketch_width(zero_vectors(self.J.model, 0).shape[1])
-        found = self.J.gram(self.weights[rows], pairs="within", sketch=width, way=self.way)
+        found = self.J.gram(self.weights[rows], pairs="within", sketch=width, totals=True, way=self.way)
         place = np.searchsorted(self.prompts.numpy(), found.groups)
         self.own[np.ix_(chosen, place)] = np.einsum("prr->rp", found.products)[:count]
         self.own_plain[np.ix_(chosen, place)] = found.products[:, :count, plain].T
@@ -126,8 +126,7 @@ class _Work:
         for number, row in enumerate(chosen):
             self.crossed[row] = np.zeros((len(self.prompts),) * 2)
             self.crossed[row][np.ix_(place, place)] = (sketches[plain] @ sketches[number].T).numpy()
-        totals = self.J.vjp(self.weights[chosen]) if found.totals is None else found.totals[:count]
-        return totals, found.plan
+        return found.totals[:count], found.plan
 
     def _directions(self, totals: Vectors) -> Iterator[Vectors]:
         """U of each row, then in its place U ⊘ (√v̂ + ε) where there is a metric."""
