@@ -26,8 +26,8 @@ import analyses.common.puzzles  # noqa: F401  (registers its tasks)
 from analyses.common.branches import REPLICATES, VARIANTS, Origin, list_origins, take_branch
 from analyses.common.measurements import keep, part
 from gradscope import load_policy
-from gradscope.gradients import predict_changes
-from gradscope.policy import Policy
+from gradscope.gradients import TokenJacobian, Vectors
+from gradscope.policy import Policy, flat_slices
 from gradscope.rollouts import TokenBatch
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import get_task
@@ -72,8 +72,9 @@ def flatten(model: nn.Module) -> Tensor:
 
 def gain_by_prompt(policy: Policy, batch: TokenBatch, directions: Tensor) -> np.ndarray:
     """[C, prompts]: the gain of each direction, estimated by each prompt's responses."""
-    changes, _ = predict_changes(policy.model, batch, directions, micro_batch_size=8)
-    moved = changes.double().sum(-1)  # [C, B], nats of whole responses
+    J = TokenJacobian(policy, batch)
+    changes, _ = J.jvp(Vectors(directions, flat_slices(policy.model)))
+    moved = J.spread(changes).double().sum(-1)  # [C, B], nats of whole responses
     found = []
     for group in batch.group_ids.unique():
         own = batch.group_ids == group

@@ -44,15 +44,14 @@ from gradscope.gradients import (
     Stopwatch,
     SumsPlan,
     TableMeasurement,
+    TokenJacobian,
     largest_share,
     measure_into,
     measure_key,
-    own_rows,
-    plan_batch_sums,
     read_table,
     settle_minutes,
 )
-from gradscope.intervals import interval_labels
+from gradscope.intervals import EDGES, interval_labels
 from gradscope.policy import (
     AdamWState,
     Policy,
@@ -99,7 +98,9 @@ class Measured:
         """Seconds that the summed gradients take as planned; None: not known, or there are none."""
         if self.sums is None or self.pass_seconds is None:
             return None
-        share = largest_share(len(own_rows(self.measurement.batch)), self.processes.count)
+        batch = self.measurement.batch
+        prompts = batch.group_ids[batch.response_mask.any(1)].unique()
+        share = largest_share(len(prompts), self.processes.count)
         return self.sums.forward_passes * self.pass_seconds * share
 
     @property
@@ -240,8 +241,10 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         """How the summed gradients will be made; None if there are none. InputError where they do not fit."""
         if not self.figures or (batch.advantages is None and batch.rewards is None):
             return None
-        kept = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
-        return plan_batch_sums(policy, batch, memory=memory, **kept)
+        J, metric = TokenJacobian(policy, batch, Resources(memory)), self.has_metric(policy)
+        if self.keeps_prompts:
+            return J.plan_gram(len(EDGES) - 1, metric=metric)
+        return J.plan_gram(2 * (len(EDGES) - 1), pairs="within", metric=metric)  # of two halves of the prompts
 
     def reserve(self, measured: Measured) -> float:
         """Seconds of the minutes that what follows the table takes."""

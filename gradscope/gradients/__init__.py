@@ -12,7 +12,7 @@ from gradscope.gradients.forward_mode import (
     refuse_narrow_arithmetic,
     refuse_narrow_weights,
 )
-from gradscope.gradients.gram import Gram, SumsPlan, Way, block_products
+from gradscope.gradients.gram import Gram, SumsPlan, Way, block_products, largest_share
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
 from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, interval_gradients_over
 from gradscope.gradients.jacobian import TokenJacobian
@@ -31,22 +31,18 @@ from gradscope.gradients.sample import (
 )
 from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, settle_minutes
 from gradscope.gradients.sketches import Sketcher
-from gradscope.gradients.summed.plan import largest_share, plan_batch_sums
-from gradscope.gradients.summed.prompts import PromptGradients, fixed_cotangents, own_rows
-from gradscope.gradients.summed.weighted import predict_changes, vectors_within, weighted_gradients
 from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [
     "ADAMW", "AFTERWARDS", "BACKWARD", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS", "SAMPLING_PROBABILITY",
     "TABLE", "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings",
-    "ModelShape", "Plan", "PromptGradients", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan",
-    "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products",
-    "capture_activations", "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor",
-    "fixed_cotangents", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
-    "interval_gradients_over", "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged",
-    "own_rows", "plan_batch", "plan_batch_sums", "predict_changes", "read_table", "refuse_infinite_weights",
-    "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities", "sampling_weights",
-    "settle_minutes", "stands_for", "token_sizes", "vector_bytes", "vectors_within", "weighted_gradients",
-    "weighted_quantiles", "zero_vectors",
+    "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement",
+    "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations",
+    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor", "forward_flops",
+    "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over",
+    "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged", "plan_batch", "read_table",
+    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
+    "sampling_weights", "settle_minutes", "stands_for", "token_sizes", "vector_bytes", "weighted_quantiles",
+    "zero_vectors",
 ]  # fmt: skip

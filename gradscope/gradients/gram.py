@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import Literal
 
 import numpy as np
@@ -325,6 +326,11 @@ class GroupSums:
             for places, piece in pieces:
                 pass_back(piece, self.weights[:, places], take)
             yield group, found
+
+
+def largest_share(groups: int, processes: int) -> float:
+    """The part of the groups that the busiest of several processes has."""
+    return ceil(groups / processes) / max(1, groups)
 
 
 def block_products(vectors: Float[Tensor, "n R P"]) -> Float[np.ndarray, "n R n R"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -13,11 +13,9 @@ from torch.func import functional_call
 
 from gradscope.gradients.forward_mode import KeptLogprobs
 from gradscope.gradients.hooks import measuring
+from gradscope.gradients.vectors import Take
 from gradscope.policy import flat_slices, float_parameters, is_upcast
 from gradscope.rollouts import TokenBatch
-
-Take = Callable[[int, str, Tensor], None]
-"""What is done with a gradient: called with the row of its weights and the parameter's name."""
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradscope.gradients.engine.recording import block_input
 from gradscope.gradients.hooks import first_tensor
-from gradscope.gradients.reverse_mode import Take
+from gradscope.gradients.vectors import Take
 from gradscope.objective import choosing_places, gather_logprobs
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch

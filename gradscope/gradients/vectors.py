@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 
 from gradscope.policy import PART, flat_slices, float_parameters
 from gradscope.runs import scratch_zeros
+
+Take = Callable[[int, str, Tensor], None]
+"""What is done with a gradient: called with the row of its weights and the parameter's name."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,7 @@ from gradscope.diagnosis import (
 )
 from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.result import VERDICT_PROMPTS
-from gradscope.gradients import measure, plan_batch_sums
+from gradscope.gradients import Resources, TokenJacobian, measure
 from gradscope.policy import AdamWState, Policy
 from gradscope.resampling import MANY
 from gradscope.rollouts import TokenBatch
@@ -303,7 +303,7 @@ def test_a_plan_leaves_out_what_the_run_leaves_out(limit, monkeypatch):
     settings = DiagnosisSettings(resamples=20, compare=False)
     step, memory = state_step(state), 1 << 20
     table = measure(policy(), batch, metric="adamw", optimizer_state=AdamWState.from_state_dict(policy().model, state))
-    sums = plan_batch_sums(policy(), batch, memory=memory, metric=True, keeps_prompts=True)
+    sums = TokenJacobian(policy(), batch, Resources(memory)).plan_gram(4, metric=True)
     parts = part_costs(policy(), settings, step, sums=sums.forward_passes, memory=memory, metric=True)
     monkeypatch.setattr("gradscope.diagnosis.checkpoint._time_pass", lambda *_: 60.0)
     minutes = Minutes(limit * sums.forward_passes, 60.0, spent=1.0)

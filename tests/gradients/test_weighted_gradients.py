@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.gradients import flat_gradient, raising, state_of, token_gradients
+from support.gradients import flat_gradient, predict_changes, raising, state_of, sum_gradients, token_gradients
 from support.oracle import TrueFloat64
 from support.policies import make_batch, make_policy, pad_both_sides
 from support.tiers import every
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.gradients import predict_changes, weighted_gradients
 from gradscope.objective import LossSettings, batch_loss, batch_weights, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -71,8 +70,8 @@ def test_both_products_equal_those_with_one_autograd_call_per_token(name):
     seeds, directions = random_seeds(batch), random_directions(policy)
     with TrueFloat64():
         jacobian = token_gradients(policy, batch)
-        sums = weighted_gradients(policy.model, batch, seeds, micro_batch_size=4)
-        changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=4)
+        sums = sum_gradients(policy.model, batch, seeds, 4)
+        changes, method = predict_changes(policy.model, batch, directions, 4)
     # Everything is in float64: what differs is the order of sums.
     assert distance(sums, seeds[:, batch.response_mask] @ jacobian) < 1e-12
     assert distance(changes[:, batch.response_mask], directions @ jacobian.T) < 1e-12
@@ -86,8 +85,8 @@ def test_forward_mode_agrees_with_central_differences(name, patched, size, toler
     policy = make_policy(name, torch.float64)
     batch = make_batch(policy, temperature=0.7).select([0, 1, 3])
     with TrueFloat64() if patched else nullcontext():
-        direction = weighted_gradients(policy.model, batch, random_seeds(batch, 3), micro_batch_size=8)[2]
-        (changes,), _ = predict_changes(policy.model, batch, direction[None], micro_batch_size=8)
+        direction = sum_gradients(policy.model, batch, random_seeds(batch, 3), 8)[2]
+        (changes,), _ = predict_changes(policy.model, batch, direction[None], 8)
         found = changes[batch.response_mask]
         # A step after which log π has changed by `size`: the casts round to 1e-7, curvature is of order size⁴; no step
         # along this direction sends a token to other experts.
@@ -109,7 +108,7 @@ def test_with_the_weights_of_the_loss_it_is_the_losss_gradient(name):
     weights = batch_weights(logprobs.detach(), batch, NARROW, num_tokens=batch.num_tokens)
     assert weights.clipped.any()
     parts = torch.stack([weights.policy, weights.kl]) / -batch.num_tokens
-    sums = weighted_gradients(policy.model, batch, parts, micro_batch_size=8)
+    sums = sum_gradients(policy.model, batch, parts, 8)
     assert sums.dtype == torch.float32
     assert sums[0].norm() > 0.1 * expected.norm() < 10 * sums[0].norm()
     assert distance(sums.sum(0), expected) < 1e-6
@@ -125,7 +124,7 @@ def test_a_padding_id_within_the_text_moves_nothing_by_its_embedding_as_no_gradi
     ids[:, ::3] = padding
     batch = replace(batch, input_ids=torch.where(batch.attention_mask, ids, batch.input_ids))
     directions = random_directions(policy)
-    changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=2)
+    changes, method = predict_changes(policy.model, batch, directions, 2)
     assert method == "forward mode"
     # transformers casts to float32 inside.
     torch.testing.assert_close(
@@ -137,12 +136,12 @@ def test_padding_micro_batches_and_masked_seeds_change_nothing_beyond_rounding()
     policy = make_policy("gpt2", torch.float64)
     batch = make_batch(policy)
     seeds, directions = random_seeds(batch), random_directions(policy)
-    sums = weighted_gradients(policy.model, batch, seeds, micro_batch_size=8)
-    changes, _ = predict_changes(policy.model, batch, directions, micro_batch_size=8)
+    sums = sum_gradients(policy.model, batch, seeds, 8)
+    changes, _ = predict_changes(policy.model, batch, directions, 8)
     wide = pad_both_sides(batch, 3, 2)
     seeds = nn.functional.pad(seeds, (3, 2)).masked_fill(~wide.response_mask, torch.nan)
-    assert distance(weighted_gradients(policy.model, wide, seeds, micro_batch_size=1), sums) < 1e-12
-    moved, _ = predict_changes(policy.model, wide, directions, micro_batch_size=1)
+    assert distance(sum_gradients(policy.model, wide, seeds, 1), sums) < 1e-12
+    moved, _ = predict_changes(policy.model, wide, directions, 1)
     assert distance(moved[:, :, 3:-2], changes) < 1e-12
 
 
@@ -151,13 +150,13 @@ def test_padding_micro_batches_and_masked_seeds_change_nothing_beyond_rounding()
 def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(monkeypatch, name, error):
     policy = make_policy(name)
     batch = make_batch(policy, temperature=0.7)
-    directions = 1e-3 * weighted_gradients(policy.model, batch, random_seeds(batch, 3), micro_batch_size=4)
+    directions = 1e-3 * sum_gradients(policy.model, batch, random_seeds(batch, 3), 4)
     directions[1] = 0
     directions[2] *= 1e6
-    expected, _ = predict_changes(policy.model, batch, directions, micro_batch_size=4)
+    expected, _ = predict_changes(policy.model, batch, directions, 4)
     monkeypatch.setattr(torch.func, "jvp", raising(error))
     with pytest.warns(UserWarning, match=r"no forward mode \(fused_op\); changes are central differences"):
-        changes, method = predict_changes(policy.model, batch, directions, micro_batch_size=4)
+        changes, method = predict_changes(policy.model, batch, directions, 4)
     assert method == "central differences"
     assert not changes[1].any()
     for row in (0, 2):  # curvature and rounding of float32, each about 1e-4 at the change that is aimed at
@@ -169,7 +168,7 @@ def test_running_out_of_memory_is_not_taken_for_a_missing_forward_mode(monkeypat
     batch = make_batch(policy)
     monkeypatch.setattr(torch.func, "jvp", raising(torch.OutOfMemoryError("full")))
     with pytest.raises(torch.OutOfMemoryError):
-        predict_changes(policy.model, batch, random_directions(policy), micro_batch_size=8)
+        predict_changes(policy.model, batch, random_directions(policy), 8)
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -196,9 +195,9 @@ def test_flags_modes_gradients_and_parameters_come_back_bit_for_bit(monkeypatch,
         monkeypatch.setattr(torch.func, "jvp", raising(NotImplementedError("op")))
     warns = pytest.warns(UserWarning, match="no forward mode") if fallback else nullcontext()
     with torch.no_grad(), pytest.raises(ValueError, match="broken") if fails else nullcontext():
-        weighted_gradients(policy.model, batch, seeds, micro_batch_size=1)
+        sum_gradients(policy.model, batch, seeds, 1)
     with warns, pytest.raises(ValueError, match="broken") if fails else nullcontext():
-        predict_changes(policy.model, batch, directions, micro_batch_size=1)
+        predict_changes(policy.model, batch, directions, 1)
     after = state_of(policy)
     assert len(before) == len(after)
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
@@ -210,16 +209,14 @@ def test_input_that_cannot_be_measured_is_refused():
     empty = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
     seeds, directions = random_seeds(batch), random_directions(policy)
     for bad in (
-        lambda: weighted_gradients(policy.model, batch, seeds, micro_batch_size=0),
-        lambda: predict_changes(policy.model, batch, directions, micro_batch_size=0),
+        lambda: sum_gradients(policy.model, batch, seeds, 0),
+        lambda: predict_changes(policy.model, batch, directions, 0),
     ):
         with pytest.raises(InputError, match="micro_batch is 0"):
             bad()
     with pytest.raises(InputError, match="keeps no token"):
-        weighted_gradients(policy.model, empty, seeds, micro_batch_size=8)
-    with pytest.raises(InputError, match="cotangents have shape"):
-        weighted_gradients(policy.model, batch, seeds[:, :, 1:], micro_batch_size=8)
+        sum_gradients(policy.model, empty, seeds, 8)
     with pytest.raises(InputError, match="vectors have 7 entries"):
-        predict_changes(policy.model, batch, torch.ones(2, 7), micro_batch_size=8)
+        predict_changes(policy.model, batch, torch.ones(2, 7), 8)
     with pytest.raises(InputError, match="is bfloat16"):
-        predict_changes(half.model, batch, directions, micro_batch_size=8)
+        predict_changes(half.model, batch, directions, 8)

@@ -14,13 +14,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.adapters import peft, save_adapter
 from support.cli import complaint
+from support.gradients import sum_gradients
 from support.policies import LAYERS, make_batch, make_tokenizer, save_checkpoint
 from support.tiers import every
 from torch import Tensor
 
 from gradscope import StepSettings, apply_update
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import MeasureSettings, TableMeasurement, TokenGradientMeter, measure, weighted_gradients
+from gradscope.gradients import MeasureSettings, TableMeasurement, TokenGradientMeter, measure
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.policy import flat_slices, float_parameters, load_policy, policy_hashes
 from gradscope.policy.parameters import measure_only
@@ -147,7 +148,7 @@ def test_summed_gradients_are_of_the_adapter_alone(simple):
     policy = load_policy(simple, params="adapter", dtype="float64")
     batch = make_batch(policy, holes=False)
     seeds = torch.randn(1, *batch.input_ids.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    found = weighted_gradients(policy.model, batch, seeds, micro_batch_size=4)
+    found = sum_gradients(policy.model, batch, seeds, 4)
     adapted, trained = in_peft(simple)
     total = torch.zeros((), dtype=torch.float64)
     for row in range(len(batch)):

@@ -15,6 +15,7 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from support import handmade
 from support.adapters import save_adapter
 from support.cli import run
+from support.gradients import predict_changes, sum_gradients
 from support.oracle import as_policy, measure_all
 from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_responses, write_jsonl
 from support.tiers import every
@@ -29,8 +30,6 @@ from gradscope.gradients import (
     MeasureSettings,
     TableMeasurement,
     measure,
-    predict_changes,
-    weighted_gradients,
 )
 from gradscope.gradients.engine.results import TOLERANCES
 from gradscope.policy import Policy, arithmetic_dtype, load_policy
@@ -80,7 +79,7 @@ def test_summed_gradients_are_float32_and_the_whole_models(name, halves):
     whole, upcast = both(halves / name)
     batch = make_batch(whole)
     seeds = torch.randn(2, *batch.input_ids.shape, generator=torch.Generator().manual_seed(4))
-    ours, theirs = (weighted_gradients(p.model, batch, seeds, micro_batch_size=3) for p in (upcast, whole))
+    ours, theirs = (sum_gradients(p.model, batch, seeds, 3) for p in (upcast, whole))
     assert ours.dtype == torch.float32
     assert (ours - theirs).norm() <= ROUNDING * theirs.norm()
     # What is rounded to half precision on its way would be off by 1e-3 to 1e-2.
@@ -267,7 +266,7 @@ def test_predicted_changes_are_the_whole_float32_models(name, halves):
     batch = make_batch(whole)
     size = sum(p.numel() for p in whole.model.parameters())
     directions = torch.randn(2, size, generator=torch.Generator().manual_seed(5))
-    found = [predict_changes(policy.model, batch, directions, micro_batch_size=4) for policy in (upcast, whole)]
+    found = [predict_changes(policy.model, batch, directions, 4) for policy in (upcast, whole)]
     assert [method for _, method in found] == ["forward mode"] * 2
     (ours, _), (theirs, _) = found
     assert (ours - theirs).norm() <= ROUNDING * theirs.norm()

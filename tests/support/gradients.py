@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradscope.policy import Policy
+from gradscope.gradients import Resources, TokenJacobian, Vectors
+from gradscope.policy import Policy, flat_slices
 from gradscope.rollouts import TokenBatch
 
 
@@ -66,3 +67,16 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     numpy = np.random.get_state()
     states = {"torch": bits(torch.get_rng_state()), "numpy": (numpy[1].tobytes(), numpy[2:])}
     return {"model": found, "python": random.getstate(), **states}
+
+
+def sum_gradients(model: nn.Module, batch: TokenBatch, weights: Tensor, size: int = 8) -> Tensor:
+    """[R, P]: Σ_t weights[r, t]·∇ log π_t, from weights [R, B, S]."""
+    J = TokenJacobian(model, batch, Resources(1 << 40, micro_batch=size))
+    return J.vjp(J.kept(weights)).rows
+
+
+def predict_changes(model: nn.Module, batch: TokenBatch, directions: Tensor, size: int = 8) -> tuple[Tensor, str]:
+    """[R, B, S]: ⟨∇ log π_t, direction⟩, 0 elsewhere; and how."""
+    J = TokenJacobian(model, batch, Resources(1 << 40, micro_batch=size))
+    changes, how = J.jvp(Vectors(directions, flat_slices(model)))
+    return J.spread(changes), how
