@@ -181,7 +181,7 @@ def quiet_transformers() -> None:
 
 
 def check_no_plan(**given: str | float | None) -> None:
-    """InputError for what says something of a plan, by the names of its flags, where none is asked for."""
+    """Raise InputError if a plan-only flag is set without --plan."""
     for name, value in given.items():
         if value is not None:
             flag = f"--{name.replace('_', '-')}"

@@ -247,7 +247,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         return J.plan_gram(2 * (len(EDGES) - 1), pairs="within", metric=metric)  # of two halves of the prompts
 
     def reserve(self, measured: Measured) -> float:
-        """Seconds of the minutes that what follows the table takes."""
+        """Return the seconds reserved for summed gradients."""
         if measured.sums_seconds is None:
             return 0.0
         return measured.sums_limit if self.keeps_prompts else min(measured.sums_limit, measured.sums_seconds)

@@ -207,7 +207,7 @@ class Task:
         self.note(kind, f"Left out: {PARTS[part]} ({why}).")
 
     def affords(self, part: str, forward_passes: float) -> bool:
-        """Whether so many forward passes fit into the minutes, which they then take; if not, a note says so."""
+        """Return whether so many forward passes fit into the minutes, which they then take; if not, a note says so."""
         fits = self.minutes.take(forward_passes)
         if not fits:
             self.run_out(part, forward_passes)
@@ -222,7 +222,7 @@ class Task:
         self.leave_out(part, "minutes", why)
 
     def attempt(self, part: str, make: Callable[[], Made]) -> Made | None:
-        """Make what not every policy and batch can give; where it cannot, None and a note."""
+        """Run an optional part; on InputError or lack of memory return None and add a note."""
         try:
             return make()
         except (InputError, torch.OutOfMemoryError) as error:
@@ -232,7 +232,7 @@ class Task:
             return_freed_memory()
 
     def resampling(self, part: int) -> dict[str, Any]:
-        """Each part's own random numbers, so that leaving one out changes no other."""
+        """Return each part's own random numbers, so that leaving one out changes no other."""
         rng = np.random.default_rng([self.settings.seed, part])
         return {"seed": rng, "resamples": self.settings.resamples}
 
@@ -303,7 +303,7 @@ def _settle(
 
 
 def _plan_parts(task: Task) -> dict[str, float]:
-    """What this diagnosis makes, and what each part costs in forward passes."""
+    """Return what this diagnosis makes, and what each part costs in forward passes."""
     if not task.weighted:
         return {TOKENS: 1.0}
     own = {"metric": task.metric is not None, "way": task.settings.gradient_way}
@@ -363,7 +363,7 @@ def describe_tokens(task: Task) -> TokenPart:
 
 
 def try_other_temperatures(task: Task) -> pd.DataFrame | None:
-    """The headline at other temperatures, where the rollouts' own is not known: it is told in that note."""
+    """Return the headline at other temperatures, where the rollouts' own is not known: it is told in that note."""
     unknown = [place for place, note in enumerate(task.notes) if note.kind == "temperature"]
     if not task.weighted or not unknown:
         return None
@@ -377,7 +377,7 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
 
 
 def compare_weightings(task: Task) -> Comparison | None:
-    """What each weighting would change; None where it is not asked for, or was left out."""
+    """Return what each weighting would change; None where it is not asked for, or was left out."""
     s, size = task.settings, sum(p.numel() for p in task.policy.model.parameters())
     if not task.weighted or s.compare is False:
         return None
@@ -413,7 +413,7 @@ class GradientPart:
 
 
 def sum_gradients(task: Task) -> GradientPart:
-    """The intervals' summed gradients, prompt by prompt."""
+    """Return the intervals' summed gradients, prompt by prompt."""
     if not task.weighted:
         return GradientPart()
     size, metric, J = len(task.labels), task.metric, task.jacobian

@@ -31,13 +31,14 @@ class Minutes:
         return self.limit is None or (self.spent + forward_passes) * self.pass_seconds <= 60 * self.limit
 
     def take(self, forward_passes: float) -> bool:
-        """Whether so many fit, which are then spent."""
+        """Return whether so many fit, which are then spent."""
         fits = self.allow(forward_passes)
         self.spent += forward_passes * fits
         return fits
 
     def fit_influence(self, cost: float, wanted: int, *, tokens: int, least: float) -> int | None:
-        """Tokens of the step whose movement is split by source, fewer than wanted where that on all takes too long.
+        """Return tokens of the step whose movement is split by source, fewer than wanted where that on all takes too
+        long.
 
         cost: forward passes for all tokens. least: tokens of a prompt, for whole ones are taken; None: not even one
         fits.
@@ -72,7 +73,8 @@ def compare_cost(*, metric: bool) -> float:
 def part_costs(
     policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, memory: int, metric: bool
 ) -> dict[str, float]:
-    """What is made of rollouts with weights → forward passes over the batch that take as long, in the order of a run.
+    """Return what is made of rollouts with weights → forward passes over the batch that take as long, in the order of a
+    run.
 
     Keys are `SUMS`, of the plain ones, and those of `PARTS`. policy: it may be without weights. sums: of the summed
     gradients once, as planned. metric: AdamW's is known, and the table's norms are in it.
@@ -105,7 +107,7 @@ def fit_parts(
     tokens: int,
     least: float,
 ) -> dict[str, float]:
-    """Those of `part_costs` that a run in so many minutes makes, as it chooses them, and what they cost there.
+    """Return those of `part_costs` that a run in so many minutes makes, as it chooses them, and what they cost there.
 
     wanted, tokens, least: see `Minutes.fit_influence`.
     """

@@ -11,7 +11,7 @@ from gradscope.resampling import in_brackets
 
 
 def percent(value: float) -> str:
-    """A share in percent, without the sign.
+    """Write a share in percent, without the sign.
 
     >>> [percent(v) for v in (0.4793, 0.0139, 0.00021, -0.21, 1.0, 0.0)]
     ['48', '1.4', '0.021', '−21', '100', '0']
@@ -26,7 +26,7 @@ def percent(value: float) -> str:
 
 
 def share_words(row: pd.Series) -> str:
-    """A share with its interval.
+    """Write a share with its interval.
 
     >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
     '48 % [27, 64]'
@@ -37,7 +37,7 @@ def share_words(row: pd.Series) -> str:
 
 
 def bits_words(row: pd.Series) -> str:
-    """A signed number of bits with its interval.
+    """Write a signed number of bits with its interval.
 
     >>> bits_words(pd.Series({"value": -0.6, "lower": -1.23, "upper": 0.16}))
     '−0.6 bits [−1.2, +0.2]'
@@ -46,7 +46,7 @@ def bits_words(row: pd.Series) -> str:
 
 
 def times_words(row: pd.Series) -> str:
-    """A number of bits, log₂ of a ratio, as that ratio with its interval.
+    """Write bits, the log₂ of a ratio, as that ratio with its interval.
 
     >>> times_words(pd.Series({"value": 4.75, "lower": 4.3, "upper": 5.1}))
     '27× [20, 34]'
@@ -55,12 +55,12 @@ def times_words(row: pd.Series) -> str:
 
 
 def times(bits: float) -> str:
-    """The ratio of which a number is log₂."""
+    """Write the ratio of which a number is log₂."""
     return short_number(2.0**bits)
 
 
 def name_bin(label: str) -> str:
-    """A probability bin as a condition on π, from its label.
+    """Write a probability bin's label as a condition on π.
 
     >>> [name_bin(label) for label in ("[0, ¼)", "[¼, ½)", "[¾, 1]", "[0, 1]", "[0.1, 0.9]")]
     ['π < ¼', '¼ ≤ π < ½', 'π ≥ ¾', '0 ≤ π ≤ 1', '0.1 ≤ π ≤ 0.9']
@@ -74,7 +74,7 @@ def name_bin(label: str) -> str:
 
 
 def short_number(value: float) -> str:
-    """Two digits, or all before the point.
+    """Write two digits, or all those before the point.
 
     >>> [short_number(v) for v in (34.6, 1.234, 0.0123, 1234.5)]
     ['35', '1.2', '0.012', '1,234']
@@ -87,7 +87,7 @@ def step_words(d: Diagnosis) -> str:
 
 
 def number_words(row: pd.Series, form: str = ".2f") -> str:
-    """A number with its interval; a dash where there is none."""
+    """Write a number with its interval; a dash if it is NaN."""
     if isnan(row["value"]):
         return "–"
     write = f"{{:{form}}}".format
@@ -95,7 +95,7 @@ def number_words(row: pd.Series, form: str = ".2f") -> str:
 
 
 def as_sentence(note: str) -> str:
-    """What the command line prints after "note:", with a capital, unless it begins with a name, and a full stop."""
+    """Capitalise a note and end it with a full stop, unless it begins with a name."""
     first = note.split(" ", 1)[0]
     start = note[:1].upper() + note[1:] if first.isalpha() and first.islower() else note
     return start if start.endswith((".", "!", "?")) else f"{start}."

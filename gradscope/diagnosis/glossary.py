@@ -70,4 +70,4 @@ DEFINITIONS = {
         "measured tokens matters; where either are too few, there are none."
     ),
 }
-"""What the words of the findings mean, for a page to quote."""
+"""Term → its definition."""

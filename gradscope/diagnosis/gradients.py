@@ -41,7 +41,7 @@ def gradient_rows(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Rows per interval and for "all": see the module for what they are and what their bounds mean.
+    """Return rows per interval and for "all": see the module for what they are and what their bounds mean.
 
     gradient_norm, ‖G_a‖ (no bounds); gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio, ‖G_a‖/‖G‖; cosine_with_all, of G_a and
     G; gradient_index, log₂ of its share of Σ_b ‖G_b‖² over its share of the tokens; signal, noise, signal_fraction.
@@ -126,7 +126,7 @@ def cosine_matrix(pairs: Pairs) -> pd.DataFrame:
 def _ratios(
     pairs: Pairs, tokens: Float[np.ndarray, "n A"], draws: Float[np.ndarray, "r n"] | Int[np.ndarray, "r n"]
 ) -> Float[np.ndarray, "r A4"]:
-    """Share, norm ratio, cosine and index of each interval in each draw of prompts."""
+    """Return share, norm ratio, cosine and index of each interval in each draw of prompts."""
     weights = draws.astype(np.float64)
     products, counts = _products(pairs, weights), weights @ tokens
     squares, whole, along = np.einsum("raa->ra", products), products.sum((1, 2))[:, None], products.sum(2)
@@ -158,7 +158,7 @@ def _own_blocks(pairs: Pairs) -> Float[np.ndarray, "A1 n n"]:
 def _widen(
     found: Float[np.ndarray, "3 k"], error: Float[np.ndarray, " k"], confidence: float
 ) -> Float[np.ndarray, "3 k"]:
-    """Value and bounds, those farther out by an error that is independent of what they are for."""
+    """Return value and bounds, those farther out by an error that is independent of what they are for."""
     from scipy.stats import norm
 
     value, reach = found[0], norm.ppf((1 + confidence) / 2) * error

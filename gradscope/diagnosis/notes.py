@@ -21,23 +21,22 @@ from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note, TokenBatch
 
 IMPROBABLE = 0.2
-"""Nats a token by which −log π exceeds the entropy on average, from which on the policy is not what sampled the
-tokens."""
+"""Nats per token by which −log π must exceed the entropy on average to show that another policy sampled the tokens."""
 
 
 def has_gradient(table: pd.DataFrame) -> bool:
-    """Whether every weight is known and one is not 0."""
+    """Return whether every weight is known and one is not 0."""
     return bool(table["weight"].notna().all()) and bool((table["weight"] != 0).any())
 
 
 def count_informative_prompts(table: pd.DataFrame) -> int:
-    """How many prompts the numbers rest on: those with an advantage other than 0, or all where nothing is weighted."""
+    """Count the prompts that the numbers rest on: those with a nonzero advantage; all, if nothing is weighted."""
     own = table[table["advantage"] != 0] if has_gradient(table) else table
     return own["group"].nunique()
 
 
 def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[Note]:
-    """What is missing, sampled or rough: tokens, prompts, norms, and the optimizer's state that was given."""
+    """Return notes on what is missing, sampled or approximate: tokens, prompts, norms, the optimizer's state."""
     size, unknown = len(table), int(table["weight"].isna().sum())
     prompts, informative = table["group"].nunique(), count_informative_prompts(table)
     measured, probabilities = int(table[PARAMETERS].notna().sum()), sampling_probabilities(table)
@@ -71,7 +70,7 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
 
 
 def describe_improbable(table: pd.DataFrame) -> str:
-    """What is wrong with tokens that the policy would hardly sample; "" where nothing is.
+    """Describe tokens that the policy would hardly sample; "" if there are none.
 
     Of tokens that a policy sampled itself, −log π is the entropy in the mean. Said from IMPROBABLE nats on, if that is
     three standard errors over prompts, or if a tenth of the responses, of ten tokens or more (two at least), exceeds it
@@ -96,7 +95,7 @@ def describe_improbable(table: pd.DataFrame) -> str:
 
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
-    """InputError for a table that is not of this batch or has other intervals."""
+    """Raise InputError for a table that is not of this batch or has other intervals."""
     needed = ["response", "group", "position", "token_id", "prob", "interval", "advantage", "weight"]
     needed += [LOGITS, PARAMETERS, f"{LAYER}0"]
     if missing := [name for name in needed if name not in table]:

@@ -65,7 +65,7 @@ _DRIVERS = {
 
 @paper_style()
 def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
-    """The first screen's figure: per bin its share of the tokens, of the gradient energy and of the summed gradient.
+    """Draw the first screen's figure: each bin's share of tokens, of gradient energy and of the summed gradient.
 
     statistics: of a `Diagnosis`; labels: its intervals; bars are 95 %. Raises InputError where no share is there.
     """
@@ -81,7 +81,8 @@ def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | N
 
 @paper_style()
 def plot_dominance(statistics: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Per interval its share of the tokens beside its shares of the gradients, and the dominance indices; with bars.
+    """Draw each interval's share of the tokens beside its shares of the gradients, and the dominance indices, with
+    bars.
 
     statistics: of a `Diagnosis`; labels: its intervals. Raises InputError where no share is there.
     """
@@ -95,7 +96,8 @@ def plot_dominance(statistics: pd.DataFrame, labels: Sequence[str]) -> Figure:
 
 @paper_style()
 def plot_signal(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
-    """Signal fraction of each interval's summed gradient, and of all: 1 is all signal, 0 none; bars are 95 %."""
+    """Draw the signal fraction of each interval's summed gradient and of all: 1 is all signal, 0 none; bars are 95 %.
+    """
     ax = new_axes(ax)
     _draw_series(ax, statistics, [*labels, "all"], FRACTIONS, factor=1.0, name="signal / ‖$G_a$‖²")
     low, _ = ax.get_ylim()
@@ -105,7 +107,7 @@ def plot_signal(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | N
 
 @paper_style()
 def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | None = None) -> Axes:
-    """Shares of the tokens and of the energy by the values of one driver (`Diagnosis.where`); bars are 95 %."""
+    """Draw the shares of tokens and energy by the values of one driver (`Diagnosis.where`); bars are 95 %."""
     require(where, ["driver", "value", "token_share", "squared_share"], what="the table of shares")
     rows = where[where["driver"] == driver]
     if rows.empty:
@@ -131,7 +133,7 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
 
 @paper_style()
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Headline numbers over training steps, a panel each, with bands of 95 %: statistics with a column step.
+    """Draw headline numbers over training steps, a panel each, with 95 % bands: statistics with a column step.
 
     A number of a bin names it; where a column other_step is True, the point is hollow. Raises InputError where none of
     them is there.
@@ -166,7 +168,7 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
 
 @paper_style()
 def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Fig. 3 for one step: per interval the share of the tokens that moved the right way, a panel for each sign of Â.
+    """Draw Fig. 3 for one step: the share of each interval's tokens that moved the right way, a panel per sign of Â.
 
     directions: `Diagnosis.directions`; of the steps that it knows, the predicted and the actual one. Bars are 95 %.
     """
@@ -200,7 +202,7 @@ def _draw_series(
     factor: float,
     name: str,
 ) -> None:
-    """One series of points with bars per statistic that is there, side by side in each interval."""
+    """Draw one series of points with bars for each statistic present, side by side in each interval."""
     require(statistics, COLUMNS, what="the statistics")
     keys = list(zip(statistics["statistic"], statistics["metric"], strict=True))
     here = {key: look for key, look in series.items() if key in keys}
@@ -224,12 +226,13 @@ def _draw_series(
 
 
 def _put_legend_below(ax: Axes) -> None:
-    """Where it hides no bar."""
+    """Put the legend below the axes, where it hides no bar."""
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.0)
 
 
 def _bars(rows: pd.DataFrame, value: str, lower: str = "lower", upper: str = "upper") -> tuple[np.ndarray, np.ndarray]:
-    """(values, [2, n] distances to their bounds); 0 where unknown, or where a percentile lies on the other side."""
+    """Return (values, [2, n] distances to their bounds); 0 where unknown, or where a percentile lies on the other side.
+    """
     middle, low, high = (rows[name].to_numpy(dtype=float) for name in (value, lower, upper))
     bars = np.stack([middle - low, high - middle])
     return middle, np.where(np.isfinite(bars), np.maximum(bars, 0.0), 0.0)

@@ -44,7 +44,9 @@ class SamplingError:
     tokens: int
 
     def width(self, times: float) -> float:
-        """How many times as wide the interval would be with so many times the measured tokens; infinity: with all."""
+        """Return the factor on the interval's width from so many times the measured tokens; infinity: with all
+        measured.
+        """
         return float(np.sqrt(1 - self.part + self.part * self._shrink(times)))
 
     def _shrink(self, times: float) -> float:
@@ -53,7 +55,8 @@ class SamplingError:
         return max(0.0, (1 / (times * fraction) - 1) / (1 / fraction - 1))
 
     def in_words(self, seconds: Callable[[float], float] | None = None) -> str:
-        """What the sample leaves open. seconds: of a run with so many times the tokens; None: not said."""
+        """Describe the error due to the sample. seconds: of a run with so many times the tokens; None: not mentioned.
+        """
         said = f"{self.quantity}: {self.value:.3g}"
         if not np.isfinite(self.lower):
             error = f" ± {self.standard_error:.2g}, a standard error," if np.isfinite(self.standard_error) else ""
@@ -75,7 +78,7 @@ class SamplingError:
 def sampling_error(
     table: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> SamplingError | None:
-    """Sampling error of the lowest interval that has measured tokens; None where all tokens were measured, or none."""
+    """Compute the sampling error of the lowest interval with measured tokens; None if all or none were measured."""
     probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
     if probabilities is None or not measured.any():
         return None
@@ -131,6 +134,6 @@ def design_variances(
 
 
 def _part(error: float, lower: float, upper: float) -> float:
-    """Share of the variance behind the bounds that this standard error explains; at most 1."""
+    """Return share of the variance behind the bounds that this standard error explains; at most 1."""
     whole = (upper - lower) / (2 * NORMAL)
     return float(np.minimum(1.0, (error / whole) ** 2)) if whole > 0 else np.nan

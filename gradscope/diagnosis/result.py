@@ -43,7 +43,7 @@ def make_rows(
     intervals: Sequence[str] = ("",),
     short: Sequence[Shortage | None] = (),
 ) -> pd.DataFrame:
-    """A row per interval of one statistic: found holds the values, then lower and upper bounds; not finite is NaN.
+    """Make a row per interval of one statistic, from its values and bounds; non-finite numbers become NaN.
 
     n: a count per interval, or one for all. short: what each lacks for bounds; with too little, it has none.
     """
@@ -64,19 +64,19 @@ def make_rows(
 def one_row(
     statistic: str, value: float, n: int, *, unit: str, metric: str = "none", interval: str = ""
 ) -> pd.DataFrame:
-    """A number that has no interval."""
+    """Make the row of a number that belongs to no interval."""
     found = np.array([[value], [np.nan], [np.nan]], dtype=np.float64)
     return make_rows(statistic, found, n, unit=unit, metric=metric, intervals=[interval])
 
 
 def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """All rows, one below the other; the empty table without any."""
+    """Concatenate rows; the empty table if there are none."""
     parts = [part for part in parts if len(part)]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*COLUMNS, *SHORTAGE])
 
 
 def strike_bounds(rows: pd.DataFrame | None) -> pd.DataFrame | None:
-    """The rows without the bounds of what is weighted, of which there are too few prompts; of `statistics` or others.
+    """Remove the bounds of weighted statistics if too few prompts have an advantage; of `statistics` or others.
 
     Prompts without an advantage are redrawn, too, and say nothing of how much others would differ.
     """
@@ -91,7 +91,7 @@ def strike_bounds(rows: pd.DataFrame | None) -> pd.DataFrame | None:
 
 
 def pick_row(statistics: pd.DataFrame, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
-    """The row of that name; None where it was not computed. InputError where a name is there twice."""
+    """Return the row of that name; None if it was not computed. Raises InputError if the name occurs twice."""
     chosen = statistics[
         (statistics["statistic"] == statistic) & (statistics["metric"] == metric) & (statistics["interval"] == interval)
     ]
@@ -107,9 +107,9 @@ LARGEST_SEED = 2**57
 LARGE = 100_000_000
 """Parameters from which on α and η are screened only on demand: it takes more passes than all the rest."""
 WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step")
-"""Kinds of notes that may change the verdict itself: they come first, and the page shows them unfolded."""
+"""Kinds of notes that may change the verdict itself; the page shows them first and unfolded."""
 VERDICT_PROMPTS = FEWEST
-"""Below so many there is no interval (see `resampling`), and no verdict."""
+"""Fewest prompts for an interval (`resampling`) and a verdict."""
 
 
 UNWEIGHTED = ("token_share", "logprob_difference_mean", "ratio_mean")
@@ -125,12 +125,12 @@ PARTS = {
     "influence": "influence between probability bins",
     "comparison": "what each weighting would change",
 }
-"""Parts that may be left out, in words."""
+"""Optional parts, in words."""
 
 
 @dataclass(frozen=True)
 class DiagnosisSettings:
-    """All that changes a number of a diagnosis."""
+    """Settings that change a diagnosis's numbers."""
 
     loss: LossSettings = PAPER
     """The objective; a table that is given must have been measured with it."""
@@ -167,7 +167,7 @@ class DiagnosisSettings:
     """Seed of every random number."""
 
     def check(self) -> None:
-        """Raise InputError for numbers that no diagnosis can be made with."""
+        """Raise InputError for settings with which nothing can be diagnosed."""
         self.loss.check()
         interval_labels(self.edges)
         if self.step is not None:
@@ -185,7 +185,7 @@ class DiagnosisSettings:
 
 
 class Verdict(StrEnum):
-    """What a finding decides; code asks this, never what its sentence says."""
+    """A finding's verdict, for code to ask instead of reading its sentence."""
 
     DOMINATES = "dominates"
     """More than in proportion, and more than any other interval."""
@@ -252,7 +252,7 @@ def few_words(informative: int, prompts: int) -> str:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Diagnosis:
-    """What one checkpoint does with one batch of rollouts. A part that was not computed is None; a note says why."""
+    """What one checkpoint does with one batch of rollouts. Parts that were not computed are None, with a note."""
 
     statistics: pd.DataFrame
     """Every headline number, a row each: see `COLUMNS` and `SHORTAGE`."""
@@ -329,7 +329,7 @@ class Diagnosis:
         return tuple(note for note in self.notes if getattr(note, "kind", "") in WARNINGS)
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
-        """The row of `statistics` of that name; None where it was not computed."""
+        """Return the row of `statistics` of that name; None if it was not computed."""
         return pick_row(self.statistics, statistic, metric, interval)
 
     def __repr__(self) -> str:
@@ -345,7 +345,9 @@ class Diagnosis:
         )
 
     def to_html(self, path: str | Path, **keywords: Any) -> Path:
-        """Write the page as one file that fetches nothing; its path. keywords: title, facts, notes of `make_report`."""
+        """Write the page as one file that fetches nothing; return its path. keywords: title, facts, notes of
+        `make_report`.
+        """
         if self.report is None:
             raise InputError(
                 "this diagnosis was put together by hand; make_report(found, policy, batch) makes its page"

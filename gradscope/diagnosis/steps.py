@@ -20,7 +20,7 @@ from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
 
 
 def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
-    """The batch with the table's advantages, where it has rewards alone: steps are then of the weights in the table."""
+    """Add the table's advantages to a batch with rewards only, so that steps use the table's weights."""
     if batch.advantages is not None or batch.rewards is None:
         return batch
     advantages = torch.full(batch.input_ids.shape, float("nan"))
@@ -29,7 +29,7 @@ def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
 
 
 def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator) -> Int[Tensor, " b"]:
-    """Rows of whole prompts, in random order until the next one would exceed so many tokens; one prompt at least.
+    """Return rows of whole prompts in random order, up to so many tokens; at least one prompt.
 
     Those with an advantage come first: a step on the others alone would show momentum and decay.
     """
@@ -46,7 +46,7 @@ def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator)
 def influence_rows(
     contributions: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(rows, influence_table): rows of low_to_high_share and high_to_high_share.
+    """Compute low_to_high_share and high_to_high_share, and the influence table they come from.
 
     low_to_high_share: the share of the predicted movement of the highest interval's tokens that the lowest interval's
     gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts. high_to_high_share: that the highest interval's
@@ -68,7 +68,7 @@ def influence_rows(
 def direction_rows(
     table: pd.DataFrame, kind: str, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(rows, shares): of the tokens with Â > 0 the share that rose, with Â < 0 that fell, by interval of π_old.
+    """Compute the share of tokens with Â > 0 that rose and with Â < 0 that fell, by interval of π_old.
 
     table: with delta_log_odds.all, interval, advantage and group. kind: "predicted" or "actual", of the rows' names
     right_direction_positive_KIND, right_direction_negative_KIND. Of the tokens that moved; "all" is of every interval.
@@ -88,7 +88,7 @@ def direction_rows(
 
 
 def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
-    """How far the policy is from the one that sampled, over the tokens whose old_logprob is known; no rows without one.
+    """Measure how far the policy is from the one that sampled, over tokens with a known old_logprob.
 
     logprob_difference_mean, _max: of |log π − log π_old|, nats, as trainers log for the mismatch of trainer and
     sampler; ratio_mean, ratio_max: of π/π_old; clip_low, clip_high, clip_dual: shares of the tokens that Eq. 2's trust
@@ -119,7 +119,8 @@ def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
 
 
 def predicted_movement(contributions: pd.DataFrame) -> pd.DataFrame:
-    """The contributions with their sum as the movement that `directions` judges; log π and log odds move alike."""
+    """Return the contributions with their sum as the movement that `directions` judges; log π and log odds move alike.
+    """
     return contributions.assign(**{"delta_log_odds.all": contributions["predicted"].astype(np.float64)})
 
 

@@ -34,9 +34,9 @@ PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 
 LEGEND = """mean_norm: ‖g‖ of a token unweighted, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
-"""What the columns of Summary.intervals are."""
+"""Meaning of the columns of Summary.intervals."""
 ENOUGH = 30
-"""Tokens below which a fitted power is not put into words."""
+"""Fewest tokens for putting a fitted power into words."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Summary:
         return "\n\n".join(parts)
 
     def sentences(self) -> str:
-        """The finding in words."""
+        """Return the findings in words."""
         table = self.intervals
         lines = self._norms(table)
         if self.gradients is not None:
@@ -74,7 +74,7 @@ class Summary:
         return "\n".join(lines)
 
     def theory_words(self) -> str:
-        """Prop. 4.2 and the powers of 1−π on these tokens; "" where there is nothing to say."""
+        """Say how Prop. 4.2 and the powers of 1−π do on these tokens; "" if there is nothing to say."""
         if self.theory is None:
             return ""
         powers = self.theory.powers
@@ -90,7 +90,7 @@ class Summary:
         return "\n\n".join([*words, "Prop. 4.2 on these tokens:", str(self.theory)])
 
     def _norms(self, table: pd.DataFrame) -> list[str]:
-        """What the norms of the tokens say one by one."""
+        """Say what the single tokens' norms show."""
         low, high = table.iloc[0], table.iloc[-1]
         lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
         if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
@@ -105,7 +105,7 @@ class Summary:
         return lines
 
     def _sums(self, table: pd.DataFrame) -> list[str]:
-        """What the summed gradients say, and how far to trust it."""
+        """Say what the summed gradients show, and how far to trust it."""
         owned = _rows(table, "token_share", "gradient_share")
         if not owned:
             return ["Summed: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
@@ -139,7 +139,7 @@ def _percent(share: float) -> str:
 
 
 def _rows(table: pd.DataFrame, *columns: str) -> list[tuple]:
-    """(interval, values…) of the rows in which all of these columns are numbers."""
+    """Return (interval, values…) of the rows in which all these columns are numbers."""
     return list(table.dropna(subset=columns)[["interval", *columns]].itertuples(index=False, name=None))
 
 
@@ -152,7 +152,7 @@ def summarize_measurement(
     contexts: int = 0,
     resources: Resources | None = None,
 ) -> Summary:
-    """Ask the network for the sums over tokens that the table cannot give, and put everything side by side.
+    """Compute the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
     it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
@@ -179,7 +179,8 @@ def summarize_measurement(
 def add_constants(
     policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool | Progress = False
 ) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """(the table with a column `context`, Eq. 3's constants at these contexts): the shortest, each of another prompt.
+    """Return (the table with a column `context`, Eq. 3's constants at these contexts): the shortest, each of another
+    prompt.
 
     Only tokens that were measured and have 1−π > 1e-3 are taken; no constants where there is none.
     """
@@ -199,7 +200,8 @@ def add_constants(
 
 
 def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
-    """A row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, gradient…
+    """Return a row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share,
+    gradient…
 
     squared_share: share of Σ‖w_t g_t‖². Of an interval that was measured in part, mean_norm and squared_share are
     estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and
@@ -243,7 +245,9 @@ def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
 def write_figures(
     folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool | Progress = False
 ) -> None:
-    """Fig. 1 (a, b, d), Fig. 2, norms by layer and interval or against 1−π, cosines: PNG, CSV; summary and theory."""
+    """Draw Fig. 1 (a, b, d), Fig. 2, norms by layer and interval or against 1−π, and cosines as PNG and CSV; write
+    summary and theory.
+    """
     from gradscope import plots
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -275,7 +279,7 @@ def write_figures(
 
 
 def measured_cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
-    """The measured gains of these layers as cones of Fig. 2."""
+    """Return the measured gains of these layers as cones of Fig. 2."""
     gains = theory.gains[theory.gains["quantity"].isin(layers)]
     return pd.DataFrame(
         {

@@ -20,7 +20,7 @@ Number = int | float
 TRIED = (0.6, 0.7, 1.0)
 """Temperatures that rollouts are usually sampled at."""
 EACH = 100
-"""Tokens of every interval that are measured at each."""
+"""Tokens measured per interval at each temperature."""
 
 
 def try_temperatures(
@@ -32,7 +32,7 @@ def try_temperatures(
     seed: Seed = 0,
     temperatures: Sequence[Number] = TRIED,
 ) -> pd.DataFrame:
-    """The lowest interval's share of the tokens and of the gradient energy at other temperatures, a row each.
+    """Compute the lowest interval's share of tokens and of energy at other temperatures, a row each.
 
     table: of the batch at the temperature assumed, which is not measured again; at each other one, a sample of `EACH`
     tokens per interval is, and the bounds cover its error. Columns: temperature; token_share and squared_share with
@@ -61,7 +61,7 @@ def temperature_cost(batch: TokenBatch, intervals: int) -> float:
 
 
 def temperature_words(tried: pd.DataFrame, label: str) -> str:
-    """How far the headline moves."""
+    """Say how far the headline moves."""
     columns = {"squared_share": "value", "squared_share_lower": "lower", "squared_share_upper": "upper"}
     shares = tried[list(columns)].rename(columns=columns)
     pairs = zip(shares.iterrows(), tried["temperature"], strict=True)

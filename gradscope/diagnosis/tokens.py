@@ -42,7 +42,7 @@ from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
 Number = int | float
 PRINTABLE = 10
-"""Measured tokens below which a kind of token has no row of its own."""
+"""Fewest measured tokens for a kind of token to get its own row."""
 OTHER = "other"
 Matrix = Float[np.ndarray, "n A"]
 
@@ -54,7 +54,7 @@ class PromptSums:
     tokens: Matrix
     """Counts."""
     measured: Matrix
-    """How many of them have a known norm."""
+    """Number of them with a known norm."""
     squares: Matrix
     """Σ‖w·g‖²/p over the measured ones, p their sampling probability, or 1 where all of an interval have the same."""
     predicted: Matrix
@@ -65,7 +65,7 @@ class PromptSums:
     """What each interval's sample is worth for Σ‖w·g‖², where one was drawn; see `resampling.sample_worth`."""
 
     def short_of(self) -> list[Shortage | None]:
-        """What the shares of Σ‖w·g‖² lack for an interval, by interval."""
+        """Return what the shares of Σ‖w·g‖² lack for an interval, by interval."""
         reached, worth, measured = (self.squares > 0).sum(0), self._worth_of_shares(), self.measured.sum(0)
         prompts = reached if self.worth is None else ((self.predicted > 0) & (self.tokens > 0)).sum(0)
         return [short_of(*each) for each in zip(prompts, worth, measured.astype(int), reached, strict=True)]
@@ -76,17 +76,17 @@ class PromptSums:
         return worth_of_shares(self.predicted.sum(0), self.worth)
 
     def drawn(self) -> Float[np.ndarray, " A"] | None:
-        """How many tokens were measured of each interval; infinity: all of it."""
+        """Return how many tokens were measured of each interval; infinity: all of it."""
         return None if self.worth is None else np.where(np.isinf(self.worth), np.inf, self.measured.sum(0))
 
 
 def weighted_norms(table: pd.DataFrame, norm: str = PARAMETERS) -> Float[np.ndarray, " n"]:
-    """‖w·g‖ of each token in float64; NaN where weight or norm is unknown. norm: the column of ‖g‖."""
+    """Return ‖w·g‖ of each token in float64; NaN if weight or norm is unknown. norm: the column of ‖g‖."""
     return np.abs(table["weight"].to_numpy(np.float64)) * table[norm].to_numpy(np.float64)
 
 
 def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETERS) -> PromptSums:
-    """The sums of a token table whose weights are known. norm: the column of ‖g‖."""
+    """Sum a token table with known weights by prompt and interval. norm: the column of ‖g‖."""
     cell = prompt_clusters(table) * num_intervals + table["interval"].to_numpy(np.int64)
     size = (int(cell.max()) // num_intervals + 1) * num_intervals
 
@@ -119,7 +119,7 @@ def token_shares(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Rows, one per interval, of token_share; squared_share, of Σ‖w·g‖²; predicted_share, of Σ(w·(1−π))².
+    """Compute per interval token_share, squared_share (of Σ‖w·g‖²) and predicted_share (of Σ(w·(1−π))²).
 
     And dominance_index, predicted_index and added_index, their difference (bits; see the module); and largest_share, in
     which share of the redrawn batches the interval's squared_share is the largest of all (it has no bounds). NaN where
@@ -176,7 +176,7 @@ def token_shares(
 
 
 def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
-    """Mean norm of the token gradients (unweighted) at each place, a row per quantity and interval, logits first.
+    """Compute the mean norm of the unweighted token gradients by layer and interval, logits first.
 
     Columns: quantity (logit_grad_norm, act_grad_norm.0, …, param_grad_norm), then those of `intervals.summarize`.
     """
@@ -200,7 +200,7 @@ def shares_by(
     seed: Seed = 0,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Where Σ‖w·g‖² is: a row per value of each driver of `drivers.add_drivers`.
+    """Compute where Σ‖w·g‖² is: a row per value of each driver of `add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
     squared_lower, squared_upper: intervals that hold all of a driver's shares together in 95 %, for the largest is
@@ -241,25 +241,25 @@ def shares_by(
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """‖w·g‖² of each measured token times the number of tokens that it counts for, NaN for the others."""
+    """Return ‖w·g‖² of each measured token times the number of tokens it stands for; NaN for the others."""
     squares = weighted_norms(table) ** 2
     return squares * stands_for(table, ~np.isnan(squares))
 
 
 def total_squares(table: pd.DataFrame) -> float:
-    """Σ‖w·g‖² over all tokens where a sample with chances of their own was measured, else over the measured ones."""
+    """Return Σ‖w·g‖² over all tokens (estimated from a sample with known chances, if one was drawn)."""
     sampled = sampling_probabilities(table) is not None
     return float(np.nansum(scaled_squares(table) if sampled else weighted_norms(table) ** 2))
 
 
 def add_weighted_norms(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with weighted_norm, ‖w·g‖, and squared_share, of `total_squares` in percent; NaN where that is 0."""
+    """Add weighted_norm, ‖w·g‖, and squared_share, its square's percentage of `total_squares` (NaN if that is 0)."""
     norm, total = weighted_norms(table), total_squares(table)
     return table.assign(weighted_norm=norm, squared_share=100 * norm**2 / total if total > 0 else np.nan)
 
 
 def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
-    """The n measured tokens of the largest ‖w·g‖, the largest first: where the gradient's norm spikes.
+    """Return the n measured tokens with the largest ‖w·g‖, in descending order: where the gradient's norm spikes.
 
     Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of `total_squares`.
     """

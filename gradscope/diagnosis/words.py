@@ -24,15 +24,16 @@ from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 from gradscope.objective import off_policy_sentence
 
 CERTAIN = 0.95
-"""A bin is said to account for the largest share only if it does in so many of the redrawn batches."""
+"""Share of the redrawn batches in which a ranking must hold to be stated."""
 MOST_PROMPTS = 100
-"""How many prompts would decide is said up to so many times those that are there: further, it is a guess."""
+"""Most prompts, as a multiple of those present, for which the number that would decide is given; beyond, it is a guess.
+"""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 
 
 @checked
 def findings(diagnosis: Diagnosis) -> Findings:
-    """The sentences, the most telling first; a part that was not computed has none."""
+    """Return the findings, the most telling first; parts that were not computed have none."""
     makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
         _dominance, _added, _norms, _summed, _signal, influence_words, direction_words,
         _where, _driver, _spikes, lag_words, bound_words,
@@ -41,7 +42,8 @@ def findings(diagnosis: Diagnosis) -> Findings:
 
 
 def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[float], str] = percent) -> Verdict:
-    """What the interval that is printed with a number says: all of it is above, or below, what it is compared with.
+    """Judge a number by the interval printed with it: all above, all below, or on both sides of what it is compared
+    with.
 
     against: a number, or one with an interval of its own, which must lie apart. write: as both are printed; bounds that
     look alike decide nothing. Without an interval nothing is decided.
@@ -53,7 +55,7 @@ def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable
 
 
 def lack_words(d: Diagnosis, row: pd.Series) -> str:
-    """Why a number has no interval, and what would give one; "" where it has."""
+    """Say why a number has no interval and what would give one; "" if it has one."""
     if not isnan(row["lower"]):
         return ""
     if d.num_informative_prompts < VERDICT_PROMPTS:
@@ -66,7 +68,7 @@ def lack_words(d: Diagnosis, row: pd.Series) -> str:
 
 
 def name_shares(d: Diagnosis, statistic: str, metric: str) -> str:
-    """The share of each bin that has one."""
+    """List the share of each bin that has one."""
     rows = [(label, d.pick(statistic, metric, label)) for label in d.labels]
     return "; ".join(f"{name_bin(label)}: {share_words(row)}" for label, row in rows if not isnan(row["value"]))
 
@@ -115,7 +117,7 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
 
 
 def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
-    """Tokens of the lowest bin account for more than in proportion: whether for more than any other bin does."""
+    """Judge whether the lowest bin, which is over-represented, also has the largest share of any bin."""
     odds = pd.Series({label: d.pick("largest_share", metric, label)["value"] for label in d.labels})
     low, most, kind = d.labels[0], odds.idxmax(), f"dominance_{metric}"
     if odds[most] >= CERTAIN and most == low:
@@ -143,7 +145,7 @@ def _redraws(odds: float) -> str:
 
 
 def prompts_to_decide(odds: float, prompts: int) -> int | None:
-    """How many prompts would show a ranking in `CERTAIN` of the redraws that so many show in `odds`; None: too many.
+    """Estimate how many prompts would settle a ranking that holds in `odds` of the redraws; None if too many.
 
     The difference keeps its size and its error falls as 1/√n, so that Φ⁻¹(odds) grows as √n. Two digits.
     """
@@ -169,7 +171,7 @@ def _added(d: Diagnosis) -> list[Finding]:
 
 
 def _norms(d: Diagnosis) -> list[Finding]:
-    """Norms of single tokens, without their weights."""
+    """Return norms of single tokens, without their weights."""
     from gradscope.plots import label_of  # which loads matplotlib
 
     if d.layers is None:
@@ -242,7 +244,7 @@ def _group(label: str) -> str:
 
 
 def influence_words(d: Diagnosis) -> list[Finding]:
-    """Whose gradient moves the highest bin's tokens."""
+    """Say whose gradient moves the highest bin's tokens."""
     low, top = d.labels[0], d.labels[-1]
     share, own = d.pick("low_to_high_share", "none", top), d.pick("high_to_high_share", "none", top)
     if share is None or isnan(share["value"]):
@@ -265,7 +267,7 @@ def influence_words(d: Diagnosis) -> list[Finding]:
 
 
 def direction_words(d: Diagnosis) -> list[Finding]:
-    """Who moved the way that the advantage asks; the actual step before the predicted one."""
+    """Say which tokens moved in the direction of their advantage; the actual step before the predicted one."""
     found = []
     for sign, word, way in (("positive", "Â > 0", "likelier"), ("negative", "Â < 0", "less likely")):
         kind = "actual" if d.pick(f"right_direction_{sign}_actual", "none", "all") is not None else "predicted"
@@ -319,7 +321,7 @@ def _where(d: Diagnosis) -> list[Finding]:
 
 
 def _one_of(row: pd.Series, of: str) -> pd.Series:
-    """The share `of` tokens or squares in a row of `Diagnosis.where`, as a number with its interval."""
+    """Write the share `of` tokens or squares in a row of `Diagnosis.where` with its interval."""
     return pd.Series({name: row[f"{of}_{end}"] for name, end in _BOUNDS})
 
 
@@ -369,7 +371,7 @@ def _spikes(d: Diagnosis) -> list[Finding]:
 
 
 def lag_words(d: Diagnosis) -> list[Finding]:
-    """How far the policy is from the one that sampled, and what is clipped."""
+    """Say how far the policy is from the one that sampled, and what is clipped."""
     mean, worst = d.pick("logprob_difference_mean"), d.pick("logprob_difference_max")
     if mean is None:
         return []
@@ -384,7 +386,7 @@ def lag_words(d: Diagnosis) -> list[Finding]:
 
 
 def bound_words(d: Diagnosis) -> list[Finding]:
-    """Whether Prop. 4.2 holds, which tests the measurement."""
+    """Say whether Prop. 4.2 holds, which tests the measurement."""
     if d.bounds is None or not d.bounds.num_tokens:
         return []
     b = d.bounds

@@ -27,7 +27,7 @@ class Selection:
     """Responses that are measured together; one without a kept token is alone."""
 
     def share(self, rows: Sequence[int], processes: Processes) -> list[list[int]]:
-        """The groups with any of these rows that a process measures: shares are everyone's.
+        """Return the groups with any of `rows` that this process measures; all processes compute the same split.
 
         They cost about the same, as far as whole groups allow. A response is taken to cost what its measured tokens
         have before them, in tokens.

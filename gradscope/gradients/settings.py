@@ -117,10 +117,7 @@ def _check_minutes(settings: MeasureSettings) -> None:
 def settle_sample(
     settings: MeasureSettings, num_tokens: int, *, num_prompts: int = 0, intervals: int = len(EDGES) - 1
 ) -> MeasureSettings:
-    """The settings with a number, or None, in the place of "auto" or "enough": what a batch of so many response tokens
-    and prompts makes of it.
-
-    With `minutes`, it is None.
+    """Resolve tokens_per_interval="auto" or "enough" for a batch of this size; None with `minutes`.
 
     >>> [settle_sample(MeasureSettings(tokens_per_interval="auto"), n).tokens_per_interval for n in (50_000, 50_001)]
     [None, 12500]

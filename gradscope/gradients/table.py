@@ -102,7 +102,7 @@ class TableMeasurement:
 
     @property
     def num_tokens(self) -> int:
-        """That response_mask keeps."""
+        """Number of kept response tokens."""
         return self.batch.num_tokens
 
     @property
@@ -147,7 +147,7 @@ class TableMeasurement:
         return self.selection.share(rows, self.processes)
 
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
-        """The table's rows of each response of one of the groups; none of one whose response_mask keeps nothing.
+        """Measure one group. Return a DataFrame per response, empty if it keeps no token.
 
         Of other rows together the numbers are the same but for rounding.
         """
@@ -155,7 +155,7 @@ class TableMeasurement:
         return [self._frame(row, gradients) for row, gradients in zip(group, found, strict=True)]
 
     def measure_more(self, previous: int, each: int) -> pd.DataFrame:
-        """Norms of the tokens that a sample of `each` per interval holds beside one of `previous`: this process's part.
+        """Measure the tokens added when the sample grows from `previous` to `each` per interval (this process's share).
 
         A row per token, whose index is its place in the table; the columns that take a backward pass.
         """

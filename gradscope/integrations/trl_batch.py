@@ -1,4 +1,4 @@
-"""What TRL trains on, in gradscope's words: its batch as a TokenBatch, its loss as Eq. 1 with TRL's denominators."""
+"""TRL's batch as a TokenBatch, and its loss as Eq. 1 with TRL's denominators."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo")
 
 @dataclass(frozen=True)
 class TRLSettings:
-    """A GRPOConfig in gradscope's words."""
+    """A GRPOConfig translated."""
 
     loss: LossSettings
     advantage_eps: float
@@ -57,7 +57,7 @@ def trl_settings(config: Any) -> TRLSettings:
 
 
 def _no_counterpart(config: Any) -> str | None:
-    """The first setting that makes TRL's loss another one than Eq. 1."""
+    """Return the first setting under which TRL's loss is not Eq. 1; None if there is none."""
     if config.loss_type not in LOSS_TYPES:
         return f"loss_type is {config.loss_type!r}, and known are {', '.join(LOSS_TYPES)}"
     if config.importance_sampling_level != "token":
@@ -76,7 +76,7 @@ def _no_counterpart(config: Any) -> str | None:
 def response_denominators(
     config: Any, micro_batches: Sequence[Inputs], *, num_processes: int = 1
 ) -> Float[Tensor, " B"]:
-    """What TRL divides each response's terms by, in one optimizer step over these micro-batches (all of one step).
+    """Return TRL's divisor of each response's terms in one optimizer step over these micro-batches.
 
     The gradient of TRL's loss is −Σ_i 1/D_i Σ_t w_t · ∇ log π_t with w_t of Eq. 2; −num_tokens · ∂loss/∂logprob_t is
     thus w_t · num_tokens / D_i. dapo: the generation batch's tokens, per step of it; bnpo: those of the response's
@@ -105,7 +105,7 @@ def response_denominators(
 
 
 def batch_from_trl(inputs: Inputs | Sequence[Inputs], temperature: Number) -> TokenBatch:
-    """What TRL trains on, or several micro-batches of it one after the other, as a TokenBatch on the CPU.
+    """Return TRL's micro-batch, or several concatenated, as a TokenBatch on the CPU.
 
     inputs: what GRPOTrainer's `_prepare_inputs` (or `_generate_and_score_completions`) returns: prompts padded on the
     left, completions on the right. temperature: the GRPOConfig's. Responses to equal prompts are one group, also those
@@ -151,7 +151,7 @@ def batch_from_trl(inputs: Inputs | Sequence[Inputs], temperature: Number) -> To
 
 
 def _kept(inputs: Inputs) -> Int[Tensor, "B C"]:
-    """1 on completion tokens that are in the loss."""
+    """Return 1 on completion tokens that are in the loss."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
@@ -165,7 +165,7 @@ def _per_token_advantages(inputs: Inputs) -> Float[Tensor, "B C"]:
 
 
 def _groups(prompts: Int[Tensor, "B P"]) -> Int[Tensor, " B"]:
-    """The same number for equal prompts, from 0 on in order of appearance."""
+    """Number equal prompts alike, from 0 in order of appearance."""
     numbers: dict[tuple[int, ...], int] = {}
     return torch.tensor([numbers.setdefault(tuple(row), len(numbers)) for row in prompts.tolist()])
 

@@ -137,7 +137,7 @@ class GradScopeCallback(TrainerCallback):
         self.seconds += self._spent
 
     def _compare(self, number: int) -> None:
-        """Hold the measured norm against the trainer's own, of the step of that number."""
+        """Compare the measured norm with the trainer's own of that step."""
         bins, theirs, ratio = self._bins_of_first_pass(), self._norm, math.nan
         own = math.nan if bins is None else self._step.norm_of(bins)
         known = bins is not None and self._step.rounding_of(bins) < TOLERANCE
@@ -153,7 +153,7 @@ class GradScopeCallback(TrainerCallback):
             )
 
     def _bins_of_first_pass(self) -> list[bool] | None:
-        """The bins that the trainer's norm is of: all, or Lopti's first pass with a token; None: η cuts one."""
+        """Return the bins that the trainer's norm covers: all, or Lopti's first pass's; None if η cuts a bin."""
         method = getattr(self.trainer, "method", None)
         if method is None or method.lopti_eta is None:
             return [True] * (len(self.edges) - 1)
@@ -168,7 +168,7 @@ class GradScopeCallback(TrainerCallback):
         return chosen
 
     def _reason(self) -> str:
-        """What makes the difference, where a cause is known."""
+        """Return the cause of a difference, if it is a known one."""
         trainer = self.trainer
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()):
             return "it trains with dropout, which is off while measuring"
@@ -204,7 +204,7 @@ class GradScopeCallback(TrainerCallback):
             )
 
     def _watch(self) -> None:
-        """See the micro-batches of a step that is due, as they come to the trainer's compute_loss, and its norms."""
+        """Record the micro-batches of a measured step as they reach the trainer's compute_loss, and its norms."""
         self._unwatch()
         trainer = self.trainer
         compute_loss, log_probs, own_norm = (getattr(trainer, name) for name in WATCHED)
@@ -236,6 +236,6 @@ class GradScopeCallback(TrainerCallback):
 
 
 def _say(line: str) -> None:
-    """A line on stderr, above the trainer's own bar where there is one."""
+    """Print a line to stderr, above the trainer's progress bar if there is one."""
     tqdm.write(line, file=sys.stderr)
     sys.stderr.flush()

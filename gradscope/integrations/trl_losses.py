@@ -25,7 +25,7 @@ from gradscope.rollouts import TokenBatch
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 """TRL's trainers that are measured."""
 LOSS_METHODS = ("_compute_loss", "compute_loss")
-"""Methods that make a trainer's loss: one that is not TRL's own may make another."""
+"""Methods that make up a trainer's loss; an override of one may make another loss."""
 SUMMED_LOGPROBS = "logps"
 """In the inputs of RLOO as the callback keeps them: the responses' log π [B] of the trainer's own forward pass."""
 
@@ -37,11 +37,11 @@ class StepLoss(Protocol):
         """w_t of each token; before: of the policy that is about to step. window: micro-batches, batch: all in one."""
 
     def denominators(self, window: Sequence[Inputs]) -> Float[Tensor, " B"]:
-        """D_i of each response, in the gradient of this process alone."""
+        """Return D_i of each response, for the gradient of this process alone."""
 
 
 def step_loss(trainer: Any) -> StepLoss:
-    """The loss of GRPOTrainer or RLOOTrainer, or of a subclass that leaves it as it is.
+    """Return the loss of GRPOTrainer or RLOOTrainer, or of a subclass that does not change it.
 
     Raises InputError for another trainer, for one with a loss of its own, by name, and for settings that
     `trl_settings` refuses.
@@ -70,7 +70,7 @@ def step_loss(trainer: Any) -> StepLoss:
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """GRPOTrainer's loss where it is Eq. 1, or with another weighting in the place of its policy part."""
+    """GRPOTrainer's loss, if it is Eq. 1, or with another weighting in place of its policy part."""
 
     trainer: Any
     settings: LossSettings
@@ -81,7 +81,9 @@ class GRPOLoss:
         return found.total if self.weighting is None else self._weigh(window, before) + found.kl
 
     def _weigh(self, window: Sequence[Inputs], before: TokenStatistics) -> Float[Tensor, "B S"]:
-        """The weighting's, thresholds over each micro-batch; TRL then multiplies by the correction for its sampler."""
+        """Return the weighting's, thresholds over each micro-batch; TRL then multiplies by the correction for its
+        sampler.
+        """
         ones = [part | {"advantages": torch.ones_like(part["advantages"])} for part in window]
         raw = [{name: value for name, value in part.items() if name != "importance_sampling_ratio"} for part in window]
         sampled = [part | {"old_per_token_logps": part.get("sampling_per_token_logps")} for part in raw]
@@ -133,12 +135,14 @@ class RLOOLoss:
 
 
 def _is_trls(kind: type) -> bool:
-    """Whether a class comes from TRL's stable trainers, or from what they stand on."""
+    """Return whether a class is from TRL's stable trainers or one of their bases."""
     return kind.__module__.startswith(("trl.trainer.", "transformers."))
 
 
 def _own_loss(trainer: Any) -> str | None:
-    """The first method of the loss that is neither TRL's nor gradscope's, as Class.method; None: there is none."""
+    """Return the first method of the loss, as Class.method, that is neither TRL's nor gradscope's; None if there is
+    none.
+    """
     for name in LOSS_METHODS:
         if name in vars(trainer):
             return f"{type(trainer).__name__}.{name}, set on the trainer itself,"

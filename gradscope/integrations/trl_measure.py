@@ -74,7 +74,7 @@ def measure_step(
     cosines: bool,
     resources: Resources,
 ) -> StepMeasurement | None:
-    """Norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
+    """Return norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
 
     weigh: w_t of the batch, whose old_logprobs are then known, under the model as it is. denominators: D_i of each
     response. The gradient is over the parameters that require one; of several processes it is the mean of theirs, which
@@ -117,7 +117,7 @@ def count_processes() -> int:
 
 
 def add_over_processes(numbers: Tensor, device: torch.device) -> Tensor:
-    """The sum of all processes' tensors, where this one's is; device: that of the processes' weights."""
+    """Return the sum of all processes' tensors, where this one's is; device: that of the processes' weights."""
     if count_processes() == 1:
         return numbers
     moved = numbers.to(device)
@@ -135,7 +135,7 @@ def name_bins(edges: Sequence[Number]) -> list[str]:
 
 
 def _trained_columns(model: nn.Module) -> Tensor | None:
-    """Where the trained parameters lie in a vector that is flat over all of them; None: everywhere."""
+    """Return where the trained parameters lie in a vector that is flat over all of them; None: everywhere."""
     slices = flat_slices(model)
     flags = [(slices[name], p.requires_grad) for name, p in float_parameters(model)]
     if all(flag for _, flag in flags):
@@ -145,7 +145,9 @@ def _trained_columns(model: nn.Module) -> Tensor | None:
 
 
 def _geometry(products: np.ndarray, filled: np.ndarray, bins: Sequence[str], *, cosines: bool) -> dict[str, float]:
-    """Norms, shares and cosines from the intervals' inner products; NaN for an interval without tokens, and for 0/0."""
+    """Return norms, shares and cosines from the intervals' inner products; NaN for an interval without tokens, and for
+    0/0.
+    """
     add_all = np.vstack([np.eye(len(products)), np.ones(len(products))])
     gram = add_all @ products @ add_all.T
     norms = np.sqrt(np.diag(gram).clip(min=0))

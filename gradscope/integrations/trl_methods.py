@@ -80,7 +80,9 @@ class ReweightLoptiMixin:
         _refuse_unsupported(self)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """TRL's; with Lopti the first pass's backward and, on the last micro-batch, the step and the second pass."""
+        """Run TRL's step; with Lopti the first pass's backward and, on the last micro-batch, the optimizer step and
+        second pass.
+        """
         if self.lopti_eta is None:
             return super().training_step(model, inputs, num_items_in_batch)
         first, second = ORDERS[self.lopti_order]
@@ -96,7 +98,7 @@ class ReweightLoptiMixin:
         return loss
 
     def _finish_pair(self, model: Any, num_items_in_batch: Any, first: str, second: str) -> Tensor:
-        """Step on the first pass's gradient and put the second pass's in its place; its loss."""
+        """Step on the first pass's gradient, then compute the second pass's in its place; return its loss."""
         window, counts = self._lopti_window, torch.stack(self._lopti_counts).sum(0).tolist()
         self._lopti_window, self._lopti_counts = [], []
         count = dict(zip(("low", "high"), counts, strict=True))
@@ -122,7 +124,7 @@ class ReweightLoptiMixin:
         return loss
 
     def _step_first(self, model: Any, name: str) -> None:
-        """What Trainer's loop does between the last micro-batch and the next step, without schedule and counters."""
+        """Do what Trainer does between the last micro-batch and the next step, but for schedule and counters."""
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         norm = self._get_grad_norm(model, grad_norm=norm)
         self._metrics["train"][f"lopti/grad_norm_{name}"].append(float(norm))
@@ -132,7 +134,7 @@ class ReweightLoptiMixin:
         model.zero_grad()
 
     def _backward_again(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any) -> Tensor:
-        """Trainer's own training step: that of GRPOTrainer counts micro-batches, and these are no new ones."""
+        """Run Trainer's own training step, since GRPOTrainer's would count these micro-batches as new."""
         from transformers import Trainer
 
         return Trainer.training_step(self, model, inputs, num_items_in_batch)
@@ -141,7 +143,7 @@ class ReweightLoptiMixin:
         return generation_batch if self._lopti_replays else super()._prepare_inputs(generation_batch)
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """TRL's loss, of inputs whose advantages (and, in a pass of Lopti, reference) have been changed by token."""
+        """Compute TRL's loss with advantages (and, in a pass of Lopti, the reference) changed by token."""
         if self.weighting is None and self.reweight_alpha is None and self._lopti_pass is None:
             return super()._compute_loss(model, inputs)
         # π_old may be known only from the loss's own forward pass, so that the advantages come after it. If a release
@@ -170,7 +172,7 @@ class ReweightLoptiMixin:
     def _weigh(
         self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"], entropies: Tensor | None
     ) -> None:
-        """Fill in the weighting's w_t as advantages at ratio 1, where TRL's policy loss has the slope −Â."""
+        """Set advantages to the weighting's w_t at ratio 1, where TRL's policy loss has the slope −Â."""
         known = {"entropy": entropies, "sampler_logprobs": inputs.get("sampling_per_token_logps")}
         old, settings = inputs.get("old_per_token_logps", logprobs), trl_settings(self.args).loss
         tokens = (logprobs, old, _by_token(inputs["advantages"], logprobs), _response_mask(inputs))
@@ -180,7 +182,7 @@ class ReweightLoptiMixin:
     def _change(
         self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"], entropies: Tensor | None
     ) -> None:
-        """Fill in the advantages of Reweight and of the pass at hand, by π_old."""
+        """Set the advantages of Reweight and of the current pass, by π_old."""
         old = inputs.get("old_per_token_logps", logprobs)
         advantages = _by_token(inputs["advantages"], logprobs)
         advantages = self.method.advantages(advantages, old)
@@ -192,7 +194,7 @@ class ReweightLoptiMixin:
         changed["advantages"], changed["old_per_token_logps"] = advantages, old
 
     def _choose(self, inputs: dict[str, Any], old: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
-        """The tokens of the pass; in the first one, the micro-batch is kept for the second."""
+        """Return the tokens of the pass; in the first one, the micro-batch is kept for the second."""
         chosen = dict(self.method.groups(old, _response_mask(inputs)))
         if not self._lopti_replays:
             self._lopti_window.append(inputs | {"old_per_token_logps": old})
@@ -210,7 +212,7 @@ def _by_token(advantages: Tensor, logprobs: Float[Tensor, "B C"]) -> Float[Tenso
 
 
 def _goes_by_sampler(weighting: Weighting) -> bool:
-    """Whether it is made of the sampler's log-probabilities."""
+    """Return whether the weighting uses the sampler's log-probabilities."""
     try:
         check_weighting(weighting, sampler_logprobs=False)
     except InputError:
@@ -219,7 +221,7 @@ def _goes_by_sampler(weighting: Weighting) -> bool:
 
 
 def _refuse_unsupported(trainer: Any) -> None:
-    """InputError for settings with which the methods would not be what they are called."""
+    """Raise InputError for settings under which the methods would not be what their names say."""
     args, methods = trainer.args, {"reweight_alpha": trainer.reweight_alpha, "lopti_eta": trainer.lopti_eta}
     methods["weighting"] = trainer.weighting
     given = [name for name, value in methods.items() if value is not None]

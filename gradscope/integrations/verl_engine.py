@@ -43,7 +43,7 @@ class LoptiPasses:
     """
 
     def train_batch(self, data: Any, loss_function: Any) -> dict[str, Any]:
-        """verl's, once per pass. Raises InputError where the passes would not add up to the whole loss."""
+        """Train verl's batch once per pass. Raises InputError if the passes would not add up to the whole loss."""
         config = loss_function.keywords.get("config") if isinstance(loss_function, partial) else None
         settings = None if config is None else config.get("policy_loss", None)
         eta = None if settings is None else settings.get("lopti_eta", None)
@@ -65,14 +65,14 @@ class LoptiPasses:
         return joined
 
     def _count(self, data: Any, eta: float, name: str) -> int:
-        """Tokens of the pass over all processes."""
+        """Count the pass's tokens over all processes."""
         chosen = pass_mask(data["old_log_probs"], data["response_mask"], eta=eta, name=name)
         count = (chosen.values() if chosen.is_nested else chosen).sum().to(get_device_id())
         torch.distributed.all_reduce(count, group=self.get_data_parallel_group())
         return int(count)
 
     def _pass(self, data: Any, loss_function: Any, eta: float, name: str) -> dict[str, Any]:
-        """One optimizer step of verl's on the tokens of the pass."""
+        """Take one of verl's optimizer steps on the pass's tokens."""
         token = RUNNING_PASS.set(name)
         try:
             output = super().train_batch(data, pass_loss(loss_function, eta=eta, name=name))
@@ -91,7 +91,7 @@ class LoptiFSDPEngine(LoptiPasses, FSDPEngineWithLMHead):
 
 
 def _joined(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Metrics of two passes as if their micro-batches had been of one; `grad_norm` the last."""
+    """Merge the metrics of two passes as if their micro-batches were of one; `grad_norm` is the last."""
     joined: dict[str, Any] = {}
     for one in metrics:
         append_to_dict(joined, {key: value for key, value in one.items() if key != "grad_norm"})

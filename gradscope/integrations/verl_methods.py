@@ -20,7 +20,7 @@ RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 
 
 def check_methods(settings: Any) -> None:
-    """InputError for settings (fields of `verl.GradScopePolicyLossConfig`) that mean nothing."""
+    """Raise InputError for meaningless settings (fields of `verl.GradScopePolicyLossConfig`)."""
     Method(settings.reweight_alpha, settings.lopti_eta, settings.lopti_order)
     if settings.weighting is not None:
         if settings.reweight_alpha is not None or settings.lopti_eta is not None:
@@ -45,7 +45,8 @@ def changed_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """`vanilla`, a policy loss of verl, at the advantages that `config.policy_loss` asks for; tensors are [B, T].
+    """Call `vanilla`, a policy loss of verl, with the advantages that `config.policy_loss` asks for; tensors are [B,
+    T].
 
     With `reweight_alpha`, Â becomes [α·π_old + 1 − α]·Â. With `lopti_pass` "low" only tokens of π_old < `lopti_eta`
     keep their advantage, with "high" only the others: a token of advantage 0 has no gradient and is still counted,
@@ -78,14 +79,16 @@ def changed_policy_loss(
 
 
 def _clips(config: Any) -> LossSettings:
-    """As verl's vanilla reads them."""
+    """Read the clip ratios as verl's vanilla loss does."""
     low, high = (config.get(name) for name in ("clip_ratio_low", "clip_ratio_high"))
     low, high = (config.clip_ratio if value is None else value for value in (low, high))
     return LossSettings(low, high, config.get("clip_ratio_c", 3.0), 0.0)
 
 
 def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, name: str) -> Tensor:
-    """The tokens of pass `name`, by `Method.groups`; tensors [B, T], or nested with the same lengths of rows."""
+    """Return the mask of pass `name`'s tokens, by `Method.groups`; tensors [B, T], or nested with rows of equal
+    lengths.
+    """
     if not response_mask.is_nested:
         return dict(Method(lopti_eta=eta).groups(old_log_prob, response_mask.bool()))[name]
     flat = pass_mask(old_log_prob.values()[None], response_mask.values()[None], eta=eta, name=name)[0]
@@ -95,7 +98,7 @@ def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, 
 
 
 def pass_loss(loss_function: Callable[..., Any], *, eta: int | float, name: str) -> Callable[..., Any]:
-    """verl's loss of a micro-batch, of whose response tokens only those of pass `name` are left.
+    """Compute verl's loss of a micro-batch, restricted to the response tokens of pass `name`.
 
     Policy, KL and entropy term are all of these tokens, and divided by counts that verl took of the whole mini-batch.
     """

@@ -175,7 +175,7 @@ def choosing_places(model: nn.Module, places: Int[Tensor, " K"]) -> Iterator[Non
 
 
 def _spread(values: Float[Tensor, " K"], where: Bool[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """The values at these places, row by row; 0 elsewhere."""
+    """Return the values at these places, row by row; 0 elsewhere."""
     return values.new_zeros(where.shape).masked_scatter(where.to(values.device, non_blocking=True), values)
 
 
@@ -184,6 +184,6 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _ends(aligned: TokenBatch) -> Int[Tensor, " B"]:
-    """One past the last kept column of each row; 0 where none is kept."""
+    """Return one past the last kept column of each row; 0 where none is kept."""
     columns = torch.arange(1, aligned.input_ids.shape[1] + 1)
     return (columns * aligned.response_mask).amax(1)

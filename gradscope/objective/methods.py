@@ -71,13 +71,15 @@ class Method:
     def advantages(
         self, advantages: Float[Tensor, " B"] | Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"]
     ) -> Float[Tensor, " B"] | Float[Tensor, "B T"]:
-        """The advantages that are trained on: Â, under Reweight [α·π_old + (1 − α)]·Â."""
+        """Return the advantages that are trained on: Â, under Reweight [α·π_old + (1 − α)]·Â."""
         if self.reweight_alpha is None:
             return advantages
         return reweight(advantages, old_logprobs, alpha=self.reweight_alpha)
 
     def groups(self, old_logprobs: Float[Tensor, "B T"], response_mask: Mask) -> list[tuple[str, Mask]]:
-        """(name, tokens) of each optimizer step, in the order in which they are taken: all, or Lopti's low and high."""
+        """Return (name, tokens) of each optimizer step, in the order in which they are taken: all, or Lopti's low and
+        high.
+        """
         groups = [("all", response_mask)]
         if self.lopti_eta is not None:
             split = lopti_split(old_logprobs, response_mask, eta=self.lopti_eta)
@@ -117,7 +119,7 @@ class Method:
         return dealt
 
     def weights(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """The policy part of Eq. 2's w_t in each pass, from columns of the table; 0 where a token is in another.
+        """Return the policy part of Eq. 2's w_t in each pass, from columns of the table; 0 where a token is in another.
 
         columns: `policy_weight` of the plain loss, and `old_logprob` (its NaN: on-policy, `logprob`), [K] each.
         Reweight's factor is positive, so that no token is clipped that was not. A control is not of columns alone.
@@ -133,7 +135,7 @@ class Method:
         return {name: torch.where(mask, weights, 0.0)[0].numpy() for name, mask in groups}
 
     def _masked(self, old_logprobs: Float[Tensor, "B T"]) -> Mask:
-        """Where π_old lies in the masked range."""
+        """Return where π_old lies in the masked range."""
         if self.mask_probs is None:
             return torch.zeros_like(old_logprobs, dtype=torch.bool)
         low, high = self.mask_probs
@@ -142,7 +144,7 @@ class Method:
 
 
 def random_split(low: Mask, response_mask: Mask, mini_batch_size: int, generator: torch.Generator) -> tuple[Mask, Mask]:
-    """A random split of each mini-batch's response tokens into as many as `low` has there, and the rest."""
+    """Return a random split of each mini-batch's response tokens into as many as `low` has there, and the rest."""
     chosen = torch.zeros_like(low)
     for rows in torch.arange(len(low)).split(mini_batch_size):
         places = response_mask[rows].nonzero()

@@ -58,14 +58,14 @@ class Packing:
         return max(sum(pair) for pair in self._pairs())
 
     def places(self, rows: Int[Tensor, " K"], columns: Int[Tensor, " K"]) -> Int[Tensor, " K"]:
-        """Where in the row of N the tokens at these cells stand."""
+        """Return where in the row of N the tokens at these cells stand."""
         first = torch.tensor([0, *accumulate(self.lengths)])
         prompt = torch.tensor(self.prompts)[rows]
         response, length = len(self.lengths) - len(self.prompts) + rows, torch.tensor(self.lengths)[prompt]
         return torch.where(columns < length, first[prompt] + columns, first[response] + columns - length)
 
     def lay_out(self, values: Float[Tensor, "N *rest"]) -> Float[Tensor, "b w *rest"]:
-        """The values of each row's tokens, and 0 after them."""
+        """Return the values of each row's tokens, and 0 after them."""
         parts, width, cells = values.split(self.lengths), self.width, []
         responses = parts[len(parts) - len(self.prompts) :]
         for prompt, response in zip(self.prompts, responses, strict=True):
@@ -74,7 +74,7 @@ class Packing:
         return torch.cat(cells).unflatten(0, (len(self.prompts), width))
 
     def take(self, values: Float[Tensor, "b w *rest"]) -> Float[Tensor, "N *rest"]:
-        """Each token's value; of a prompt that several rows have, the first row's."""
+        """Return each token's value; of a prompt that several rows have, the first row's."""
         width = values.shape[1]
         sizes = [size for p, r in self._pairs() for size in (p, r, width - p - r)]
         cells = values.flatten(0, 1).split(sizes)
@@ -89,7 +89,7 @@ class Packing:
 
 
 def pack(piece: TokenBatch) -> Packing:
-    """The packing of a micro-batch that starts at column 0: of each row, the tokens that predict a kept one.
+    """Return the packing of a micro-batch that starts at column 0: of each row, the tokens that predict a kept one.
 
     A row's last kept token predicts nothing that is asked for, and neither does what comes after it.
     """
@@ -107,7 +107,7 @@ def pack(piece: TokenBatch) -> Packing:
 
 
 def packing_for(model: nn.Module, piece: TokenBatch) -> Packing | None:
-    """How this model should compute the micro-batch in one row; None: as it is, padded.
+    """Return how this model should compute the micro-batch in one row; None: as it is, padded.
 
     None where nothing is to be gained, where a window of attention is narrower than the micro-batch, and for a model
     that `can_pack` refuses.
@@ -127,7 +127,7 @@ _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Whether this model computes the same in one row: asked of its structure, and tried once on a small batch.
+    """Return whether this model computes the same in one row: asked of its structure, and tried once on a small batch.
 
     It takes attention that transformers dispatches by name, at present by sdpa, with a position for each token. Not
     for a model that is wrapped or in shards, for several processes; nor with gradient checkpointing, whose
@@ -173,7 +173,7 @@ def _try(model: nn.Module) -> bool:
 
 
 def packed_inputs(packing: Packing, device: torch.device) -> dict[str, Any]:
-    """What the model is called with, inside `attending`."""
+    """Return what the model is called with, inside `attending`."""
     ids = packing.ids[None].to(device, non_blocking=True)
     return {
         "input_ids": ids,

@@ -79,7 +79,7 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """All leave this block when the last one has come to its end; an error of KINDS of one is one of all.
+        """Barrier: leave the block together. If one process raises an error in KINDS, every process raises it.
 
         Without it, the others would wait for ever for one that has given up.
         """

@@ -55,7 +55,7 @@ def make_report(
     facts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
-    """The page of one checkpoint's diagnosis.
+    """Lay out one checkpoint's diagnosis as a page.
 
     policy, batch: those that were diagnosed; the viewer shows their prompts. facts: how the results were made; notes:
     what has to be known beside what the diagnosis says itself, such as how the rollouts were read.
@@ -82,7 +82,7 @@ def make_report(
 
 @checked
 def write_report(folder: str | Path, report: Report) -> Path:
-    """Write the tables, then report.html, into the folder, each beside and then renamed; its path."""
+    """Write the tables and report.html into the folder, each atomically; return the page's path."""
     folder = Path(folder)
     for name, frame in report.tables.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -120,7 +120,7 @@ def viewer(
     movement: pd.DataFrame | None = None,
     title: str = "Token by token",
 ) -> TokenViewer:
-    """The responses of a token table, each token shaded by its numbers: what a notebook shows as a cell's last value.
+    """Show a token table response by response, each token shaded by its numbers; a notebook displays it.
 
     table: of `measure`. batch: the rollouts, for their rewards and, with the policy's tokenizer, their prompts.
     movement: `movement_table` of one step. Raises InputError for a table that holds nothing to shade by.
@@ -140,7 +140,7 @@ def viewer(
 
 
 def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
-    """What was looked at, in a line."""
+    """Describe the tokens, responses and prompts in a line."""
     temperatures = ", ".join(f"{value:g}" for value in batch.temperature.unique().tolist())
     measured = int(d.table[PARAMETERS].notna().sum())
     sampled = f" ({measured:,} measured, drawn with known chances)" if measured < len(d.table) else ""

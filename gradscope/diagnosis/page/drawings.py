@@ -29,7 +29,7 @@ def inline_svg(drawing: Figure | Axes, prefix: str) -> str:
 
 
 def _draw(drawing: Figure | Axes) -> str:
-    """The SVG's source without background, date or version; the drawing is left open."""
+    """Return the SVG's source without background, date or version; the drawing is left open."""
     import matplotlib as mpl
 
     from gradscope.plots import paper_style

@@ -16,7 +16,8 @@ NO_METHOD = "no number of one batch is known to predict how accurate a run will 
 
 
 def decide(d: Diagnosis, findings: Findings) -> tuple[str, ...]:
-    """What to take away: whose energy, whose summed gradient and how much of it is signal, and what comes next."""
+    """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
+    """
     [first] = [finding.statement for finding in findings if finding.kind == "dominance_raw"]
     return tuple(filter(None, (first, _summed(d), _next(d))))
 
@@ -43,7 +44,7 @@ def _next(d: Diagnosis) -> str:
 
 
 def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
-    """Share of the tokens and of the energy, signal, right direction; those that are known."""
+    """Return the tiles that are known: share of the tokens and of the energy, signal, right direction."""
     low, tiles = d.labels[0], []
     shares = (("token_share", "none", "share of the tokens"), ("squared_share", "raw", "share of the gradient energy"))
     for statistic, metric, label in shares:

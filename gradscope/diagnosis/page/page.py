@@ -1,4 +1,4 @@
-"""What a page of results consists of, whatever it is about: text is text (nothing in it is markup), ink is a figure."""
+"""Parts of a page of results; their text is never markup."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pandas as pd
 from gradscope.diagnosis.page.viewer import Viewer
 
 KEYS = ["response", "position"]
-"""Columns that tell a token."""
+"""Columns that identify a token."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence that the numbers bear."""
+    """A sentence that the numbers support."""
 
     statement: str
     detail: str = ""
-    """What it rests on: numbers, intervals, how many tokens."""
+    """Its basis: numbers, intervals, token counts."""
     tone: Literal["plain", "good", "warn", "bad"] = "plain"
     definition: str = ""
-    """What the words mean, exactly; folded until it is asked for."""
+    """Definition of its terms, folded."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Definition:
-    """A term and what it means, folded until it is asked for."""
+    """A term and its definition, folded."""
 
     term: str
     text: str
@@ -101,12 +101,11 @@ class Page:
     facts: dict[str, str] = field(default_factory=dict)
     """How the results were made: versions, model, hashes, settings; shown at the end."""
     notes: tuple[str, ...] = ()
-    """What a reader has to know before believing the findings, such as that only a sample was measured: folded behind a
-    line that counts them."""
+    """Caveats that a reader must know before believing the findings, folded behind a line with their count."""
     warnings: tuple[str, ...] = ()
-    """What may change the verdict itself: shown first."""
+    """Notes that may change the verdict itself, shown first."""
     decision: tuple[str, ...] = ()
-    """What to take away, in three sentences at most; the findings are then the evidence, further down."""
+    """The conclusion, in three sentences at most; the findings then follow as its evidence."""
     tiles: tuple[Tile, ...] = ()
     lead: Figure | None = None
     """The one figure of the first screen."""

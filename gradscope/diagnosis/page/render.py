@@ -1,4 +1,4 @@
-"""From a page to one HTML file: all text escaped, figures and data inside, nothing fetched."""
+"""Render a page as one HTML file that fetches nothing, with all text escaped and figures and data inside."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gradscope.diagnosis.page.viewer import viewer_data
 from gradscope.runs import write_text
 
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
-"""What a finding's tone is called, for those who do not see its colour."""
+"""Text alternative of a finding's colour."""
 
 
 def write_page(path: str | os.PathLike, page: Page) -> Path:
-    """Render and write beside, then rename: a reader never sees half a page. Its folder is made if need be."""
+    """Render the page and write it atomically, creating its folder; return its path."""
     path = Path(path)
     html = render(page)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -31,7 +31,7 @@ def write_page(path: str | os.PathLike, page: Page) -> Path:
 
 
 def render(page: Page) -> str:
-    """Return the page as one HTML file that fetches nothing; the same page gives the same text.
+    """Render the page as one HTML file that fetches nothing; the same page gives the same text.
 
     Whatever text it holds stays text. Raises InputError for a viewer that cannot be shown.
     """
@@ -65,7 +65,7 @@ def render(page: Page) -> str:
 
 
 def table_cells(table: Table) -> tuple[list[str], list[list[str]]]:
-    """What each column holds, "number" or "words", and the table's rows as text."""
+    """Return each column's kind, "number" or "words", and the rows as text."""
     columns = [table.frame.iloc[:, place] for place in range(table.frame.shape[1])]
     sorts = ["number" if all(map(_is_number, column)) else "words" for column in columns]
     texts = [[_cell(value, table.formats.get(column.name)) for value in column] for column in columns]

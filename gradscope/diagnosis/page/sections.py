@@ -1,4 +1,4 @@
-"""The sections of a diagnosis's page: which pictures, tables and words each of them holds."""
+"""Sections of a diagnosis's page."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ PERCENT = "{:.1%}"
 OVER_PROMPTS = "95 % over prompts"
 SHARES = ("found", "predicted_held_out")
 BASES = ("value", "share", "coefficient", "difference")
-"""Columns that the bounds `lower` and `upper` are of, the first that is there."""
+"""Columns that `lower` and `upper` may belong to; the first one present counts."""
 
 
 class Sheets:
-    """Blocks that show numbers; each leaves them in `tables`, by the name of the CSV file beside the page."""
+    """Makes blocks that show numbers and collects their tables by CSV file name."""
 
     def __init__(self) -> None:
         self.tables: dict[str, pd.DataFrame] = {}
@@ -42,7 +42,7 @@ class Sheets:
     def figure(
         self, name: str, draw: Callable[[], object], caption: str, *, bars: str = "", token_column: str | None = None
     ) -> Block:
-        """What `draw` returns; its complaint, where these tokens do not suffice for it.
+        """Return `draw`'s figure; a paragraph with its complaint if these tokens do not suffice.
 
         bars: what they are, said where there are some. token_column: known in the rows of single tokens alone, which
         tokens.parquet has: the CSV leaves them out.
@@ -92,7 +92,7 @@ class Sheets:
 
 
 def is_share(column: str) -> bool:
-    """Whether a column holds shares, which are written in percent."""
+    """Return whether a column holds shares, which are written in percent."""
     stem = column.removesuffix("_difference")
     return (
         stem.endswith("share")
@@ -103,7 +103,7 @@ def is_share(column: str) -> bool:
 
 
 def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
-    """The table with each number and its bounds as words in one column, as in the sentences."""
+    """Merge each number and its bounds into one column of text."""
     base = next((name for name in BASES if name in frame), None)
     bounds = {name: (f"{name}_lower", f"{name}_upper") for name in frame if f"{name}_lower" in frame}
     if base is not None and "lower" in frame and base not in bounds:
@@ -122,7 +122,7 @@ def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
-    """Those that this diagnosis has numbers for, in the order of the page."""
+    """Make the sections that this diagnosis has numbers for, in page order."""
     made = (
         ("dominance", "Shares by probability bin", _dominance(d, sheets)),
         ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
@@ -421,5 +421,5 @@ def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
 
 
 def _readable(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Tokens quoted, so that blanks and line breaks are seen."""
+    """Quote tokens so that blanks and line breaks are visible."""
     return tokens.assign(token=[repr(str(token)) for token in tokens["token"]]) if "token" in tokens else tokens

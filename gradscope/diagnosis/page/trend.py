@@ -1,4 +1,4 @@
-"""Several checkpoints as one page: how their headline numbers went over training, and a way to each one's own."""
+"""Lay out several checkpoints as one page: headline numbers over training, and links to each checkpoint's page."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def make_trend_report(
     facts: Mapping[str, str] | None = None,
     title: str = "gradscope: over training",
 ) -> Report:
-    """The page of several checkpoints; InputError for one.
+    """Lay out the statistics of several checkpoints as a page. Raises InputError for a single one.
 
     trend: the statistics of each, one below the other, with a column `step` and, where it is known, `other_step`: True
     where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
@@ -78,7 +78,7 @@ def make_trend_report(
 
 @dataclass(frozen=True)
 class Change:
-    """How a number differs between two checkpoints."""
+    """Change of a number between two checkpoints."""
 
     statistic: str
     metric: str
@@ -90,7 +90,8 @@ class Change:
 
 
 def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change | None]]:
-    """Of each number that is known at both ends: from the first to the last checkpoint, and its largest single step.
+    """Return each followed number's change from the first to the last checkpoint, and its largest change between
+    neighbours.
 
     The second is the largest change from one checkpoint to the next; None of two checkpoints alone. A verdict takes
     intervals of 95 % that do not overlap, for they are of different rollouts.
@@ -115,7 +116,7 @@ def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change 
 
 
 def _judge(first: pd.Series, last: pd.Series) -> Verdict:
-    """What two intervals of 95 % bear."""
+    """Judge a change by two 95 % intervals."""
     if np.isnan(first["lower"]) or np.isnan(last["lower"]):
         return Verdict.UNKNOWN
     return compare(last, first, write=times if last["unit"] == "bits" else percent)
@@ -130,7 +131,7 @@ SAID = {
 
 
 def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
-    """A sentence for each number that is followed, with its ends, and one with its largest change."""
+    """Return a finding for each followed number: its values at both ends and its largest change."""
     found = []
     for ends, largest in trend_changes(trend, label):
         words = FOLLOWED[ends.statistic, ends.metric].format(name_bin(label))

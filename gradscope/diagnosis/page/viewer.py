@@ -15,9 +15,9 @@ from gradscope.errors import InputError
 from gradscope.rollouts import TokenBatch
 
 DECADES = 4
-"""A logarithmic scale reaches at most so many powers of ten below its upper end; what is smaller looks like that."""
+"""Decades of a logarithmic scale; smaller values look like its lower end."""
 EXTREME = 0.002
-"""Share of the tokens that may lie beyond the ends of a scale, so that one outlier does not bleach all others."""
+"""Share of tokens that may exceed a scale, so that an outlier does not bleach the others."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class ViewerData:
     """Tokens in `json`."""
 
     def sentence(self, chosen: str) -> str:
-        """How many responses are shown of how many, and why not more."""
+        """Say how many responses are shown, of how many, and why not more."""
         if self.shown == self.responses:
             return f"All {self.shown:,} responses, {self.tokens:,} tokens."
         more = "; more would make this page too large" if self.shown < self.wanted else ""
@@ -129,7 +129,7 @@ class ViewerData:
 
 @dataclass
 class _Texts:
-    """Each text once, by number."""
+    """Distinct texts, numbered."""
 
     numbers: dict[str, int] = field(default_factory=dict)
 
@@ -176,14 +176,14 @@ def viewer_data(viewer: Viewer) -> ViewerData:
 
 
 def prompt_texts(batch: TokenBatch, tokenizer: Any) -> list[str]:
-    """The prompt of every response as text, special tokens included."""
+    """Decode the prompt of every response, special tokens included."""
     positions = batch.positions()
     before = [(batch.attention_mask[row] & (positions[row] < 0)) for row in range(len(batch))]
     return [tokenizer.decode(batch.input_ids[row][kept].tolist()) for row, kept in enumerate(before)]
 
 
 def _checked(viewer: Viewer) -> pd.DataFrame:
-    """The viewer's table, sorted by position within each response."""
+    """Check the viewer's table and sort it by position within each response."""
     table = viewer.table
     if missing := [name for name in ("response", "position", "token") if name not in table.columns]:
         raise InputError(f"the token table has no column {', '.join(missing)}, which the viewer shows; measure again")
@@ -203,7 +203,7 @@ def _checked(viewer: Viewer) -> pd.DataFrame:
 def _encode_response(
     viewer: Viewer, part: pd.DataFrame, response: int, quantities: Sequence[Quantity], tokens: _Texts, prompts: _Texts
 ) -> dict[str, Any]:
-    """One response: numbers of its tokens, where its positions jump, and each quantity as base64 of float32."""
+    """Encode one response: its tokens' numbers, where positions jump, and each quantity as base64 of float32."""
     positions = part["position"].to_numpy(dtype=np.int64)
     jumps = np.flatnonzero(np.diff(positions, prepend=-1) != 1)
     encoded: dict[str, Any] = {
@@ -264,7 +264,7 @@ def _orders(viewer: Viewer, quantities: Sequence[Quantity]) -> list[dict[str, An
 
 
 def _for_script(text: str) -> str:
-    """JSON that no HTML parser can take for markup: only strings can hold these characters."""
+    """Encode JSON so that no HTML parser sees markup: only strings can hold these characters."""
     for character in "<>&":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
