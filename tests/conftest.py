@@ -74,7 +74,7 @@ SLOW = """
     test_planted_faults test_shapes test_influence test_plots test_diagnosis test_diagnosis_numbers test_token_sample
     test_contradictions
     test_update_scripts test_figures test_cli_diagnose test_report_browser test_trl_end_to_end
-    test_measure_processes test_real_size test_faults
+    test_measure_processes test_real_size
 """.split()  # noqa: SIM905
 """Files of the dearest tests, the dearest first: they begin, and `make test-fast` leaves them out."""
 

@@ -1,38 +1,74 @@
-"""A small storm of faults, of one seed: nothing is lost. `python -m tests.faults` has the large ones."""
+"""Whenever a command is killed or its disk is full, the same command goes on to the same files."""
 
 from __future__ import annotations
 
+import shutil
+import signal
+import time
 from pathlib import Path
 
-import pandas as pd
 import pytest
-from support.processes import Command
+from hypothesis import HealthCheck, given, settings, strategies as st
+from support.processes import Command, Ended
 
-from tests.faults.work import COMMANDS
+from tests.faults.work import COMMANDS, contents, make_inputs, words
 
-
-def storm(*options: object) -> None:
-    ended = Command("-m", "tests.faults", *options).wait()
-    assert ended.status == 0, ended.stdout + ended.stderr
-
-
-def test_the_table_holds_hundreds_of_faults_of_every_command_and_none_lost():
-    table = pd.read_csv(Path(__file__).with_name("storm.csv"), comment="#").set_index("command")
-    whole = table.drop("all")
-    assert set(whole.index) == set(COMMANDS) and whole["kind"].nunique() >= 16
-    assert table.loc["all", "faults"] == whole["faults"].sum() >= 800 and (whole["LOST"] == 0).all()
-    assert (whole["faults"] == whole[["same", "refused", "left"]].sum(axis=1)).all()
+LIMITED = """
+import resource, runpy, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
+runpy.run_module("gradscope", run_name="__main__", alter_sys=True)
+"""
+"""A command on a disk that has room for files of so many bytes."""
 
 
-# A tenth of the table's; diagnose, the dearest, is among those below.
-FEW = {"measure": 4, "compare": 9, "evaluate": 48, "train": 15, "reproduce": 15}
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("inputs")
+    make_inputs(folder)
+    return folder
 
 
-@pytest.mark.parametrize("command", FEW)
-def test_no_fault_loses_a_result(command):
-    storm("--storm", FEW[command], "--seed", 0, "--only", command)
+def run(command: str, inputs: Path, out: Path) -> Ended:
+    return Command("-m", "gradscope", *words(command, inputs, out)).wait()
+
+
+def kill_after(seconds: float, command: str, inputs: Path, out: Path) -> None:
+    ended = Command("-m", "gradscope", *words(command, inputs, out)).kill_after(seconds)
+    assert ended.status in (0, -signal.SIGKILL), ended.stderr
+
+
+def fill(size: int, command: str, inputs: Path, out: Path) -> None:
+    ended = Command("-c", LIMITED, size, *words(command, inputs, out)).wait()
+    assert ended.status in (0, 1) and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.status == 0 or ended.stderr.splitlines()[-1].startswith("gradscope: ")
+
+
+FAULTS = st.lists(st.tuples(st.sampled_from(["kill", "full"]), st.floats(0, 1)), min_size=1, max_size=2)
 
 
 @pytest.mark.all
-def test_no_kind_of_fault_loses_a_result_of_any_command():
-    storm("--storm", 112, "--seed", 1)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_same_command_goes_on_to_the_same_files(command, inputs, tmp_path):
+    begun = time.monotonic()
+    ended = run(command, inputs, tmp_path / "whole")
+    took = time.monotonic() - begun
+    assert ended.status == 0, ended.stderr
+    whole = contents(tmp_path / "whole")
+    largest = max(file.stat().st_size for file in (tmp_path / "whole").rglob("*") if file.is_file())
+
+    @settings(max_examples=6, database=None, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
+    @given(faults=FAULTS)
+    def check(faults: list[tuple[str, float]]) -> None:
+        out = tmp_path / "out"
+        shutil.rmtree(out, ignore_errors=True)
+        for kind, share in faults:
+            if kind == "kill":
+                kill_after(share * took, command, inputs, out)
+            else:
+                fill(int(share * largest), command, inputs, out)
+        ended = run(command, inputs, out)
+        assert ended.status == 0, ended.stderr
+        assert contents(out) == whole
+
+    check()

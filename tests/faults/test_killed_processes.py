@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from support.processes import Command, free_port
 
-from tests.faults.work import COMMANDS, make_inputs
+from tests.faults.work import make_inputs, words
 
 SOON = 10.0
 """Seconds in which the others end."""
@@ -33,12 +33,12 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def start(command: str, inputs: Path, out: Path, count: int) -> list[Command]:
-    words = [word.replace("INPUTS", str(inputs)).replace("OUT", str(out)) for word in COMMANDS[command].split()]
-    words += [] if "--device" in words else ["--device", "cpu"]
-    words += ["--no-figures"] if command == "measure" else []
+    line = words(command, inputs, out)
+    line += [] if "--device" in line else ["--device", "cpu"]
+    line += ["--no-figures"] if command == "measure" else []
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     ranks = range(count)
-    return [Command("-m", "gradscope", *words, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in ranks]
+    return [Command("-m", "gradscope", *line, **shared, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in ranks]
 
 
 def finish(processes: list[Command]) -> None:

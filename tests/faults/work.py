@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -33,34 +31,6 @@ class Parity:
 
 parity = register(Parity())
 """
-RUNS = """
-[variants]
-grpo = { label = "GRPO" }
-[scales.tiny.tracks.parity]
-preset = "kk-embedded"
-stages = [ { variants = ["grpo"], seeds = [0] } ]
-[scales.tiny.tracks.parity.settings]
-model = "INPUTS/model"
-task = "INPUTS/task.py:parity"
-people = [2]
-steps = 2
-questions_per_step = 2
-group_size = 2
-mini_batch_size = 4
-max_new_tokens = 50
-save_every = 1
-trackers = []
-device = "cpu"
-[scales.tiny.tracks.parity.test]
-task = "INPUTS/task.py:parity"
-people = [2, 3]
-questions = 2
-samples = 1
-temperature = 0.7
-max_new_tokens = 6
-checkpoints = 2
-[figures]
-"""
 TRAIN = """
 train --model INPUTS/model --task INPUTS/task.py:parity --steps 3 --save-every 1 --keep-checkpoints=2 --device cpu
 --questions-per-step 2 --group-size 2 --mini-batch-size 4 --max-new-tokens 50 --learning-rate 1e-3 --save-rollouts
@@ -72,65 +42,25 @@ COMMANDS = {
     "compare": "compare INPUTS/model INPUTS/rollouts.jsonl --weightings grpo reweight:alpha=0.3 --out OUT",
     "evaluate": "evaluate INPUTS/model --task INPUTS/task.py:parity --k 1 --questions 3 --max-new-tokens 6 --out OUT",
     "train": " ".join(TRAIN.split()),
-    "reproduce": "reproduce",
 }
 """Each is begun and taken up again by the same words."""
-MODULES = [f"gradscope.cli.{name}" for name in COMMANDS if name != "reproduce"]
-MODULES += [
-    "analyses.reproduce",
-    "accelerate",
-    "matplotlib.pyplot",
-    "pyarrow.parquet",
-    "scipy.stats",
-    "seaborn",
-    "tensorboard",
-]
-"""What takes seconds to import."""
 FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")
 TIMED = ("seconds", "tokens_per_second", "pass_seconds")
 """What differs from run to run: how long something took. In metrics: columns that begin so."""
 
 
 def make_inputs(inputs: Path) -> None:
-    """A policy, its rollouts, a task, and a list of training runs."""
+    """A policy, its rollouts and a task."""
     save_checkpoint(inputs / "model", "qwen2")
     sizes = {"lengths": (6,) * 12, "prompt_lengths": (4,) * 12}
     responses = make_responses(make_policy("qwen2"), **sizes)
     write_jsonl(inputs / "rollouts.jsonl", [{name: getattr(r, name) for name in FIELDS} for r in responses])
     (inputs / "task.py").write_text(TASK)
-    (inputs / "runs.toml").write_text(RUNS.replace("INPUTS", str(inputs)))
 
 
-def run(command: str, inputs: Path, out: Path, *changes: str) -> None:
-    """Be that command, in a process of its own: it exits. changes: "+FLAG" or "-FLAG"."""
-    if command == "reproduce":
-        _reproduce(inputs, out)
-    words = [word.replace("INPUTS", str(inputs)).replace("OUT", str(out)) for word in COMMANDS[command].split()]
-    words = [word for word in words if f"-{word}" not in changes]
-    sys.argv = ["gradscope", *words, *(change[1:] for change in changes if change.startswith("+"))]
-    from gradscope.cli import run_script
-    from tests.support.pictures import draw_nothing
-
-    draw_nothing()
-    run_script()
-
-
-def _reproduce(inputs: Path, out: Path) -> None:
-    """`python -m analyses.reproduce` in the folder `out`, whose worker is forked from this process, shim and all."""
-    import multiprocessing
-    import os
-
-    from analyses import reproduce
-    from analyses.common import experiments, make_run, measurements
-    from analyses.common.script import exit_with
-
-    out.mkdir(exist_ok=True)
-    os.chdir(out)
-    experiments.FILE = inputs / "runs.toml"
-    for module in (experiments, make_run, measurements):
-        module.RUNS = out / "kept"
-    reproduce.worker_context = lambda: multiprocessing.get_context("fork")
-    exit_with(lambda: reproduce.main(reproduce.Options(scale="tiny", jobs=1)))
+def words(command: str, inputs: Path, out: Path) -> list[str]:
+    """Its command line."""
+    return [word.replace("INPUTS", str(inputs)).replace("OUT", str(out)) for word in COMMANDS[command].split()]
 
 
 def contents(out: Path) -> dict[str, Any]:
@@ -156,7 +86,6 @@ def _content(path: Path) -> Any:
             found = _untimed(json.loads(data))
             found.pop("commit", None)
             found.get("settings", {}).pop("overwrite", None)
-            found.get("sha256", {}).pop("manifest.json", None)  # the times are in it
             return found
         if path.name == "metrics.jsonl":
             return [_untimed(json.loads(line)) for line in data.splitlines()]
@@ -175,12 +104,3 @@ def _untimed(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _untimed(v) for name, v in value.items() if not name.startswith(TIMED)}
     return [_untimed(v) for v in value] if isinstance(value, list) else value
-
-
-def import_all(names: list[str]) -> None:
-    """What commands import while they run, so that no process forked from this one has to."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except Exception:
-            continue

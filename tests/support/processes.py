@@ -51,6 +51,12 @@ class Command:
         self._folder.cleanup()
         return Ended(self._process.exitcode, *said)
 
+    def kill_after(self, seconds: float) -> Ended:
+        """`kill -9` after so many seconds, unless it has ended by then."""
+        self._process.join(seconds)
+        self._process.kill()
+        return self.wait()
+
     def kill_when(self, reached: Callable[[], bool], timeout: float = 120) -> Ended:
         """`kill -9` as soon as something is so."""
         end = time.monotonic() + timeout
