@@ -7,7 +7,7 @@ of entropy, covariances and random draws, stays as it is meanwhile, and so does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -44,7 +44,7 @@ from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
-from gradscope.updates.comparison.real_steps import gains_on_unseen_prompts, take_steps
+from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
 from gradscope.updates.step_settings import SGD, StepSettings, state_step
 
 PLAIN = "grpo"
@@ -83,12 +83,12 @@ class Comparison:
 
     norm_ratio: ‖U‖ over plain's, U the summed gradient; cosine: of U and plain's. signal_to_noise of one prompt (see
     `IntervalGradients`), and its difference. right_sgd, right_adamw: the share of the tokens with an advantage whose
-    log π goes its way to first order, of those that move; right_step: the same after the real steps, AdamW's with its
-    momentum and decay, and step_cosine that of both displacements, where steps were taken and no row has the same
-    weights. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of
-    tokens, what part of them carries the update; effective_share_adamw in the optimizer's metric, where the table has
-    norms in it. zero_share: tokens without weight. gain: in expected reward, to first order, on prompts that a
-    weighting's own AdamW step has not seen (`gains_on_unseen_prompts`), with gain_difference."""
+    log π goes its way to first order, of those that move. right_step: the same after the real steps, AdamW's with its
+    momentum and decay, and step_cosine that of both displacements; of steps that were taken, in rows of weights of
+    their own. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of tokens, what part of them carries the update;
+    effective_share_adamw in the optimizer's metric, where the table has norms in it. zero_share: tokens without weight.
+    gain: in expected reward, to first order, on prompts that a weighting's own AdamW step has not seen
+    (`gains_on_unseen_prompts`), with gain_difference."""
     by_interval: pd.DataFrame
     """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference, and
     energy_share_adamw where the table has norms in that metric; gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and
@@ -202,23 +202,22 @@ def compare(
     passes = pass_through(TokenJacobian(policy, batch, resources), torch.from_numpy(weights), metric=metric)
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, energy = _judge(judge, table, weights, passes)
-    found = _join(sums, numbers)
-    taken = {name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()}
-    once = _trained_once(chosen, sums, batch)
+    found, once, real = _join(sums, numbers), _trained_once(chosen, sums, batch), None
+    if saved is not None or s.take_steps:
+        goes_on = {"loss": s.loss, "step": step, "optimizer_state": saved, "resources": Resources(resources.vectors)}
+        real = RealSteps(policy, batch, **goes_on)
+    taken: dict[str, Weighting | Masks] = {
+        name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()
+    }
     if s.take_steps:
-        taken = {name: w for name, w in once.items() if name != PLAIN} | taken
+        taken = {name: weighting for name, weighting in once.items() if name != PLAIN} | taken
         notes += _notes_on_steps(sums, taken)
-    goes_on = {"loss": s.loss, "step": step, "optimizer_state": saved, "resources": Resources(resources.vectors)}
-    steps = RealSteps(policy, batch, **goes_on) if s.take_steps or saved is not None else None
-    if real := s.take_steps or bool(taken and saved is not None):
-        changes, cosines = take_steps(steps, taken, resources.progress)
-        keys = {"method": [PLAIN, *taken], "step": ["all", *("both" if name in split else "all" for name in taken)]}
-        moved = pd.DataFrame(keys | {"step_cosine": cosines} | columns(judge.directions("right_step", changes)))
-        found = _join_steps(found, moved)
+    if stepped := real is not None and (s.take_steps or bool(taken)):
+        found = _join_steps(found, _judge_steps(judge, *take_steps(real, taken, resources.progress), taken))
     if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
         own = [w for w in chosen if str(w) in once or (str(w) in split and w.passes.lopti_eta is not None)]
         drawn = {"seed": s.seed, "micro_batch_size": resources.micro_batch, "progress": resources.progress}
-        gains = gains_on_unseen_prompts(steps.on(batch), own, **drawn)
+        gains = gains_on_unseen_prompts(real.on(batch), own, **drawn)
         if gains is not None:
             found = _join_gains(found, pd.DataFrame(columns(judge.gains(gains)), index=[*map(str, own)]))
     return Comparison(
@@ -231,7 +230,7 @@ def compare(
         tuple(dict.fromkeys(notes)),
         passes,
         s.aggregation,
-        step if real else None,
+        step if stepped else None,
     )
 
 
@@ -330,12 +329,9 @@ def _notes_on(weightings: Sequence[Weighting], split: dict[str, list[_Sum]]) -> 
 def _notes_on_steps(sums: Sequence[_Sum], taken: dict[str, Any]) -> list[Note]:
     """Which weightings of weights of their own no real step was taken under."""
     left = [own.weighting for own in sums if not own.same_as and own.weighting not in (PLAIN, *taken)]
-    words = ", ".join(dict.fromkeys(left))
-    return (
-        [Note(f"No real step was taken under {words}, which a trainer's batch does not tell.", "no-step")]
-        if left
-        else []
-    )
+    names = ", ".join(dict.fromkeys(left))
+    why = "a trainer's batch lacks its columns, or its steps do not add up to GRPO's"
+    return [Note(f"No real step was taken under {names}: {why}.", "no-step")] if left else []
 
 
 def _trained_once(weightings: Sequence[Weighting], sums: Sequence[_Sum], batch: TokenBatch) -> dict[str, Weighting]:
@@ -363,6 +359,15 @@ def _judge(
             known |= found
     numbers = columns(judge.gradients(passes) | carried) | {"zero_share": (weights == 0).mean(1)}
     return numbers, columns(energy) | {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
+
+
+def _judge_steps(
+    judge: Judge, changes: Float[np.ndarray, "M K"], cosines: Float[np.ndarray, " M"], taken: Mapping[str, Any]
+) -> pd.DataFrame:
+    """A row for plain's real step, and for the steps of each weighting that were taken."""
+    kinds = ["all" if isinstance(own, Weighting) else "both" for own in taken.values()]
+    keys = {"method": [PLAIN, *taken], "step": ["all", *kinds], "step_cosine": cosines}
+    return pd.DataFrame(keys | columns(judge.directions("right_step", changes)))
 
 
 def _join(sums: Sequence[_Sum], numbers: dict[str, np.ndarray]) -> pd.DataFrame:
