@@ -41,7 +41,6 @@ from gradscope.policy import (
     find_checkpoint,
     find_optimizer_file,
     find_policy_state,
-    gradient_budget,
     optimizer_hash,
     refuse_training_run,
     shards_of,
@@ -107,7 +106,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             for model, rollouts in self._pairs():
                 self._plan(model, rollouts)
             return
-        check_no_plan(flops=self.flops)
+        check_no_plan(self.flops)
         folders = name_folders(self.model, self.out)
         if len(folders) > 1:
             trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
@@ -223,13 +222,13 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         if plan.sums is None:
             return
         _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
-        known = {"sums": plan.sums.forward_passes, "memory": self.gradient_memory or gradient_budget(policy.device)}
-        parts = part_costs(policy, self._diagnosis_settings(), step or SGD, **known, metric=step is not None)
+        known = {"sums": plan.sums.forward_passes, "metric": step is not None}
+        parts = part_costs(policy, self._diagnosis_settings(), step or SGD, **known)
         made, tokens = parts, plan.responses.targets
         if (minutes := self.settings.minutes) is not None:
             known = {"wanted": self.influence_tokens, "tokens": tokens, "least": tokens / plan.prompts}
             limit = Minutes(AFTERWARDS * minutes, plan.pass_seconds, spent=1.0)
-            made = fit_parts(parts, limit, plan.sums, **known)
+            made = fit_parts(parts, limit, **known)
         told = {stage: plan.pass_seconds * passes for stage, passes in stage_costs(made).items()}
         print(f"What diagnose adds to the table, {sum(stage_costs(made).values()):.0f} forward passes over the batch:")
         for part, seconds in (told | {"together": sum(told.values())}).items():

@@ -180,12 +180,10 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def check_no_plan(**given: str | float | None) -> None:
-    """Raise InputError if a plan-only flag is set without --plan."""
-    for name, value in given.items():
-        if value is not None:
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} is {value}, which only a plan is made for; add --plan, or leave it out")
+def check_no_plan(flops: float | None) -> None:
+    """Raise InputError if the speed of another machine is given without --plan."""
+    if flops is not None:
+        raise InputError(f"--flops is {flops}, and a plan alone is made for it; add --plan, or leave it out")
 
 
 Many = tyro.conf.arg(help_behavior_hint="(default: none)")

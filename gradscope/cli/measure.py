@@ -161,7 +161,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if self.plan:
             print(self.make_plan())
             return
-        check_no_plan(flops=self.flops)
+        check_no_plan(self.flops)
         self._check_constants()
         measured = self.measure()
         if self.figures:

@@ -1,8 +1,8 @@
 """A checkpoint's diagnosis: results, findings in words, figures, and the HTML page in `page`."""
 
 from gradscope.diagnosis.checkpoint import diagnose
-from gradscope.diagnosis.cost import SUMS, Minutes, fit_parts, part_costs, stage_costs
 from gradscope.diagnosis.gradients import Pairs, cosine_matrix, gradient_rows
+from gradscope.diagnosis.minutes import SUMS, Minutes, fit_parts, part_costs, stage_costs
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes

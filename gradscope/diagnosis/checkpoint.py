@@ -20,7 +20,8 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
-from gradscope.diagnosis.cost import (
+from gradscope.diagnosis.format import as_sentence
+from gradscope.diagnosis.minutes import (
     COMPARISON,
     STEPS,
     SUMS,
@@ -32,7 +33,6 @@ from gradscope.diagnosis.cost import (
     stage_costs,
     update_cost,
 )
-from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
 from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.result import (
@@ -308,8 +308,8 @@ def _plan_parts(task: Task) -> dict[str, float]:
         return {TOKENS: 1.0}
     own = {"metric": task.metric is not None, "way": task.settings.gradient_way}
     plan = task.jacobian.plan_gram(len(task.labels), **own)
-    known = {"memory": task.jacobian.resources.vectors, "metric": task.metric is not None}
-    return stage_costs(part_costs(task.policy, task.settings, task.step, sums=plan.forward_passes, **known))
+    known = {"sums": plan.forward_passes, "metric": task.metric is not None}
+    return stage_costs(part_costs(task.policy, task.settings, task.step, **known))
 
 
 def _time_pass(policy: Policy, batch: TokenBatch) -> float:

@@ -312,8 +312,10 @@ class Plan:
         if self.sums is not None:
             once, most = describe_seconds(self.sums_seconds), f"{self.sums.memory / 2**30:.1f} GiB"
             lines.append(f"{str(self.sums).capitalize()}: {once}; at most {most} beside the weights.")
-        parts = ", ".join(f"{part} {size / 2**30:.2f}" for part, size in self.memory.items())
-        return "\n".join([*lines, f"Memory at most: {sum(self.memory.values()) / 2**30:.2f} GiB ({parts})."])
+        whole = sum(self.memory.values())
+        unit, name = (2**30, "GiB") if whole >= 2**30 else (2**20, "MiB")
+        parts = ", ".join(f"{part} {size / unit:.1f}" for part, size in self.memory.items())
+        return "\n".join([*lines, f"Memory at most: {whole / unit:.1f} {name} ({parts})."])
 
 
 def plan_batch(

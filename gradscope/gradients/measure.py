@@ -118,6 +118,7 @@ def measure(
         "rollouts": {"path": path and str(path), "sha256": known["rollouts"], "notes": list(batch.notes)},
     }
     measure_into(measurement, folder, facts=facts, watch=watch)
+    _warn(measurement)
     return read_table(folder)
 
 

@@ -304,11 +304,11 @@ def test_a_plan_leaves_out_what_the_run_leaves_out(limit, monkeypatch):
     step, memory = state_step(state), 1 << 20
     table = measure(policy(), batch, metric="adamw", optimizer_state=AdamWState.from_state_dict(policy().model, state))
     sums = TokenJacobian(policy(), batch, Resources(memory)).plan_gram(4, metric=True)
-    parts = part_costs(policy(), settings, step, sums=sums.forward_passes, memory=memory, metric=True)
+    parts = part_costs(policy(), settings, step, sums=sums.forward_passes, metric=True)
     monkeypatch.setattr("gradscope.diagnosis.checkpoint._time_pass", lambda *_: 60.0)
     minutes = Minutes(limit * sums.forward_passes, 60.0, spent=1.0)
     known = {"tokens": batch.num_tokens, "least": batch.num_tokens / 3, "wanted": settings.influence_tokens}
-    made = fit_parts(parts, minutes, sums, **known)
+    made = fit_parts(parts, minutes, **known)
     asked = replace(settings, minutes=limit * sums.forward_passes, gradient_memory=memory)
     run = diagnose(policy(), batch, table, settings=asked, optimizer_state=state)
     told = [note for note in run.notes if note.kind in ("minutes", "impossible", "large")]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import inf
 
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
-from gradscope.gradients import BACKWARD, FORWARD_MODE, SumsPlan
+from gradscope.gradients import BACKWARD, FORWARD_MODE
 from gradscope.objective import COMPARED, PAPER, LossSettings
 from gradscope.policy import Policy
 from gradscope.updates import StepSettings
@@ -71,7 +71,7 @@ def compare_cost(*, metric: bool) -> float:
 
 
 def part_costs(
-    policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, memory: int, metric: bool
+    policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, metric: bool
 ) -> dict[str, float]:
     """Return what is made of rollouts with weights → forward passes over the batch that take as long, in the order of a
     run.
@@ -99,26 +99,21 @@ def stage_costs(parts: dict[str, float]) -> dict[str, float]:
 
 
 def fit_parts(
-    parts: dict[str, float],
-    minutes: Minutes,
-    sums: SumsPlan,
-    *,
-    wanted: int | None,
-    tokens: int,
-    least: float,
+    parts: dict[str, float], minutes: Minutes, *, wanted: int | None, tokens: int, least: float
 ) -> dict[str, float]:
     """Return those of `part_costs` that a run in so many minutes makes, as it chooses them, and what they cost there.
 
     wanted, tokens, least: see `Minutes.fit_influence`.
     """
-    made = {SUMS: sums.forward_passes}  # the plain ones are always made
-    minutes.spent += made[SUMS]
+    made = {}
     for part, cost in parts.items():
-        before = minutes.spent
-        if part == "influence":
+        before, fits = minutes.spent, part == SUMS  # the plain ones are always made
+        if fits:
+            minutes.spent += cost
+        elif part == "influence":
             fits = minutes.fit_influence(cost, wanted, tokens=tokens, least=least) is not None
         else:
-            fits = part != SUMS and minutes.take(made[SUMS] if part == "adamw_sums" else cost)
+            fits = minutes.take(cost)
         if fits:
             made[part] = minutes.spent - before
     return made
