@@ -539,8 +539,10 @@ def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
     assert np.mean(accuracy[-2:]) > np.mean(accuracy[:2]) + 0.1
 
 
-def test_a_resumed_run_may_be_longer(tmp_path):
+def test_a_resumed_run_may_be_longer_and_its_configuration_older(tmp_path):
     train(replace(SMALL, steps=2), tmp_path / "run", progress=False)
+    settings = json.loads((tmp_path / "run/config.json").read_text())
+    (tmp_path / "run/config.json").write_text(json.dumps(settings | {"gradients_every": None}))
     train(replace(SMALL, steps=3, save_every=3), tmp_path / "run", resume=True, progress=False)
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3]
 
