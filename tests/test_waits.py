@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from support.policies import make_policy
-from support.training import make_passes
+from support.training import make_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.objective import LossSettings, Updater
@@ -35,7 +35,7 @@ def with_blocks(blocks: int) -> Policy:
 
 
 def optimizer_step(policy: Policy) -> None:
-    (part,) = make_passes(policy)
+    (part,) = make_steps(policy)
     optimizer = torch.optim.SGD(policy.model.parameters(), 1e-3)
     updater = Updater(policy.model, optimizer, policy.device, micro_batch_size=3)
     assert updater.step(part, LossSettings()).outcome == "taken"

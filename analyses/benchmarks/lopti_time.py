@@ -36,7 +36,7 @@ def compare_lopti(size: Size, *, rounds: int, micro_batch_size: int) -> pd.DataF
     rows = []
     for eta, update in updates.items():
         cpu, wall = seconds[eta].T
-        low = sum(part.batch.num_tokens for part in update.passes if part.name == "low")
+        low = sum(part.batch.num_tokens for part in update.steps if part.name == "low")
         rows.append(
             {"method": "plain" if eta is None else "Lopti", "micro_batch": micro_batch_size, "tokens": batch.num_tokens}
             | {"cpu_s": np.median(cpu), "cpu_min": cpu.min(), "cpu_max": cpu.max(), "wall_s": np.median(wall)}
@@ -54,7 +54,7 @@ def time_updates(policy: Policy, updates: dict[Any, Update], config: TrainConfig
     for _ in range(rounds + 1):
         for key, update in updates.items():
             start = read_clocks()
-            for part in update.passes:
+            for part in update.steps:
                 updater.step(part, update.settings)
             seconds[key].append(read_clocks() - start)
     return {key: np.array(values[1:]) for key, values in seconds.items()}

@@ -157,7 +157,7 @@ def check_batch(run: Run, variants: Sequence[tuple[str, TrainConfig]]) -> tuple[
 def _optimizer_steps(config: TrainConfig) -> int:
     """On one batch of responses: Lopti takes two where others take one."""
     mini_batches = math.ceil(config.num_responses / config.mini_batch_size)
-    return mini_batches if config.passes.lopti_eta is None else 2 * mini_batches
+    return mini_batches if config.rule.lopti_eta is None else 2 * mini_batches
 
 
 def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:

@@ -154,14 +154,14 @@ class GradScopeCallback(TrainerCallback):
 
     def _bins_of_first_pass(self) -> list[bool] | None:
         """Return the bins that the trainer's norm covers: all, or Lopti's first pass's; None if η cuts a bin."""
-        method = getattr(self.trainer, "method", None)
-        if method is None or method.lopti_eta is None:
+        rule = getattr(self.trainer, "rule", None)
+        if rule is None or rule.lopti_eta is None:
             return [True] * (len(self.edges) - 1)
-        if method.lopti_eta not in self.edges:
+        if rule.lopti_eta not in self.edges:
             return None
-        low = [edge < method.lopti_eta for edge in self.edges[:-1]]
+        low = [edge < rule.lopti_eta for edge in self.edges[:-1]]
         filled = [self._step.numbers[f"token_share/{name}"] > 0 for name in name_bins(self.edges)]
-        for name in ORDERS[method.lopti_order]:
+        for name in ORDERS[rule.lopti_order]:
             chosen = [is_low == (name == "low") for is_low in low]
             if any(c and f for c, f in zip(chosen, filled, strict=True)):
                 return chosen

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import trl_settings
-from gradscope.objective import ORDERS, Method, Weighting, check_weighting, make_weighting, weigh_step
+from gradscope.objective import ORDERS, StepRule, Weighting, check_weighting, make_weighting, weigh_step
 
 Number = int | float
 
@@ -69,7 +69,7 @@ class ReweightLoptiMixin:
         if weighting is not None and (pair := weighting.alpha_and_eta) is not None:
             (reweight_alpha, lopti_eta), weighting = pair, None
         self.weighting = weighting
-        self.method = Method(reweight_alpha, lopti_eta, lopti_order)
+        self.rule = StepRule(reweight_alpha, lopti_eta, lopti_order)
         self.reweight_alpha, self.lopti_eta, self.lopti_order = reweight_alpha, lopti_eta, lopti_order
         self._lopti_pass: str | None = None
         self._lopti_window: list[dict[str, Any]] = []
@@ -185,7 +185,7 @@ class ReweightLoptiMixin:
         """Set the advantages of Reweight and of the current pass, by π_old."""
         old = inputs.get("old_per_token_logps", logprobs)
         advantages = _by_token(inputs["advantages"], logprobs)
-        advantages = self.method.advantages(advantages, old)
+        advantages = self.rule.advantages(advantages, old)
         if self._lopti_pass is not None:
             chosen = self._choose(inputs, old)
             advantages = advantages.masked_fill(~chosen, 0.0)
@@ -195,7 +195,7 @@ class ReweightLoptiMixin:
 
     def _choose(self, inputs: dict[str, Any], old: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
         """Return the tokens of the pass; in the first one, the micro-batch is kept for the second."""
-        chosen = dict(self.method.groups(old, _response_mask(inputs)))
+        chosen = dict(self.rule.groups(old, _response_mask(inputs)))
         if not self._lopti_replays:
             self._lopti_window.append(inputs | {"old_per_token_logps": old})
             self._lopti_counts.append(torch.stack([chosen["low"].sum(), chosen["high"].sum()]))

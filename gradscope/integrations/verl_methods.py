@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, Method, check_weighting, make_weighting, weigh_step
+from gradscope.objective import LossSettings, StepRule, check_weighting, make_weighting, weigh_step
 
 RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 """Name of the pass that the engine is taking; None outside Lopti's two."""
@@ -21,7 +21,7 @@ RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
 
 def check_methods(settings: Any) -> None:
     """Raise InputError for meaningless settings (fields of `verl.GradScopePolicyLossConfig`)."""
-    Method(settings.reweight_alpha, settings.lopti_eta, settings.lopti_order)
+    StepRule(settings.reweight_alpha, settings.lopti_eta, settings.lopti_order)
     if settings.weighting is not None:
         if settings.reweight_alpha is not None or settings.lopti_eta is not None:
             raise InputError("weighting is given beside reweight_alpha or lopti_eta; give one of them")
@@ -72,7 +72,7 @@ def changed_policy_loss(
         weights = weigh_step(weighting, log_prob, old_log_prob, advantages, mask, _clips(config))
         # At ratio 1 nothing is clipped, and the slope is −Â.
         return vanilla(old_log_prob=log_prob.detach(), advantages=weights, **keywords)[0], metrics
-    advantages = Method(alpha).advantages(advantages, old_log_prob)
+    advantages = StepRule(alpha).advantages(advantages, old_log_prob)
     if only is not None:
         advantages = advantages.masked_fill(~pass_mask(old_log_prob, response_mask, eta=eta, name=only), 0.0)
     return vanilla(old_log_prob=old_log_prob, advantages=advantages, **keywords)
@@ -86,11 +86,11 @@ def _clips(config: Any) -> LossSettings:
 
 
 def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, name: str) -> Tensor:
-    """Return the mask of pass `name`'s tokens, by `Method.groups`; tensors [B, T], or nested with rows of equal
+    """Return the mask of pass `name`'s tokens, by `StepRule.groups`; tensors [B, T], or nested with rows of equal
     lengths.
     """
     if not response_mask.is_nested:
-        return dict(Method(lopti_eta=eta).groups(old_log_prob, response_mask.bool()))[name]
+        return dict(StepRule(lopti_eta=eta).groups(old_log_prob, response_mask.bool()))[name]
     flat = pass_mask(old_log_prob.values()[None], response_mask.values()[None], eta=eta, name=name)[0]
     chosen = response_mask.clone()  # a clone pads to the same length as verl's own mask; a new nested tensor may not
     chosen.values().copy_(flat)

@@ -36,7 +36,6 @@ from gradscope.objective.loss import (
     resolve_advantages,
     weigh_step,
 )
-from gradscope.objective.methods import ORDERS, Method
 from gradscope.objective.off_policy import (
     describe_off_policyness,
     off_policy_columns,
@@ -44,17 +43,59 @@ from gradscope.objective.off_policy import (
     off_policyness,
 )
 from gradscope.objective.shared_prompts import can_pack
-from gradscope.objective.steps import Pass, PassTotals, StepResult, Updater, clip_scale, split_passes
+from gradscope.objective.step_rule import ORDERS, StepRule
+from gradscope.objective.steps import StepResult, StepTokens, StepTotals, Updater, clip_scale, split_steps
 from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "Method", "Pass", "PassTotals",
-    "StepResult", "TokenStatistics", "Tokens", "Updater", "Weighting", "batch_loss", "batch_statistics",
-    "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness",
-    "fitting_size", "gather_logprobs", "grpo_advantages", "kept_logprobs", "kl_k3", "logit_gradient", "lopti_split",
-    "loss_logprobs", "make_weighting", "micro_batches", "off_policy_columns", "off_policy_sentence", "off_policyness",
-    "own_where_unknown", "parts_at_once", "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight",
-    "rows_at_once", "spell_out", "split_passes", "statistics_and_gradient", "token_weights", "weigh_step", "widen",
+    "COMPARED",
+    "ORDERS",
+    "PAPER",
+    "SOURCES",
+    "WEIGHTINGS",
+    "LossSettings",
+    "StepResult",
+    "StepRule",
+    "StepTokens",
+    "StepTotals",
+    "TokenStatistics",
+    "Tokens",
+    "Updater",
+    "Weighting",
+    "batch_loss",
+    "batch_statistics",
+    "batch_weights",
+    "can_pack",
+    "check_weighting",
+    "choosing_places",
+    "clip_scale",
+    "describe_off_policyness",
+    "fitting_size",
+    "gather_logprobs",
+    "grpo_advantages",
+    "kept_logprobs",
+    "kl_k3",
+    "logit_gradient",
+    "lopti_split",
+    "loss_logprobs",
+    "make_weighting",
+    "micro_batches",
+    "off_policy_columns",
+    "off_policy_sentence",
+    "off_policyness",
+    "own_where_unknown",
+    "parts_at_once",
+    "policy_loss",
+    "reinforce_pp_advantages",
+    "resolve_advantages",
+    "reweight",
+    "rows_at_once",
+    "spell_out",
+    "split_steps",
+    "statistics_and_gradient",
+    "token_weights",
+    "weigh_step",
+    "widen",
     "within",
 ]  # fmt: skip

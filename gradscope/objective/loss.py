@@ -22,7 +22,7 @@ from gradscope.objective.equations import (
     policy_loss,
     token_weight_parts,
 )
-from gradscope.objective.methods import Method
+from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Weighting
 from gradscope.rollouts import TokenBatch
 
@@ -50,7 +50,7 @@ class LossSettings:
             if value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
-        Method(self.reweight_alpha)  # refuses an α beyond 1
+        StepRule(self.reweight_alpha)  # refuses an α beyond 1
 
 
 PAPER = LossSettings()
@@ -153,7 +153,7 @@ def weigh_tokens(
 
 def weigh_step(weighting: Weighting, *tokens: Any, **known: Any) -> Float[Tensor, "B T"]:
     """Compute `weigh_tokens` for a weighting that takes one optimizer step. Raises InputError for any other."""
-    if weighting.passes.control == "matched-norm":
+    if weighting.rule.control == "matched-norm":
         raise InputError(f"{weighting} goes by the norm of two gradients, which the trainer alone takes; leave it out")
     weights = weigh_tokens(weighting, *tokens, **known)
     if len(weights) > 1:
@@ -174,7 +174,7 @@ def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_
     return {
         "logprobs": logprobs,
         "old_logprobs": old,
-        "advantages": Method(settings.reweight_alpha).advantages(resolve_advantages(batch), old),
+        "advantages": StepRule(settings.reweight_alpha).advantages(resolve_advantages(batch), old),
         "response_mask": batch.response_mask,
         "clip_ratio_low": settings.clip_ratio_low,
         "clip_ratio_high": settings.clip_ratio_high,

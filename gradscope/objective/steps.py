@@ -44,26 +44,26 @@ Mask = Bool[Tensor, "B S"]
 
 
 @dataclass(frozen=True)
-class Pass:
+class StepTokens:
     """The tokens of one optimizer step."""
 
     name: str
     """all, low, high, random-low (as many as low, drawn at random), random-high."""
     batch: TokenBatch
-    """A mini-batch, with advantages and π_old; its response_mask keeps only the tokens of this pass."""
+    """A mini-batch, with advantages and π_old; its response_mask keeps only the tokens of this step."""
     num_tokens: int
-    """The loss's denominator: all response tokens of the mini-batch, whichever pass they are in."""
+    """The loss's denominator: all response tokens of the mini-batch, whichever step they are in."""
 
 
-class PassTotals(NamedTuple):
-    """Sums over a pass's micro-batches."""
+class StepTotals(NamedTuple):
+    """Sums over a step's micro-batches."""
 
     loss: float
     clipped_low: float
     clipped_high: float
     clipped_dual: float
     statistics: TokenStatistics | None = None
-    """Statistics of the pass's tokens before the step, where it was asked to score them."""
+    """Statistics of the tokens before the step, where it was asked to score them."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +71,17 @@ class StepResult:
     """What one optimizer step did."""
 
     name: str
-    """The pass's name."""
+    """The step's name."""
     outcome: Literal["taken", "empty", "nonfinite"]
     """empty: no token, no step (AdamW would decay and coast); nonfinite: a NaN or infinite gradient, no step."""
     loss: float
-    """Loss of the pass, by its denominator."""
+    """Loss of the step, by its denominator."""
     grad_norm: float
-    """Before clipping, rescaled already where a `match` was asked for; NaN for an empty pass."""
+    """Before clipping, rescaled already where a `match` was asked for; NaN for an empty step."""
     grad_norm_clipped: float
     """After clipping: what the optimizer saw; NaN where no step was taken."""
     num_tokens: int
-    """Tokens in the pass."""
+    """Tokens in the step."""
     clipped_low: int
     """Tokens with Â < 0 and π_θ/π_old < 1 − ε_low: they have no policy gradient."""
     clipped_high: int
@@ -89,27 +89,27 @@ class StepResult:
     clipped_dual: int
     """Tokens with Â < 0 and π_θ/π_old > c."""
     statistics: TokenStatistics | None = None
-    """Statistics of the pass's tokens before the step, where it was asked to score them."""
+    """Statistics of the tokens before the step, where it was asked to score them."""
 
     @classmethod
-    def empty(cls, part: Pass) -> StepResult:
-        """Return the result of a pass without tokens."""
+    def empty(cls, part: StepTokens) -> StepResult:
+        """Return the result of a step without tokens."""
         return cls(part.name, "empty", 0.0, math.nan, math.nan, 0, 0, 0, 0)
 
 
-def whole_passes(batch: TokenBatch, mini_batch_size: int) -> list[Pass]:
-    """Make one pass over each mini-batch of consecutive responses."""
-    return [Pass("all", part, part.num_tokens) for part in batch.micro_batches(mini_batch_size)]
+def whole_steps(batch: TokenBatch, mini_batch_size: int) -> list[StepTokens]:
+    """Make one step of each mini-batch of consecutive responses."""
+    return [StepTokens("all", part, part.num_tokens) for part in batch.micro_batches(mini_batch_size)]
 
 
-def split_passes(
+def split_steps(
     batch: TokenBatch,
     mini_batch_size: int,
     groups: Sequence[tuple[str, Mask]],
     *,
     schedule: Literal["sweep", "interleaved"] = "sweep",
-) -> list[Pass]:
-    """Make a pass over each group of tokens in each mini-batch (Alg. 1, Lopti), groups in the order given.
+) -> list[StepTokens]:
+    """Make a step of each group of tokens in each mini-batch (Alg. 1, Lopti), groups in the order given.
 
     sweep: all mini-batches for the first group, then for the next (L1 L2 H1 H2, the authors' code); interleaved: all
     groups of a mini-batch, then the next one (L1 H1 L2 H2, the other reading of the text).
@@ -118,11 +118,11 @@ def split_passes(
     order = [(part, group) for group in groups for part in parts]
     if schedule == "interleaved":
         order = [(part, group) for part in parts for group in groups]
-    passes = []
+    steps = []
     for rows, (name, mask) in order:
         part = batch.select(rows)
-        passes.append(Pass(name, replace(part, response_mask=part.response_mask & mask[rows]), part.num_tokens))
-    return passes
+        steps.append(StepTokens(name, replace(part, response_mask=part.response_mask & mask[rows]), part.num_tokens))
+    return steps
 
 
 def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
@@ -137,7 +137,7 @@ def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
 
 @dataclass(frozen=True)
 class Updater:
-    """A model and the optimizer that trains it: accumulates a pass's gradient, clips it, and steps."""
+    """A model and the optimizer that trains it: accumulates a step's gradient, clips it, and steps."""
 
     model: nn.Module
     """As it is called: wrapped by accelerate where several processes share it."""
@@ -154,19 +154,19 @@ class Updater:
 
     def step(
         self,
-        part: Pass,
+        part: StepTokens,
         settings: LossSettings,
         *,
         match: LossSettings | None = None,
         weighting: Weighting | None = None,
         score: bool = False,
     ) -> StepResult:
-        """Take one optimizer step on the gradient of the pass's loss under `settings`.
+        """Take one optimizer step on the gradient of its tokens' loss under `settings`.
 
         match: rescale that gradient, before clipping, to the norm that it has under these other settings.
         weighting: its w_t, of the policy before the step, in the place of Eq. 2's policy part; the KL part stays.
-        score: the result has the statistics of the pass's tokens before the step, from its own forward pass.
-        A gradient that is not finite, and a pass without tokens, take no step.
+        score: the result has the statistics of its tokens before it, from its own forward pass.
+        With a gradient that is not finite, and without tokens, no step is taken.
         """
         if part.batch.num_tokens == 0:
             self.optimizer.zero_grad()
@@ -199,12 +199,12 @@ class Updater:
         return StepResult(part.name, "taken" if finite else "nonfinite", *result, totals.statistics)
 
     def accumulate(
-        self, part: Pass, settings: LossSettings, *, weighted: bool = False, score: bool = False
-    ) -> PassTotals:
-        """Add the gradient of the pass's loss to `.grad`; weighted: its advantages are the tokens' weights themselves.
+        self, part: StepTokens, settings: LossSettings, *, weighted: bool = False, score: bool = False
+    ) -> StepTotals:
+        """Add the gradient of the step's loss to `.grad`; weighted: its advantages are the tokens' weights themselves.
 
         score: the statistics of its tokens, too.
-        Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the pass's own.
+        Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the step's own.
         """
         if not weighted:
             check_advantages(part.batch)  # once, where it lies: no loss on the device looks for it
@@ -223,10 +223,10 @@ class Updater:
                 totals.append(self._backward(logprobs, piece.to(self.device), settings, part.num_tokens, loss))
         sums = self.processes.sum(torch.stack(totals).double().sum(0).float()).tolist()
         every = (self.model, part.batch, pieces, found, self.device, self.processes)
-        return PassTotals(*sums, gather_statistics(*every) if score else None)
+        return StepTotals(*sums, gather_statistics(*every) if score else None)
 
-    def _weigh(self, part: Pass, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
-        """Find w_t of the pass's tokens under the policy as it is, by one more forward pass."""
+    def _weigh(self, part: StepTokens, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
+        """Find w_t of the step's tokens under the policy as it is, by one more forward pass."""
         found = batch_statistics(
             self.model, part.batch, micro_batch_size=self.micro_batch_size, device=self.device, processes=self.processes
         )
@@ -249,7 +249,7 @@ class Updater:
         loss = make_loss(logprobs, piece, settings, num_tokens=num_tokens, refuse_nan=False)
         broken = (~logprobs.isfinite()).any()
         loss = loss + logprobs.sum() * loss.new_zeros(()).masked_fill(broken, math.nan)
-        # Processes share a pass's responses and accelerate averages their gradients: the sum is count times that.
+        # Processes share a step's responses and accelerate averages their gradients: the sum is count times that.
         (loss * self.processes.count).backward()
         counts = torch.stack(_count_clipped(logprobs.detach(), piece, settings)).masked_fill(broken, 0)
         return torch.cat([loss.detach()[None], counts.to(loss)])

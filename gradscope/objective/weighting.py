@@ -18,7 +18,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.errors import InputError
-from gradscope.objective.methods import Method
+from gradscope.objective.step_rule import StepRule
 
 Number = int | float
 Weights = Float[np.ndarray, " K"]
@@ -145,10 +145,10 @@ class Weighting(ABC):
                 raise InputError(f"{self.NAME}: {parameter.name} is {value:g}, below {above}, {least:g}; swap them")
 
     @property
-    def passes(self) -> Method:
-        """Return the equivalent trainer Method, if token masks and advantage factors express this weighting; else None.
+    def rule(self) -> StepRule:
+        """Return the equivalent rule of a trainer, where masks and factors express this weighting; else the plain one.
         """
-        return Method()
+        return StepRule()
 
     @property
     def alpha_and_eta(self) -> tuple[Number | None, Number | None] | None:
@@ -158,8 +158,8 @@ class Weighting(ABC):
         >>> [make_weighting(name).alpha_and_eta for name in ("grpo", "lopti", "cispo")]
         [(None, None), (None, 0.5), None]
         """
-        pair = self.passes.reweight_alpha, self.passes.lopti_eta
-        known = self.passes == Method(*pair) and (pair != (None, None) or self.NAME == "grpo")
+        pair = self.rule.reweight_alpha, self.rule.lopti_eta
+        known = self.rule == StepRule(*pair) and (pair != (None, None) or self.NAME == "grpo")
         return pair if known else None
 
     @abstractmethod

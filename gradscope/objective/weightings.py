@@ -25,7 +25,7 @@ from jaxtyping import Bool
 
 from gradscope.errors import InputError, checked
 from gradscope.objective.equations import lopti_split
-from gradscope.objective.methods import Method
+from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Number, Tokens, Weighting, Weights, within
 from gradscope.runs import run_file
 
@@ -76,11 +76,11 @@ class Reweight(Weighting):
     alpha: float = within(0.3, 0, 1)
 
     @property
-    def passes(self) -> Method:
-        return Method(reweight_alpha=self.alpha)
+    def rule(self) -> StepRule:
+        return StepRule(reweight_alpha=self.alpha)
 
     def factors(self, tokens: Tokens) -> Weights:
-        return self.passes.weights(tokens)["all"]
+        return self.rule.weights(tokens)["all"]
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Lopti(Weighting):
     eta: float = within(0.5, 0, 1)
 
     @property
-    def passes(self) -> Method:
-        return Method(lopti_eta=self.eta)
+    def rule(self) -> StepRule:
+        return StepRule(lopti_eta=self.eta)
 
     def factors(self, tokens: Tokens) -> dict[str, Weights]:
-        return self.passes.weights(tokens)
+        return self.rule.weights(tokens)
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,8 @@ class RandomSplit(Weighting):
     seed: int = within(0, 0)
 
     @property
-    def passes(self) -> Method:
-        return Method(lopti_eta=self.eta, control="random-split")
+    def rule(self) -> StepRule:
+        return StepRule(lopti_eta=self.eta, control="random-split")
 
     def factors(self, tokens: Tokens) -> dict[str, Weights]:
         old = torch.from_numpy(tokens.old)[None]
@@ -126,12 +126,12 @@ class PermutedWeights(Weighting):
     seed: int = within(0, 0)
 
     @property
-    def passes(self) -> Method:
-        return Method(reweight_alpha=self.alpha, control="permuted-weights")
+    def rule(self) -> StepRule:
+        return StepRule(reweight_alpha=self.alpha, control="permuted-weights")
 
     def factors(self, tokens: Tokens) -> Weights:
         old = torch.from_numpy(tokens.old)[None]
-        factors = Method(reweight_alpha=self.alpha).advantages(torch.ones_like(old), old)[0].numpy()
+        factors = StepRule(reweight_alpha=self.alpha).advantages(torch.ones_like(old), old)[0].numpy()
         return np.random.default_rng(self.seed).permutation(factors) * tokens.plain
 
 
@@ -146,8 +146,8 @@ class MatchedNorm(Weighting):
     alpha: float = within(0.3, 0, 1)
 
     @property
-    def passes(self) -> Method:
-        return Method(reweight_alpha=self.alpha, control="matched-norm")
+    def rule(self) -> StepRule:
+        return StepRule(reweight_alpha=self.alpha, control="matched-norm")
 
     def factors(self, tokens: Tokens) -> Weights:
         return tokens.plain
@@ -162,11 +162,11 @@ class IntervalMask(Weighting):
     high: float = within(0.25, 0, 1)
 
     @property
-    def passes(self) -> Method:
-        return Method(mask_probs=(self.low, self.high))
+    def rule(self) -> StepRule:
+        return StepRule(mask_probs=(self.low, self.high))
 
     def factors(self, tokens: Tokens) -> Weights:
-        return self.passes.weights(tokens)["all"]
+        return self.rule.weights(tokens)["all"]
 
 
 @dataclass(frozen=True)

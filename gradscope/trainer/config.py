@@ -10,7 +10,7 @@ from beartype import BeartypeConf
 from beartype.door import is_bearable
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, Method, Weighting, make_weighting
+from gradscope.objective import LossSettings, StepRule, Weighting, make_weighting
 from gradscope.sampling import check_count
 
 Number = int | float
@@ -151,23 +151,23 @@ class TrainConfig:
             raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
         check_count(self.questions_per_step, self.group_size)
         self.loss.check()
-        _ = self.passes, self.weighting  # refuses what no weighting is
+        _ = self.rule, self.weighting  # refuses what no weighting is
 
     @property
-    def passes(self) -> Method:
+    def rule(self) -> StepRule:
         """Which tokens each optimizer step trains, and with which advantages."""
         if self.method is None:
-            return Method(self.reweight_alpha, self.lopti_eta, self.lopti_order, self.mask_probs, self.control)
+            return StepRule(self.reweight_alpha, self.lopti_eta, self.lopti_order, self.mask_probs, self.control)
         own = ("reweight_alpha", "lopti_eta", "mask_probs", "control")
         if given := [name for name in own if getattr(self, name) is not None]:
             raise InputError(f"method is {self.method} and {given[0]} is given, too; give one of the two")
-        return replace(make_weighting(self.method).passes, lopti_order=self.lopti_order)
+        return replace(make_weighting(self.method).rule, lopti_order=self.lopti_order)
 
     @property
     def weighting(self) -> Weighting | None:
-        """What weighs the tokens in every optimizer step; None: `passes` says all of it."""
+        """What weighs the tokens in every optimizer step; None: `rule` says all of it."""
         found = None if self.method is None else make_weighting(self.method)
-        return None if found is None or found.passes != Method() or found == make_weighting("grpo") else found
+        return None if found is None or found.rule != StepRule() or found == make_weighting("grpo") else found
 
     @property
     def loss(self) -> LossSettings:
@@ -177,7 +177,7 @@ class TrainConfig:
             self.clip_ratio_high,
             self.clip_ratio_c,
             kl_coef=0.0 if self.algorithm == "reinforce++" else self.kl_coef,
-            reweight_alpha=self.passes.reweight_alpha,
+            reweight_alpha=self.rule.reweight_alpha,
         )
 
     @property

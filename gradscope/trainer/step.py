@@ -1,4 +1,4 @@
-"""What a step trains on: the advantages and the passes of Alg. 1 and the controls; and what is logged of it."""
+"""What a step trains on: the advantages and the steps of Alg. 1 and the controls; and what is logged of it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.objective import (
     LossSettings,
-    Pass,
     StepResult,
+    StepTokens,
     TokenStatistics,
     Weighting,
     kl_k3,
     reinforce_pp_advantages,
     resolve_advantages,
-    split_passes,
+    split_steps,
 )
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer.config import TrainConfig
@@ -32,7 +32,7 @@ from gradscope.trainer.config import TrainConfig
 class Update:
     """All optimizer steps on one batch of responses."""
 
-    passes: list[Pass]
+    steps: list[StepTokens]
     batch: TokenBatch
     """The whole batch, with the advantages that are trained on."""
     settings: LossSettings
@@ -59,8 +59,8 @@ def takes_one_step(config: TrainConfig) -> bool:
 
     REINFORCE++ with a KL whitens over the batch's π_old; Lopti, masks, controls and weightings choose or weigh by it.
     """
-    method, before = config.passes, config.algorithm == "reinforce++" and config.kl_coef > 0
-    plain = not method.chooses and method.control is None and config.weighting is None
+    rule, before = config.rule, config.algorithm == "reinforce++" and config.kl_coef > 0
+    plain = not rule.chooses and rule.control is None and config.weighting is None
     return config.old_logprobs == "trainer" and config.num_responses <= config.mini_batch_size and plain and not before
 
 
@@ -69,18 +69,18 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
 
     Without old_logprobs the batch gets one step on all tokens (see `takes_one_step`).
     """
-    method, settings, match = config.passes, config.loss, None
+    rule, settings, match = config.rule, config.loss, None
     if batch.old_logprobs is None:
         everything = [("all", batch.response_mask)]
-        return Update(split_passes(batch, config.mini_batch_size, everything), batch, settings)
+        return Update(split_steps(batch, config.mini_batch_size, everything), batch, settings)
     place = (batch.old_logprobs, batch.response_mask, config.mini_batch_size, generator)
-    if method.control == "matched-norm":
+    if rule.control == "matched-norm":
         settings, match = replace(settings, reweight_alpha=None), settings
-    elif method.control == "permuted-weights":
-        batch = replace(batch, advantages=batch.advantages * method.permuted_factors(*place))
+    elif rule.control == "permuted-weights":
+        batch = replace(batch, advantages=batch.advantages * rule.permuted_factors(*place))
         settings = replace(settings, reweight_alpha=None)
-    passes = split_passes(batch, config.mini_batch_size, method.drawn_groups(*place), schedule=config.lopti_schedule)
-    return Update(passes, batch, settings, match, config.weighting)
+    steps = split_steps(batch, config.mini_batch_size, rule.drawn_groups(*place), schedule=config.lopti_schedule)
+    return Update(steps, batch, settings, match, config.weighting)
 
 
 def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logprobs: Tensor) -> dict[str, float]:
@@ -108,7 +108,7 @@ def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logpro
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, Any]:
-    """Describe the optimizer steps: lists have an entry per pass; clip fractions are of all tokens of all passes."""
+    """Describe the optimizer steps: lists have an entry per step; clip fractions are of all tokens of all steps."""
     tokens = max(1, sum(result.num_tokens for result in results))
     return {
         "passes": [result.name for result in results],

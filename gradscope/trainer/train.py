@@ -189,7 +189,7 @@ def train(
                     watching.enter_context(on_step(step))
                 scored = _now(learner)
                 with learner.computing():
-                    for part in update.passes:
+                    for part in update.steps:
                         how = {"match": update.match, "weighting": update.weighting, "score": self_scored}
                         results.append(learner.updater.step(part, update.settings, **how))
                         if results[-1].outcome != "empty":

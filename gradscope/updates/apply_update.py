@@ -86,10 +86,10 @@ class RealSteps:
                 self.batch = resolve(self.batch, self.before)
             if not isinstance(update, Update):
                 update = make_update(update, self.batch, loss=self._loss, entropy=self.before.entropy)
-            sliced_for = None if self._fits else len(update.passes)
+            sliced_for = None if self._fits else len(update.steps)
             optimizer = make_optimizer(model, step, self._moments, sliced_for=sliced_for)
             updater = Updater(model, optimizer, self.policy.device, size, step.max_grad_norm)
-            results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.passes]
+            results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.steps]
             after = score(self.batch)
             square = sum_of_squares(_moved_parts(model, start))
             moved = Vectors.zeros(model, 1, self.resources.vectors) if displacement else None

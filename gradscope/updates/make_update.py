@@ -1,8 +1,8 @@
 """Updates by name: which tokens each optimizer step trains, and under which loss.
 
-They are made of the trainer's own parts: the passes of `steps` and the masks of `objective`. Whatever a pass leaves
-out, its loss is divided by all response tokens of the mini-batch, so that the parts of a split add up to the whole.
-Probabilities are those of π_old. Equations and Alg. 1 are those of arXiv:2505.12929.
+They are made of the trainer's own parts, the steps and masks of `objective`. Whatever a step leaves out, its loss is
+divided by all response tokens of the mini-batch, so that the parts of a split add up to the whole. Probabilities are
+those of π_old. Equations and Alg. 1 are those of arXiv:2505.12929.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.objective import PAPER, LossSettings, Method, Pass, Weighting, make_weighting, split_passes
+from gradscope.objective import PAPER, LossSettings, StepRule, StepTokens, Weighting, make_weighting, split_steps
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
 Mask = Bool[Tensor, "B S"]
 
 UPDATES = {
-    "all": "all tokens, one pass",
+    "all": "all tokens, one step",
     **{f"only-{a}": f"only tokens with π_old in {label}" for a, label in enumerate(interval_labels())},
     **{f"without-{a}": f"all but the tokens with π_old in {label}" for a, label in enumerate(interval_labels())},
     "reweight": "all tokens under Advantage Reweighting (Eq. 4)",
     "lopti": "tokens with π_old < η, then the others (Alg. 1)",
-    "reweight-lopti": "Lopti's passes under Advantage Reweighting",
-    "lopti-high-first": "Lopti's passes in the reverse order",
-    "random-split": "two passes over a random split of the sizes of Lopti's",
+    "reweight-lopti": "Lopti's steps under Advantage Reweighting",
+    "lopti-high-first": "Lopti's steps in the reverse order",
+    "random-split": "two steps over a random split of the sizes of Lopti's",
     "high-entropy": "only the 20 % of tokens with the largest entropy (arXiv:2506.01939)",
     "positive": "only tokens with Â > 0",
 }
@@ -43,13 +43,13 @@ of only- and without-."""
 HIGH_ENTROPY = Fraction(1, 5)
 """Share of the tokens that "high-entropy" trains."""
 
-_METHODS = {
-    "all": Method(),
-    "reweight": Method(reweight_alpha=0.3),
-    "lopti": Method(lopti_eta=0.5),
-    "reweight-lopti": Method(reweight_alpha=0.3, lopti_eta=0.5),
-    "lopti-high-first": Method(lopti_eta=0.5, lopti_order="high-first"),
-    "random-split": Method(lopti_eta=0.5, control="random-split"),
+_RULES = {
+    "all": StepRule(),
+    "reweight": StepRule(reweight_alpha=0.3),
+    "lopti": StepRule(lopti_eta=0.5),
+    "reweight-lopti": StepRule(reweight_alpha=0.3, lopti_eta=0.5),
+    "lopti-high-first": StepRule(lopti_eta=0.5, lopti_order="high-first"),
+    "random-split": StepRule(lopti_eta=0.5, control="random-split"),
 }
 _FIELDS = {"alpha": "reweight_alpha", "eta": "lopti_eta"}
 
@@ -59,10 +59,10 @@ class Update:
     """Optimizer steps in order, and their loss."""
 
     name: str
-    passes: list[Pass]
+    steps: list[StepTokens]
     settings: LossSettings
     weighting: Weighting | None = None
-    """What stands in the place of Eq. 2's policy weights in every pass; None: nothing."""
+    """What stands in the place of Eq. 2's policy weights in every step; None: nothing."""
 
 
 def make_update(
@@ -93,10 +93,10 @@ def make_update(
     size = len(batch) if mini_batch_size is None else mini_batch_size
     _check(batch, size)
     weighting = None if isinstance(update, str) else update
-    if weighting is None and (method := _find_method(name)) is not None:
-        if method.reweight_alpha is not None:
-            loss = replace(loss, reweight_alpha=method.reweight_alpha)
-        groups = method.drawn_groups(old, mask, size, generator or torch.Generator().manual_seed(0))
+    if weighting is None and (rule := _find_rule(name)) is not None:
+        if rule.reweight_alpha is not None:
+            loss = replace(loss, reweight_alpha=rule.reweight_alpha)
+        groups = rule.drawn_groups(old, mask, size, generator or torch.Generator().manual_seed(0))
     elif name == "positive":
         groups = [(name, mask & (batch.advantages > 0))]
     elif name == "high-entropy":
@@ -105,27 +105,27 @@ def make_update(
         groups = [(name, mask & _inside(int(found[2]), batch, edges, without=found[1] == "without"))]
     else:
         weighting = _find_weighting(name) if weighting is None else weighting
-        groups = weighting.passes.groups(old, mask)
+        groups = weighting.rule.groups(old, mask)
     loss.check()
-    return Update(name, split_passes(batch, size, groups), loss, weighting)
+    return Update(name, split_steps(batch, size, groups), loss, weighting)
 
 
-def _find_method(name: str) -> Method | None:
+def _find_rule(name: str) -> StepRule | None:
     """What the trainer makes of the name; None for one that is none of its own."""
     kind, _, given = name.partition(":")
-    if (method := _METHODS.get(kind)) is None:
+    if (rule := _RULES.get(kind)) is None:
         return None
     values = {}
     for part in filter(None, given.split(",")):
         key, _, value = part.partition("=")
         field = _FIELDS.get(key, "")
-        if getattr(method, field, None) is None:
+        if getattr(rule, field, None) is None:
             raise InputError(f"{kind} takes no {key!r}; give {' or '.join(_FIELDS)} to an update that has it")
         try:
             values[field] = float(value)
         except ValueError as error:
             raise InputError(f"{kind}: {key} is {value!r}; give a number") from error
-    return replace(method, **values)
+    return replace(rule, **values)
 
 
 def _find_weighting(name: str) -> Weighting:

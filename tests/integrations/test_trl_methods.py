@@ -17,7 +17,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.integrations.trl_batch import batch_from_trl, trl_settings
 from gradscope.integrations.trl_methods import _refuse_unsupported
-from gradscope.objective import Pass, Updater, batch_statistics, make_weighting, weigh_step
+from gradscope.objective import StepTokens, Updater, batch_statistics, make_weighting, weigh_step
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.step import plan_update
 
@@ -93,8 +93,8 @@ def test_the_gradient_of_each_pass_is_that_of_gradscopes_trainer(checkpoint, tmp
             old = batch_statistics(model, batch, micro_batch_size=8, device=CPU).logprob
             batch = replace(batch, old_logprobs=old)
         update = plan_update(batch, config, torch.Generator())
-        assert [part.name for part in update.passes] == (["low", "high"] if order == "low-first" else ["high", "low"])
-        for recorded, part in zip((first, second), update.passes, strict=True):
+        assert [part.name for part in update.steps] == (["low", "high"] if order == "low-first" else ["high", "low"])
+        for recorded, part in zip((first, second), update.steps, strict=True):
             model.load_state_dict(recorded["weights"], strict=False)
             model.zero_grad()
             updater = Updater(model, None, CPU, micro_batch_size=3)
@@ -128,7 +128,7 @@ def test_under_a_weighting_the_gradient_is_that_of_gradscopes_trainer(checkpoint
         for weighted, part in ((True, weighed), (False, replace(batch, old_logprobs=old))):
             model.zero_grad()
             updater = Updater(model, None, CPU, micro_batch_size=3)
-            updater.accumulate(Pass("all", part, batch.num_tokens), loss, weighted=weighted)
+            updater.accumulate(StepTokens("all", part, batch.num_tokens), loss, weighted=weighted)
             found.append(distance(step["gradient"], gradients(model)))
         assert found[0] < SUMS
         different += found[1] > 1e-3

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradscope.objective import (
     LossSettings,
-    Pass,
+    StepTokens,
     Updater,
     batch_statistics,
 )
@@ -95,7 +95,7 @@ def flat(model: nn.Module, grads: list[Tensor | None]) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs]).double()
 
 
-def own_gradient(updater: Updater, part: Pass, settings: LossSettings) -> tuple[Tensor, list[float]]:
+def own_gradient(updater: Updater, part: StepTokens, settings: LossSettings) -> tuple[Tensor, list[float]]:
     """What accumulate adds to .grad, flat, and what it returns."""
     updater.model.zero_grad()
     found = [*updater.accumulate(part, settings)[:4]]
@@ -152,7 +152,7 @@ def test_loss_gradient_and_clipped_tokens_are_those_of_the_whole_mini_batch_at_e
         for size in (1, 2, 3, len(rows)):
             for batch in (left, right) if size == 2 else (left,):
                 gradient, found = own_gradient(
-                    make_updater(model, size), Pass("all", batch, batch.num_tokens), SETTINGS
+                    make_updater(model, size), StepTokens("all", batch, batch.num_tokens), SETTINGS
                 )
                 assert_same(gradient, expected)
                 # The totals are summed in float32: over processes, on any device.
@@ -204,7 +204,7 @@ def test_on_recorded_rollouts_the_first_steps_gradient_is_that_of_the_whole_padd
     policy, batch = recorded
     config = TrainConfig(kl_coef=0.05, **FIRST[method])
     assert can_pack(policy.model)
-    part = plan_update(batch, config, torch.Generator().manual_seed(0)).passes[0]
+    part = plan_update(batch, config, torch.Generator().manual_seed(0)).steps[0]
     mine = make_updater(policy.model, 8)
     gradient, _ = own_gradient(mine, part, config.loss)
     loss, _ = reference_loss(policy.model, part.batch, config.loss, batch.num_tokens)
@@ -221,7 +221,7 @@ def test_a_step_that_finds_its_own_old_policy_is_the_one_that_was_scored_before(
         before = batch_statistics(model, batch, micro_batch_size=3, device=CPU)
         batch = replace(batch, ref_logprobs=before.logprob - 0.1, old_logprobs=before.logprob)
         unscored = replace(batch, old_logprobs=None)
-        known, own = (Pass("all", given, given.num_tokens) for given in (batch, unscored))
+        known, own = (StepTokens("all", given, given.num_tokens) for given in (batch, unscored))
         expected, totals = own_gradient(make_updater(model, size), known, loss)
         result = make_updater(model, size).accumulate(own, loss, score=True)
     assert_same(flat(model, [p.grad for p in model.parameters()]), expected)
@@ -234,14 +234,14 @@ def test_a_model_that_is_nan_is_said_by_the_statistics_and_takes_no_step(batch):
     model = make_model("llama", attention="sdpa")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = torch.nan
-    part = Pass("all", replace(batch, old_logprobs=None), batch.num_tokens)
+    part = StepTokens("all", replace(batch, old_logprobs=None), batch.num_tokens)
     result = make_updater(model).step(part, SETTINGS, score=True)
     assert result.outcome == "nonfinite" and result.statistics.logprob[batch.response_mask].isnan().all()
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 10])
 def test_gradients_averaged_over_processes_are_those_of_one_process(model, batch, size):
-    part = Pass("all", batch, batch.num_tokens)
+    part = StepTokens("all", batch, batch.num_tokens)
     expected, totals = own_gradient(make_updater(model, size), part, SETTINGS)
     shares = [own_gradient(make_updater(model, size, processes=Share(r, 3)), part, SETTINGS) for r in range(3)]
     assert_same(sum(gradient for gradient, _ in shares) / 3, expected)
@@ -254,12 +254,12 @@ def test_gradients_averaged_over_processes_are_those_of_one_process(model, batch
 @pytest.mark.parametrize("max_grad_norm", [0.05, 1e3, None])
 def test_steps_are_clip_grad_norm_and_adamw_on_the_reference_gradient(model, batch, max_grad_norm):
     config = TrainConfig(**NARROW, lopti_eta=0.5, mini_batch_size=5)
-    passes = plan_update(batch, config, torch.Generator()).passes
+    steps = plan_update(batch, config, torch.Generator()).steps
     other = copy.deepcopy(model)
     updater = make_updater(model, max_grad_norm=max_grad_norm)
     optimizer = torch.optim.AdamW(other.parameters(), lr=1e-3, weight_decay=0.01)
     before = flat(model, list(model.parameters())).clone()
-    for part in passes:  # each step starts from moments that the last one left
+    for part in steps:  # each step starts from moments that the last one left
         loss, clips = reference_loss(other, part.batch, SETTINGS, part.num_tokens)
         for parameter, gradient in zip(other.parameters(), gradients(other, loss), strict=True):
             parameter.grad = gradient
@@ -326,7 +326,7 @@ def broken(model: nn.Module, kind: str, call: int) -> Iterator[None]:
 @pytest.mark.parametrize("call", [0, 1, 3])
 @pytest.mark.parametrize("kind", ["nan logits", "nan gradient", "infinite gradient"])
 def test_a_gradient_that_is_not_finite_in_one_micro_batch_moves_neither_weights_nor_moments(model, batch, kind, call):
-    part = Pass("all", batch, batch.num_tokens)
+    part = StepTokens("all", batch, batch.num_tokens)
     updater = make_updater(model)
     good = updater.step(part, SETTINGS)
     before = copy_of(updater)
@@ -345,12 +345,12 @@ def test_a_gradient_that_is_not_finite_in_one_micro_batch_moves_neither_weights_
 
 def test_an_empty_pass_runs_nothing_and_takes_no_step(model, batch):
     updater = make_updater(model)
-    updater.step(Pass("all", batch, batch.num_tokens), SETTINGS)
+    updater.step(StepTokens("all", batch, batch.num_tokens), SETTINGS)
     before = copy_of(updater)
     empty = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
     for num_tokens in (batch.num_tokens, 0):
         with broken(model, "nan logits", 0):
-            result = updater.step(Pass("low", empty, num_tokens), SETTINGS, match=REWEIGHT)
+            result = updater.step(StepTokens("low", empty, num_tokens), SETTINGS, match=REWEIGHT)
         assert (result.name, result.outcome, result.loss, result.num_tokens) == ("low", "empty", 0.0, 0)
         assert math.isnan(result.grad_norm)
         assert math.isnan(result.grad_norm_clipped)
@@ -358,7 +358,7 @@ def test_an_empty_pass_runs_nothing_and_takes_no_step(model, batch):
 
 
 def test_a_matched_gradient_has_the_direction_of_plain_and_the_norm_of_reweight_before_it_is_clipped(model, batch):
-    part = Pass("all", batch, batch.num_tokens)
+    part = StepTokens("all", batch, batch.num_tokens)
     plain, reweighted = (
         flat(model, gradients(model, reference_loss(model, batch, settings, batch.num_tokens)[0]))
         for settings in (SETTINGS, REWEIGHT)
@@ -378,7 +378,7 @@ def test_a_matched_gradient_has_the_direction_of_plain_and_the_norm_of_reweight_
 
 def test_a_gradient_of_zero_is_a_step_of_weight_decay_matched_or_not(model, batch):
     nothing = replace(batch, advantages=torch.zeros_like(batch.advantages))
-    part = Pass("all", nothing, batch.num_tokens)
+    part = StepTokens("all", nothing, batch.num_tokens)
     off = replace(SETTINGS, kl_coef=0)
     for match in (None, replace(off, reweight_alpha=0.3)):
         before = flat(model, list(model.parameters())).clone()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings, Updater, Weighting, make_weighting, resolve_advantages
-from gradscope.objective.steps import whole_passes
+from gradscope.objective.steps import whole_steps
 from gradscope.rollouts import TokenBatch
 
 SETTINGS = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, kl_coef=0.0)
@@ -86,7 +86,7 @@ def stepped(policy, batch: TokenBatch, weighting: Weighting, settings: LossSetti
     before = [p.detach().clone() for p in policy.model.parameters()]
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
     updater = Updater(policy.model, optimizer, policy.device, 2, None)
-    (part,) = whole_passes(batch, len(batch))
+    (part,) = whole_steps(batch, len(batch))
     result = updater.step(part, settings, weighting=weighting)
     assert result.outcome == "taken"
     return [old - p.detach() for old, p in zip(before, policy.model.parameters(), strict=True)]
@@ -113,7 +113,7 @@ def test_the_kl_part_stays():
     usual = make_policy("llama", torch.float64)
     before = [p.detach().clone() for p in usual.model.parameters()]
     optimizer = torch.optim.SGD(usual.model.parameters(), lr=1.0)
-    (part,) = whole_passes(batch, len(batch))
+    (part,) = whole_steps(batch, len(batch))
     Updater(usual.model, optimizer, usual.device, 2, None).step(part, settings)
     for old, new, found in zip(before, usual.model.parameters(), with_kl, strict=True):
         torch.testing.assert_close(old - new.detach(), found, rtol=1e-5, atol=1e-8)

@@ -16,7 +16,7 @@ from support.distributed_worker import (
     FRUGAL,
     MODEL,
     make_config,
-    make_passes,
+    make_steps,
     measure_frugally,
     measure_gradients,
     take_steps,
@@ -78,9 +78,9 @@ def found(out) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def alone(folder) -> dict[str, Any]:
     """The same, found by this one process."""
-    accelerator, passes = Accelerator(cpu=True), make_passes()
+    accelerator, steps = Accelerator(cpu=True), make_steps()
     learner = build_learner(make_config(folder), accelerator)
-    found = {"gradients": measure_gradients(learner, passes), "steps": take_steps(learner, passes)}
+    found = {"gradients": measure_gradients(learner, steps), "steps": take_steps(learner, steps)}
     return found | {"frugal": measure_frugally(folder, accelerator, **FRUGAL)}
 
 

@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from gradscope.objective import Pass, resolve_advantages
-from gradscope.objective.steps import whole_passes
+from gradscope.objective import StepTokens, resolve_advantages
+from gradscope.objective.steps import whole_steps
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import VOCAB, make_batch
@@ -24,10 +24,10 @@ def make_learner(model: str | Path, checkpoint: Path | None = None, **settings: 
     return build_learner(TrainConfig(model=str(model), **given), Accelerator(cpu=True), checkpoint)
 
 
-def make_passes(policy, size: int = 6, **settings: object) -> list[Pass]:
+def make_steps(policy, size: int = 6, **settings: object) -> list[StepTokens]:
     """Passes over a batch with advantages and everything else that a loss asks for."""
     batch = make_batch(policy, **settings)
-    return whole_passes(replace(batch, advantages=resolve_advantages(batch)), size)
+    return whole_steps(replace(batch, advantages=resolve_advantages(batch)), size)
 
 
 STEPS = 3

@@ -15,9 +15,9 @@ from support.losses import grpo_by_loop, reinforce_pp_by_loop, term_by_loop, wei
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import Pass, batch_loss, batch_weights, split_passes
-from gradscope.objective.methods import random_split
-from gradscope.objective.steps import whole_passes
+from gradscope.objective import StepTokens, batch_loss, batch_weights, split_steps
+from gradscope.objective.step_rule import random_split
+from gradscope.objective.steps import whole_steps
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.step import Update, compute_advantages, plan_update
@@ -156,11 +156,11 @@ def test_tokens_loss_and_gradient_of_every_pass_are_those_of_the_papers_formulas
     advantages = advantages_by_loop(batch, config)
     update, expected = plan_update(batch, config, generator()), passes_by_loop(batch, config)
     assert update.match is None
-    assert [part.name for part in update.passes] == [name for name, *_ in expected]
+    assert [part.name for part in update.steps] == [name for name, *_ in expected]
     clips: Counter[str] = Counter()
     # REINFORCE++ has its KL in the reward.
     loss = config if config.algorithm == "grpo" else replace(config, kl_coef=0.0)
-    for part, (_, rows, tokens, denominator) in zip(update.passes, expected, strict=True):
+    for part, (_, rows, tokens, denominator) in zip(update.steps, expected, strict=True):
         assert part.num_tokens == denominator
         assert [(rows[row], s) for row, s in part.batch.response_mask.nonzero().tolist()] == tokens
         total, slopes = 0.0, torch.zeros(len(rows), WIDTH, dtype=torch.float64)
@@ -187,13 +187,13 @@ def test_passes_cover_every_token_exactly_once(batch, size, schedule):
     kept = sorted(marked.input_ids[marked.response_mask].tolist())
     low = marked.old_logprobs.exp() < 0.4
     groups = [("low", low), ("high", ~low)]
-    for passes in (whole_passes(marked, size), split_passes(marked, size, groups, schedule=schedule)):
-        seen = [t for part in passes for t in part.batch.input_ids[part.batch.response_mask].tolist()]
+    for steps in (whole_steps(marked, size), split_steps(marked, size, groups, schedule=schedule)):
+        seen = [t for part in steps for t in part.batch.input_ids[part.batch.response_mask].tolist()]
         assert sorted(seen) == kept
-        assert len(passes) in (-(-ROWS // size), 2 * -(-ROWS // size))
+        assert len(steps) in (-(-ROWS // size), 2 * -(-ROWS // size))
 
 
-def rows_of(part: Pass, batch: TokenBatch) -> slice:
+def rows_of(part: StepTokens, batch: TokenBatch) -> slice:
     """Where in the batch the responses of a pass stand."""
     first = int((batch.old_logprobs == part.batch.old_logprobs[0]).all(1).nonzero()[0])
     return slice(first, first + len(part.batch))
@@ -215,7 +215,7 @@ def test_the_masked_interval_is_half_open_and_an_end_at_one_closed(batch):
         (edges[4], 1.0, [0, 1, 2, 3]),
         (0.0, edges[1], [1, 2, 3, 4, 5]),
     ]:
-        (part,) = plan_update(batch, make_config(mask_probs=(low, high)), generator()).passes
+        (part,) = plan_update(batch, make_config(mask_probs=(low, high)), generator()).steps
         assert (part.batch.response_mask[0, 1:].nonzero()[:, 0]).tolist() == left
         assert part.num_tokens == 6
 
@@ -251,13 +251,13 @@ def test_the_random_split_takes_as_many_steps_of_the_same_sizes_as_lopti(batch, 
     lopti = make_config(lopti_eta=0.4, lopti_order=order, lopti_schedule=schedule)
     control = replace(lopti, control="random-split")
     real, first, again, other = (
-        plan_update(batch, config, generator(seed)).passes
+        plan_update(batch, config, generator(seed)).steps
         for config, seed in [(lopti, 0), (control, 0), (control, 0), (control, 1)]
     )
     assert [part.name for part in first] == [f"random-{part.name}" for part in real]
-    sizes = [[(part.batch.num_tokens, part.num_tokens) for part in passes] for passes in (real, first)]
+    sizes = [[(part.batch.num_tokens, part.num_tokens) for part in steps] for steps in (real, first)]
     assert sizes[0] == sizes[1]
-    masks = [[part.batch.response_mask for part in passes] for passes in (real, first, again, other)]
+    masks = [[part.batch.response_mask for part in steps] for steps in (real, first, again, other)]
     same = [[torch.equal(a, b) for a, b in zip(masks[1], theirs, strict=True)] for theirs in masks]
     assert not all(same[0])
     assert all(same[2])
@@ -267,7 +267,7 @@ def test_the_random_split_takes_as_many_steps_of_the_same_sizes_as_lopti(batch, 
 def factors_of(update: Update, batch: TokenBatch) -> list[float]:
     """What each response token's advantage was multiplied by, in the order of rows."""
     out = []
-    for part in update.passes:
+    for part in update.steps:
         ratio = part.batch.advantages / batch.advantages[rows_of(part, batch)]
         out += ratio[part.batch.response_mask].tolist()
     return out
@@ -281,7 +281,7 @@ def test_permuted_weights_are_reweights_factors_in_another_order(batch):
     first, again, other = (plan_update(batch, config, generator(seed)) for seed in (0, 0, 1))
     found = factors_of(first, batch)
     ends = [0]
-    for part in first.passes:  # each mini-batch keeps its own
+    for part in first.steps:  # each mini-batch keeps its own
         ends.append(ends[-1] + part.num_tokens)
         own = slice(*ends[-2:])
         assert sorted(found[own]) == pytest.approx(sorted(expected[own]), rel=1e-12)
@@ -301,8 +301,8 @@ def test_matched_norm_trains_plain_advantages_and_is_matched_to_reweight(batch):
     update = plan_update(batch, config, generator())
     assert update.settings == make_config().loss
     assert update.match == make_config(reweight_alpha=0.3).loss
-    assert [part.name for part in update.passes] == ["all"] * 3
-    for part, plain in zip(update.passes, whole_passes(batch, 5), strict=True):
+    assert [part.name for part in update.steps] == ["all"] * 3
+    for part, plain in zip(update.steps, whole_steps(batch, 5), strict=True):
         assert torch.equal(part.batch.response_mask, plain.batch.response_mask)
         assert torch.equal(part.batch.advantages, plain.batch.advantages)
 
@@ -313,6 +313,6 @@ def test_a_control_of_both_methods_keeps_loptis_passes(batch, control):
     config = make_config(reweight_alpha=0.3, lopti_eta=0.4, control=control)
     real = plan_update(batch, replace(config, control=None), generator())
     update = plan_update(batch, config, generator())
-    assert [part.batch.num_tokens for part in update.passes] == [part.batch.num_tokens for part in real.passes]
+    assert [part.batch.num_tokens for part in update.steps] == [part.batch.num_tokens for part in real.steps]
     assert (update.settings.reweight_alpha is None) == (control != "random-split")
     assert (update.match is None) == (control != "matched-norm")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from support.policies import save_checkpoint as save_tiny
-from support.training import make_learner, make_passes
+from support.training import make_learner, make_steps
 from transformers import AutoModelForCausalLM
 
 from gradscope import load_policy
@@ -34,7 +34,7 @@ def folder(tmp_path_factory) -> Path:
 def trained(folder) -> Learner:
     """A learner after two steps."""
     learner = make_learner(folder)
-    for part in make_passes(learner.policy, size=3):
+    for part in make_steps(learner.policy, size=3):
         learner.updater.step(part, LOSS)
     return learner
 
@@ -42,7 +42,7 @@ def trained(folder) -> Learner:
 @pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2", "gemma2", "mixtral"])
 def test_transformers_loads_the_trained_weights_tied_or_not(name, tmp_path):
     learner = make_learner(save_tiny(tmp_path / "model", name))
-    learner.updater.step(make_passes(learner.policy)[0], LOSS)
+    learner.updater.step(make_steps(learner.policy)[0], LOSS)
     saved = save_checkpoint(tmp_path, 1, learner)
     model, told = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert not told["missing_keys"] and not told["unexpected_keys"]
@@ -84,12 +84,12 @@ def test_the_state_of_adamw_is_the_optimizers_own(trained, tmp_path):
 
 def test_a_learner_goes_on_from_a_checkpoint_to_the_same_numbers(folder, tmp_path):
     first = make_learner(folder, kl_coef=0.1)
-    passes = make_passes(first.policy, size=3)
-    first.updater.step(passes[0], LOSS)
+    steps = make_steps(first.policy, size=3)
+    first.updater.step(steps[0], LOSS)
     second = make_learner(folder, save_checkpoint(tmp_path, 1, first), kl_coef=0.1)
     restore_checkpoint(tmp_path / "checkpoints/step-000001", second)
-    assert torch.equal(first.reference_logprobs(passes[1].batch), second.reference_logprobs(passes[1].batch))
-    results = [learner.updater.step(passes[1], LOSS) for learner in (first, second)]
+    assert torch.equal(first.reference_logprobs(steps[1].batch), second.reference_logprobs(steps[1].batch))
+    results = [learner.updater.step(steps[1], LOSS) for learner in (first, second)]
     assert results[0] == results[1]
     again = dict(second.policy.model.named_parameters())
     assert all(torch.equal(p, again[name]) for name, p in first.policy.model.named_parameters())

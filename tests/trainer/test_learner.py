@@ -11,12 +11,12 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support.policies import distance, make_batch, make_model, make_policy, save_checkpoint
-from support.training import make_learner, make_passes
+from support.training import make_learner, make_steps
 from torch import Tensor
 
 from gradscope import load_policy
 from gradscope.errors import InputError
-from gradscope.objective import Pass, batch_statistics
+from gradscope.objective import StepTokens, batch_statistics
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint as save_learner
 from gradscope.trainer.learner import Learner, build_learner
@@ -32,7 +32,7 @@ NOISE = {
 """Where each architecture keeps what makes it random in training mode."""
 
 
-def gradients(learner: Learner, part: Pass, **settings: object) -> dict[str, Tensor]:
+def gradients(learner: Learner, part: StepTokens, **settings: object) -> dict[str, Tensor]:
     """The gradient of one pass by parameter name."""
     with learner.computing():
         learner.updater.accumulate(part, TrainConfig(**settings).loss)
@@ -68,7 +68,7 @@ def test_the_policy_has_no_noise_in_training_mode_whatever_its_configuration_say
 @pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
 def test_gradient_checkpointing_changes_no_gradient_and_recomputes_every_block(name, folders):
     plain, frugal = make_learner(folders[name]), make_learner(folders[name], gradient_checkpointing=True)
-    part = make_passes(plain.policy)[0]
+    part = make_steps(plain.policy)[0]
     calls = []
     hook = frugal.policy.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
     ours = gradients(frugal, part)
@@ -82,7 +82,7 @@ def test_gradient_checkpointing_changes_no_gradient_and_recomputes_every_block(n
 
 def test_bfloat16_is_of_the_passes_alone_and_near_float32(folders):
     plain, mixed = make_learner(folders["qwen2"]), make_learner(folders["qwen2"], precision="bfloat16")
-    part = make_passes(plain.policy)[0]
+    part = make_steps(plain.policy)[0]
     # On-policy: rounding carries no token across the edge of clipping.
     part = replace(part, batch=replace(part.batch, old_logprobs=None, ref_logprobs=None))
     ours, exact = gradients(mixed, part), gradients(plain, part)
@@ -96,11 +96,11 @@ def test_bfloat16_is_of_the_passes_alone_and_near_float32(folders):
 
 def test_a_pass_in_bfloat16_sees_the_weights_that_the_pass_before_it_made(folders):
     one, other = (make_learner(folders["qwen2"], precision="bfloat16") for _ in range(2))
-    passes = make_passes(one.policy, size=3)
+    steps = make_steps(one.policy, size=3)
     with one.computing():  # as the loop does it: autocast keeps copies of the weights
-        together = [one.updater.step(part, TrainConfig().loss).grad_norm for part in passes]
+        together = [one.updater.step(part, TrainConfig().loss).grad_norm for part in steps]
     apart = []
-    for part in passes:
+    for part in steps:
         with other.computing():
             apart.append(other.updater.step(part, TrainConfig().loss).grad_norm)
     assert together == apart
@@ -110,7 +110,7 @@ def test_a_pass_in_bfloat16_sees_the_weights_that_the_pass_before_it_made(folder
 def test_adapters_alone_are_trained_and_the_reference_is_the_policy_without_them(name, folders):
     learner = make_learner(folders[name], lora_rank=2, kl_coef=0.1)
     base = load_policy(folders[name])
-    parts = make_passes(base, size=3)
+    parts = make_steps(base, size=3)
     for part in parts:
         learner.updater.step(part, TrainConfig().loss)
     changed = {n for n, p in learner.policy.model.named_parameters() if p.requires_grad}
@@ -128,7 +128,7 @@ def test_adapters_alone_are_trained_and_the_reference_is_the_policy_without_them
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_merged_weights_are_those_of_peft_under_the_plain_models_names(name, folders):
     learner = make_learner(folders[name], lora_rank=2)
-    for part in make_passes(load_policy(folders[name]), size=3):
+    for part in make_steps(load_policy(folders[name]), size=3):
         learner.updater.step(part, TrainConfig().loss)
     plain = dict(load_policy(folders[name]).model.named_parameters())
     # peft merges in place: in a copy.
@@ -148,7 +148,7 @@ def test_a_checkpoint_of_adapters_is_a_plain_policy_with_the_same_logprobs_and_t
 
     learner = make_learner(folders[name], lora_rank=2)
     base = load_policy(folders[name])
-    part = make_passes(base)[0]
+    part = make_steps(base)[0]
     learner.updater.step(part, TrainConfig().loss)
     folder = save_learner(tmp_path, 1, learner)
     loaded = load_policy(folder)
@@ -167,7 +167,7 @@ def test_a_checkpoint_of_adapters_is_a_plain_policy_with_the_same_logprobs_and_t
 
 def test_adapters_go_on_from_a_checkpoint_to_the_same_numbers(folders, tmp_path):
     first = make_learner(folders["qwen2"], lora_rank=2)
-    parts = make_passes(load_policy(folders["qwen2"]), size=3)
+    parts = make_steps(load_policy(folders["qwen2"]), size=3)
     first.updater.step(parts[0], TrainConfig().loss)
     folder = save_learner(tmp_path, 1, first)
     second = make_learner(folders["qwen2"], folder, lora_rank=2)
@@ -188,7 +188,7 @@ def test_adapters_start_from_the_seed(folders):
 
 def test_the_reference_stays_what_the_policy_was(folders):
     learner = make_learner(folders["llama"], kl_coef=0.1)
-    part = make_passes(learner.policy)[0]
+    part = make_steps(learner.policy)[0]
     before = learner.statistics(part.batch).logprob
     learner.updater.step(part, TrainConfig().loss)
     assert torch.equal(learner.reference_logprobs(part.batch), before)

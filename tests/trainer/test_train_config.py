@@ -174,7 +174,7 @@ def test_a_method_stands_for_the_flags_that_say_the_same():
         ("grpo", {}),
     ):
         one, other = TrainConfig(method=method), TrainConfig(**flags)
-        assert (one.passes, one.loss, one.weighting) == (other.passes, other.loss, None), method
+        assert (one.rule, one.loss, one.weighting) == (other.rule, other.loss, None), method
     assert str(TrainConfig(method="cispo:eps_high=4").weighting) == "cispo:eps_high=4"
 
 

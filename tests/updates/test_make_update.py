@@ -57,7 +57,7 @@ def spell(name: str, **parameters: float) -> str:
 
 
 def as_steps(update: Update) -> list[tuple[str, Tensor, int]]:
-    return [(p.name, p.batch.response_mask, p.num_tokens) for p in update.passes]
+    return [(p.name, p.batch.response_mask, p.num_tokens) for p in update.steps]
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_an_update_selects_the_tokens_that_a_double_loop_selects(batch, entropy,
     update = make_update(spell(name, eta=0.6), batch, entropy=entropy, mini_batch_size=size, loss=SETTINGS)
     expected = by_loop(name, batch, entropy, size=size, eta=0.6)
     assert update.name == spell(name, eta=0.6)
-    assert len(update.passes) == len(expected)
-    for part, (wanted, rows, tokens, count) in zip(update.passes, expected, strict=True):
+    assert len(update.steps) == len(expected)
+    for part, (wanted, rows, tokens, count) in zip(update.steps, expected, strict=True):
         assert part.name == wanted
         assert torch.equal(part.batch.input_ids, batch.input_ids[rows])
         assert torch.equal(part.batch.response_mask, tokens)
@@ -127,7 +127,7 @@ def test_what_the_trainer_trains_is_planned_as_the_trainer_plans_it(batch, name)
     drawn = torch.Generator().manual_seed(8)
     found = make_update(spell(name, eta=0.6), batch, mini_batch_size=2, generator=drawn)
     assert found.settings == update.settings
-    for ours, theirs in zip(found.passes, update.passes, strict=True):
+    for ours, theirs in zip(found.steps, update.steps, strict=True):
         assert (ours.name, ours.num_tokens) == (theirs.name, theirs.num_tokens)
         for value in ("input_ids", "response_mask", "advantages", "old_logprobs"):
             kept = theirs.batch.response_mask
@@ -147,7 +147,7 @@ def test_intervals_are_those_of_a_loop_and_minus_one_where_no_token_is_kept(batc
 def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
     some = batch.select(rows)
     entropy = torch.rand(some.input_ids.shape, generator=torch.Generator().manual_seed(2))
-    [part] = make_update("high-entropy", some, entropy=entropy).passes
+    [part] = make_update("high-entropy", some, entropy=entropy).steps
     assert some.num_tokens % 5
     assert part.batch.num_tokens == some.num_tokens // 5 + 1
     assert entropy[part.batch.response_mask].min() > entropy[some.response_mask & ~part.batch.response_mask].max()

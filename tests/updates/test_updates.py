@@ -174,7 +174,7 @@ def passes_by_loop(name: str, batch: TokenBatch, before: TokenStatistics, size: 
     if name != "random-split":
         return by_loop(name, batch, before.entropy, size=size)
     rows = torch.arange(len(batch)).split(len(batch) if size is None else size)
-    drawn = make_update(name, batch, mini_batch_size=size).passes
+    drawn = make_update(name, batch, mini_batch_size=size).steps
     return [
         (part.name, mini.tolist(), part.batch.response_mask, part.num_tokens)
         for part, mini in zip(drawn, [*rows, *rows], strict=True)
@@ -247,7 +247,7 @@ def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
         optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
     updater = Updater(trained, optimizer, CPU, config.micro_batch_size, config.max_grad_norm)
     update = plan_update(batch, config, torch.Generator().manual_seed(0))
-    results = [updater.step(part, update.settings, match=update.match) for part in update.passes]
+    results = [updater.step(part, update.settings, match=update.match) for part in update.steps]
 
     weights: list[dict[str, Tensor]] = []
     measure = APPLYING.batch_statistics

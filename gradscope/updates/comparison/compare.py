@@ -215,7 +215,7 @@ def compare(
     if stepped := real is not None and (s.take_steps or bool(taken)):
         found = _join_steps(found, _judge_steps(judge, *take_steps(real, taken, resources.progress), taken))
     if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
-        own = [w for w in chosen if str(w) in once or (str(w) in split and w.passes.lopti_eta is not None)]
+        own = [w for w in chosen if str(w) in once or (str(w) in split and w.rule.lopti_eta is not None)]
         drawn = {"seed": s.seed, "micro_batch_size": resources.micro_batch, "progress": resources.progress}
         gains = gains_on_unseen_prompts(real.on(batch), own, **drawn)
         if gains is not None:
@@ -321,7 +321,7 @@ def _notes_on(weightings: Sequence[Weighting], split: dict[str, list[_Sum]]) -> 
     if split:
         words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
         notes.append(Note(f"{', '.join(split)} {words}, equal to GRPO's one to first order under SGD.", "two-steps"))
-    if any(weighting.passes.control == "matched-norm" for weighting in weightings):
+    if any(weighting.rule.control == "matched-norm" for weighting in weightings):
         notes.append(Note("matched-norm is GRPO's update, as long as Reweight's.", "matched-norm"))
     return notes
 

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.gradients import Resources, TokenJacobian, Vectors
-from gradscope.objective import Weighting, split_passes
+from gradscope.objective import Weighting, split_steps
 from gradscope.policy import PART, Policy, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Progress, track
@@ -36,7 +36,7 @@ def take_steps(
     for name, own in track(weightings.items(), "taking real steps", progress, unit="weightings"):
         if not isinstance(own, Weighting):
             masks = [(step, _spread(plain.batch, mask)) for step, mask in own]
-            own = Update(name, split_passes(plain.batch, len(plain.batch), masks), plain.settings)
+            own = Update(name, split_steps(plain.batch, len(plain.batch), masks), plain.settings)
         moved = steps.take(own, displacement=True)
         changes.append(_log_odds(moved))
         cosines.append(_cosine(moved.displacement, plain.displacement))
@@ -82,11 +82,11 @@ def gains_on_unseen_prompts(
 
 def _as_trained(weighting: Weighting, plain: Movement) -> Weighting | Update:
     """The update of the batch that plain moved; one of two steps with its tokens dealt as the trainer deals them."""
-    if weighting.passes.lopti_eta is None:
+    if weighting.rule.lopti_eta is None:
         return weighting
     batch, drawn = plain.batch, torch.Generator().manual_seed(0)
-    masks = weighting.passes.drawn_groups(batch.old_logprobs, batch.response_mask, len(batch), drawn)
-    return Update(str(weighting), split_passes(batch, len(batch), masks), plain.settings)
+    masks = weighting.rule.drawn_groups(batch.old_logprobs, batch.response_mask, len(batch), drawn)
+    return Update(str(weighting), split_steps(batch, len(batch), masks), plain.settings)
 
 
 def _gains(

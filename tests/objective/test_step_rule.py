@@ -8,7 +8,7 @@ import torch
 from support import policies
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, Method, batch_weights, resolve_advantages
+from gradscope.objective import LossSettings, StepRule, batch_weights, resolve_advantages
 from gradscope.rollouts import collate
 
 
@@ -28,14 +28,14 @@ def test_weights_of_the_columns_are_those_of_the_loss(alpha):
     columns, logprobs, batch = make_columns()
     settings = LossSettings(kl_coef=0, reweight_alpha=alpha)
     trained = batch_weights(logprobs, batch, settings, num_tokens=1).policy[batch.response_mask]
-    np.testing.assert_allclose(Method(alpha).weights(columns)["all"], trained.numpy(), rtol=1e-6)
+    np.testing.assert_allclose(StepRule(alpha).weights(columns)["all"], trained.numpy(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("order", [["low", "high"], ["high", "low"]])
 def test_passes_of_lopti_part_the_weights_at_eta(order):
     columns, _, _ = make_columns()
     columns["old_logprob"][0] = np.nan  # on-policy
-    found = Method(lopti_eta=0.5, lopti_order=f"{order[0]}-first").weights(columns)
+    found = StepRule(lopti_eta=0.5, lopti_order=f"{order[0]}-first").weights(columns)
     old = np.where(np.isnan(columns["old_logprob"]), columns["logprob"], columns["old_logprob"])
     assert list(found) == order
     np.testing.assert_array_equal(found["low"], np.where(old < np.log(0.5), columns["policy_weight"], 0))
@@ -57,10 +57,10 @@ def test_passes_of_lopti_part_the_weights_at_eta(order):
 )
 def test_what_is_no_weighting_is_refused_with_its_value(fields, value):
     with pytest.raises(InputError) as refused:
-        Method(**fields)
+        StepRule(**fields)
     assert value in str(refused.value)
 
 
 def test_a_control_has_no_weights_of_columns_alone():
     with pytest.raises(InputError):
-        Method(0.3, control="permuted-weights").weights(make_columns()[0])
+        StepRule(0.3, control="permuted-weights").weights(make_columns()[0])

@@ -1,7 +1,7 @@
-"""Token weightings: which tokens each optimizer step trains, and what an advantage is multiplied by.
+"""How a token weighting becomes optimizer steps: which tokens each trains, what an advantage is multiplied by.
 
 Advantage Reweighting and Lopti are Eq. 4 and Alg. 1 of arXiv:2505.12929. Everything goes by π_old, the policy before
-the step, which is fixed across passes; whatever a pass leaves out, its loss is divided by all response tokens.
+the steps, which is fixed across them; whatever a step leaves out, its loss is divided by all response tokens.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from gradscope.objective.equations import lopti_split, reweight
 Number = int | float
 Mask = Bool[Tensor, "B T"]
 ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
-"""Orders of Lopti's two passes, by name: the paper's, and its ablation."""
+"""Orders of Lopti's two steps, by name: the paper's, and its ablation."""
 CONTROLS = {"random-split": "lopti_eta", "permuted-weights": "reweight_alpha", "matched-norm": "reweight_alpha"}
 """Controls, and the setting that each is matched to."""
 
 
 @dataclass(frozen=True)
-class Method:
+class StepRule:
     """What a token weighting changes of the plain loss; with all of it off, nothing. Raises InputError for bad values.
 
     The fields bear the names that they have as flags and in configurations.
@@ -40,9 +40,9 @@ class Method:
     lopti_order: str = "low-first"
     """Which of the two comes first, a name of ORDERS."""
     mask_probs: tuple[Number, ...] | None = None
-    """Tokens with π_old in [low, high) are trained in no pass; a high of 1 is in."""
+    """Tokens with π_old in [low, high) are trained in no step; a high of 1 is in."""
     control: Literal["random-split", "permuted-weights", "matched-norm"] | None = None
-    """A matched control: Lopti's passes over a random split of the same sizes, Reweight's factors dealt out at random,
+    """A matched control: Lopti's steps over a random split of the same sizes, Reweight's factors dealt out at random,
     or plain advantages with the gradient rescaled to Reweight's norm."""
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ class Method:
         if needed and getattr(self, needed) is None:
             raise InputError(f"control {self.control} is matched to {needed}, which is off; give {needed}")
         if self.control == "random-split" and self.mask_probs is not None:
-            raise InputError("mask_probs would leave control random-split's passes other sizes than Lopti's; give one")
+            raise InputError("mask_probs would leave control random-split's steps other sizes than Lopti's; give one")
 
     @property
     def chooses(self) -> bool:
@@ -119,7 +119,7 @@ class Method:
         return dealt
 
     def weights(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the policy part of Eq. 2's w_t in each pass, from columns of the table; 0 where a token is in another.
+        """Return the policy part of Eq. 2's w_t in each step, from columns of the table; 0 where a token is in another.
 
         columns: `policy_weight` of the plain loss, and `old_logprob` (its NaN: on-policy, `logprob`), [K] each.
         Reweight's factor is positive, so that no token is clipped that was not. A control is not of columns alone.
