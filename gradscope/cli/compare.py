@@ -8,12 +8,12 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags, command_progress
+from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags
 from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings, Resources, read_table
+from gradscope.gradients import MeasureSettings, read_table
 from gradscope.objective import make_weighting, spell_out
 from gradscope.policy import find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.runs import plain_json, write_parquet, write_text
@@ -71,7 +71,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         self._compare(measured.measure())
 
     def _compare(self, measured: Measured) -> None:
-        processes, asked = measured.processes, self._asked(measured)
+        processes, asked = measured.resources.processes, self._asked(measured)
         found = processes.is_main and measured.folder.manifest.get("comparison") == asked
         found = found and all((self.out / name).is_file() for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY))
         if not processes.gather([found])[0]:
@@ -107,7 +107,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         state, step, notes = read_step(policy, self._find_state(measured), asked=self.optimizer_state is not None)
         found = compare(
             policy,
-            measured.measurement.batch,
+            measured.batch,
             self.weightings or None,
             table=read_table(measured.folder),
             optimizer_state=state,
@@ -118,14 +118,9 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
                 step=replace(step or SGD, max_grad_norm=self.max_grad_norm),
                 seed=self.settings.seed,
             ),
-            resources=Resources(
-                measured.gradient_memory,
-                micro_batch=4,
-                processes=measured.processes,
-                progress=command_progress(),
-            ),
+            resources=replace(measured.resources, micro_batch=4),
         )
-        if not measured.processes.is_main:
+        if not measured.resources.processes.is_main:
             return
         with folder.writing():
             folder.stage()

@@ -177,7 +177,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         if rollouts is None:
             rollouts = self._sample(model, folder)
         measured = self._measure(model, rollouts, folder).measure()
-        processes, drawn = measured.processes, self._drawn(measured) if measured.processes.is_main else None
+        processes = measured.resources.processes
+        drawn = self._drawn(measured) if processes.is_main else None
         known = processes.is_main and measured.folder.manifest.get("diagnosis") == drawn
         found = known and (folder / PAGE).is_file()
         if not processes.gather([found])[0]:
@@ -238,7 +239,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""
-        minutes = None if measured is None else measured.measurement.settings.minutes
+        minutes = None if measured is None else measured.settings.minutes
         return DiagnosisSettings(
             minutes=None if minutes is None else AFTERWARDS * minutes,
             loss=self.settings.loss,
@@ -268,7 +269,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     def _write(self, model: str, measured: Measured, drawn: dict[str, Any] | None) -> None:
         from gradscope.diagnosis import diagnose, make_report, write_report
 
-        folder, policy, batch = measured.folder, measured.policy, measured.measurement.batch
+        folder, policy, batch = measured.folder, measured.policy, measured.batch
         state, step, notes = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
         if step is not None:
             step = replace(step, max_grad_norm=self.max_grad_norm)
@@ -276,9 +277,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             policy,
             batch,
             read_table(measured.folder),
-            settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.gradient_memory),
+            settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.resources.vectors),
             optimizer_state=state,
-            processes=measured.processes,
+            processes=measured.resources.processes,
             progress=command_progress(),
         )
         if found is None:

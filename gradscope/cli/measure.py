@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -65,7 +66,7 @@ from gradscope.policy import (
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, select_checkpoint_step
-from gradscope.runs import Processes, RunFolder
+from gradscope.runs import RunFolder
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 """Where in its folder a run keeps the summary that it prints, and what --theory adds."""
@@ -73,47 +74,25 @@ SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
 
 @dataclass(frozen=True)
 class Measured:
-    """A policy, its rollouts, the measurement of their tokens, and the folder that holds the table."""
+    """A finished measurement, and the folder that holds its table."""
 
     policy: Policy
-    dump: Dump
-    measurement: TableMeasurement
+    batch: TokenBatch
+    """At the temperatures and with the advantages that were measured with."""
+    settings: MeasureSettings
+    """Those that were measured with."""
     folder: RunFolder
-    gradient_memory: int
-    """Bytes for summed gradients, the same in all processes."""
-    sums: SumsPlan | None
-    """How that budget lets summed gradients be made; None: none are asked for, or no token has a weight."""
+    resources: Resources
+    """Those of what follows, the same in all processes."""
 
-    @property
-    def processes(self) -> Processes:
-        return self.measurement.processes
 
-    @property
-    def pass_seconds(self) -> float | None:
-        """Seconds of a forward pass over the batch in one process, maybe of an earlier run; None: not known."""
-        return self.measurement.pass_seconds or (self.folder.manifest or {}).get("pass_seconds")
-
-    @property
-    def sums_seconds(self) -> float | None:
-        """Seconds that the summed gradients take as planned; None: not known, or there are none."""
-        if self.sums is None or self.pass_seconds is None:
-            return None
-        batch = self.measurement.batch
-        prompts = batch.group_ids[batch.response_mask.any(1)].unique()
-        share = largest_share(len(prompts), self.processes.count)
-        return self.sums.forward_passes * self.pass_seconds * share
-
-    @property
-    def sums_limit(self) -> float:
-        """Seconds that the summed gradients may take; infinite without a limit in minutes."""
-        minutes = self.measurement.settings.minutes
-        return float("inf") if minutes is None else 60 * AFTERWARDS * minutes
-
-    def judge(self, table: pd.DataFrame, seconds: Callable[[float], float] | None) -> str | None:
-        """How much the sample leaves open; None where every token was measured."""
-        rng = np.random.default_rng(self.measurement.settings.seed)
-        error = sampling_error(table, interval_labels(self.measurement.edges), seed=rng)
-        return None if error is None else error.in_words(seconds)
+def judge_sample(
+    measurement: TableMeasurement, table: pd.DataFrame, seconds: Callable[[float], float] | None
+) -> str | None:
+    """Say how much the sample leaves open; None where every token was measured."""
+    rng = np.random.default_rng(measurement.settings.seed)
+    error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
+    return None if error is None else error.in_words(seconds)
 
 
 @dataclass(frozen=True)
@@ -166,7 +145,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         measured = self.measure()
         if self.figures:
             self._draw(measured)
-        if self.figures and measured.processes.is_main:
+        if self.figures and measured.resources.processes.is_main:
             texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
             print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
             print(f"{self.out / TABLE}, figures in {self.out / 'figures'}")
@@ -195,9 +174,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             state = self._read_state(policy, settings)
             measurement = TableMeasurement(policy, dump.batch, settings, optimizer_state=state, resources=resources)
         # What is free differs by process and by moment; all later looks are at this number.
-        memory = resources.settle(policy.device).vectors
+        resources = resources.settle(policy.device)
         with processes.together():
-            sums = self.plan_sums(policy, measurement.batch, memory)
+            sums = self.plan_sums(policy, measurement.batch, resources.vectors)
             key = self._key(policy, dump, measurement.settings)
             folder = RunFolder(self.out, key)
             if processes.is_main:
@@ -205,13 +184,12 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                     refuse_reread(folder, [dump], table=TABLE)
                 folder.status(overwrite=self.overwrite)
                 print_notes(dump.remarks)
-        measured = Measured(policy, dump, measurement, folder, memory, sums)
         facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, key["rollouts"])}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
-        hooks = Hooks(print, lambda _: self.reserve(measured), measured.judge)
+        hooks = Hooks(print, partial(self._reserve, measurement, sums), partial(judge_sample, measurement))
         known = {"asked": self.settings, "overwrite": self.overwrite, "hooks": hooks}
         measure_into(measurement, folder, facts=facts, watch=watch, **known)
-        return measured
+        return Measured(policy, measurement.batch, measurement.settings, folder, resources)
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
         """The settings for this policy on a device of this type."""
@@ -246,11 +224,14 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             return J.plan_gram(len(EDGES) - 1, metric=metric)
         return J.plan_gram(2 * (len(EDGES) - 1), pairs="within", metric=metric)  # of two halves of the prompts
 
-    def reserve(self, measured: Measured) -> float:
-        """Return the seconds reserved for summed gradients."""
-        if measured.sums_seconds is None:
+    def _reserve(self, measurement: TableMeasurement, sums: SumsPlan | None, pass_seconds: float) -> float:
+        """Return the seconds of the minutes that are reserved for summed gradients."""
+        if sums is None:
             return 0.0
-        return measured.sums_limit if self.keeps_prompts else min(measured.sums_limit, measured.sums_seconds)
+        batch, limit = measurement.batch, 60 * AFTERWARDS * measurement.settings.minutes
+        prompts = batch.group_ids[batch.response_mask.any(1)].unique()
+        share = largest_share(len(prompts), measurement.processes.count)
+        return limit if self.keeps_prompts else min(limit, sums.forward_passes * pass_seconds * share)
 
     def _check_constants(self) -> None:
         if self.theory and not self.figures:
@@ -297,8 +278,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         """
         from gradscope.diagnosis import summarize_measurement, write_figures
 
-        folder, policy, measurement = measured.folder, measured.policy, measured.measurement
-        processes, progress = measured.processes, command_progress()
+        folder, processes = measured.folder, measured.resources.processes
         drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
         known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
         found = known and (self.out / SUMMARY).is_file()
@@ -311,16 +291,16 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                     folder.stage()
             table = read_table(folder)
             summary = summarize_measurement(
-                policy,
-                measurement.batch,
+                measured.policy,
+                measured.batch,
                 table,
-                measurement.settings,
+                measured.settings,
                 contexts=self.constants if processes.is_main else 0,
-                resources=Resources(measured.gradient_memory, processes=processes, progress=progress),
+                resources=measured.resources,
             )
             if not processes.is_main:
                 return
-            write_figures(folder.staged / "figures", policy, table, summary, progress=progress)
+            write_figures(folder.staged / "figures", measured.policy, table, summary, progress=command_progress())
             told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
             folder.publish(folder.manifest | {"figures": drawn, **told})
 

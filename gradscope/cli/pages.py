@@ -48,7 +48,7 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         "parameters": manifest["params"],
         "rollouts": f"{rollouts['path']} ({rollouts['format']}, reader {rollouts['reader']}), sha256 "
         f"{rollouts['sha256'][:16]}",
-        "temperature": ", ".join(f"{value:g}" for value in measured.measurement.batch.temperature.unique().tolist()),
+        "temperature": ", ".join(f"{value:g}" for value in measured.batch.temperature.unique().tolist()),
         "loss": describe_loss(manifest["settings"]["loss"]),
         "tokens measured": sample
         if isinstance(sample, str)
