@@ -61,6 +61,7 @@ from gradscope.gradients import (
     measure,
     measuring,
     note_logged,
+    statistics_of,
 )
 from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
@@ -72,12 +73,12 @@ from gradscope.updates import (
     SGD,
     Comparison,
     ComparisonSettings,
+    RealSteps,
     StepSettings,
-    apply_update,
     compare,
-    influence,
     moved_against,
     movement_table,
+    predict_step,
     state_step,
 )
 
@@ -240,8 +241,7 @@ class Task:
         return torch.Generator().manual_seed(self.settings.seed * 64 + part)
 
     def step_keywords(self) -> dict[str, Any]:
-        numbers = {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
-        return numbers | {"resources": replace(self.jacobian.resources, processes=ALONE)}  # the main one steps
+        return {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
 
 
 def _metric_of(
@@ -267,7 +267,7 @@ def _settle(
     resources = Resources(
         settings.gradient_memory, micro_batch=settings.micro_batch_size, processes=processes, progress=progress
     )
-    jacobian = TokenJacobian(policy, batch, resources)
+    jacobian = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch))
     saved, step = None, settings.step or SGD
     if isinstance(optimizer_state, dict):
         saved, step = optimizer_state, settings.step or state_step(optimizer_state)
@@ -491,7 +491,8 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
     shared = len(rows) == len(task.batch) and same.all() and not task.table["kl_weight"].any()
     known = totals if shared else None
-    found = influence(task.policy, batch, edges=task.settings.edges, gradients=known, **task.step_keywords())
+    J, given = task.jacobian.alone().select(rows), task.step_keywords()
+    found = predict_step(J, edges=task.settings.edges, gradients=known, **given)
     draws = task.resampling(5)
     told, table = steps.influence_rows(found.contributions, task.labels, **draws)
     moved = steps.predicted_movement(found.contributions)
@@ -502,7 +503,7 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
 
 
 def _move(task: Task, predicted: StepPart) -> StepPart:
-    moved = apply_update(task.policy, task.batch, **task.step_keywords())
+    moved = RealSteps(task.jacobian.alone(), **task.step_keywords()).take()
     table = movement_table([moved], edges=task.settings.edges)
     shares, directions = steps.direction_rows(table, "actual", task.labels, **task.resampling(6))
     rows, both = (*predicted.rows, shares), (*predicted.directions, directions)

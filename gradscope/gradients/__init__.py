@@ -1,6 +1,14 @@
 """The instrument: every token's own gradient, as a table; summed gradients of intervals and prompts; what they cost."""
 
-from gradscope.gradients.columns import ADAMW, LAYER, LOGITS, PARAMETERS, describe_reread, refuse_infinite_weights
+from gradscope.gradients.columns import (
+    ADAMW,
+    LAYER,
+    LOGITS,
+    PARAMETERS,
+    describe_reread,
+    refuse_infinite_weights,
+    statistics_of,
+)
 from gradscope.gradients.cost import ModelShape, Plan, forward_flops, gradient_flops, plan_batch
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
@@ -43,6 +51,6 @@ __all__ = [
     "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over",
     "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged", "plan_batch", "read_table",
     "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
-    "sampling_weights", "settle_minutes", "stands_for", "token_sizes", "vector_bytes", "weighted_quantiles",
-    "zero_vectors",
+    "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "token_sizes", "vector_bytes",
+    "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

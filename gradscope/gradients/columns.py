@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pandas as pd
@@ -135,6 +135,19 @@ def to_column(values: object) -> object:
         values = values.detach().cpu()
         return (values.float() if values.is_floating_point() else values).numpy()
     return values
+
+
+def statistics_of(table: pd.DataFrame, policy: Policy, batch: TokenBatch) -> TokenStatistics | None:
+    """Return a token table's log π, log(1−π) and entropy at the batch's columns [B, S], 0 elsewhere.
+
+    None for a policy in float64, of which the table keeps half of the digits.
+    """
+    if policy.dtype == torch.float64:
+        return None
+    names = [field.name for field in fields(TokenStatistics)]
+    found = torch.zeros(len(names), *batch.input_ids.shape)
+    found[:, batch.response_mask] = torch.tensor(table[names].to_numpy(np.float32)).T
+    return TokenStatistics(*found)
 
 
 def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:

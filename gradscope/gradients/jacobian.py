@@ -8,6 +8,7 @@ w·J·Jᵀ·wᵀ (`gram`). Every weighting, interval and optimizer is arithmetic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import torch
@@ -30,7 +31,7 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, Policy, find_blocks
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import track
+from gradscope.runs import ALONE, track
 
 
 class TokenJacobian:
@@ -80,10 +81,14 @@ class TokenJacobian:
 
     @cached_property
     def statistics(self) -> TokenStatistics:
-        """log π, log(1−π) and entropy of every kept token [B, S], nats, on the CPU; 0 elsewhere."""
+        """log π, log(1−π) and entropy of every kept token [B, S], nats, on the CPU; 0 elsewhere.
+
+        A policy's responses are scored each by itself, which gives the digits of its token table; a bare module's in
+        micro-batches.
+        """
         if self._known is not None:
             return self._known
-        size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=2)
+        size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=2) if self.policy is None else 1
         settings = {"micro_batch_size": size, "device": self.device, "processes": self.resources.processes}
         with self.resources.progress.stage("scoring"), measuring(self.model):
             return batch_statistics(self.model, self.batch, **settings)
@@ -98,6 +103,11 @@ class TokenJacobian:
     def moved(self) -> TokenJacobian:
         """The same tokens at the weights as they are now."""
         return TokenJacobian(self._model, self.batch, self.resources)
+
+    def alone(self) -> TokenJacobian:
+        """The same tokens, for this process by itself."""
+        resources = replace(self.resources, processes=ALONE)
+        return TokenJacobian(self._model, self.batch, resources, statistics=self._known)
 
     def kept(self, values: Float[Tensor, "*R B S"]) -> Float[Tensor, "*R K"]:
         """Of numbers for every column of the batch those of the kept tokens."""

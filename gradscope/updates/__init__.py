@@ -19,7 +19,7 @@ from gradscope.updates.directions import (
     similarity,
     without_extremes,
 )
-from gradscope.updates.influence import BY, influence, influence_table, moved_against
+from gradscope.updates.influence import BY, influence, influence_table, moved_against, predict_step
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
 from gradscope.updates.measured_steps import measure_steps
 from gradscope.updates.movement import movement_table
@@ -29,6 +29,6 @@ __all__ = [
     "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
     "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare",
     "describe", "gain_sentence", "influence", "influence_table", "make_update", "measure_steps", "moved_against",
-    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "read_moments",
-    "right_direction_shares", "signal_sentence", "similarity", "state_step", "without_extremes",
+    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step",
+    "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step", "without_extremes",
 ]  # fmt: skip

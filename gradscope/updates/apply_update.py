@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,12 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import Resources, Vectors, refuse_narrow_weights
+from gradscope.gradients import Resources, TokenJacobian, Vectors, refuse_narrow_weights
 from gradscope.objective import (
     PAPER,
     LossSettings,
-    TokenStatistics,
     Updater,
     Weighting,
-    batch_statistics,
     fitting_size,
 )
 from gradscope.policy import (
@@ -43,61 +40,53 @@ from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimiz
 class RealSteps:
     """Takes updates of one batch, all from the same weights; looks at every token and rewinds the policy each time.
 
-    The arguments are those of `apply_update`.
+    jacobian: of a Policy. The other arguments are those of `apply_update`.
     """
 
     def __init__(
         self,
-        policy: PolicyLike,
-        batch: BatchLike,
+        jacobian: TokenJacobian,
         *,
         loss: LossSettings = PAPER,
         step: StepSettings = SGD,
         optimizer_state: dict[str, Any] | str | Path | None = None,
-        resources: Resources | None = None,
     ) -> None:
-        self.policy, self.batch = read_inputs(policy, batch)
+        self.jacobian, model = jacobian, jacobian.model
         state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
         step.check()
-        model = self.policy.model
         refuse_narrow_weights(model)
-        self.resources = (resources or Resources(ANY)).settle(self.policy.device)
         self._step, self._loss = step, loss
-        self._moments, self._fits = read_moments(model, step, state), _fits(model, step, self.resources.vectors)
-        self.before: TokenStatistics | None = None
-        """Statistics of the tokens before any step; known after the first one."""
+        self._moments, self._fits = read_moments(model, step, state), _fits(model, step, jacobian.resources.vectors)
 
     def on(self, batch: TokenBatch) -> RealSteps:
         """The same steps on another batch."""
         steps = copy.copy(self)
-        steps.batch, steps.before = batch, None
+        steps.jacobian = TokenJacobian(self.jacobian.policy, batch, self.jacobian.resources)
         return steps
 
     def take(self, update: str | Weighting | Update = "all", *, displacement: bool = False) -> Movement:
         """Take the optimizer steps of an update, look, and rewind; see `apply_update`."""
-        model, step, memory = self.policy.model, self._step, None if self._fits else 0
-        size = fitting_size(model, self.batch, self.resources.micro_batch, copies=2)
-        score = partial(batch_statistics, model, micro_batch_size=size, device=self.policy.device)
+        J, step, memory = self.jacobian, self._step, None if self._fits else 0
+        model, size = J.model, fitting_size(J.model, J.batch, J.resources.micro_batch, copies=2)
         # Gradients flow, whatever the caller switched off.
         with torch.inference_mode(False), torch.enable_grad(), restoring(model, memory=memory) as start:
             model.eval()
-            if self.before is None:
-                self.before = score(self.batch)
-                self.batch = resolve(self.batch, self.before)
+            before = J.statistics
+            batch = resolve(J.batch, before)
             if not isinstance(update, Update):
-                update = make_update(update, self.batch, loss=self._loss, entropy=self.before.entropy)
+                update = make_update(update, batch, loss=self._loss, entropy=before.entropy)
             sliced_for = None if self._fits else len(update.steps)
             optimizer = make_optimizer(model, step, self._moments, sliced_for=sliced_for)
-            updater = Updater(model, optimizer, self.policy.device, size, step.max_grad_norm)
+            updater = Updater(model, optimizer, J.device, size, step.max_grad_norm)
             results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.steps]
-            after = score(self.batch)
+            after = J.moved().statistics
             square = sum_of_squares(_moved_parts(model, start))
-            moved = Vectors.zeros(model, 1, self.resources.vectors) if displacement else None
+            moved = Vectors.zeros(model, 1, J.resources.vectors) if displacement else None
             for name, part in moved.slices.items() if displacement else ():
                 moved.rows[0, part] = model.get_parameter(name).detach().flatten()
                 moved.rows[0, part] -= start[name].flatten().to(moved.rows)
         norm = math.sqrt(square)
-        return Movement(update.name, self.batch, self.before, after, results, norm, self._loss, moved and moved.rows[0])
+        return Movement(update.name, batch, before, after, results, norm, self._loss, moved and moved.rows[0])
 
 
 @checked
@@ -132,8 +121,8 @@ def apply_update(
         InputError: for weights below float32, for advantages that are unknown, for an optimizer state that does not
             fit, where the bytes do not hold a gradient, and where the scratch files find no room.
     """
-    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state, "resources": resources}
-    return RealSteps(policy, batch, **given).take(update, displacement=displacement)
+    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    return RealSteps(J, loss=loss, step=step, optimizer_state=optimizer_state).take(update, displacement=displacement)
 
 
 @checked
@@ -148,8 +137,9 @@ def apply_updates(
     resources: Resources | None = None,
 ) -> list[Movement]:
     """`apply_update` for each update, all from the same weights and the same statistics before."""
-    steps = RealSteps(policy, batch, loss=loss, step=step, optimizer_state=optimizer_state, resources=resources)
-    told = track(updates, "taking steps", steps.resources.progress, unit="updates")
+    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    steps = RealSteps(J, loss=loss, step=step, optimizer_state=optimizer_state)
+    told = track(updates, "taking steps", J.resources.progress, unit="updates")
     return [steps.take(update) for update in told]
 
 

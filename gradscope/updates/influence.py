@@ -108,20 +108,32 @@ def influence(
             state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch
             file finds no room.
     """
-    policy, batch = read_inputs(policy, batch)
+    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
+    return predict_step(J, edges=edges, gradients=gradients, **given)
+
+
+def predict_step(
+    J: TokenJacobian,
+    *,
+    loss: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | str | Path | None = None,
+    edges: Sequence[Number] = EDGES,
+    gradients: Float[Tensor, "A P"] | None = None,
+) -> Influence:
+    """`influence`, of the tokens of a Jacobian."""
     optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     step.check()
     loss.check()
-    moments = read_moments(policy.model, step, optimizer_state)
+    moments = read_moments(J.model, step, optimizer_state)
     names = [*map(str, range(len(interval_labels(edges)))), "kl", *_of_the_step(step)]
-    size = (len(names) + 1) * vector_bytes(policy.model)
-    resources = (resources or Resources(ANY)).settle(policy.device)
-    if size > resources.vectors:
+    size = (len(names) + 1) * vector_bytes(J.model)
+    if size > J.resources.vectors:
         check_room(size)  # before anything is measured
-    refuse_narrow_arithmetic(policy.model)
-    J = TokenJacobian(policy, batch, resources)
+    refuse_narrow_arithmetic(J.model)
     before = J.statistics
-    batch = resolve(batch, before)
+    batch = resolve(J.batch, before)
     cotangents = _cotangents(batch, before, loss, edges, names)
     found, method, clip_factor, update_norm = _Sources(J, cotangents, step, moments, gradients).changes()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})

@@ -46,7 +46,7 @@ SETTINGS = LossSettings(**NARROW)
 # No number is torch's default.
 NUMBERS = {"weight_decay": 0.3, "betas": (0.8, 0.99), "eps": 1e-6}
 ADAMW = StepSettings("adamw", 2e-3, **NUMBERS)
-APPLYING = import_module("gradscope.updates.apply_update")
+SCORING = import_module("gradscope.gradients.jacobian")
 CPU = torch.device("cpu")
 
 
@@ -250,13 +250,13 @@ def test_lopti_ends_at_the_trainers_weights_bit_for_bit(monkeypatch, adamw):
     results = [updater.step(part, update.settings, match=update.match) for part in update.steps]
 
     weights: list[dict[str, Tensor]] = []
-    measure = APPLYING.batch_statistics
+    measure = SCORING.batch_statistics
 
     def record(model: nn.Module, *args: Any, **keywords: Any) -> TokenStatistics:
         weights.append(copy.deepcopy(dict(model.named_parameters())))
         return measure(model, *args, **keywords)
 
-    monkeypatch.setattr(APPLYING, "batch_statistics", record)
+    monkeypatch.setattr(SCORING, "batch_statistics", record)
     step, resources = ADAMW if adamw else StepSettings(), Resources(micro_batch=2)
     made = make_update("reweight-lopti:alpha=0.3,eta=0.5", batch, loss=SETTINGS, mini_batch_size=4)
     movement = apply_update(policy, batch, made, loss=SETTINGS, step=step, resources=resources)
@@ -323,7 +323,7 @@ def raise_in_the_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def raise_while_measuring_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    measure, calls = APPLYING.batch_statistics, []
+    measure, calls = SCORING.batch_statistics, []
 
     def fail(*args: Any, **keywords: Any) -> TokenStatistics:
         calls.append(1)
@@ -331,7 +331,7 @@ def raise_while_measuring_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("out of memory")
         return measure(*args, **keywords)
 
-    monkeypatch.setattr(APPLYING, "batch_statistics", fail)
+    monkeypatch.setattr(SCORING, "batch_statistics", fail)
 
 
 @pytest.mark.parametrize("fail", [raise_in_the_second_pass, raise_while_measuring_afterwards])
@@ -411,8 +411,8 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
     monkeypatch, policy, batch, capsys
 ):
     alone = [movement_table([apply_update(policy, batch, name)]) for name in ("lopti", "only-3")]
-    calls, measure = [], APPLYING.batch_statistics
-    monkeypatch.setattr(APPLYING, "batch_statistics", lambda *a, **k: calls.append(1) or measure(*a, **k))
+    calls, measure = [], SCORING.batch_statistics
+    monkeypatch.setattr(SCORING, "batch_statistics", lambda *a, **k: calls.append(1) or measure(*a, **k))
     movements = apply_updates(policy, batch, ["lopti", "only-3"])
     assert len(calls) == 3
     assert movements[0].before is movements[1].before
@@ -421,7 +421,8 @@ def test_several_updates_share_the_statistics_before_and_each_starts_from_the_sa
     for single in alone:
         pd.testing.assert_frame_equal(table[single.columns], single)
     apply_updates(policy, batch, ["all"], resources=Resources(progress=(told := Listener())))
-    assert [(stage.total, stage.done) for stage in told.stages] == [(1, 1)]
+    steps = [stage for stage in told.stages if stage.name == "taking steps"]
+    assert [(stage.total, stage.done) for stage in steps] == [(1, 1)]
 
 
 def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says_of_them(policy, batch):

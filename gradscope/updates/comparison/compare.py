@@ -25,6 +25,7 @@ from gradscope.gradients import (
     describe_reread,
     measure,
     note_logged,
+    statistics_of,
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
@@ -204,8 +205,8 @@ def compare(
     numbers, energy = _judge(judge, table, weights, passes)
     found, once, real = _join(sums, numbers), _trained_once(chosen, sums, batch), None
     if saved is not None or s.take_steps:
-        goes_on = {"loss": s.loss, "step": step, "optimizer_state": saved, "resources": Resources(resources.vectors)}
-        real = RealSteps(policy, batch, **goes_on)
+        J = TokenJacobian(policy, batch, Resources(resources.vectors), statistics=statistics_of(table, policy, batch))
+        real = RealSteps(J, loss=s.loss, step=step, optimizer_state=saved)
     taken: dict[str, Weighting | Masks] = {
         name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()
     }

@@ -60,7 +60,7 @@ def gains_on_unseen_prompts(
     alone decide thresholds and draws. weightings: plain first. None without rewards, without tokens or with fewer than
     four such prompts.
     """
-    batch = steps.batch
+    batch = steps.jacobian.batch
     prompts, counts = batch.group_ids.unique(return_counts=True)
     prompts = prompts[counts > 1]
     if batch.rewards is None or batch.rewards.isnan().any() or len(prompts) < 4:
@@ -72,10 +72,10 @@ def gains_on_unseen_prompts(
     for own, other in (halves, halves[::-1]):
         on_half = steps.on(own)
         plain = on_half.take(displacement=True)
-        gains = [_gains(steps.policy, other, plain.displacement, micro_batch_size)]
+        gains = [_gains(steps.jacobian.policy, other, plain.displacement, micro_batch_size)]
         for weighting in track(weightings[1:], "gains on other prompts", progress, unit="weightings"):
             moved = on_half.take(_as_trained(weighting, plain), displacement=True)
-            gains.append(_gains(steps.policy, other, moved.displacement, micro_batch_size))
+            gains.append(_gains(steps.jacobian.policy, other, moved.displacement, micro_batch_size))
         found.append(np.stack(gains))
     return np.concatenate(found, axis=1)
 
