@@ -26,7 +26,7 @@ DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a
 
 
 def parse_object(given: str) -> dict[str, Any] | None:
-    """The entries of a JSON object; "none": none.
+    """Parse a JSON object; "none" gives None.
 
     >>> parse_object('{"enable_thinking": false}')
     {'enable_thinking': False}
@@ -46,7 +46,7 @@ EXAMPLE = '{"enable_thinking": false}'
 
 
 def parse_memory(given: str) -> int | None:
-    """Bytes from a number with or without a unit; "none": none.
+    """Parse a number of bytes with or without a unit; "none" gives None.
 
     >>> parse_memory("2GiB"), parse_memory("500 MB"), parse_memory("1e9")
     (2147483648, 500000000, 1000000000)
@@ -92,7 +92,7 @@ class PolicyFlags:
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The keywords of `load_policy`."""
+        """Keywords of `load_policy`."""
         files = {"base": self.base, "trust_remote_code": self.trust_remote_code}
         files["chat_template_kwargs"] = self.chat_template_kwargs
         return files | {"dtype": self.dtype, "device": self.device}
@@ -112,7 +112,7 @@ class ReadingFlags:
 
     @property
     def reading(self) -> dict[str, Any]:
-        """The keywords of `read_dump`, but for the temperature."""
+        """Keywords of `read_dump`, except the temperature."""
         named = {name: getattr(self, name) for name in ("format", "step", "reward_key")}
         return named | {"chat_template_kwargs": getattr(self, "chat_template_kwargs", None)}
 
@@ -144,12 +144,12 @@ def print_notes(notes: Sequence[str]) -> None:
 
 @cache
 def command_progress() -> Progress:
-    """What the stages of a command report to; of several processes the first one alone tells."""
+    """Return the command's progress reporter; silent in all processes but the first."""
     return Reporter() if os.environ.get("RANK", "0") == "0" else SILENT
 
 
 def load_quietly(path: str, **settings: Any) -> Policy:
-    """`load_policy` without the progress bars and remarks of transformers: what is wrong is said in one line."""
+    """Call `load_policy` without transformers' progress bars and warnings."""
     from gradscope.policy import load_policy
 
     quiet_transformers()
@@ -158,7 +158,7 @@ def load_quietly(path: str, **settings: Any) -> Policy:
 
 
 def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:
-    """InputError, before anything is sampled, for prompts that are none or that no column of parquet can hold."""
+    """Raise InputError for invalid prompts, or for prompts that no parquet column can hold."""
     import pyarrow as pa
 
     for index, question in enumerate(questions):
@@ -173,7 +173,7 @@ def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:
 
 
 def quiet_transformers() -> None:
-    """No progress bars and no remarks of transformers, for the rest of the process."""
+    """Silence transformers' progress bars and warnings for the rest of the process."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -200,7 +200,7 @@ def _parse_path(given: str) -> Path:
 
 @REGISTRY.primitive_rule
 def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """One word for the value of a flag in the help, also where it may be "none"."""
+    """Name a flag's value by one word in the help, even if it may be "none"."""
     words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float)}
     words[Path] = "PATH", _parse_path
     kind = next((kind for kind in words if info.type in (kind, kind | None)), None)
@@ -219,7 +219,7 @@ def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.
 
 @REGISTRY.primitive_rule
 def _json_object(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """A JSON object, or none."""
+    """Parse a JSON object, or none."""
     if info.type != dict[str, Any] | None:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
@@ -233,7 +233,7 @@ def _json_object(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors
 
 @REGISTRY.primitive_rule
 def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """A number, auto, enough or none."""
+    """Parse a number, auto, enough or none."""
     if info.type != int | Literal["auto", "enough"] | None:
         return None
     words = {"auto": "auto", "enough": "enough", "none": None}

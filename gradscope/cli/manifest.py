@@ -15,12 +15,12 @@ from gradscope.runs import RunFolder, file_hash
 
 
 def own_weightings(methods: Iterable[str]) -> list[str]:
-    """Hashes of the user's files among weightings, FILE.py:NAME[:key=value,…]."""
+    """Hash the user's files among weightings, FILE.py:NAME[:key=value,…]."""
     return [file_hash(Path(method.rpartition(".py:")[0] + ".py")) for method in methods if ".py:" in method]
 
 
 def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
-    """The rollouts in a manifest: which file, as which format it was read, and what a reader must know of it."""
+    """Describe rollouts for a manifest: file, hash, format, and the notes a reader must know."""
     step = next((note for note in dump.notes if note.kind in ("step", "other-step")), None)
     other = any(note.kind == "other-step" for note in dump.notes)
     told = {"path": str(path), "sha256": sha256, "format": dump.format, "reader": READER, "notes": list(dump.notes)}
@@ -28,7 +28,7 @@ def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
 
 
 def refuse_reread(folder: RunFolder, dumps: Sequence[Dump], *, table: str | None = None) -> None:
-    """InputError where the folder's run is of the same files and settings, which an earlier reader took otherwise.
+    """Raise InputError if the folder's run has the same files and settings, but was read differently.
 
     table: name of the token table in the folder, if it has one, of which can be told what was taken otherwise.
     """

@@ -192,11 +192,11 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         return Measured(policy, measurement.batch, measurement.settings, folder, resources)
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
-        """The settings for this policy on a device of this type."""
+        """Return the settings for this policy on a device of this type."""
         return self.settings
 
     def _read_state(self, policy: Policy, settings: MeasureSettings) -> AdamWState | None:
-        """AdamW's second moments, where norms in its metric are asked for."""
+        """Read AdamW's second moments if norms in its metric are requested."""
         if settings.metric is None:
             return None
         state = read_adamw_state(policy, self.optimizer_state, max_grad_norm=self.max_grad_norm)
@@ -205,18 +205,18 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         return state
 
     def read(self, policy: Policy) -> Dump:
-        """The rollouts that are measured."""
+        """Read the rollouts to measure."""
         from gradscope.rollouts import read_dump
 
         dump = read_dump(self.rollouts, policy, temperature=self.settings.temperature, **self.reading)
         return select_checkpoint_step(dump, checkpoint_step(self.model))
 
     def has_metric(self, policy: Policy) -> bool:
-        """Whether summed gradients are also made in AdamW's metric."""
+        """Return whether summed gradients are also computed in AdamW's metric."""
         return False
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
-        """How the summed gradients will be made; None if there are none. InputError where they do not fit."""
+        """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
         if not self.figures or (batch.advantages is None and batch.rewards is None):
             return None
         J, metric = TokenJacobian(policy, batch, Resources(memory)), self.has_metric(policy)
@@ -240,7 +240,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
 
     def make_plan(self) -> Plan:
-        """What measuring takes here or, without the policy's weights, on a machine of a stated speed."""
+        """Predict the cost here or, without loading weights, on a machine of a stated speed."""
         from gradscope.gradients import plan_batch
         from gradscope.policy import find_whole, outline_policy
 
@@ -272,7 +272,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         return measure_key(policy, settings, **read)
 
     def _draw(self, measured: Measured) -> None:
-        """Add figures and summary to a finished run, unless they are there: the table is safe by then.
+        """Add figures and summary to a finished run, unless they are there.
 
         Of several processes all sum gradients, and the main one goes on.
         """
@@ -315,7 +315,7 @@ class MeasureOwn(Measure):
         return (self.optimizer_state or find_policy_state(policy)) is not None
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
-        """In AdamW's metric, too, where its state is there and fits."""
+        """Add AdamW's metric if its state is there and fits."""
         settings = settle_minutes(self.settings, policy, device)
         known = self.optimizer_state or find_policy_state(policy)
         state, _, _ = read_step(policy, known, asked=self.optimizer_state is not None)

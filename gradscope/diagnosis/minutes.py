@@ -18,7 +18,7 @@ STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
 
 @dataclass
 class Minutes:
-    """What gradients and steps may cost, counted in forward passes over the batch."""
+    """A budget for gradients and steps, counted in forward passes over the batch."""
 
     limit: int | float | None
     """None: as long as it takes."""
@@ -52,19 +52,19 @@ class Minutes:
 
 
 def update_cost(num_passes: int = 1) -> float:
-    """Forward passes of `apply_update` with so many optimizer steps, each on all of the batch's tokens."""
+    """Return the forward passes that `apply_update` with so many optimizer steps takes."""
     return 2 + (1 + BACKWARD) * num_passes
 
 
 def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
-    """Forward passes of `influence`."""
+    """Return the forward passes that `influence` takes."""
     gradients = num_intervals + bool(loss.kl_coef)
     derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
     return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
 
 
 def compare_cost(*, metric: bool) -> float:
-    """Forward passes of `compare` at most, where no weighting is named; metric: AdamW's is known."""
+    """Return the forward passes that `compare` without named weightings takes at most. metric: AdamW's is known."""
     rows = len(COMPARED) + 2  # two of them take two steps
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
@@ -91,7 +91,7 @@ def part_costs(
 
 
 def stage_costs(parts: dict[str, float]) -> dict[str, float]:
-    """`part_costs` by stage of a run."""
+    """Sum `part_costs` by stage of a run."""
     stages = dict.fromkeys((TOKENS, SUMS, STEPS, COMPARISON), 0.0) | {TOKENS: 1.0}
     for part, cost in parts.items():
         stages[STAGES.get(part, SUMS)] += cost

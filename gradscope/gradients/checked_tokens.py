@@ -14,9 +14,9 @@ is lightened."""
 def choose_checked(
     intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, generator: np.random.Generator, *, parameters: int
 ) -> np.ndarray:
-    """True for CHECKED_EACH random tokens of each interval, or all of one that has fewer; then as in `lighten_check`.
+    """Return the mask of CHECKED_EACH random tokens of each interval (all of one with fewer), lightened if dear.
 
-    parameters: of the policy.
+    parameters: number of the policy's parameters; see `lighten_check`.
     """
     chosen = np.zeros(len(intervals), dtype=bool)
     for interval in np.unique(intervals):
@@ -28,7 +28,7 @@ def choose_checked(
 def lighten_check(
     drawn: np.ndarray, intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, *, parameters: int
 ) -> np.ndarray:
-    """The tokens as they were drawn, if checking them is cheap; else one of each interval that has any, of few
+    """Return the drawn tokens if checking them is cheap, else one of each non-empty interval, of few
     responses and with short prefixes, as tokens of one response share a forward pass.
 
     All arrays are by token [n]: True for those drawn; the interval of π; the response; the length of the prefix.

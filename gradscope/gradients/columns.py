@@ -24,7 +24,7 @@ ADAMW = "param_grad_norm_adamw"
 
 
 def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
-    """Place, id and text of the kept tokens of a batch of one response, which is row `row` of the rollouts."""
+    """Return place, id and text of one response's kept tokens; row: of the response in the rollouts."""
     kept = one.response_mask[0]
     positions, ids = one.positions()[0][kept], one.input_ids[0][kept].tolist()
     return {
@@ -39,7 +39,7 @@ def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, obje
 def describe_tokens(
     one: TokenBatch, statistics: TokenStatistics, loss: LossSettings, *, num_tokens: int
 ) -> dict[str, object]:
-    """Probabilities, advantage and Eq. 2's weights of the kept tokens of a batch of one response.
+    """Return probabilities, advantage and Eq. 2's weights of one response's kept tokens.
 
     statistics: of these tokens, [k]. num_tokens: of the whole batch.
     """
@@ -61,7 +61,7 @@ def describe_tokens(
 
 
 def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, num_tokens: int) -> dict[str, Tensor]:
-    """Eq. 2's weights; NaN where the advantage is unknown."""
+    """Return Eq. 2's weights; NaN where the advantage is unknown."""
     kept, advantages = one.response_mask, known_advantages(one)
     known = ~advantages.isnan()
     one = replace(one, advantages=torch.where(known, advantages, 0.0))
@@ -73,7 +73,7 @@ def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, nu
 
 
 def refuse_infinite_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
-    """InputError if the weight of a token is infinite.
+    """Raise InputError if a token's weight is infinite.
 
     columns: `response`, `position` and those of `describe_tokens`, or a token table.
     """
@@ -100,13 +100,13 @@ def refuse_infinite_weights(columns: Mapping[str, object] | pd.DataFrame) -> Non
 
 
 def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
-    """The batch's advantages, NaN throughout where it has none."""
+    """Return the batch's advantages, all NaN if it has none."""
     unknown = batch.advantages is None
     return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
 
 
 def gradient_columns(found: TokenGradients, modules: Sequence[str]) -> dict[str, Tensor]:
-    """The columns that take a backward pass: norms by layer, over all parameters and of these modules' own."""
+    """Return the columns that take a backward pass: norms by layer, over all parameters, and of each module."""
     layers = {f"{LAYER}{layer}": norms for layer, norms in enumerate(found.act_grad_norm.T)}
     unused = torch.where(found.param_grad_norm.isnan(), found.param_grad_norm, 0.0)
     own = {f"{PARAMETERS}.{name}": found.module_grad_norm.get(name, unused) for name in modules}
@@ -115,13 +115,13 @@ def gradient_columns(found: TokenGradients, modules: Sequence[str]) -> dict[str,
 
 
 def backward_columns(table: pd.DataFrame) -> list[str]:
-    """Names of the columns that `gradient_columns` fills."""
+    """Return the names of the columns that `gradient_columns` fills."""
     own = (PARAMETERS, ADAMW)
     return [name for name in table if name in own or name.startswith((LAYER, f"{PARAMETERS}."))]
 
 
 def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:
-    """Columns as the table has them: floating tensors as float32. What lies on a device comes in one copy."""
+    """Make a DataFrame; floating tensors become float32. Tensors on a device are copied together."""
     there = {name: values for name, values in columns.items() if isinstance(values, Tensor) and not values.is_cpu}
     if there:
         here = torch.stack([values.detach().float() for values in there.values()]).cpu()
@@ -130,7 +130,7 @@ def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:
 
 
 def to_column(values: object) -> object:
-    """float32 for floating tensors, the rest as it is."""
+    """Convert a floating tensor to float32; return anything else unchanged."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         return (values.float() if values.is_floating_point() else values).numpy()
@@ -151,7 +151,7 @@ def statistics_of(table: pd.DataFrame, policy: Policy, batch: TokenBatch) -> Tok
 
 
 def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:
-    """How a table that was made of the same log took it otherwise, as a verb; "" where that cannot be seen."""
+    """Say, as a verb phrase, how an earlier table read the same log differently; "" if that cannot be seen."""
     groups = batch.group_ids.repeat_interleave(batch.response_mask.sum(1)).numpy()
     if len(table) != len(groups):
         return f"took {len(table):,} tokens as sampled, not {len(groups):,}"

@@ -45,7 +45,7 @@ FIRST, GROWTH = 1e9, 4
 
 @dataclass(frozen=True)
 class ModelShape:
-    """What of a network decides its costs."""
+    """The dimensions of a network that determine its cost."""
 
     parameters: int
     hidden: int
@@ -65,7 +65,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelShape:
-        """The shape of a causal language model of transformers, which may be on the meta device."""
+        """Read the shape off a causal language model of transformers, which may be on the meta device."""
         text, inside = model.config.get_text_config(), list(model.get_submodule(find_blocks(model)).parameters())
         experts = [p for p in inside if p.dim() == 3]  # [experts, rows, columns]
         visited = getattr(text, "num_experts_per_tok", None)
@@ -98,7 +98,7 @@ class ModelShape:
 
 
 def gradient_flops(shape: ModelShape, prefixes: Sequence[int], *, rules: bool = True) -> dict[str, float]:
-    """FLOPs that the exact norms of tokens with prefixes of these lengths take, by part; by rules, the least.
+    """Count the FLOPs, by part, of exact norms of tokens with prefixes of these lengths; with rules, the least.
 
     backward: of activation gradients, head included. norms: the contractions with a triangular factor [n, min(n, d)] of
     each linear layer's inputs. rules: whether the engine has backward rules for the blocks; along the model's graph the
@@ -125,7 +125,7 @@ def gradient_flops(shape: ModelShape, prefixes: Sequence[int], *, rules: bool = 
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int = 0) -> float:
-    """FLOPs of a forward pass over sequences of these lengths, each by itself, with logits of so many tokens."""
+    """Count the FLOPs of forward passes over sequences of these lengths, with logits at so many tokens."""
     n = np.asarray(lengths, dtype=np.float64)
     matrices = 2 * shape.active * n.sum() + 2 * shape.hidden * shape.vocab * logits
     return float(matrices + 4 * shape.layers * shape.query_width * (n**2).sum())
@@ -133,7 +133,7 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int = 0) ->
 
 @dataclass(frozen=True)
 class Responses:
-    """The lengths that decide what measuring responses costs."""
+    """The lengths that determine the cost of measuring a batch."""
 
     lengths: tuple[int, ...]
     """Tokens before the last response token, of each response that keeps one."""
@@ -146,7 +146,7 @@ class Responses:
 
     @classmethod
     def of(cls, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]) -> Responses:
-        """Of a batch; chosen: which kept tokens get a backward pass, in the table's order."""
+        """Read the lengths off a batch; chosen: mask of the kept tokens to measure, in the table's order."""
         counts = batch.response_mask.sum(1).tolist()
         each = [batch.sequence(row)[1].numpy() for row in range(len(batch))]
         picked = [ends[own] for ends, own in zip(each, np.split(chosen, np.cumsum(counts)[:-1]), strict=True)]
@@ -155,7 +155,7 @@ class Responses:
 
 
 def measure_flops(shape: ModelShape, found: Responses, *, rules: bool) -> dict[str, float]:
-    """FLOPs of measuring these responses, by part: `gradient_flops`, the forward passes before, and the factors.
+    """Count the FLOPs of a measurement, by part: those of `gradient_flops`, forward passes and factors.
 
     statistics: the pass that finds the intervals. forward: another one, for the activations, with the measured tokens'
     logits; along the graph, one for each chunk of tokens. factors: QR of the linear layers' inputs and, by rules,
@@ -174,7 +174,7 @@ def measure_flops(shape: ModelShape, found: Responses, *, rules: bool) -> dict[s
 
 
 def measure_bytes(shape: ModelShape, found: Responses, *, memory: int, weights: int) -> dict[str, float]:
-    """What lies in memory at most while the longest response is measured, by part.
+    """Bound the bytes in memory while the longest response is measured, by part.
 
     memory: `chunk_memory` of `measure`; weights: bytes of the parameters. Responses that are measured together leave no
     more than `memory` between them.
@@ -191,7 +191,7 @@ def measure_bytes(shape: ModelShape, found: Responses, *, memory: int, weights: 
 
 @dataclass(frozen=True)
 class Speed:
-    """What a machine does in a second."""
+    """The speed of a machine."""
 
     machine: str
     """In words."""
@@ -231,7 +231,7 @@ def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]
 
 
 def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tuple[TokenBatch, Bool[np.ndarray, " k"]]:
-    """Responses drawn at random, and which of their kept tokens are tried: so many in all, of the last its middle."""
+    """Draw responses with `count` of the chosen tokens, of the last one its middle; return them and the mask."""
     own = np.split(chosen, np.cumsum(batch.response_mask.sum(1).tolist())[:-1])
     rows, picks = [], []
     for row in np.random.default_rng(0).permutation(len(batch)).tolist():
@@ -247,7 +247,7 @@ def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tupl
 
 @dataclass(frozen=True)
 class Plan:
-    """What a measurement takes; printed, a table with its assumptions."""
+    """The cost of a measurement; `str` gives a table with its assumptions."""
 
     policy: Policy
     """Without weights where the machine is another one."""
@@ -268,7 +268,7 @@ class Plan:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """By part."""
+        """Seconds by part."""
         work = {"preparation": self.speed.preparation}
         for part, flops in self.flops.items():
             work[part] = flops / (self.speed.forward if part == "statistics" else self.speed.gradients)
@@ -281,12 +281,12 @@ class Plan:
 
     @property
     def sums_seconds(self) -> float:
-        """Seconds of making summed gradients once; 0 where there are none."""
+        """Seconds of computing summed gradients once; 0 if there are none."""
         return 0.0 if self.sums is None else self.sums.forward_passes * self.pass_seconds
 
     @property
     def floor(self) -> float:
-        """FLOPs that the norms need at least."""
+        """FLOPs that the norms take at least."""
         return sum(gradient_flops(self.shape, self.responses.prefixes).values())
 
     def __str__(self) -> str:
@@ -328,7 +328,7 @@ def plan_batch(
     sums: SumsPlan | None = None,
     keeps_prompts: bool = False,
 ) -> Plan:
-    """What measuring this batch takes.
+    """Predict the cost of measuring this batch.
 
     speed: FLOP/s of a machine that is not here, for which the policy may be without weights; None: a pilot measures a
     few of the tokens here. sums: how summed gradients will be made; keeps_prompts: whether all of the minutes that are
@@ -359,7 +359,7 @@ def plan_batch(
         return plan(chosen, draw)
 
     def left(each: int) -> float:
-        """Seconds beyond the minutes of so many tokens of each interval, with what is kept for summed gradients."""
+        """Return by how many seconds `each` tokens per interval, and summed gradients, exceed the minutes."""
         own = plan(*choose_tokens(batch, each, settings.seed))
         kept = 60 * AFTERWARDS * minutes * (sums is not None)
         return sum(own.seconds.values()) + (kept if keeps_prompts else min(kept, own.sums_seconds)) - 60 * minutes
@@ -370,7 +370,7 @@ def plan_batch(
 
 
 def follows_rules(policy: Policy) -> bool:
-    """Whether the blocks have the modules of a common decoder, which the engine has backward rules for.
+    """Return whether the blocks have the modules of a common decoder, for which the engine has backward rules.
 
     Names and weights alone are looked at. The engine also tries whether the blocks compute what the rules say, and
     goes along the graph where they do not: Granite with multipliers, SmolLM3 with layers without positions, Helium,
@@ -387,7 +387,7 @@ def _is_common(block: nn.Module) -> bool:
 
 
 def choose_tokens(batch: TokenBatch, each: int | None, seed: int) -> tuple[Bool[np.ndarray, " n"], str]:
-    """(which kept tokens get a backward pass, in the table's order; how that was found): `each` of every interval.
+    """Choose `each` tokens of every interval; return the mask in the table's order, and how they were chosen.
 
     A sample is drawn by π, which takes the weights to know: by π_old if the rollouts tell it, else as many tokens as
     four full intervals have, from all.

@@ -128,7 +128,7 @@ def _warn(measurement: TableMeasurement) -> None:
 
 
 def _state_hash(state: AdamWState | str | Path | None) -> str | None:
-    """What tells one optimizer state from another: of a file its hash, else one of all its numbers."""
+    """Hash an optimizer state: its file, or all its numbers."""
     if state is None or not isinstance(state, AdamWState):
         return None if state is None else optimizer_hash(Path(state))
     found = hashlib.sha256(repr((sorted(state.step.items()), state.beta2, state.eps)).encode())
@@ -138,18 +138,18 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
 
 
 def measure_key(policy: Policy, settings: MeasureSettings, **known: Any) -> dict[str, Any]:
-    """The key of a measurement's folder: all that changes a number. known: of rollouts and optimizer."""
+    """Make the key of a measurement's folder: everything that changes a number. known: about rollouts and optimizer."""
     return make_key(policy, **known, settings=asdict(settings), blocks=policy.blocks_name)
 
 
 def read_table(folder: RunFolder) -> pd.DataFrame:
-    """The token table of a finished run. Raises InputError for one that is not what was written."""
+    """Read the token table of a finished run. Raises InputError if it is not what was written."""
     folder.check(TABLE)
     return pd.read_parquet(folder.folder / TABLE)
 
 
 class Parts(Protocol):
-    """Where parts of a table are kept until all are there, as `RunFolder` does."""
+    """A store for the parts of a table, such as a `RunFolder`."""
 
     def has_part(self, index: int) -> bool: ...
 
@@ -159,14 +159,14 @@ class Parts(Protocol):
 
 
 class Memory(dict[int, pd.DataFrame]):
-    """Parts of a table that is not kept."""
+    """Parts of a table in memory."""
 
     has_part, write_part, read_part = dict.__contains__, dict.__setitem__, dict.__getitem__
 
 
 @dataclass(frozen=True)
 class Hooks:
-    """What a kept measurement tells and asks for while it goes on; by itself it is silent."""
+    """Callbacks of a measurement into a folder; the default is silent."""
 
     tell: Callable[[str], None] = lambda text: None
     """Gets a line, in the main process."""
@@ -187,7 +187,7 @@ def measure_into(
     overwrite: bool = False,
     hooks: Hooks = Hooks(),
 ) -> None:
-    """Fill the folder of a run with its table, unless that was done before; all processes call it together.
+    """Measure into the folder of a run, unless it is finished; all processes call it together.
 
     Args:
         facts: `model`, the policy's name, and what else the manifest tells of files.
@@ -229,7 +229,7 @@ def measure_into(
 
 
 def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Callable[[str], None]) -> None:
-    """Tell what is about to be measured."""
+    """Tell what will be measured."""
     for note in measurement.notes:
         tell(f"note: {note}")
     settings, tokens, whole = (
@@ -251,7 +251,7 @@ def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Calla
 
 
 def describe_speedup(speedup: float) -> str:
-    """The speed of the fast mode on this machine, in words.
+    """Describe the speed of the fast mode on this machine.
 
     >>> describe_speedup(0.5)
     'fast: rounded products are .5 times as fast as exact ones here; leave --fast out, exact norms take less time'
@@ -266,8 +266,7 @@ def _fill(
     watch: Stopwatch,
     hooks: Hooks = Hooks(),
 ) -> list[Round]:
-    """Make the parts that are missing: of this process's responses or, where minutes decide, of the rounds, which are
-    returned, those of an interrupted run among them."""
+    """Measure the missing parts; with minutes, return all rounds, those of an interrupted run included."""
     processes, missing = measurement.processes, []
     if measurement.settings.minutes is not None:
         return _fill_rounds(measurement, parts, watch, hooks)
@@ -279,7 +278,7 @@ def _fill(
 
 
 def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) -> None:
-    """Make the parts that are left and this process's; of several, the main one shows its own share."""
+    """Measure this process's share of the parts that are left; progress is of the main process's share."""
     counts = measurement.batch.response_mask.sum(1).tolist()
     mine, missing = measurement.share(left), set(left)
     ours = sum(counts[row] for group in mine for row in group if row in missing)
@@ -294,7 +293,7 @@ def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) ->
 
 
 def _fill_rounds(measurement: TableMeasurement, parts: Parts, watch: Stopwatch, hooks: Hooks) -> list[Round]:
-    """All rounds; each is written when it has ended."""
+    """Measure the remaining rounds, write each when it ends, and return all."""
     finished, processes = [], measurement.processes
     while processes.is_main and parts.has_part(len(finished)):
         finished.append(Round.of_part(parts.read_part(len(finished))))
@@ -350,7 +349,7 @@ def _describe_sample(
     watch: Stopwatch,
     hooks: Hooks,
 ) -> dict[str, Any] | str:
-    """Which tokens have norms, who said so, and what other tokens would change."""
+    """Describe, for the manifest, which tokens were measured, why, and what the sample leaves open."""
     settings, times = measurement.settings, None
     if (each := settings.tokens_per_interval) is None and not rounds:
         return "every token"
@@ -367,7 +366,7 @@ def _describe_sample(
         sample |= {"seconds": times, "rounds": told}
 
     def seconds(more: float) -> float:
-        """Seconds of a run that measures so many times the tokens."""
+        """Return the seconds of a run that measures so many times the tokens."""
         size = round(min(measurement.sample.largest, more * each))
         costs = [measurement.cost_of_more(0, end) for end in (size, each)]
         return times["preparing"] + times["measuring"] * costs[0] / costs[1]

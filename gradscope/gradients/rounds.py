@@ -32,21 +32,21 @@ ENOUGH = 0.15
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens that were measured together."""
+    """Tokens measured in one go."""
 
     each: int
-    """Tokens of each interval that are measured when it has ended."""
+    """Measured tokens of each interval after this round."""
     seconds: float
     norms: pd.DataFrame
     """`TableMeasurement.measure_more` of all processes, by the place of the token in the table."""
 
     def to_part(self) -> pd.DataFrame:
-        """One table for a file."""
+        """Return the round as one DataFrame, to be written to a file."""
         return self.norms.rename_axis("place").reset_index().assign(each=self.each, seconds=self.seconds)
 
     @classmethod
     def of_part(cls, part: pd.DataFrame) -> Round:
-        """What `to_part` made."""
+        """Read the round back from what `to_part` returned."""
         norms = part.set_index("place").drop(columns=["each", "seconds"])
         return cls(int(part["each"].iloc[0]), float(part["seconds"].iloc[0]), norms)
 
@@ -62,7 +62,7 @@ class Stopwatch:
 
 
 def describe_seconds(seconds: float) -> str:
-    """In the unit that reads well.
+    """Format seconds in a readable unit.
 
     >>> describe_seconds(42.0), describe_seconds(7200.0)
     ('42 s', '2 h')
@@ -75,7 +75,7 @@ def describe_seconds(seconds: float) -> str:
 
 @runtime_checkable
 class GrowingMeasurement(Protocol):
-    """What of a `TableMeasurement` is needed here, once it was entered."""
+    """The part of an entered `TableMeasurement` that rounds need."""
 
     settings: MeasureSettings
     processes: Processes
@@ -95,7 +95,7 @@ def measure_rounds(
     *,
     reserve: float = 0.0,
 ) -> Iterator[Round]:
-    """The rounds that are left after the finished ones, as they come; all processes go through them together.
+    """Yield the rounds after the finished ones, as they come; all processes iterate together.
 
     watch: started with the measurement; that of the main process counts. reserve: seconds of the minutes that are for
     what comes after the table.
@@ -117,12 +117,12 @@ def measure_rounds(
 
 
 def join_rounds(measurement: GrowingMeasurement, rounds: Sequence[Round]) -> Iterator[pd.DataFrame]:
-    """The table of all rounds, response by response."""
+    """Yield the table of all rounds, a DataFrame per response."""
     return measurement.tabulate(pd.concat([done.norms for done in rounds]), rounds[-1].each)
 
 
 def _next_size(measurement: GrowingMeasurement, rounds: Sequence[Round], seconds: float) -> int | None:
-    """Tokens of each interval after the next round; None: there is none. seconds: that have gone by."""
+    """Return the tokens of each interval after the next round, or None if there is none. seconds: elapsed."""
     largest, total = measurement.sample.largest, 60 * measurement.settings.minutes
     if not rounds:
         return min(PILOT, largest)

@@ -23,13 +23,13 @@ from jaxtyping import Bool, Float, Int
 Design = Literal["proportional", "stratified"]
 
 SAMPLING_PROBABILITY = "sampling_probability"
-"""Column of the token table, where a sample was drawn."""
+"""Column of the token table of a sample."""
 EQUAL_PART = 0.25
-"""Part of a token's size that all of its interval share: no chance is less than this part of equal chances'."""
+"""Share of a token's size that is the same for its whole interval, a lower bound on its chance over equal chances."""
 
 
 class TokenSample:
-    """A sample of the tokens that may grow; intervals: the index of each token's, of `num_intervals`."""
+    """A sample of the tokens that can grow. intervals: each token's interval, an index below `num_intervals`."""
 
     def __init__(
         self,
@@ -45,18 +45,18 @@ class TokenSample:
 
     @property
     def largest(self) -> int:
-        """Tokens of the interval that has most."""
+        """Number of tokens in the largest interval."""
         return max(map(len, self._members))
 
     def take(self, each: int) -> Bool[np.ndarray, " n"]:
-        """True for the tokens that are measured where `each` of every interval are, or all of one that has fewer."""
+        """Return the mask of a sample of `each` per interval, or of all tokens in an interval with fewer."""
         taken = np.zeros(len(self._ranks), dtype=bool)
         for own in self._members:
             taken[own[:each]] = True
         return taken
 
     def probabilities(self, each: int) -> Float[np.ndarray, " n"]:
-        """p of every token, measured or not, in that sample; each / tokens of the interval where sizes are equal."""
+        """Return every token's chance p in that sample; each / tokens of the interval if sizes are equal."""
         out = np.ones(len(self._ranks))
         for own in self._members:
             if each < len(own):
@@ -72,7 +72,7 @@ def token_sizes(
     logit_grad_norm: Float[np.ndarray, " n"],
     weight: Float[np.ndarray, " n"],
 ) -> Float[np.ndarray, " n"]:
-    """The size q of each token, of mean 1 in each interval; "stratified": 1 for all.
+    """Return the size q of each token, with mean 1 in each interval; all 1 if "stratified".
 
     "proportional": EQUAL_PART, and the rest half by |w|·‖e − π‖, which Σ‖w·g‖² asks for, and half by ‖e − π‖, which
     mean norms ask for; all of it by ‖e − π‖ in an interval where no weight is known, or one is not.
@@ -90,19 +90,18 @@ def token_sizes(
 
 
 def sampling_probabilities(table: pd.DataFrame) -> Float[np.ndarray, " n"] | None:
-    """Each token's chance to be measured, [K]; None where every measured one has had the same chance within its
-    interval."""
+    """Return each token's chance to be measured, [K]; None if chances were equal within each interval."""
     return table[SAMPLING_PROBABILITY].to_numpy(np.float64) if SAMPLING_PROBABILITY in table else None
 
 
 def sampling_weights(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """1 / p, how many tokens a measured one counts for in means and fits; 1 where a table does not say."""
+    """Return 1 / p, the number of tokens each one counts for in means and fits; 1 if the table has no chances."""
     probabilities = sampling_probabilities(table)
     return np.ones(len(table)) if probabilities is None else 1.0 / probabilities
 
 
 def stands_for(table: pd.DataFrame, measured: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """How many tokens each measured one counts for, so that sums over any choice of tokens are without bias.
+    """Return how many tokens each measured one counts for, so that sums over any choice of tokens are unbiased.
 
     That is tokens / measured tokens of its interval or, where these had chances p of their own, Σp over the interval /
     measured tokens / p.
@@ -117,7 +116,7 @@ def stands_for(table: pd.DataFrame, measured: Bool[np.ndarray, " n"]) -> Float[n
 def weighted_quantiles(
     values: Float[np.ndarray, " n"], weights: Float[np.ndarray, " n"], levels: Float[np.ndarray, " q"]
 ) -> Float[np.ndarray, " q"]:
-    """Quantiles of values that count for `weights` tokens each; those of `np.quantile` where all count alike.
+    """Return weighted quantiles; with equal weights, those of `np.quantile`.
 
     Between two values it is linear in the weight that lies below their middles.
 

@@ -20,11 +20,11 @@ class Selection:
     """Tokens that get a backward pass, and the groups of responses that share their passes."""
 
     measured: Bool[np.ndarray, " n"]
-    """Of all tokens, in the table's order."""
+    """Mask over all tokens, in the table's order."""
     sequences: list[SequenceTokens]
-    """By response."""
+    """One per response."""
     groups: list[list[int]]
-    """Responses that are measured together; one without a kept token is alone."""
+    """Responses that are measured together; one without kept tokens is in a group of its own."""
 
     def share(self, rows: Sequence[int], processes: Processes) -> list[list[int]]:
         """Return the groups with any of `rows` that this process measures; all processes compute the same split.
@@ -40,7 +40,7 @@ class Selection:
 
 
 def select(meter: TokenGradientMeter, batch: TokenBatch, measured: Bool[np.ndarray, " n"]) -> Selection:
-    """These tokens, and the groups in which the engine measures them best."""
+    """Group the responses for the engine, given the mask of the tokens to measure."""
     sequences = cut_sequences(batch, measured)
     filled = [row for row, sequence in enumerate(sequences) if len(sequence.targets)]
     groups = meter.group([sequences[row] for row in filled])
@@ -49,7 +49,7 @@ def select(meter: TokenGradientMeter, batch: TokenBatch, measured: Bool[np.ndarr
 
 
 def cut_sequences(batch: TokenBatch, measured: Bool[np.ndarray, " n"]) -> list[SequenceTokens]:
-    """A batch's responses for the engine, with those of their kept tokens that are measured."""
+    """Cut a batch into sequences for the engine, each with its measured tokens."""
     out, counts = [], batch.response_mask.sum(1).tolist()
     for row, mine in enumerate(torch.from_numpy(measured).split(counts)):
         out.append(SequenceTokens(*batch.sequence(row), mine.nonzero()[:, 0], float(batch.temperature[row])))

@@ -1,4 +1,4 @@
-"""What a measurement is asked for, and whether it can be made of a policy and a batch."""
+"""Settings of a measurement, their checks, and their defaults for a given policy and batch."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ ENOUGH, EACH_PROMPT = 500, 25
 """Tokens of each interval that "enough" measures: so many of each prompt, and so many at least. Where tokens differ as
 much as prompts do, 25 of a prompt add 4 % to the variance that the prompts give a share, 2 % to its interval."""
 MINUTES = 10
-"""What a diagnosis gives to a large policy's table unless it is told."""
+"""Minutes that a diagnosis gives to a large policy's table by default."""
 CHOSEN_HERE = (None, "auto", "enough")
-"""What may stand in the place of a number of tokens."""
+"""Values of tokens_per_interval that are no number."""
 LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
 """Parameters above which a policy is large, by the kind of device."""
 AFTERWARDS = 0.6
-"""Most of the minutes that is kept for what sums gradients once the table is made."""
+"""Largest share of the minutes reserved for summed gradients after the table."""
 
 
 @dataclass(frozen=True)
 class MeasureSettings:
-    """All that changes a number of the table."""
+    """Everything that changes a number in the table."""
 
     temperature: Number | None = None
     """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
@@ -50,11 +50,11 @@ class MeasureSettings:
     """How a sample is drawn. proportional: chances grow with |w|·‖e − π‖ and ‖e − π‖, which are known of every token,
     and each measured token counts for 1 / its chance; stratified: equal chances within an interval."""
     loss: LossSettings = PAPER
-    """The objective behind the weights."""
+    """The objective that defines the weights."""
     advantage_eps: Number = 1e-6
-    """Added to the standard deviation of a group's rewards where advantages are made of them; TRL adds 1e-4."""
+    """Added to the standard deviation of a group's rewards when advantages are computed; TRL adds 1e-4."""
     seed: int = 0
-    """Draws the subset, and the tokens of the self-check."""
+    """Seeds the sample and the self-check's tokens."""
     per_module: bool = False
     """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
     metric: Literal["adamw"] | None = None
@@ -84,7 +84,7 @@ class MeasureKeywords(TypedDict, total=False):
 
 
 def check_settings(settings: MeasureSettings) -> None:
-    """InputError for a number that no measurement can be made with."""
+    """Raise InputError for settings out of range or in conflict."""
     if settings.temperature is not None and not 1 / LARGEST <= settings.temperature <= LARGEST:
         raise InputError(f"temperature is {settings.temperature}; give a positive number (0, greedy, has no gradient)")
     wanted = settings.tokens_per_interval
@@ -132,7 +132,7 @@ def settle_sample(
 
 
 def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> MeasureSettings:
-    """The settings with MINUTES where this policy is large for this type of device, and no number of tokens is given.
+    """Set minutes to MINUTES if the policy is large for this type of device and no number of tokens is given.
 
     Large is above LARGE parameters: what takes hours to measure as a whole.
     """
@@ -145,7 +145,7 @@ def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> Me
 
 
 def settle_batch(settings: MeasureSettings, policy: Policy, batch: TokenBatch) -> TokenBatch:
-    """The batch at the temperatures and with the advantages that are measured with. Raises what `check_batch` does."""
+    """Return the batch with the temperatures and advantages to measure with. Raises what `check_batch` does."""
     if settings.temperature is not None:
         batch = batch.at_temperature(settings.temperature)
     check_batch(policy, batch)
@@ -155,14 +155,14 @@ def settle_batch(settings: MeasureSettings, policy: Policy, batch: TokenBatch) -
 
 
 def fast_precision(dtype: torch.dtype, device: str) -> Precision:
-    """What the fast mode's products are rounded to, for a policy of this dtype on this type of device."""
+    """Return the precision to which the fast mode rounds factors, by the policy's dtype and type of device."""
     if dtype == torch.float64:
         raise InputError("the policy is float64 and the fast mode rounds to less than float32; give one of the two up")
     return "tf32" if device == "cuda" and dtype == torch.float32 else "bfloat16"
 
 
 def no_fast_mode(policy: Policy) -> InputError:
-    """For a policy that goes along its graph, whose products are always exact."""
+    """Return the error for a policy measured along its graph, where products are always exact."""
     return InputError(
         f"{type(policy.model).__name__} is not built of blocks that the fast mode knows (RMS norms, "
         "rotary attention, gated MLP); leave fast out, or load the policy with dtype bfloat16"

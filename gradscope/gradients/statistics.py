@@ -24,7 +24,7 @@ from gradscope.runs import Processes, Progress, track
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """Known of every response token before any is measured; all of it is in the table's order, and on the CPU."""
+    """What is known of every response token before any is measured, in the table's order, on the CPU."""
 
     columns: dict[str, Tensor]
     """Those of `describe_tokens`, and `logit_grad_norm`."""
@@ -36,20 +36,20 @@ class BatchStatistics:
     """Where each response's tokens begin; behind them, how many there are in all."""
 
     def span(self, row: int) -> slice:
-        """Places of one response's tokens among all."""
+        """Return the slice of one response's tokens."""
         return slice(*self.bounds[row : row + 2])
 
     def of(self, row: int) -> dict[str, Tensor]:
-        """The columns of one response's tokens."""
+        """Return the columns of one response's tokens."""
         return {name: values[self.span(row)] for name, values in self.columns.items()}
 
     @property
     def responses(self) -> Int[np.ndarray, " n"]:
-        """The response of each token."""
+        """Row of each token's response, [n]."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def backward_cost(self, measured: Bool[np.ndarray, " n"]) -> float:
-        """Cost of measuring these tokens: positions × tokens that a backward pass carries, and each response's."""
+        """Return the cost of measuring these tokens: positions × tokens in backward passes, and each response's own."""
         rows = np.unique(self.responses[measured])
         reaches = self.prefixes[self.bounds[rows + 1] - 1].sum()
         return float(self.prefixes[measured].sum() + POSITION_COST * reaches)
@@ -64,7 +64,7 @@ def find_statistics(
     processes: Processes,
     progress: bool | Progress = False,
 ) -> BatchStatistics:
-    """Statistics of a whole batch, one forward pass for each response, which the processes share.
+    """Compute the statistics of a batch, by a forward pass for each response; the processes share them.
 
     Raises InputError where the policy gives a token no probability at all, a token has an infinite weight, or logged
     log-probabilities cannot be the tokens' own.
@@ -101,7 +101,7 @@ def find_statistics(
 
 
 def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings) -> dict[str, Tensor]:
-    """Columns of one response's tokens.
+    """Compute the columns of one response's tokens.
 
     They come from a pass of their own: whatever is measured beside the response, π has the same digits.
     """

@@ -58,7 +58,7 @@ GRADIENT_RESPONSES = 4
 
 
 class TableMeasurement:
-    """A measurement that is going on: enter it, ask for the responses group by group, leave it.
+    """A token table in the making: enter it, measure the responses group by group, leave it.
 
     Entering freezes the model, finds the rules for its modules, finds all that takes no backward pass, draws the
     tokens that get one and runs the self-check; leaving puts everything back. `measure` does all of it in one call.
@@ -83,22 +83,22 @@ class TableMeasurement:
         self.settings = settle_sample(
             settings, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
         )
-        """Those that are measured with: a number or None where "auto" or "enough" was given."""
+        """The settings in use, with "auto" and "enough" resolved."""
         self.asked = settings
         self.batch = settle_batch(settings, policy, batch)
-        """At the temperatures and with the advantages that are measured with."""
+        """The batch with the temperatures and advantages in use."""
         _check_tokens(tokens, settings, batch.num_tokens)
         self.progress = settle_progress(resources.progress)
         self._tokens, self._memory = tokens, resources.activations
         self.check: SelfCheck | None = None
-        """What the self-check found; None before entering, and where it was switched off."""
+        """Result of the self-check; None before entering, or if it is off."""
         self.pass_seconds: float | None = None
-        """That a forward pass over the batch took in one process; None before entering."""
+        """Seconds of a forward pass over the batch in one process; None before entering."""
         self.notes: tuple[Note, ...] = ()
-        """What the log says that the policy contradicts, once entered: in the main process."""
+        """Logged columns that contradict the policy; set on entering, in the main process only."""
         self._optimizer_state = optimizer_state if settings.metric == "adamw" else None
         self.sample: TokenSample | None = None
-        """What is drawn from where not all tokens are measured, once entered."""
+        """The order in which tokens are drawn, if not all are measured; set on entering."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,7 +107,7 @@ class TableMeasurement:
 
     @property
     def groups(self) -> list[list[int]]:
-        """Rows of the batch that are measured together, once entered."""
+        """Groups of rows of the batch that share their passes. Requires entering."""
         return self.selection.groups
 
     def __enter__(self) -> TableMeasurement:
@@ -143,7 +143,7 @@ class TableMeasurement:
         self._stack.close()
 
     def share(self, rows: Sequence[int]) -> list[list[int]]:
-        """The groups with any of these rows that this process measures. Inside the context alone."""
+        """Return the groups containing any of `rows` that this process measures. Requires entering."""
         return self.selection.share(rows, self.processes)
 
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
@@ -170,11 +170,14 @@ class TableMeasurement:
         return pd.concat(parts) if parts else pd.DataFrame()
 
     def cost_of_more(self, previous: int, each: int) -> float:
-        """What the tokens of `measure_more` cost, in all processes: positions × tokens that a backward pass carries."""
+        """Return the cost of `measure_more` over all processes, in positions × tokens carried by backward passes."""
         return self.statistics.backward_cost(self.sample.take(each) & ~self.sample.take(previous))
 
     def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]:
-        """The table of a sample of `each` per interval, response by response; norms: of `measure_more`, by place."""
+        """Yield the table of a sample of `each` per interval, a DataFrame per response.
+
+        norms: what `measure_more` returned for all its tokens, indexed by their place in the table.
+        """
         self._select(np.zeros(self.num_tokens, dtype=bool))
         self._probabilities = self._sampling_probabilities(each)
         norms = norms.sort_index()
@@ -186,7 +189,7 @@ class TableMeasurement:
             yield frame
 
     def _make_meter(self) -> TokenGradientMeter:
-        """The engine, which learns the model's structure from the longest sequence."""
+        """Make the engine, which learns the model's structure from the longest sequence."""
         kind = self.policy.dtype, self.policy.device.type
         precision = fast_precision(*kind) if self.settings.fast else "exact"
         probe = self.batch.sequence(int(self.batch.attention_mask.sum(1).argmax()))[0].to(self.policy.device)
@@ -196,7 +199,7 @@ class TableMeasurement:
         return meter
 
     def _find_metric(self) -> Metric | None:
-        """1 ⊘ (√v̂ + ε), with v̂ after the step of the whole batch's gradient; None where none is known or asked for."""
+        """Return AdamW's metric 1 ⊘ (√v̂ + ε), v̂ after the step on the whole batch; None if not requested or unknown."""
         weights = self.statistics.columns["weight"]
         if self._optimizer_state is None or weights.isnan().any():
             return None
@@ -208,7 +211,7 @@ class TableMeasurement:
         return Metric(model, state.turn_into_scale(model, gradient).div_(clip))
 
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
-        """Which tokens get a backward pass: none yet where time decides."""
+        """Return the mask of the tokens to measure, [n]; all False if minutes decide."""
         each = self.settings.tokens_per_interval
         if self._tokens is not None:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
@@ -222,21 +225,21 @@ class TableMeasurement:
         return self.sample.take(each or 0)
 
     def _sampling_probabilities(self, each: int) -> np.ndarray | None:
-        """Those of a sample of `each` per interval; None where it holds every token."""
+        """Return the chances of a sample of `each` per interval; None if it holds every token."""
         return self.sample.probabilities(each) if each < self.sample.largest else None
 
     def _select(self, measured: Bool[np.ndarray, " n"]) -> None:
-        """These of the kept tokens get a backward pass from now on."""
+        """Measure these of the kept tokens from now on."""
         self.selection = select(self.meter, self.batch, measured)
 
     def _self_check(self, generator: np.random.Generator) -> SelfCheck:
-        """Compare tokens of every interval that has any with plain autograd. Raises SelfCheckError."""
+        """Compare some tokens of every non-empty interval with plain autograd. Raises SelfCheckError."""
         known, size = self.statistics, sum(p.numel() for p in self.policy.model.parameters())
         chosen = choose_checked(known.intervals, known.responses, known.prefixes, generator, parameters=size)
         return check_engine(self.meter, [s for s in cut_sequences(self.batch, chosen) if s.lengths])
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
-        """One response's rows of the table."""
+        """Return one response's rows of the table."""
         mine, known = self.statistics.span(row), self.statistics.of(row)
         if mine.start == mine.stop:
             return pd.DataFrame()
@@ -253,12 +256,12 @@ class TableMeasurement:
 
 
 def join_responses(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:
-    """The token table from its responses' parts, in their order."""
+    """Concatenate the responses' parts, in order, into the token table."""
     return pd.concat(filter(len, frames), ignore_index=True)
 
 
 def _check_tokens(tokens: Tensor | None, settings: MeasureSettings, count: int) -> None:
-    """InputError for tokens that are not there, or beside a setting that chooses tokens, too."""
+    """Raise InputError for indices out of range, or if another setting chooses tokens as well."""
     if tokens is None:
         return
     if settings.minutes is not None:

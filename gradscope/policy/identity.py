@@ -1,4 +1,4 @@
-"""Which policy a run was made with: its part of the run's key, all that decides the numbers, and of its manifest."""
+"""The key and the manifest of a run with a policy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradscope.runs import provenance
 
 
 def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
-    """The key of a run: gradscope's version, the policy (an adapter with its base), its precision, what was asked."""
+    """Make the key of a run: gradscope's version, hashes (an adapter's with its base's), precision, settings."""
     return {
         "gradscope": __version__,
         **policy_hashes(policy),
@@ -23,7 +23,7 @@ def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
 
 
 def make_manifest(model: str, policy: Policy, key: dict[str, Any], **facts: Any) -> dict[str, Any]:
-    """manifest.json of a run with a policy: who made it, from which files by their hashes, how, and other facts."""
+    """Make the manifest of a run with a policy: versions, files by their hashes, precision, device, and other facts."""
     base = None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]}
     return {
         **provenance(),
