@@ -30,7 +30,7 @@ from gradscope.gradients.gram import Gram, SumsPlan, Way
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.objective import PAPER, LossSettings, batch_loss, own_where_unknown, resolve_advantages
+from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages
 from gradscope.policy import AdamWState, Policy, PolicyLike
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 
@@ -177,7 +177,7 @@ def _slopes(
     if intervals is not None:
         return J.kept(slopes), J.kept(intervals)
     # A log-probability that a sampler rounded to just above 0 is a probability of 1.
-    prob = J.kept(own_where_unknown(batch.old_logprobs, logprobs.detach())).double().exp().clamp(max=1.0)
+    prob = J.kept(fill_unknown(batch.old_logprobs, logprobs.detach())).double().exp().clamp(max=1.0)
     return J.kept(slopes), torch.from_numpy(assign_intervals(prob.numpy(), edges))
 
 

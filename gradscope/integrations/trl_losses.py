@@ -17,7 +17,7 @@ from gradscope.objective import (
     TokenStatistics,
     Weighting,
     batch_weights,
-    own_where_unknown,
+    fill_unknown,
     weigh_step,
 )
 from gradscope.rollouts import TokenBatch
@@ -91,7 +91,7 @@ class GRPOLoss:
         known = None
         if all(part["old_per_token_logps"] is not None for part in sampled):
             known = batch_from_trl(sampled, self.trainer.temperature).old_logprobs
-        old, pieces, start = own_where_unknown(whole.old_logprobs, before.logprob), [], 0
+        old, pieces, start = fill_unknown(whole.old_logprobs, before.logprob), [], 0
         for part in window:
             rows = slice(start, start := start + len(part["completion_ids"]))
             tokens = (before.logprob[rows], old[rows], whole.advantages[rows], whole.response_mask[rows])

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.gradients import Resources, TokenJacobian, inner_products, zero_vectors
-from gradscope.objective import TokenStatistics, own_where_unknown
+from gradscope.objective import TokenStatistics, fill_unknown
 from gradscope.policy import flat_slices, float_parameters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import SIGNS, batch_direction_shares, old_intervals
@@ -87,7 +87,7 @@ def measure_step(
     sizes = torch.zeros(2, len(counts), dtype=torch.float64)
     if J is not None:
         before = J.statistics
-        batch = replace(batch, old_logprobs=own_where_unknown(batch.old_logprobs, before.logprob))
+        batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
         intervals = old_intervals(batch, edges)
         masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
         counts = masks.flatten(1).sum(1).double()

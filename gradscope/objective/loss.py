@@ -79,14 +79,14 @@ def check_advantages(batch: TokenBatch) -> None:
         check_known(batch.response_mask, advantages=batch.advantages)
 
 
-def own_where_unknown(known: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+def fill_unknown(theirs: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
     """Fill another policy's log-probabilities, where None or NaN, with the policy's own, detached.
 
-    >>> own_where_unknown(torch.tensor([[-1.0, torch.nan]]), torch.tensor([[-2.0, -3.0]]))
+    >>> fill_unknown(torch.tensor([[-1.0, torch.nan]]), torch.tensor([[-2.0, -3.0]]))
     tensor([[-1., -3.]])
     """
     own = logprobs.detach()
-    return own if known is None else torch.where(known.isnan(), own, known.to(own.dtype))
+    return own if theirs is None else torch.where(theirs.isnan(), own, theirs.to(own.dtype))
 
 
 def batch_loss(
@@ -170,7 +170,7 @@ def check_weighting(weighting: Weighting, *, entropy: bool = True, sampler_logpr
 
 def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_tokens: Number) -> dict[str, Any]:
     """Return the arguments common to policy_loss and token_weight_parts."""
-    old = own_where_unknown(batch.old_logprobs, logprobs)
+    old = fill_unknown(batch.old_logprobs, logprobs)
     return {
         "logprobs": logprobs,
         "old_logprobs": old,
@@ -179,7 +179,7 @@ def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_
         "clip_ratio_low": settings.clip_ratio_low,
         "clip_ratio_high": settings.clip_ratio_high,
         "clip_ratio_c": settings.clip_ratio_c,
-        "ref_logprobs": own_where_unknown(batch.ref_logprobs, logprobs),
+        "ref_logprobs": fill_unknown(batch.ref_logprobs, logprobs),
         "kl_coef": settings.kl_coef,
         "kl_corrected": settings.kl_corrected,
         "num_tokens": num_tokens,

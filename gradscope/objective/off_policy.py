@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import nn
 
 from gradscope.objective.batch_logprobs import batch_statistics
-from gradscope.objective.loss import LossSettings, own_where_unknown, resolve_advantages
+from gradscope.objective.loss import LossSettings, fill_unknown, resolve_advantages
 from gradscope.rollouts import TokenBatch
 
 ROUNDING = 1e-3
@@ -66,6 +66,6 @@ def off_policy_columns(
 ) -> dict[str, Float[np.ndarray, " n"]]:
     """Compute the columns that `describe_off_policyness` reads, by a forward pass over the batch."""
     logprobs = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
-    old = own_where_unknown(batch.old_logprobs, torch.full_like(logprobs, math.nan))
+    old = fill_unknown(batch.old_logprobs, torch.full_like(logprobs, math.nan))
     columns = {"logprob": logprobs, "old_logprob": old, "advantage": resolve_advantages(batch)}
     return {name: values[batch.response_mask].double().numpy() for name, values in columns.items()}

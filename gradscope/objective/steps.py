@@ -31,7 +31,7 @@ from gradscope.objective.loss import (
     batch_loss,
     batch_weights,
     check_advantages,
-    own_where_unknown,
+    fill_unknown,
     weigh_step,
 )
 from gradscope.objective.shared_prompts import can_pack
@@ -276,6 +276,6 @@ def _weighted_loss(
 def _count_clipped(logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings) -> list[Int[Tensor, ""]]:
     """Count the tokens whose policy gradient clipping removed: low, high, dual."""
     clipped = batch_weights(logprobs, piece, settings, num_tokens=1, refuse_nan=False).clipped
-    rose = logprobs > own_where_unknown(piece.old_logprobs, logprobs)
+    rose = logprobs > fill_unknown(piece.old_logprobs, logprobs)
     positive = piece.advantages > 0
     return [(clipped & which).sum() for which in (~positive & ~rose, positive, ~positive & rose)]

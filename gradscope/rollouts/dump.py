@@ -211,7 +211,7 @@ def make_dump(
         reading.take(row)
     reading.finish(path)
     batch = collate(reading.responses)
-    extras = {name: _spread(batch, values) for name in EXTRAS if any(values := reading.extras[name])}
+    extras = {name: _align(batch, values) for name in EXTRAS if any(values := reading.extras[name])}
     if "clipped" in extras:
         extras["clipped"] = extras["clipped"] == 1
     batch, holes = _count_unknown(batch)
@@ -277,7 +277,7 @@ class _Reading:
             self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
         if is_text and "response_mask" not in row.columns:
-            row = replace(row, told=(*row.told, *others_in(row.columns["response"], self._opening)))
+            row = replace(row, remarks=(*row.remarks, *others_in(row.columns["response"], self._opening)))
         self._rows.append((told, replace(row, columns={})))  # the response alone holds the values
 
     def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:
@@ -383,7 +383,7 @@ class _Reading:
 
     def notes(self) -> list[Note]:
         """Return notes on replaced values, on single responses and on rows left out."""
-        of_rows = Counter(words for _, row in self._rows for words in row.told)
+        of_rows = Counter(words for _, row in self._rows for words in row.remarks)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
         told += self._said
         told += [Note(words, "left-out") for words in self._left_out_notes()]
@@ -447,7 +447,7 @@ def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
     return parse_logprobs(row, name, kept)
 
 
-def _spread(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
+def _align(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
     """Place a list per response at the response's columns; NaN elsewhere."""
     out = torch.full(batch.input_ids.shape, float("nan"))
     for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):

@@ -197,14 +197,14 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             f"{path} holds no list `samples` but {found}; give debug rollout or train data of slime or miles"
         )
     shared = {
-        name: _plain(f"{path}", name, content.get(name)) for name in ("rollout_id", "rank", "cp_size", "metadata")
+        name: _numbers(f"{path}", name, content.get(name)) for name in ("rollout_id", "rank", "cp_size", "metadata")
     }
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
         # A sample's own rollout_id is that of its execution, not the file's, which is the step.
         own = {"execution": sample.get("rollout_id", sample.get("rollout_ids"))}
         own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
-        own = {name: _plain(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
+        own = {name: _numbers(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
         yield place, shared | {name: v for name, v in own.items() if v is not None}
 
 
@@ -222,12 +222,12 @@ def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
 
 
-def _plain(place: str, name: str, value: Any) -> Any:
+def _numbers(place: str, name: str, value: Any) -> Any:
     """Convert tensors and arrays, also inside lists and dictionaries, to numbers; leave the rest."""
     if isinstance(value, list) and any(isinstance(one, torch.Tensor | Inert) for one in value):
-        return [_plain(place, name, one) for one in value]
+        return [_numbers(place, name, one) for one in value]
     if isinstance(value, dict):
-        return {key: _plain(place, name, one) if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+        return {key: _numbers(place, name, one) if isinstance(one, torch.Tensor) else one for key, one in value.items()}
     if not isinstance(value, torch.Tensor | Inert):
         return value
     try:

@@ -40,7 +40,7 @@ def agrees(answer: str, truths: tuple[str, ...]) -> bool:
     >>> agrees(r"\\frac{2}{4}", ("0.5",)), agrees("x=5", ("4", "5")), agrees("x=6", ("4", "5"))
     (True, True, False)
     """
-    answer, truths = _plain(answer), tuple(map(_plain, truths))
+    answer, truths = _normalise(answer), tuple(map(_normalise, truths))
     return bool(answer) and (answer in truths or is_equal(answer, truths))
 
 
@@ -50,11 +50,11 @@ def verifies(truth: str) -> bool:
     >>> verifies(r"\\frac{1}{2}"), verifies("]")
     (True, False)
     """
-    text = _plain(truth)
+    text = _normalise(truth)
     return is_equal(text, (text,), as_text=False)
 
 
-def _plain(text: str) -> str:
+def _normalise(text: str) -> str:
     """Strip dollars and needless spaces; write 4.5e33, in which math-verify reads Euler's number, as a power of ten."""
     text = " ".join(text.replace(r"\$", "").replace("$", "").split())
     if number := _COMPUTER_NUMBER.fullmatch(text):

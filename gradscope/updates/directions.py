@@ -26,7 +26,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize_cells
-from gradscope.objective import TokenStatistics, own_where_unknown
+from gradscope.objective import TokenStatistics, fill_unknown
 from gradscope.resampling import Seed, bootstrap, prompt_clusters
 from gradscope.rollouts import TokenBatch
 
@@ -80,7 +80,7 @@ def batch_direction_shares(
     if batch.advantages is None:
         raise InputError("the batch has no advantages, so no direction is right; resolve them first")
     keep, labels = batch.response_mask, interval_labels(edges)
-    prob = own_where_unknown(batch.old_logprobs, before.logprob)[keep].double().exp().clamp(max=1.0).numpy()
+    prob = fill_unknown(batch.old_logprobs, before.logprob)[keep].double().exp().clamp(max=1.0).numpy()
     columns = {
         "interval": assign_intervals(prob, edges),
         "advantage": batch.advantages[keep].numpy(),

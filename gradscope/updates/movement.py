@@ -18,7 +18,7 @@ from gradscope.objective import (
     StepResult,
     TokenStatistics,
     batch_weights,
-    own_where_unknown,
+    fill_unknown,
     resolve_advantages,
 )
 from gradscope.rollouts import TokenBatch
@@ -100,7 +100,7 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
 
 def resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:
     """The batch with advantages and, where they are unknown, the policy's own log-probabilities as π_old."""
-    old = own_where_unknown(batch.old_logprobs, before.logprob)
+    old = fill_unknown(batch.old_logprobs, before.logprob)
     return replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
 
 

@@ -9,7 +9,7 @@ from support.losses import weight_by_loop
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.objective import PAPER, LossSettings, batch_loss, batch_weights, own_where_unknown, resolve_advantages
+from gradscope.objective import PAPER, LossSettings, batch_loss, batch_weights, fill_unknown, resolve_advantages
 from gradscope.rollouts import Response, TokenBatch, collate
 
 NAN = math.nan
@@ -84,9 +84,9 @@ def test_the_weights_are_those_of_eq_2_written_out_for_each_token(batch, logprob
 def test_an_unknown_logprob_is_the_policys_own_and_has_no_gradient_of_its_own():
     own = torch.tensor([[-1.0, -2.0, -3.0]], dtype=torch.float64, requires_grad=True)
     known = torch.tensor([[-0.5, NAN, -1.5]])
-    assert own_where_unknown(known, own).tolist() == [[-0.5, -2.0, -1.5]]
-    assert own_where_unknown(None, own).tolist() == [[-1.0, -2.0, -3.0]]
-    for filled in (own_where_unknown(known, own), own_where_unknown(None, own)):
+    assert fill_unknown(known, own).tolist() == [[-0.5, -2.0, -1.5]]
+    assert fill_unknown(None, own).tolist() == [[-1.0, -2.0, -3.0]]
+    for filled in (fill_unknown(known, own), fill_unknown(None, own)):
         assert filled.dtype == torch.float64
         assert not filled.requires_grad
 

@@ -316,5 +316,5 @@ def test_a_boxed_ground_truth_is_right_and_verified_and_another_rows_is_wrong(da
     for question in questions[:: max(1, len(questions) // 12)]:
         for truth in question.answer:
             assert task.grade(rf"Thus $\boxed{{{truth}}}$.", question) == Grade(1.0, correct=True, format_ok=True)
-            assert math_verifier.is_equal(math._plain(truth), (math._plain(truth),))  # not only equal as a text
+            assert math_verifier.is_equal(math._normalise(truth), (math._normalise(truth),))  # not only equal as a text
             assert task.reward(rf"\boxed{{{truth} + 1}}", question) == 0.0

@@ -130,7 +130,7 @@ class TokenGradientMeter:
         found = {i: self._measure_nothing(s) for i, s in enumerate(sequences) if not len(s.measured)}
         for group in filter(None, groups):
             parts = self._measure_stack([sequences[i].asked for i in group])
-            found |= {i: _spread(part, sequences[i]) for i, part in zip(group, parts, strict=True)}
+            found |= {i: _scatter(part, sequences[i]) for i, part in zip(group, parts, strict=True)}
         return [found[i] for i in range(len(sequences))]
 
     def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
@@ -343,7 +343,7 @@ def keep_freed_memory() -> None:
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
-def _spread(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
+def _scatter(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
     """Place the measured tokens' norms among NaN for all other targets."""
     if len(sequence.measured) == len(sequence.targets):
         return gradients

@@ -59,7 +59,7 @@ class _Visits:
     pending: list[tuple[Tensor, int]] = field(default_factory=list)
     """Tensors not yet known to be `untouched`, with their versions."""
 
-    def settle(self) -> None:
+    def check_untouched(self) -> None:
         """Record whether the pending tensors were changed in place, and free them."""
         self.untouched &= all(tensor._version == version for tensor, version in self.pending)
         self.pending.clear()
@@ -204,7 +204,7 @@ def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, 
         if name in in_order:
             # A residual stream may be added to in place within the next block.
             for owner in owners[in_order[name] - 1] if in_order[name] else ():
-                visits[owner].settle()
+                visits[owner].check_untouched()
             past_blocks |= in_order[name] == len(blocks) - 1
 
     # Logits of a long sequence could fill the memory, and the head is called on rows of two as it is on all.
@@ -218,7 +218,7 @@ def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, 
         stack.enter_context(forward_hooks(model, [*names, *in_order], record))
         model(input_ids=input_ids[None], use_cache=False, **few)
     for seen in visits.values():
-        seen.settle()
+        seen.check_untouched()
     whole = [h[0] for h in hidden if h is not None and h.shape[:2] == (1, len(input_ids))]
     return Probe(visits, whole[0] if len(whole) == 1 else None)
 

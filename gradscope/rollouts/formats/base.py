@@ -51,7 +51,7 @@ class Row:
     left_out: str | None = None
     """Why the row is left out; None: it is not. The `reward` and `group` of one that is left out still count in its
     group's mean and standard deviation, as they did for the trainer: give neither where they did not."""
-    told: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
     """Remarks on this response; a note counts the responses with each."""
     is_counted: bool = True
     """Whether its reward counts in its group; False for all but the last output of a session."""

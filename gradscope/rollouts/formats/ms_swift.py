@@ -97,11 +97,11 @@ def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
     columns = pick(record, {"advantage": "advantages", "reward": "reward"})
     columns |= {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
     _check_is_text(record.place, columns["prompt"], policy)
-    turns, told = record.columns.get("num_turns"), ()
+    turns, remarks = record.columns.get("num_turns"), ()
     if isinstance(turns, (int, float)) and turns > 1:
-        told += (LAST_TURN,)
+        remarks += (LAST_TURN,)
     labels = {"response": "completion", "advantage": "advantages"}
-    return Row(record.place, columns, _step(record), labels, left_out, told)
+    return Row(record.place, columns, _step(record), labels, left_out, remarks)
 
 
 def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:

@@ -107,7 +107,7 @@ def write_rollouts(path: str | Path, rows: TokenBatch | Iterable[dict[str, Any]]
             _write_parquet(partial, list(rows))
         else:
             with partial.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False, default=_plain) + "\n" for row in rows)
+                file.writelines(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
     return path
 
 
@@ -142,6 +142,6 @@ def _check_suffix(path: Path) -> None:
         raise InputError(f"{path} {ending}; rollouts are written as {', '.join(SUFFIXES)}")
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Convert a tensor, an array or a numpy number for JSON."""
     return value.tolist()

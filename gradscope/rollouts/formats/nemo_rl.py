@@ -40,7 +40,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for row in rows:
         if forced and row.left_out is None:
             others = {name: v for name, v in row.columns.items() if name not in ("old_logprobs", "logprobs")}
-            yield replace(row, columns=others, told=(*row.told, FORCED))
+            yield replace(row, columns=others, remarks=(*row.remarks, FORCED))
         else:
             yield _without_unrecorded(row)
 
@@ -81,7 +81,7 @@ def _without_unrecorded(row: Row) -> Row:
     if not any(lost):
         return row
     known = [None if gone else said for gone, said in zip(lost, sampler, strict=True)]
-    return replace(row, columns=row.columns | {"sampler_logprobs": known}, told=(*row.told, UNRECORDED))
+    return replace(row, columns=row.columns | {"sampler_logprobs": known}, remarks=(*row.remarks, UNRECORDED))
 
 
 def _is_below(value: Any) -> bool:

@@ -118,7 +118,7 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
                     "traces and the annotations of one run"
                 )
             for name in STREAMS:
-                _spread(update, name, branch.get(name), [nodes[place] for place in paths[index]])
+                _split_stream(update, name, branch.get(name), [nodes[place] for place in paths[index]])
     credit = info.get("advantage")
     if isinstance(credit, int | float) and not any(node.get("advantages") for node in nodes):
         for node in nodes:
@@ -126,7 +126,7 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
     return info
 
 
-def _spread(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
+def _split_stream(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
     """Cut a stream into the nodes' sampled tokens, null where unknown; tokens past the trainer's cut-off count for
     nothing.
     """

@@ -46,11 +46,11 @@ def split_sequence(
     if length is not None and not 0 < length <= len(given[ids]):
         raise InputError(f"{record.place}: a length of {length} for {len(given[ids])} tokens; wanted is 1 to as many")
     end = len(given[ids]) if length is None else length
-    kept, told = given[mask][:end], ()
+    kept, remarks = given[mask][:end], ()
     weight = given.get(weights, [])[:end]
     if any(value is not None for value in weight):
         own = [keep if value is None or value else 0 for keep, value in zip(kept, weight, strict=True)]
-        told = (OTHER_PARTS,) if own != kept else ()
+        remarks = (OTHER_PARTS,) if own != kept else ()
         kept = own
     if 1 not in kept:
         return Row(record.place, columns, step, left_out=MASKED_OUT)
@@ -64,9 +64,9 @@ def split_sequence(
         scale = [1.0 if value is None else value for value in row.pop("weight")]
         if "advantage" in row and any(keep and one != 1 for keep, one in zip(row["response_mask"], scale, strict=True)):
             row["advantage"] = _scaled(row["advantage"], scale)
-            told += (WEIGHTED,)
+            remarks += (WEIGHTED,)
     labels = {"prompt_ids": ids, "response_ids": ids, "response_mask": mask, **per_token}
-    return Row(record.place, row | columns, step, labels, told=told)
+    return Row(record.place, row | columns, step, labels, remarks=remarks)
 
 
 def _scaled(values: list[Any], weights: list[Any]) -> list[Any]:

@@ -147,8 +147,8 @@ def _row(record: Record) -> Row:
         return Row(record.place, {}, step, left_out=UNSCORED)
     if "old_logprobs" not in row and "sampler_logprobs" in row:
         row["old_logprobs"], labels["old_logprobs"] = row.pop("sampler_logprobs"), "rollout_log_probs"
-    told = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
-    return Row(record.place, row, step, labels, told=told)
+    remarks = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
+    return Row(record.place, row, step, labels, remarks=remarks)
 
 
 def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
@@ -168,7 +168,7 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
         again = [at for at, one in zip(places, executions, strict=True) if first.get(one, at) != at]
         if "metadata" in records[places[0]].columns:
             for at in again:
-                out[at] = replace(out[at], is_counted=False, told=(*out[at].told, SIBLING))
+                out[at] = replace(out[at], is_counted=False, remarks=(*out[at].remarks, SIBLING))
             continue
         rewards = [rows[at].columns["reward"] for at in places]
         uneven = len({*Counter(str(rows[at].columns["group"]) for at in places).values()}) > 1
@@ -176,7 +176,7 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
             mean, std = fmean(rewards), 0.0 if len(set(rewards)) == 1 else stdev(rewards)
             for at in places:
                 scale = {"group_reward_mean": mean, "group_reward_std": std}
-                out[at] = replace(out[at], columns=out[at].columns | scale, told=(*out[at].told, AS_ONE))
+                out[at] = replace(out[at], columns=out[at].columns | scale, remarks=(*out[at].remarks, AS_ONE))
     return out
 
 
@@ -188,7 +188,7 @@ def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
         newest[row.step] = max([newest.get(row.step, 0), *own])
     for row, own in zip(rows, versions, strict=True):
         stale = own and min(own) < newest[row.step]
-        yield replace(row, told=(*row.told, STALE)) if stale else row
+        yield replace(row, remarks=(*row.remarks, STALE)) if stale else row
 
 
 def _versions(record: Record) -> list[int]:

@@ -100,7 +100,7 @@ def others_in(response: Any, opening: str | None) -> tuple[str, ...]:
     """
     if not isinstance(response, str):
         return ()
-    told = (SHOWS_TOOLS,) if TOOL_OUTPUT.search(response) else ()
-    if not told and opening and re.search(rf"\n[ \t]*{re.escape(opening)}[ \t]*\n", response):
-        told = (SHOWS_TURNS,)
-    return told
+    remarks = (SHOWS_TOOLS,) if TOOL_OUTPUT.search(response) else ()
+    if not remarks and opening and re.search(rf"\n[ \t]*{re.escape(opening)}[ \t]*\n", response):
+        remarks = (SHOWS_TURNS,)
+    return remarks

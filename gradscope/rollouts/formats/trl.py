@@ -54,8 +54,8 @@ def _row(record: Record, step: int | None, left_out: str | None, policy: Policy 
     # TRL's reward columns bear any name and their weights are not in the file: the advantage is all that counts.
     columns = {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
     columns |= pick(record, {"advantage": "advantage", "chat_template_kwargs": "chat_template_kwargs"})
-    told = _doubts(columns["prompt"], policy, opening) if isinstance(columns["prompt"], str) else ()
-    return Row(record.place, columns, step, {"response": "completion"}, left_out, told)
+    remarks = _doubts(columns["prompt"], policy, opening) if isinstance(columns["prompt"], str) else ()
+    return Row(record.place, columns, step, {"response": "completion"}, left_out, remarks)
 
 
 def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[str, ...]:

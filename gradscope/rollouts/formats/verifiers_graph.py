@@ -56,7 +56,7 @@ def trace_rows(
         branch = Record(record.path, f"{record.place}, path to node {path[-1]}", _join(record, nodes, path, trained))
         trained.update(path)
         row = split_sequence(branch, **arrays, columns=dict(common), step=step)
-        yield row if stale is None else replace(row, told=(*row.told, stale))
+        yield row if stale is None else replace(row, remarks=(*row.remarks, stale))
 
 
 def _reason_to_leave_out(record: Record, nodes: list[dict[str, Any]]) -> str | None:
@@ -124,7 +124,7 @@ def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained:
         out["mask"] += [False] * len(mask) if place in trained else mask
         out["loss_weights"] += _loss_weights(record, place, node, len(mask))
         for name in set(PER_TOKEN.values()):
-            out[name] += _spread(record, place, name, node.get(name), mask)
+            out[name] += _align(record, place, name, node.get(name), mask)
     # A message without credit beside others with it has none: 0, as verifiers reads it.
     if any(value is not None for value in out["advantages"]):
         pairs = zip(out["advantages"], out["mask"], strict=True)
@@ -132,7 +132,7 @@ def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained:
     return out
 
 
-def _spread(record: Record, place: int, name: str, values: Any, mask: list[Any]) -> list[Any]:
+def _align(record: Record, place: int, name: str, values: Any, mask: list[Any]) -> list[Any]:
     """Place a number per sampled token among all of the node's tokens."""
     sampled = sum(bool(kept) for kept in mask)
     if not values:

@@ -79,12 +79,12 @@ def _row(record: Record, has_penalty: bool) -> Row:
         return Row(record.place, {}, step, left_out=FILLED_UP)
     if step == 0:  # of the validation before training, whose first step is 1
         return Row(record.place, {}, step, left_out=EVALUATED)
-    columns, told = pick(record, NAMES), ()
+    columns, remarks = pick(record, NAMES), ()
     if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
-        told += (VALIDATED,)
+        remarks += (VALIDATED,)
     if has_penalty and (penalty := _number(record, "overlong_reward")):
-        columns["reward"], told = record.columns["score"] + penalty, (*told, PENALISED)
-    return Row(record.place, columns, step, NAMES, told=told)
+        columns["reward"], remarks = record.columns["score"] + penalty, (*remarks, PENALISED)
+    return Row(record.place, columns, step, NAMES, remarks=remarks)
 
 
 def _has_penalty(file: list[Record]) -> bool:

@@ -98,7 +98,7 @@ class BlockActivations:
         self._factors: dict[tuple[str, bool], Tensor] = {}
         self._kept = self._attend(*self.queries.shape[:2]) if keep_probs else None
 
-    def settle(self, *, last: bool, keep_inputs: bool = False) -> None:
+    def prepare(self, *, last: bool, keep_inputs: bool = False) -> None:
         """Compute what the backward pass needs and free the rest. last: the last block, where only keys and values have
         gradients over the whole prefix. keep_inputs: of all matrices, whose gradients will be formed.
         """

@@ -149,7 +149,7 @@ class DecoderBody:
         for block in self.blocks:
             one = BlockActivations(block, seen.pop(0), keep_probs=keep)
             consistent.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
-            one.settle(last=not seen, keep_inputs=self.metric is not None)
+            one.prepare(last=not seen, keep_inputs=self.metric is not None)
             activations.append(one)
         return DecoderStack(self, stack, head, activations) if bool(torch.stack(consistent).all()) else None
 
