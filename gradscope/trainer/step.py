@@ -48,10 +48,10 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
         return resolve_advantages(replace(batch, advantages=None))
     if config.kl_coef > 0 and batch.ref_logprobs is None:
         raise InputError(f"kl_coef is {config.kl_coef} and the batch has no ref_logprobs; give them, or kl_coef 0")
-    reference = batch.old_logprobs if batch.ref_logprobs is None else batch.ref_logprobs  # not used: kl_coef is 0
-    return reinforce_pp_advantages(
-        batch.rewards, batch.old_logprobs, reference, batch.response_mask, kl_coef=config.kl_coef
-    )
+    # Where kl_coef is 0, neither is looked at.
+    old = torch.zeros(batch.response_mask.shape) if batch.old_logprobs is None else batch.old_logprobs
+    reference = old if batch.ref_logprobs is None else batch.ref_logprobs
+    return reinforce_pp_advantages(batch.rewards, old, reference, batch.response_mask, kl_coef=config.kl_coef)
 
 
 def takes_one_step(config: TrainConfig) -> bool:

@@ -156,7 +156,9 @@ def train(
         self_scored = on_step is None and takes_one_step(config)
         advance = stack.enter_context(reporter.stage("training", questions.steps, "steps", done=done))
         for index in range(done, questions.steps):
-            started = _now(learner)
+            number, started = index + 1, _now(learner)
+
+            # group_size responses to each question, sampled with the weights as they are, and their rewards.
             with _rescuing(index, learner, out, config, nonfinite), learner.computing():
                 sampler.sync(learner.weights())
                 rollout = sample_rollout(learner.policy, sampler, questions.of_step(index), config, index, processes)
@@ -166,24 +168,24 @@ def train(
             batch = rollout.batch
             if config.kl_coef > 0:
                 batch = replace(batch, ref_logprobs=learner.reference_logprobs(batch))
-            if not self_scored:
-                statistics = learner.statistics(batch)
-                _check_scores(rollout.batch, statistics, index, config, out, processes)
-            if not self_scored and config.old_logprobs == "trainer":
-                batch = replace(batch, old_logprobs=statistics.logprob, sampler_logprobs=batch.old_logprobs)
-            batch = replace(batch, advantages=compute_advantages(batch, config))
             if self_scored:
                 batch = replace(batch, old_logprobs=None, sampler_logprobs=batch.old_logprobs)
+            else:
+                statistics = learner.statistics(batch)
+                _check_scores(rollout.batch, statistics, index, config, out, processes)
+                if config.old_logprobs == "trainer":
+                    batch = replace(batch, old_logprobs=statistics.logprob, sampler_logprobs=batch.old_logprobs)
+            batch = replace(batch, advantages=compute_advantages(batch, config))
 
             # Alg. 1: optimizer steps on the low- and on the high-probability tokens; without Lopti, on all of them.
             update = plan_update(batch, config, torch.Generator().manual_seed(derive_seed(config.seed, index, 2)))
-            learner.set_learning_rate(config.learning_rate * min(1.0, (index + 1) / max(1, config.warmup_steps)))
+            learner.set_learning_rate(config.learning_rate * min(1.0, number / max(1, config.warmup_steps)))
             results: list[StepResult] = []
             added: dict[str, Any] = {}
             with ExitStack() as watching:
                 if on_step is not None and processes.is_main:
                     step = Step(
-                        index + 1, learner.policy, update.batch, statistics, update.settings, config,
+                        number, learner.policy, update.batch, statistics, update.settings, config,
                         learner.statistics_alone, added,
                     )  # fmt: skip
                     watching.enter_context(on_step(step))
@@ -198,7 +200,7 @@ def train(
                             break
                 trained = _now(learner)
                 if not learner.is_finite():
-                    raise _diverged(out, f"the weights are not finite after step {index + 1}")
+                    raise _diverged(out, f"the weights are not finite after step {number}")
             if self_scored:
                 statistics = results[0].statistics
                 _check_scores(rollout.batch, statistics, index, config, out, processes)
@@ -206,8 +208,8 @@ def train(
 
             # Log, and save.
             if config.save_rollouts:
-                write_step(out, index + 1, rollout.rows, batch, processes)
-            record = {"step": index + 1, **rollout_metrics(rollout)}
+                write_step(out, number, rollout.rows, batch, processes)
+            record = {"step": number, **rollout_metrics(rollout)}
             record |= token_metrics(batch, statistics, rollout.batch.old_logprobs) | added | update_metrics(results)
             total, parts = _now(learner) - started, (sampled - started, trained - scored)
             record |= {"seconds_sampling": parts[0], "seconds_training": parts[1], "seconds_other": total - sum(parts)}
@@ -216,13 +218,13 @@ def train(
                 if processes.is_main:
                     journal.log(record)
                 with writing(out / TRACKERS):
-                    accelerator.log(scalars(record), step=index + 1)
+                    accelerator.log(scalars(record), step=number)
             advance(1, _show(record, questions.steps, printed=reporter is not SILENT and not sys.stderr.isatty()))
             if nonfinite >= MOST_NONFINITE:
-                words = f"{nonfinite} optimizer steps in a row had no finite gradient, up to step {index + 1}"
+                words = f"{nonfinite} optimizer steps in a row had no finite gradient, up to step {number}"
                 raise _diverged(out, words)
-            if (index + 1) % config.save_every == 0 or index + 1 == questions.steps:
-                save_checkpoint(out, index + 1, learner, nonfinite_in_a_row=nonfinite, keep=config.keep_checkpoints)
+            if number % config.save_every == 0 or number == questions.steps:
+                save_checkpoint(out, number, learner, nonfinite_in_a_row=nonfinite, keep=config.keep_checkpoints)
     return list_checkpoints(out)[-1]
 
 
