@@ -19,7 +19,7 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv.pop(1)), resource.RLIM_INFINITY))
 runpy.run_module("gradscope", run_name="__main__", alter_sys=True)
 """
-"""A command on a disk that has room for files of so many bytes."""
+"""A command on a disk that has room for files of so many bytes, which what it says on stderr needs, too."""
 
 
 @pytest.fixture(scope="module")
@@ -50,23 +50,22 @@ FAULTS = st.lists(st.tuples(st.sampled_from(["kill", "full"]), st.floats(0, 1)),
 @pytest.mark.all
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_same_command_goes_on_to_the_same_files(command, inputs, tmp_path):
-    begun = time.monotonic()
-    ended = run(command, inputs, tmp_path / "whole")
+    out, begun = tmp_path / "out", time.monotonic()
+    ended = run(command, inputs, out)
     took = time.monotonic() - begun
     assert ended.status == 0, ended.stderr
-    whole = contents(tmp_path / "whole")
-    largest = max(file.stat().st_size for file in (tmp_path / "whole").rglob("*") if file.is_file())
+    whole = contents(out)
+    largest = max(file.stat().st_size for file in out.rglob("*") if file.is_file())
 
     @settings(max_examples=6, database=None, deadline=None, derandomize=True, suppress_health_check=[*HealthCheck])
     @given(faults=FAULTS)
     def check(faults: list[tuple[str, float]]) -> None:
-        out = tmp_path / "out"
         shutil.rmtree(out, ignore_errors=True)
         for kind, share in faults:
             if kind == "kill":
                 kill_after(share * took, command, inputs, out)
             else:
-                fill(int(share * largest), command, inputs, out)
+                fill(2000 + int(share * largest), command, inputs, out)
         ended = run(command, inputs, out)
         assert ended.status == 0, ended.stderr
         assert contents(out) == whole
