@@ -59,7 +59,8 @@ def measure(
     Args:
         policy, batch: or the paths that `load_policy` and `read_rollouts` take.
         out: a folder for the table (tokens.parquet) and its manifest. A measurement with the same arguments that was
-            interrupted there goes on, and one that is finished is read. None: nothing is kept.
+            interrupted there goes on, and one that is finished is read; the command's, too, if policy and batch are
+            given as paths. None: nothing is kept.
         tokens: indices into the kept tokens in the table's order; only these get a backward pass.
         edges: of the intervals of π.
         optimizer_state: for metric="adamw"; or the file of an AdamW state_dict.
@@ -85,7 +86,7 @@ def measure(
     numbers say against it stands in `batch.notes` (kinds `rollouts.CAVEATS`).
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
-    path = None if isinstance(batch, TokenBatch) else Path(batch)
+    given, path = isinstance(policy, Policy), None if isinstance(batch, TokenBatch) else Path(batch)
     policy, batch = read_inputs(policy, batch)
     state = optimizer_state
     if isinstance(state, str | Path):
@@ -105,6 +106,8 @@ def measure(
         raise InputError("a run is told from others by its policy's files, and this policy has none; leave out `out`")
     known = dict.fromkeys(READING) | {"read": batch.digest()}
     known["rollouts"] = None if path is None else rollouts_hash(path)
+    if given:  # its weights may have changed since it was loaded
+        known["weights"] = _weights_hash(policy)
     if asked.metric is not None:
         known["optimizer_state"] = _state_hash(optimizer_state)
         known["max_grad_norm"] = None if state is None else state.max_grad_norm
@@ -125,6 +128,15 @@ def measure(
 def _warn(measurement: TableMeasurement) -> None:
     for note in measurement.notes:
         warnings.warn(note, ContradictionWarning, stacklevel=4)
+
+
+def _weights_hash(policy: Policy) -> str:
+    """Hash the sum of each parameter's bits, which is exact and quick."""
+    found, kinds = hashlib.sha256(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    for name, parameter in policy.model.named_parameters():
+        bits = parameter.detach().view(kinds[parameter.element_size()]).sum(dtype=torch.int64)
+        found.update(f"{name} {int(bits)}".encode())
+    return found.hexdigest()
 
 
 def _state_hash(state: AdamWState | str | Path | None) -> str | None:
