@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.tiers import every
 
-from gradscope.diagnosis import Products, cosine_matrix, gradient_rows, token_shares
+from gradscope.diagnosis import cosine_matrix, gradient_rows, token_shares
 from gradscope.diagnosis.gradients import signal_and_noise
 from gradscope.diagnosis.result import pick_row
 from gradscope.diagnosis.steps import direction_rows, influence_rows, lag_rows, within_budget
@@ -21,6 +21,7 @@ from gradscope.diagnosis.tokens import (
     shares_by,
     sum_by_prompt,
 )
+from gradscope.gradients import Gram
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import LossSettings
 from gradscope.rollouts import Response, collate
@@ -237,7 +238,7 @@ def make_gram(vectors: np.ndarray) -> np.ndarray:
 def test_gradient_rows_are_those_of_the_vectors_themselves():
     rng = np.random.default_rng(0)
     vectors, tokens = plant_vectors(5, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], rng), rng.integers(1, 9, (5, 4))
-    rows = gradient_rows(Products(make_gram(vectors)), tokens.astype(float), LABELS, metric="raw", seed=rng)
+    rows = gradient_rows(Gram.exact(make_gram(vectors)), tokens.astype(float), LABELS, metric="raw", seed=rng)
     parts, whole = vectors.sum(0), vectors.sum((0, 1))
     norms, length = [np.linalg.norm(part) for part in parts], np.linalg.norm(whole)
     expected = {
@@ -274,7 +275,7 @@ def test_the_bounds_of_gradient_shares_are_redrawn_ones_without_their_bias_or_a_
 
     vectors = plant_vectors(6, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], np.random.default_rng(1))
     rows = gradient_rows(
-        Products(make_gram(vectors)), np.ones((6, 4)), LABELS, metric="raw", seed=np.random.default_rng(2)
+        Gram.exact(make_gram(vectors)), np.ones((6, 4)), LABELS, metric="raw", seed=np.random.default_rng(2)
     )
     shares, cosines = [], []
     leave_out = 1 - np.eye(6)
@@ -339,7 +340,7 @@ def test_intervals_of_gradient_shares_cover_in_a_planted_gaussian_model(scale):
         sizes = rng.exponential(size=(n, 1, 1)) if scale == "heavy" else 1.0
         vectors = sizes * plant_vectors(n, [0.0] * 4, sds, rng) + np.eye(4, 150) * np.array(means)[:, None]
         rows = gradient_rows(
-            Products(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", seed=rng, resamples=200
+            Gram.exact(make_gram(vectors)), np.ones((n, 4)), LABELS, metric="raw", seed=rng, resamples=200
         )
         rows = rows[rows["statistic"] == "gradient_share"]
         inside += (rows["lower"] <= truth) & (truth <= rows["upper"])
@@ -352,11 +353,11 @@ def test_an_interval_without_tokens_or_without_a_gradient_is_nan():
     vectors[:, 0] = 0.0
     tokens = np.ones((5, 4))
     tokens[:, 0] = 0
-    rows = gradient_rows(Products(make_gram(vectors)), tokens, LABELS, metric="raw", seed=np.random.default_rng(0))
+    rows = gradient_rows(Gram.exact(make_gram(vectors)), tokens, LABELS, metric="raw", seed=np.random.default_rng(0))
     assert rows.loc[rows["interval"] == LABELS[0], "value"].isna().all()
     vectors[:] = 0.0
     rows = gradient_rows(
-        Products(make_gram(vectors)), np.ones((5, 4)), LABELS, metric="raw", seed=np.random.default_rng(0)
+        Gram.exact(make_gram(vectors)), np.ones((5, 4)), LABELS, metric="raw", seed=np.random.default_rng(0)
     )
     assert rows.loc[rows["statistic"].isin(["gradient_share", "signal_fraction"]), "value"].isna().all()
 
