@@ -18,9 +18,8 @@ from matplotlib.figure import Figure
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import Options, exit_with
 from analyses.paper.base_policy import read_theory, shown_layers
-from gradscope.diagnosis import measured_cones
 from gradscope.plots import plot_figure_2, save_figure
-from gradscope.theory import TheoryReport
+from gradscope.theory import TheoryReport, measured_cones
 
 
 def table(options: Options) -> tuple[pd.DataFrame, TheoryReport, int]:

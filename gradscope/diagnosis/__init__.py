@@ -13,7 +13,6 @@ from gradscope.diagnosis.summary import (
     PAPER_NORMS,
     Summary,
     interval_summary,
-    measured_cones,
     summarize_measurement,
     write_figures,
 )
@@ -24,7 +23,6 @@ __all__ = [
     "CERTAIN", "PAPER_NORMS", "PARTS", "SUMS", "Diagnosis", "DiagnosisSettings", "Finding", "Minutes", "Pairs",
     "PromptSums", "Summary", "TokenViewer", "Verdict", "cosine_matrix", "decide", "diagnose", "direction_rows",
     "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "make_report",
-    "make_trend_report", "measured_cones", "one_row", "part_costs", "sampling_error", "shares_by", "stage_costs",
-    "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures",
-    "write_report",
+    "make_trend_report", "one_row", "part_costs", "sampling_error", "shares_by", "stage_costs", "sum_by_prompt",
+    "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures", "write_report",
 ]  # fmt: skip

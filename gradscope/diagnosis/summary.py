@@ -26,7 +26,7 @@ from gradscope.policy import Policy
 from gradscope.resampling import Seed
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Progress, track, write_text
-from gradscope.theory import FLOOR, TheoryReport, layer_constants, theory_report, token_contexts
+from gradscope.theory import FLOOR, TheoryReport, layer_constants, measured_cones, theory_report, token_contexts
 
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 """Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
@@ -276,16 +276,3 @@ def write_figures(
     if words := summary.theory_words():
         write_text(folder / "theory.txt", f"{words}\n")
     write_text(folder / "summary.txt", f"{summary}\n")
-
-
-def measured_cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
-    """Return the measured gains of these layers as cones of Fig. 2."""
-    gains = theory.gains[theory.gains["quantity"].isin(layers)]
-    return pd.DataFrame(
-        {
-            "layer": gains["quantity"].str.removeprefix(LAYER),
-            "lower_gain": gains["min"],
-            "upper_gain": gains["max"],
-            "kind": "measured",
-        }
-    )

@@ -22,7 +22,7 @@ from gradscope.policy import is_upcast, moving
 from gradscope.rollouts import TokenBatch
 
 Tangents = dict[str, Tensor]
-"""A tensor of each parameter's shape, by its name in _KeptLogprobs."""
+"""A tensor of each parameter's shape, by its name in _KeptNumbers."""
 Derivative = Literal["forward mode", "central differences"]
 Pieces = Callable[[int, int], Iterator[tuple[Int[Tensor, " k"], TokenBatch]]]
 """(most responses, copies of the logits) → micro-batches, each with the places of its kept tokens among all K."""
@@ -42,14 +42,14 @@ ATTEMPTS = 8
 
 
 def changes_along(
-    model: nn.Module, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
+    kept: KeptNumbers, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
 ) -> tuple[Float[Tensor, "R K"], Derivative]:
-    """⟨∇ log π_t, vector⟩ of every kept token along each vector, on the CPU, and how the derivatives were taken.
+    """Differentiate the kept tokens' numbers along each vector: on the CPU, and how the derivatives were taken.
 
     Raises:
         InputError: the model has no forward mode and its weights are upcast on use.
     """
-    arguments = (model, vectors, num_tokens, micro_batch, pieces)
+    model, arguments = kept.model, (kept, vectors, num_tokens, micro_batch, pieces)
     with torch.inference_mode(False), torch.no_grad(), measuring(model), _still_padding(model):
         try:
             if _fits_together(model, vectors):
@@ -103,28 +103,27 @@ def refuse_narrow_arithmetic(model: nn.Module) -> None:
         refuse_narrow_weights(model)
 
 
-class KeptLogprobs(nn.Module):
-    """log π of a piece's kept tokens [K], as a module whose parameters can be swapped for one call."""
+class KeptNumbers(nn.Module):
+    """A number of each of a piece's kept tokens [K], as a module whose parameters can be swapped for one call."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, compute: Callable[[nn.Module, TokenBatch], Tensor] = kept_logprobs) -> None:
         super().__init__()
-        self.model = model
+        self.model, self._compute = model, compute
 
     def forward(self, piece: TokenBatch) -> Float[Tensor, " K"]:
-        return kept_logprobs(self.model, piece)
+        return self._compute(self.model, piece)
 
 
 def _changes(
     differentiate: Callable[[Callable[[Tangents], Tensor], Tangents, Tangents], Tensor],
-    model: nn.Module,
+    module: KeptNumbers,
     vectors: Vectors,
     num_tokens: int,
     micro_batch: int,
     pieces: Pieces,
 ) -> Float[Tensor, "R K"]:
     """The derivative along each vector, piece by piece."""
-    module = KeptLogprobs(model)
-    parameters = {f"model.{name}": model.get_parameter(name) for name in vectors.slices}
+    parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
     changes = torch.zeros(len(vectors), num_tokens, dtype=vectors.rows.dtype)
     for r, vector in enumerate(vectors.rows):
         if not vector.any():
@@ -144,11 +143,10 @@ def _fits_together(model: nn.Module, vectors: Vectors) -> bool:
 
 
 def _changes_together(
-    model: nn.Module, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
+    module: KeptNumbers, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
 ) -> Float[Tensor, "R K"]:
     """`_changes` in forward mode along several vectors at once."""
-    module = KeptLogprobs(model)
-    parameters = {f"model.{name}": model.get_parameter(name) for name in vectors.slices}
+    parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
     changes = torch.zeros(len(vectors), num_tokens, dtype=vectors.rows.dtype)
     active = vectors.rows.any(1).nonzero()[:, 0].cpu()
     for chosen in active.split(TOGETHER):
@@ -173,7 +171,7 @@ def _alone(part: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
     return torch.from_dlpack(part) if part.device.type in ("cpu", "cuda") else part.clone()
 
 
-def _logprobs_at(module: KeptLogprobs, piece: TokenBatch, parameters: Tangents) -> Float[Tensor, " K"]:
+def _logprobs_at(module: KeptNumbers, piece: TokenBatch, parameters: Tangents) -> Float[Tensor, " K"]:
     return functional_call(module, parameters, (piece,))
 
 

@@ -10,22 +10,28 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from typing import Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.forward_mode import Derivative, changes_along, refuse_narrow_arithmetic
+from gradscope.gradients.engine.meter import TokenGradientMeter
+from gradscope.gradients.engine.metric import Metric
+from gradscope.gradients.engine.results import TokenGradients
+from gradscope.gradients.forward_mode import Derivative, KeptNumbers, changes_along, refuse_narrow_arithmetic
 from gradscope.gradients.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
+from gradscope.gradients.selection import select
 from gradscope.gradients.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.objective import (
     TokenStatistics,
     batch_statistics,
     fitting_size,
+    kept_entropies,
     kept_logprobs,
     micro_batches,
 )
@@ -119,6 +125,35 @@ class TokenJacobian:
         out[..., self.batch.response_mask] = values
         return out
 
+    def row_norms(
+        self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Vectors | None = None
+    ) -> Iterator[tuple[int, TokenGradients]]:
+        """Measure the exact norm of each row, over all parameters, by module and at every layer's activations.
+
+        Args:
+            tokens: which are measured; None: all. The others are NaN.
+            scale: of one row: what each entry is multiplied by for `scaled_grad_norm`, such as AdamW's metric.
+
+        Yields:
+            (row of the batch, norms of its kept tokens), group by group of responses that share their passes; of
+            several processes each has its share.
+
+        Raises:
+            InputError: this is of a bare module, whose blocks are not known.
+        """
+        if self.policy is None:
+            raise InputError("row norms need a Policy, which knows its blocks; load it with load_policy")
+        measured = torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens
+        with torch.inference_mode(False), measuring(self.model):
+            longest = int(self.batch.attention_mask.sum(1).argmax())
+            probe = self.batch.sequence(longest)[0].to(self.device)
+            meter = TokenGradientMeter(self.policy, probe, memory=self.resources.activations)
+            if scale is not None:
+                meter.use_metric(Metric(self.model, scale.rows[0]))
+            chosen = select(meter, self.batch, measured.numpy())
+            for group in chosen.share(range(len(self.batch)), self.resources.processes):
+                yield from zip(group, meter.measure_together([chosen.sequences[row] for row in group]), strict=True)
+
     def vjp(self, weights: Float[Tensor, "R K"]) -> Vectors:
         """Sum weighted token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
 
@@ -146,10 +181,12 @@ class TokenJacobian:
         self.resources.processes.sum(sums.rows)
         return sums
 
-    def jvp(self, vectors: Vectors) -> tuple[Float[Tensor, "R K"], Derivative]:
-        """Differentiate every log π along vectors: ⟨∇ log π_t, vector⟩ in nats, on the CPU, and how.
+    def jvp(
+        self, vectors: Vectors, of: Literal["logprob", "entropy"] = "logprob"
+    ) -> tuple[Float[Tensor, "R K"], Derivative]:
+        """Differentiate every log π, or entropy, along vectors: ⟨∇ log π_t, vector⟩ in nats, on the CPU, and how.
 
-        If the parameters move by a vector, each log π changes by that much to first order. A vector that is not zero
+        If the parameters move by a vector, each changes by that much to first order. A vector that is not zero
         costs about three forward passes in forward mode. Where an operation of the model has none, a UserWarning says
         so and all changes are central differences, which cost 2 to 16 forward passes and agree to about 2e-4 of the
         root mean square change, in float32, unless they send a token to other experts.
@@ -164,7 +201,8 @@ class TokenJacobian:
                 f"vectors have {vectors.rows.shape[1]} entries, the model {size} parameters; give one each"
             )
         micro_batch = self.resources.micro_batch
-        changes, how = changes_along(self.model, vectors, self.num_tokens, micro_batch, self._pieces)
+        kept = KeptNumbers(self.model, {"logprob": kept_logprobs, "entropy": kept_entropies}[of])
+        changes, how = changes_along(kept, vectors, self.num_tokens, micro_batch, self._pieces)
         everyone = self.resources.processes.gather([how])
         how = "central differences" if "central differences" in everyone else "forward mode"
         return self.resources.processes.sum(changes), how

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradscope.gradients.forward_mode import KeptLogprobs
+from gradscope.gradients.forward_mode import KeptNumbers
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.vectors import Take
 from gradscope.policy import flat_slices, float_parameters, is_upcast
@@ -55,7 +55,7 @@ def stream_gradients(model: nn.Module, piece: TokenBatch, weights: Float[Tensor,
         if is_upcast(model):
             leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
         leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
-    logprobs = functional_call(KeptLogprobs(model), leaves, (piece,))
+    logprobs = functional_call(KeptNumbers(model), leaves, (piece,))
     weights = weights.to(logprobs)
     active = weights.any(1).nonzero()[:, 0].tolist()
     for row in active:  # which `pass_on` reads

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from jaxtyping import Bool
 
-from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.stack import SequenceTokens
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, deal_by_cost
+
+if TYPE_CHECKING:
+    from gradscope.gradients.engine.meter import TokenGradientMeter
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from gradscope.objective.logprobs import (
     rows_at_once,
     token_statistics,
     trained_logprobs,
+    widen,
 )
 from gradscope.objective.shared_prompts import attending, can_pack, packed_inputs, packing_for
 from gradscope.policy import without_cudnn_attention
@@ -77,6 +78,14 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
     """
     logits, ids, temperatures = _kept_logits(model, piece)
     return gather_logprobs(logits, ids, temperature=temperatures)
+
+
+def kept_entropies(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
+    """Compute the differentiable entropy at the kept tokens, in nats at their temperature; else as `kept_logprobs`."""
+    logits, _, temperatures = _kept_logits(model, piece)
+    logprobs = (widen(logits) / temperatures[:, None]).log_softmax(-1)
+    # A finite floor makes the term of an impossible token 0 · finite = 0.
+    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:

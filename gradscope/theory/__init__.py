@@ -1,6 +1,6 @@
 """Prop. 4.2 in closed form, its bounds, and what norms of real tokens follow."""
 
-from gradscope.theory.bounds import TheoryReport, theory_report
+from gradscope.theory.bounds import TheoryReport, measured_cones, theory_report
 from gradscope.theory.closed_form import logit_grad_bounds, logit_grad_norm, rounding_tolerance
 from gradscope.theory.constants import layer_constants, token_contexts
 from gradscope.theory.drivers import add_drivers, regress_norms
@@ -8,6 +8,6 @@ from gradscope.theory.gains import FLOOR
 from gradscope.theory.proxies import judge_proxies
 
 __all__ = [
-    "FLOOR", "TheoryReport", "add_drivers", "judge_proxies", "layer_constants", "logit_grad_bounds", "logit_grad_norm",
-    "regress_norms", "rounding_tolerance", "theory_report", "token_contexts",
+    "FLOOR", "TheoryReport", "add_drivers", "judge_proxies", "layer_constants", "logit_grad_bounds",
+    "logit_grad_norm", "measured_cones", "regress_norms", "rounding_tolerance", "theory_report", "token_contexts",
 ]  # fmt: skip

@@ -258,3 +258,16 @@ def _range(values: pd.Series) -> str:
 
 def _lines(table: pd.DataFrame) -> list[str]:
     return [f"   {line}" for line in table.to_string(index=False, float_format=_digits).splitlines()]
+
+
+def measured_cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
+    """Return the measured gains of these layers as cones of Fig. 2."""
+    gains = theory.gains[theory.gains["quantity"].isin(layers)]
+    return pd.DataFrame(
+        {
+            "layer": gains["quantity"].str.removeprefix(LAYER),
+            "lower_gain": gains["min"],
+            "upper_gain": gains["max"],
+            "kind": "measured",
+        }
+    )

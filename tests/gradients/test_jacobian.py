@@ -13,6 +13,7 @@ from gradscope.policy import AdamWState, Policy, float_parameters
 from gradscope.rollouts import TokenBatch
 
 ROWS = 3
+NORMS = ("param_grad_norm", "scaled_grad_norm")
 TOLERANCE = 2e-6
 """transformers' rotary embeddings and norms pass through float32, whatever the weights are."""
 
@@ -88,6 +89,38 @@ def test_vjp_jvp_and_gram_are_products_with_the_dense_jacobian(name, dtype, tole
         assert distance(found.total, vectors.sum(0) @ vectors.sum(0).T) < tolerance
         assert distance(found.totals.rows, vectors.sum(0)) < tolerance
         assert (found.error(lambda products, total: total) == 0).all()
+
+
+def test_row_norms_are_those_of_the_dense_jacobians_rows_plain_and_scaled():
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy, temperature=0.7)
+    J, rows = TokenJacobian(policy, batch), dense(policy, batch)
+    scale = Vectors.zeros(policy.model, 1)
+    scale.rows.copy_(torch.linspace(0.5, 2.0, rows.shape[1], dtype=torch.float64)[None])
+    tokens = torch.arange(len(rows)) % 3 > 0
+    found = dict(J.row_norms(tokens, scale=scale))
+    plain, scaled = (torch.cat([getattr(found[row], name) for row in range(len(batch))]) for name in NORMS)
+    assert plain[~tokens].isnan().all() and scaled[~tokens].isnan().all()
+    assert distance(plain[tokens], rows.norm(dim=1)[tokens]) < TOLERANCE
+    assert distance(scaled[tokens], (rows * scale.rows).norm(dim=1)[tokens]) < TOLERANCE
+
+
+def test_entropies_change_along_a_vector_as_a_small_step_changes_them():
+    policy = make_policy("gpt2", torch.float64)
+    batch = make_batch(policy, temperature=0.7)
+    J = TokenJacobian(policy, batch)
+    vector = J.vjp(make_weights(batch, 1))
+    changes, how = J.jvp(vector, of="entropy")
+    assert how == "forward mode"
+    found = []
+    for size in (1e-6, -2e-6):
+        with torch.no_grad():
+            for name, part in vector.slices.items():
+                parameter = policy.model.get_parameter(name)
+                parameter += size * vector.rows[0, part].view_as(parameter)
+        found.append(J.kept(J.moved().statistics.entropy))
+    # A central difference errs by size² and by rounding, 1e-16 of entropies of about 3 over 2e-6.
+    assert distance(changes[0], (found[0] - found[1]) / 2e-6) < 1e-6
 
 
 @pytest.mark.parametrize("pairs", ["all", "within"])

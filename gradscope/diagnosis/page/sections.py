@@ -16,12 +16,11 @@ from gradscope.diagnosis.format import bits_words, name_bin, number_words, share
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
-from gradscope.diagnosis.summary import measured_cones
 from gradscope.errors import InputError
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
-from gradscope.theory import theory_report
+from gradscope.theory import measured_cones, theory_report
 from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, gain_sentence, signal_sentence
 
 DATA = "data"
