@@ -121,7 +121,7 @@ class _Work:
         place = np.searchsorted(self.prompts.numpy(), found.groups)
         self.own[np.ix_(chosen, place)] = np.einsum("prr->rp", found.products)[:count]
         self.own_plain[np.ix_(chosen, place)] = found.products[:, :count, plain].T
-        sketches = found.sketches.double().transpose(0, 1)
+        sketches = found.sketches.cpu().double().transpose(0, 1)
         self.kernel[np.ix_(chosen, place, place)] = (sketches @ sketches.transpose(1, 2))[:count].numpy()
         for number, row in enumerate(chosen):
             self.crossed[row] = np.zeros((len(self.prompts),) * 2)
