@@ -18,12 +18,30 @@ OPEN = {
     "integrations": {"trl", "verl", "verl_engine"},
 }
 """Files that a room shows as they are: other programs import them by name, or the door must stay light."""
+DRIVING = {
+    *("backward", "vmap", "functional_call", "micro_batches", "kept_logprobs", "loss_logprobs", "stream_gradients"),
+    *("add_gradients", "changes_along", "differentiable", "vector_bytes", "zero_vectors", "free_memory"),
+    *("gradient_budget", "autograd"),
+}
+NAMES = ast.Attribute | ast.Name
+DIFFERENTIATES = {"theory/constants.py", "rollouts/batch.py", "sampling/hf.py", "integrations/trl_batch.py"}
+"""Block Jacobians of their own; what a batch's micro-batches are, and TRL's own; responses sampled together."""
 LONGEST = 15
 """Files in a chain of imports; a name that a door hands on counts as the file that defines it."""
 
 
 def test_the_package_keeps_its_house(repository):
     assert complaints(repository / "gradscope") == []
+
+
+def test_products_with_the_jacobian_are_driven_by_gradients_alone(repository):
+    """Elsewhere nobody differentiates, cuts a batch into pieces or asks about memory."""
+    for path in sorted((repository / "gradscope").rglob("*.py")):
+        name = path.relative_to(repository / "gradscope").as_posix()
+        if name.split("/")[0] not in ("gradients", "objective", "trainer", "policy") and name not in DIFFERENTIATES:
+            tree = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+            used = {getattr(node, "attr", getattr(node, "id", None)) for node in tree if isinstance(node, NAMES)}
+            assert used & DRIVING == set(), name
 
 
 def test_scripts_enter_by_doors(repository):

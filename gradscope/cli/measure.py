@@ -59,7 +59,6 @@ from gradscope.policy import (
     checkpoint_step,
     find_device,
     find_policy_state,
-    gradient_budget,
     hash_ahead,
     join_launch,
     optimizer_hash,
@@ -256,7 +255,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             device = torch.device(find_device(self.device))
         batch = self.read(policy).batch
         settings = self.settle(policy, device.type if self.flops is None else "cuda")
-        memory = gradient_budget(device) if self.gradient_memory is None else self.gradient_memory
+        memory = Resources(self.gradient_memory).settle(device).vectors
         sums = self.plan_sums(policy, batch, memory)
         known = {"sums": sums, "keeps_prompts": self.keeps_prompts, "chunk_memory": self.chunk_memory}
         with command_progress().stage("trying how fast this machine is"):

@@ -45,6 +45,10 @@ nothing else decides which they are."""
 SKETCH = 1 << 16
 """Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
 LEAST_SKETCH = 1 << 10
+BETWEEN_WIDTH = 1 << 12, 1 << 16
+"""Numbers of the sketches that stand beside whole vectors, least and most."""
+SKETCHED_AT_ONCE = 1 << 10
+"""Times the sketch's length that a whole vector may have before the sketch is longer."""
 SLICE = 1 << 21
 """Numbers that are widened to float64 at a time."""
 
@@ -203,7 +207,7 @@ class GroupSums:
         pairs: Pairs,
         *,
         metric: AdamWState | None = None,
-        sketch: int | None = None,
+        sketch: bool = False,
         totals: bool = False,
     ) -> Gram:
         """Multiply the vectors; see `TokenJacobian.gram`."""
@@ -237,15 +241,15 @@ class GroupSums:
         totals: Vectors | None = None,
         total: Vectors | None = None,
         scale: Float[Tensor, " P"] | None = None,
-        sketch: int | None = None,
+        sketch: bool = False,
     ) -> tuple[Gram, Float[Tensor, "n R size"] | None]:
         """Make all vectors once; totals get their sums by row, total the sum of all, before they are scaled."""
         n, rows, together = len(self.groups), len(self.weights), self.resources.processes
         size = plan.sketch_size or zero_vectors(self.model, 0).shape[1]
         keeps = pairs == "all" or plan.sketch_size is not None
         kept = zero_vectors(self.model, 0).new_zeros(n, rows, size) if keeps else None
-        sketches = torch.zeros(n, rows, sketch, dtype=torch.float64) if sketch and not plan.sketch_size else None
-        sketcher = Sketcher(sketch or 1, seed=BETWEEN)
+        sketcher = Sketcher(sketch_width(size), seed=BETWEEN)
+        sketches = torch.zeros(n, rows, sketcher.size, dtype=torch.float64) if sketch and not plan.sketch_size else None
         within = np.zeros((plan.blocks, n, rows, rows))
         for group, vectors in self._vectors(plan, scale, total, totals):
             if kept is not None:
@@ -326,6 +330,14 @@ class GroupSums:
             for places, piece in pieces:
                 pass_back(piece, self.weights[:, places], take)
             yield group, found
+
+
+def sketch_width(length: int) -> int:
+    """Return the numbers of a sketch of whole vectors of this length, a power of two."""
+    width = BETWEEN_WIDTH[0]
+    while width < BETWEEN_WIDTH[1] and length > SKETCHED_AT_ONCE * width:
+        width *= 2
+    return width
 
 
 def largest_share(groups: int, processes: int) -> float:

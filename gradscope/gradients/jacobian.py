@@ -37,7 +37,7 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, Policy, find_blocks
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, track
+from gradscope.runs import ALONE, check_room, track
 
 
 class TokenJacobian:
@@ -214,7 +214,7 @@ class TokenJacobian:
         groups: Int[Tensor, " B"] | None = None,
         pairs: Pairs = "all",
         metric: AdamWState | None = None,
-        sketch: int | None = None,
+        sketch: bool = False,
         totals: bool = False,
         way: Way | None = None,
     ) -> Gram:
@@ -227,7 +227,7 @@ class TokenJacobian:
             groups: id of each response's group; None: its prompt's. One without a kept token is none.
             pairs: of every two groups, for which n·R vectors are kept, or within each group alone.
             metric: also in AdamW's metric, whose v̂ takes in the square of Σ_{p,r} u_{p,r}: the loss's gradient.
-            sketch: keep sketches of so many numbers of each vector, for inner products between groups.
+            sketch: keep a sketch of each vector, for inner products between groups.
             totals: keep the sums over groups as vectors, in a scratch file where the groups' are sketches.
             way: this one, whatever it costs.
 
@@ -241,6 +241,19 @@ class TokenJacobian:
     def plan_gram(self, rows: int, *, pairs: Pairs = "all", metric: bool = False, way: Way | None = None) -> SumsPlan:
         """Tell how `gram` makes so many rows of weights by prompt. Raises InputError where memory is too little."""
         return self._group_sums(torch.zeros(rows, self.num_tokens), None).plan(pairs, metric=metric, way=way)
+
+    def rows_at_once(self, most: int, *, metric: bool = False) -> int:
+        """Tell how many rows of weights `gram` makes within groups at a time, beside one more row that is always there.
+
+        Each takes its sum and a group's vector; autograd takes another, and so does a metric.
+        """
+        beside = 3 + metric  # the row's that is always there, and autograd's
+        return int(min(most, max(1, (self.resources.vectors // vector_bytes(self.model) - beside) // 2)))
+
+    def check_room(self, count: int) -> None:
+        """Raise InputError where so many vectors fit neither into `resources.vectors` nor on the disk."""
+        if (size := count * vector_bytes(self.model)) > self.resources.vectors:
+            check_room(size)
 
     def _group_sums(self, weights: Float[Tensor, "R K"], groups: Int[Tensor, " B"] | None) -> GroupSums:
         return GroupSums(self.model, self._blocks, weights, self._group_pieces(groups), self.resources)

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.gradients import Resources, TokenJacobian, inner_products, zero_vectors
+from gradscope.gradients import Resources, TokenJacobian, Vectors, inner_products
 from gradscope.objective import TokenStatistics, fill_unknown
 from gradscope.policy import flat_slices, float_parameters
 from gradscope.rollouts import TokenBatch
@@ -95,7 +95,7 @@ def measure_step(
     if not counts.sum():
         return None
     if J is None:
-        sums = zero_vectors(model, len(counts))
+        sums = Vectors.zeros(model, len(counts)).rows
     else:
         cotangents = -weigh(batch, before) / denominators[:, None] * masks
         amounts, ones = cotangents.abs().double(), masks / denominators[:, None]

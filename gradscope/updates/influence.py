@@ -31,14 +31,12 @@ from gradscope.gradients import (
     TokenJacobian,
     Vectors,
     refuse_narrow_arithmetic,
-    vector_bytes,
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
 from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.runs import check_room
 from gradscope.updates.make_update import old_intervals
 from gradscope.updates.movement import Movement, movement_table, resolve
 from gradscope.updates.step_settings import ANY, SGD, Moments, StepSettings, read_moments
@@ -128,9 +126,7 @@ def predict_step(
     loss.check()
     moments = read_moments(J.model, step, optimizer_state)
     names = [*map(str, range(len(interval_labels(edges)))), "kl", *_of_the_step(step)]
-    size = (len(names) + 1) * vector_bytes(J.model)
-    if size > J.resources.vectors:
-        check_room(size)  # before anything is measured
+    J.check_room(len(names) + 1)  # before anything is measured
     refuse_narrow_arithmetic(J.model)
     before = J.statistics
     batch = resolve(J.batch, before)

@@ -17,14 +17,10 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.gradients import Derivative, SumsPlan, TokenJacobian, Vectors, vector_bytes, zero_vectors
+from gradscope.gradients import Derivative, SumsPlan, TokenJacobian, Vectors
 from gradscope.policy import AdamWState
 from gradscope.updates.comparison.noise import Products
 
-SKETCH = 1 << 12, 1 << 16
-"""Numbers of the sketches whose inner products tell how far prompts' gradients spread, least and most."""
-SKETCHED_AT_ONCE = 1 << 10
-"""Times the sketch's length that a vector may have before the sketch is longer."""
 TRIED = 512
 """Tokens from which a combination of rows is guessed, before it is tried on all."""
 CANCELLED = 1e-2
@@ -71,14 +67,13 @@ class _Work:
         self, J: TokenJacobian, weights: Float[Tensor, "R k"], prompts: Int[Tensor, " n"], metric: AdamWState | None
     ) -> None:
         self.J, self.weights, self.metric, self.prompts = J, weights, metric, prompts
-        size, n, length = len(weights), len(prompts), vector_bytes(J.model)
+        size, n = len(weights), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
         self.crossed: dict[int, Float[np.ndarray, "n n"]] = {}
         """⟨u_p of plain, u_q⟩, of the sketches."""
         self.changes = torch.zeros(1 + (metric is not None), *weights.shape, dtype=torch.float64)
         self.scale: Tensor | None = None
-        held = 3 + (metric is not None)  # plain's sum and its prompt's, autograd's and the metric
-        self.at_once = int(min(size, max(1, (J.resources.vectors // length - held) // 2)))
+        self.at_once = J.rows_at_once(size, metric=metric is not None)  # beside plain
         self.way = J.plan_gram(min(size, self.at_once + 1), pairs="within").way
 
     def run(self) -> tuple[SumsPlan, Derivative]:
@@ -116,8 +111,7 @@ class _Work:
         """U of these rows; their prompts' products are noted on the way."""
         rows = [*chosen] if 0 in chosen else [*chosen, 0]
         count, plain = len(chosen), rows.index(0)
-        width = _sketch_width(zero_vectors(self.J.model, 0).shape[1])
-        found = self.J.gram(self.weights[rows], pairs="within", sketch=width, totals=True, way=self.way)
+        found = self.J.gram(self.weights[rows], pairs="within", sketch=True, totals=True, way=self.way)
         place = np.searchsorted(self.prompts.numpy(), found.groups)
         self.own[np.ix_(chosen, place)] = np.einsum("prr->rp", found.products)[:count]
         self.own_plain[np.ix_(chosen, place)] = found.products[:, :count, plain].T
@@ -167,11 +161,3 @@ def find_combinations(weights: Float[np.ndarray, "R K"]) -> dict[int, tuple[floa
                 found[row] = (*np.round(factors, 12).tolist(), other)
                 break
     return found
-
-
-def _sketch_width(length: int) -> int:
-    """Numbers of a sketch of vectors of this length."""
-    width = SKETCH[0]
-    while width < SKETCH[1] and length > SKETCHED_AT_ONCE * width:
-        width *= 2
-    return width
