@@ -122,7 +122,8 @@ def train(
     Raises:
         InputError: Whatever the user can mend.
         DivergedError: Three optimizer steps in a row had no finite gradient, or weights or logits are not finite.
-        SyncError: The sampler's weights are not the trainer's. Checkpoints stay in all cases.
+        SyncError: The sampler's weights are not the trainer's, or its log-probabilities are not finite. Checkpoints
+            stay in all cases.
     """
     config, out = get_preset(config) if isinstance(config, str) else config, Path(out)
     questions = Questions(get_task(config.task), config)
@@ -314,22 +315,26 @@ def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfi
 def _check_scores(
     sampled: TokenBatch, statistics: TokenStatistics, done: int, config: TrainConfig, out: Path, processes: Processes
 ) -> None:
-    """Raise DivergedError for scores that steps have made NaN or infinite, SyncError for a sampler with other weights.
+    """Raise unless all log π are finite and the sampler's are those of the trained weights.
 
-    Four responses of each process's sampler have their log π compared.
+    The trainer's NaN or infinite: DivergedError once `done` steps have made them so, before the first NanLogitsError.
+    The sampler's so, or too far from the trainer's on four responses of each process: SyncError.
     """
-    if done and not statistics.logprob[sampled.response_mask].isfinite().all():
-        raise _diverged_logits(out, done)
-    drift = 0.0
+    keep = sampled.response_mask
+    if not statistics.logprob[keep].isfinite().all():
+        if done:
+            raise _diverged_logits(out, done)
+        raise NanLogitsError("the policy's logits are NaN or infinite before any step; give another model or precision")
+    if not sampled.old_logprobs[keep].isfinite().all():
+        raise SyncError("the sampler's log-probabilities are NaN or infinite, the trainer's of the same tokens are not")
     for rank in range(processes.count):
         rows = (sampled.group_ids % processes.count == rank).nonzero()[:4, 0]
-        mismatch = (sampled.old_logprobs[rows] - statistics.logprob[rows])[sampled.response_mask[rows]].abs()
-        drift = max(drift, float(mismatch.mean())) if len(rows) else drift
-    if not drift <= SYNC_TOLERANCE[config.precision]:
-        raise SyncError(
-            f"the sampler's log-probabilities are {drift:.3g} nats off the trainer's (mean of four responses); it "
-            "does not sample with the trained weights, or not at this temperature"
-        )
+        drift = float((sampled.old_logprobs[rows] - statistics.logprob[rows])[keep[rows]].abs().mean())
+        if keep[rows].any() and not drift <= SYNC_TOLERANCE[config.precision]:
+            raise SyncError(
+                f"the sampler's log-probabilities are {drift:.3g} nats off the trainer's (mean of four responses); it "
+                "does not sample with the trained weights, or not at this temperature"
+            )
 
 
 def _diverged_logits(out: Path, done: int) -> DivergedError:

@@ -18,7 +18,7 @@ from support.processes import Command
 
 from gradscope import load_policy, read_rollouts
 from gradscope.cli import main
-from gradscope.errors import DivergedError, InputError, SyncError
+from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError
 from gradscope.gradients import interval_gradients
 from gradscope.objective import Updater, batch_statistics
 from gradscope.objective.equations import grpo_advantages
@@ -361,17 +361,21 @@ def test_logits_that_steps_have_made_nan_are_divergence_and_the_checkpoint_befor
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
 
 
-def test_logits_that_are_nan_for_the_trainer_alone_are_divergence_once_steps_are_taken(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("step", "error"), [(1, NanLogitsError), (3, DivergedError)])
+def test_logits_that_are_nan_for_the_trainer_alone_are_divergence_once_steps_are_taken(
+    step, error, tmp_path, monkeypatch
+):
     whole, calls = Learner.statistics, []
 
     def poisoned(self, batch):
         calls.append(1)
         found = whole(self, batch)
-        return replace(found, logprob=found.logprob * float("nan")) if len(calls) == 3 else found
+        return replace(found, logprob=found.logprob * float("nan")) if len(calls) == step else found
 
     monkeypatch.setattr(Learner, "statistics", poisoned)
-    with pytest.raises(DivergedError):
+    with pytest.raises(error):
         train(SMALL, tmp_path / "run", progress=False)
+    assert (tmp_path / "run").exists() == (step > 1)  # refused before its first checkpoint, a run leaves nothing
 
 
 @pytest.mark.parametrize("what", ["__init__", "close"])
@@ -441,6 +445,28 @@ def test_a_sampler_with_other_weights_is_found_out_before_the_first_update(tmp_p
     monkeypatch.setattr(Updater, "step", None)
     with pytest.raises(SyncError):
         train(SMALL, tmp_path / "run", progress=False)
+
+
+@pytest.mark.parametrize("mini_batch_size", [6, 12])  # with a scoring pass, and scored by the only optimizer step
+@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("response", [0, -1])
+def test_a_sampler_without_finite_log_probabilities_is_found_out(
+    response, step, mini_batch_size, tmp_path, monkeypatch
+):
+    whole, calls = HFSampler.sample, []
+
+    def broken(self, prompts, **settings):
+        calls.append(1)
+        groups = whole(self, prompts, **settings)
+        if len(calls) == step:
+            one = groups[response][response]
+            groups[response][response] = replace(one, logprobs=[*one.logprobs[:-1], float("nan")])
+        return groups
+
+    monkeypatch.setattr(HFSampler, "sample", broken)
+    with pytest.raises(SyncError):
+        train(replace(SMALL, steps=2, mini_batch_size=mini_batch_size), tmp_path / "run", progress=False)
+    assert len(calls) == step
 
 
 def test_data_are_seen_once_an_epoch_each_epoch_in_another_order(data_folder):
