@@ -180,13 +180,14 @@ def train(
 
             # Alg. 1: optimizer steps on the low- and on the high-probability tokens; without Lopti, on all of them.
             update = plan_update(batch, config, torch.Generator().manual_seed(derive_seed(config.seed, index, 2)))
+            batch = update.batch  # with the advantages that are trained on
             learner.set_learning_rate(config.learning_rate * min(1.0, number / max(1, config.warmup_steps)))
             results: list[StepResult] = []
             added: dict[str, Any] = {}
             with ExitStack() as watching:
                 if on_step is not None and processes.is_main:
                     step = Step(
-                        number, learner.policy, update.batch, statistics, update.settings, config,
+                        number, learner.policy, batch, statistics, update.settings, config,
                         learner.statistics_alone, added,
                     )  # fmt: skip
                     watching.enter_context(on_step(step))

@@ -120,6 +120,26 @@ def test_the_first_steps_rollouts_are_read_natively_and_give_the_logged_gradient
         assert (norm != norm and logged is None) or logged == pytest.approx(norm, rel=1e-4)
 
 
+def test_the_kept_advantages_are_those_that_are_trained_on(tmp_path):
+    trained, control = [], {"reweight_alpha": 0.3, "control": "permuted-weights"}
+
+    @contextmanager
+    def watch(step):
+        trained.append(step.batch)
+        yield
+
+    for name, changed in (("grpo", {}), ("permuted", control)):
+        train(replace(SMALL, steps=1, save_rollouts=True, **changed), tmp_path / name, on_step=watch, progress=False)
+    plain, permuted = (
+        torch.tensor([a for row in pd.read_parquet(path)["advantage"] for a in row])
+        for path in (tmp_path / name / "rollouts/step-000001.parquet" for name in ("grpo", "permuted"))
+    )
+    for kept, batch in zip((plain, permuted), trained, strict=True):
+        assert torch.equal(kept.float(), batch.advantages[batch.response_mask].float())
+    factors = (permuted / plain)[plain != 0]
+    assert (factors >= 0.7 - 1e-6).all() and (factors <= 1 + 1e-6).all() and factors.std() > 0.01
+
+
 def test_a_callback_sees_the_policy_before_and_after_the_update(tmp_path):
     seen = []
 
