@@ -25,9 +25,9 @@ STAGES = {
     "gradscope.gradients.table:TableMeasurement.measure_responses": "tokens",
     "gradscope.diagnosis.summary:summarize_measurement": "summary",
     "gradscope.diagnosis.summary:write_figures": "figures",
-    "gradscope.diagnosis.checkpoint:describe_tokens": "diagnosis of tokens",
-    "gradscope.diagnosis.checkpoint:sum_gradients": "summed gradients",
-    "gradscope.diagnosis.checkpoint:take_steps": "steps",
+    "gradscope.diagnosis.diagnose:describe_tokens": "diagnosis of tokens",
+    "gradscope.diagnosis.diagnose:sum_gradients": "summed gradients",
+    "gradscope.diagnosis.diagnose:take_steps": "steps",
     "gradscope.diagnosis.page.contents:make_report": "report",
     "gradscope.diagnosis.page.contents:write_report": "report",
 }

@@ -1,6 +1,6 @@
 """A checkpoint's diagnosis: results, findings in words, figures, and the HTML page in `page`."""
 
-from gradscope.diagnosis.checkpoint import diagnose
+from gradscope.diagnosis.diagnose import diagnose
 from gradscope.diagnosis.gradients import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.minutes import SUMS, Minutes, fit_parts, part_costs, stage_costs
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report

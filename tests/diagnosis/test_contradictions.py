@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -305,7 +306,7 @@ def test_a_plan_leaves_out_what_the_run_leaves_out(limit, monkeypatch):
     table = measure(policy(), batch, metric="adamw", optimizer_state=AdamWState.from_state_dict(policy().model, state))
     sums = TokenJacobian(policy(), batch, Resources(memory)).plan_gram(4, metric=True)
     parts = part_costs(policy(), settings, step, sums=sums.forward_passes, metric=True)
-    monkeypatch.setattr("gradscope.diagnosis.checkpoint._time_pass", lambda *_: 60.0)
+    monkeypatch.setattr(sys.modules["gradscope.diagnosis.diagnose"], "_time_pass", lambda *_: 60.0)
     minutes = Minutes(limit * sums.forward_passes, 60.0, spent=1.0)
     known = {"tokens": batch.num_tokens, "least": batch.num_tokens / 3, "wanted": settings.influence_tokens}
     made = fit_parts(parts, minutes, **known)

@@ -18,7 +18,7 @@ from support.processes import Command
 from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_step, warm_state
 from support.tiers import every
 
-from gradscope.diagnosis import DiagnosisSettings, checkpoint as diagnosis, diagnose
+from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.diagnosis.minutes import influence_cost, update_cost
 from gradscope.errors import InputError
 from gradscope.gradients import Resources, TokenJacobian, forward_mode, jacobian, vector_bytes
@@ -173,7 +173,8 @@ def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_want
 def test_weightings_of_large_policies_are_compared_on_demand_alone(diagnosed, monkeypatch):
     policy, batch, settings = diagnosed
     settings = replace(settings, influence_tokens=None, actual_step=False, compare=None)
-    monkeypatch.setattr(diagnosis, "LARGE", sum(p.numel() for p in policy.model.parameters()))
+    size = sum(p.numel() for p in policy.model.parameters())
+    monkeypatch.setattr(sys.modules["gradscope.diagnosis.diagnose"], "LARGE", size)
     found = diagnose(policy, batch, settings=settings)
     assert found.comparison is None and found.left_out == ("comparison",)
     assert "large" in {note.kind for note in found.notes}
