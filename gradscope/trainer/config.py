@@ -10,7 +10,7 @@ from beartype import BeartypeConf
 from beartype.door import is_bearable
 
 from gradscope.errors import InputError
-from gradscope.objective import LossSettings, StepRule, Weighting, make_weighting
+from gradscope.objective import LossSettings, StepRule, Weighting, check_weighting, make_weighting
 from gradscope.sampling import check_count
 
 Number = int | float
@@ -52,7 +52,7 @@ class TrainConfig:
     steps: Annotated[int | None, COUNT] = None
     """Batches of responses to train on."""
     epochs: Annotated[int | None, COUNT] = None
-    """Passes over the questions of `data`; with steps too, the run ends at whichever comes first."""
+    """How often the questions of `data` are gone through; with steps too, the run ends at whichever comes first."""
     questions_per_step: Annotated[int, COUNT] = 64
     """Questions in a batch."""
     group_size: Annotated[int, COUNT] = 8
@@ -88,8 +88,9 @@ class TrainConfig:
     mask_probs: tuple[float, float] | None = None
     """Ablation: tokens with π_old in [low, high) are left out of the loss; a high of 1 is in."""
     control: Literal["random-split", "permuted-weights", "matched-norm"] | None = None
-    """A matched control: Lopti's passes over a random split of the same sizes (needs lopti_eta), Reweight's weights
-    permuted across tokens, or plain advantages with the gradient rescaled to Reweight's norm (need reweight_alpha)."""
+    """A matched control: Lopti's optimizer steps on a random split of the same sizes (needs lopti_eta), Reweight's
+    weights permuted across tokens, or plain advantages with the gradient rescaled to Reweight's norm (both need
+    reweight_alpha)."""
 
     mini_batch_size: Annotated[int, COUNT] = 256
     """Responses per optimizer step. Halve it to give plain GRPO as many steps as Lopti takes."""
@@ -151,7 +152,14 @@ class TrainConfig:
             raise InputError("group_size is 1: GRPO compares the responses to one question; give 2 or more")
         check_count(self.questions_per_step, self.group_size)
         self.loss.check()
-        _ = self.rule, self.weighting  # refuses what no weighting is
+        _ = self.rule  # refuses what no weighting is
+        if self.weighting is not None and self.old_logprobs == "sampler":
+            try:
+                check_weighting(self.weighting, sampler_logprobs=False)
+            except InputError as error:
+                raise InputError(
+                    f"method {self.method} goes by π_old/π_sampler, which old_logprobs sampler makes 1; give trainer"
+                ) from error
 
     @property
     def rule(self) -> StepRule:
@@ -165,13 +173,13 @@ class TrainConfig:
 
     @property
     def weighting(self) -> Weighting | None:
-        """What weighs the tokens in every optimizer step; None: `rule` says all of it."""
+        """What weighs the tokens in every optimizer step; None if a StepRule expresses the method."""
         found = None if self.method is None else make_weighting(self.method)
         return None if found is None or found.rule != StepRule() or found == make_weighting("grpo") else found
 
     @property
     def loss(self) -> LossSettings:
-        """The loss of each pass (Eq. 1); REINFORCE++ has its KL in the reward instead."""
+        """The loss of each optimizer step (Eq. 1); REINFORCE++ has its KL in the reward instead."""
         return LossSettings(
             self.clip_ratio_low,
             self.clip_ratio_high,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
@@ -20,6 +21,8 @@ from gradscope.trainer.config import TrainConfig
 
 ROLLOUTS = "rollouts"
 """Folder of a run for its responses."""
+RESPONSES, CONTROL = 1, 2
+"""Random streams of a step, mixed into its seeds: what is sampled, and what a control permutes, are drawn apart."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class Rollout:
     rows: list[dict[str, Any]]
     """A row per response, in the native format, with correct, format_ok, finished and level."""
     batch: TokenBatch
-    """The same responses; old_logprobs are the sampler's."""
+    """The same responses, with sampler_logprobs; π_old is not known yet."""
 
 
 class Questions:
@@ -62,12 +65,12 @@ class Questions:
             )
         return min(limits)
 
-    def of_step(self, step: int) -> list[Question]:
-        """Return the questions of step 0, 1, …: drawn anew, or the next ones of the data, which each epoch shuffles."""
+    def of_step(self, index: int) -> list[Question]:
+        """Return the questions of a step, counted from 0: new ones, or the data's next, which each epoch shuffles."""
         count = self.config.questions_per_step
         if self.stored is None:
-            return draw_questions(self.task, count, seed=derive_seed(self.config.seed, step), **self.options)
-        places = range(step * count, (step + 1) * count)
+            return draw_questions(self.task, count, seed=derive_seed(self.config.seed, index), **self.options)
+        places = range(index * count, (index + 1) * count)
         size = len(self.stored)
         orders = {epoch: self._order(epoch) for epoch in {place // size for place in places}}
         return [self.stored[orders[place // size][place % size]] for place in places]
@@ -85,27 +88,34 @@ def derive_seed(*keys: int) -> int:
     return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0]) >> 2  # numpy 1 shifts no uint64 by an int
 
 
+def make_generator(config: TrainConfig, index: int) -> torch.Generator:
+    """Make the generator of what a control permutes at step `index`."""
+    return torch.Generator().manual_seed(derive_seed(config.seed, index, CONTROL))
+
+
 def sample_rollout(
-    policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, step: int, processes: Processes
+    policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, index: int, processes: Processes
 ) -> Rollout:
-    """Sample and grade group_size responses to each question; the processes share the questions.
+    """Sample and grade group_size responses to each question of step `index`; the processes share the questions.
 
     Raises InputError, in all processes alike, where one of them cannot sample or grade, and if not one response of
     the first step ended by itself.
     """
     with processes.together():
-        mine = _sample_rows(policy, sampler, questions, config, step, processes)
+        mine = _sample_rows(policy, sampler, questions, config, index, processes)
     rows = sorted(processes.gather(mine), key=lambda row: row["group"])
-    if step == 0 and not any(row["finished"] for row in rows):
+    if index == 0 and not any(row["finished"] for row in rows):
         raise InputError(
             f"all {len(rows)} responses were cut off at max_new_tokens = {config.max_new_tokens} or at the policy's "
             "context, so that what they are graded for never came; raise max_new_tokens"
         )
-    return Rollout(rows, batch_rows(rows, on_policy=False))
+    batch = batch_rows(rows, on_policy=False)
+    # Rows call the sampler's log-probabilities old_logprobs, as a log does; here these are π_old's alone.
+    return Rollout(rows, replace(batch, old_logprobs=None, sampler_logprobs=batch.old_logprobs))
 
 
 def _sample_rows(
-    policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, step: int, processes: Processes
+    policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, index: int, processes: Processes
 ) -> list[dict[str, Any]]:
     """Sample this process's share of the responses, grouped by the place of their question among all."""
     rank, count = processes.rank, processes.count
@@ -116,7 +126,7 @@ def _sample_rows(
         n=config.group_size,
         temperature=config.temperature,
         max_new_tokens=config.max_new_tokens,
-        seed=derive_seed(config.seed, step, rank, 1),
+        seed=derive_seed(config.seed, index, rank, RESPONSES),
         task=get_task(config.task),
     )
     return [row | {"group": rank + count * row["group"]} for row in rows]
@@ -141,8 +151,11 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
     }
 
 
-def write_step(out: Path, step: int, rows: Sequence[dict[str, Any]], batch: TokenBatch, processes: Processes) -> None:
-    """Write the responses of a step, with what it trains on, in the native format."""
+def write_step(out: Path, number: int, rows: Sequence[dict[str, Any]], batch: TokenBatch, processes: Processes) -> None:
+    """Write the responses of a step, counted from 1, in the native format, with the batch's advantages and log π.
+
+    The advantages are as trained on; Reweight's factor, which the loss applies, is not in them.
+    """
     found = {"old_logprobs": batch.old_logprobs, "advantage": batch.advantages, "ref_logprobs": batch.ref_logprobs}
     with processes.together():
         if not processes.is_main:
@@ -153,8 +166,8 @@ def write_step(out: Path, step: int, rows: Sequence[dict[str, Any]], batch: Toke
             for i, row in enumerate(rows):
                 mask = batch.response_mask[i]
                 known = {name: values[i][mask].tolist() for name, values in found.items() if values is not None}
-                kept.append(row | {"sampler_logprobs": row["old_logprobs"]} | known | {"step": step})
-            write_rollouts(out / ROLLOUTS / f"step-{step:06d}.parquet", kept)
+                kept.append(row | {"sampler_logprobs": row["old_logprobs"]} | known | {"step": number})
+            write_rollouts(out / ROLLOUTS / f"step-{number:06d}.parquet", kept)
 
 
 def _mean(values: Sequence[bool | int | float]) -> float:

@@ -75,15 +75,17 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
         return Update(split_steps(batch, config.mini_batch_size, everything), batch, settings)
     place = (batch.old_logprobs, batch.response_mask, config.mini_batch_size, generator)
     if rule.control == "matched-norm":
+        # Train plain, rescale to Reweight's norm.
         settings, match = replace(settings, reweight_alpha=None), settings
     elif rule.control == "permuted-weights":
+        # Shuffled factors baked into the advantages, so Reweight is switched off.
         batch = replace(batch, advantages=batch.advantages * rule.permuted_factors(*place))
         settings = replace(settings, reweight_alpha=None)
     steps = split_steps(batch, config.mini_batch_size, rule.drawn_groups(*place), schedule=config.lopti_schedule)
     return Update(steps, batch, settings, match, config.weighting)
 
 
-def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logprobs: Tensor) -> dict[str, float]:
+def token_metrics(batch: TokenBatch, statistics: TokenStatistics) -> dict[str, float]:
     """Describe the response tokens before the update by means over them.
 
     Returns:
@@ -94,7 +96,7 @@ def token_metrics(batch: TokenBatch, statistics: TokenStatistics, sampler_logpro
     prob = batch.old_logprobs[keep].double().exp().clamp(max=1.0).numpy()
     intervals = torch.from_numpy(assign_intervals(prob))
     shares = torch.bincount(intervals, minlength=len(EDGES) - 1) / len(intervals)
-    drift = (sampler_logprobs - statistics.logprob)[keep].abs()
+    drift = (batch.sampler_logprobs - statistics.logprob)[keep].abs()
     kl = math.nan
     if batch.ref_logprobs is not None:
         kl = float(kl_k3(statistics.logprob[keep], batch.ref_logprobs[keep]).mean())

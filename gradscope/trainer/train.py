@@ -61,7 +61,7 @@ from gradscope.trainer.learner import (
     make_accelerator,
 )
 from gradscope.trainer.presets import get_preset
-from gradscope.trainer.rollout import ROLLOUTS, Questions, derive_seed, rollout_metrics, sample_rollout, write_step
+from gradscope.trainer.rollout import ROLLOUTS, Questions, make_generator, rollout_metrics, sample_rollout, write_step
 from gradscope.trainer.step import compute_advantages, plan_update, takes_one_step, token_metrics, update_metrics
 
 MOST_NONFINITE = 3
@@ -77,10 +77,10 @@ class Step:
     """One step as an `on_step` callback sees it: before its update and, behind the callback's yield, after it."""
 
     number: int
-    """Of the step: 1, 2, …"""
+    """Of the step, from 1."""
     policy: Policy
     batch: TokenBatch
-    """With the advantages that are trained on, old_logprobs and, where there is a reference, ref_logprobs."""
+    """With the advantages that are trained on, old_logprobs, sampler_logprobs and, with a reference, ref_logprobs."""
     statistics: TokenStatistics
     """Statistics of the batch's tokens before the update."""
     settings: LossSettings
@@ -153,9 +153,13 @@ def train(
         for note in learner.policy.length_notes(config.max_new_tokens) if reporter is not SILENT else ():
             print(f"note: {note}", file=sys.stderr)
 
-        # Where a batch gets one optimizer step and nobody looks on, π_old is what the step's own forward pass finds.
-        self_scored = on_step is None and takes_one_step(config)
+        # With a single optimizer step per batch, π_old = π_θ, so skip the separate scoring pass. Reweight may be among
+        # them: the loss fills None old_logprobs with the policy's own, detached. A callback needs the scoring pass: it
+        # is handed the statistics before the update.
+        single_on_policy_step = on_step is None and takes_one_step(config)
         advance = stack.enter_context(reporter.stage("training", questions.steps, "steps", done=done))
+        # `index`, from 0, is the number of steps done and keys the random streams; `number`, from 1, names the step in
+        # files, logs and messages.
         for index in range(done, questions.steps):
             number, started = index + 1, _now(learner)
 
@@ -169,17 +173,15 @@ def train(
             batch = rollout.batch
             if config.kl_coef > 0:
                 batch = replace(batch, ref_logprobs=learner.reference_logprobs(batch))
-            if self_scored:
-                batch = replace(batch, old_logprobs=None, sampler_logprobs=batch.old_logprobs)
-            else:
+            if not single_on_policy_step:
                 statistics = learner.statistics(batch)
-                _check_scores(rollout.batch, statistics, index, config, out, processes)
-                if config.old_logprobs == "trainer":
-                    batch = replace(batch, old_logprobs=statistics.logprob, sampler_logprobs=batch.old_logprobs)
+                _check_scores(batch, statistics, index, config, out, processes)
+                own = config.old_logprobs == "trainer"
+                batch = replace(batch, old_logprobs=statistics.logprob if own else batch.sampler_logprobs)
             batch = replace(batch, advantages=compute_advantages(batch, config))
 
             # Alg. 1: optimizer steps on the low- and on the high-probability tokens; without Lopti, on all of them.
-            update = plan_update(batch, config, torch.Generator().manual_seed(derive_seed(config.seed, index, 2)))
+            update = plan_update(batch, config, make_generator(config, index))
             batch = update.batch  # with the advantages that are trained on
             learner.set_learning_rate(config.learning_rate * min(1.0, number / max(1, config.warmup_steps)))
             results: list[StepResult] = []
@@ -191,29 +193,32 @@ def train(
                         learner.statistics_alone, added,
                     )  # fmt: skip
                     watching.enter_context(on_step(step))
-                scored = _now(learner)
+                update_started = _now(learner)
                 with learner.computing():
                     for part in update.steps:
-                        how = {"match": update.match, "weighting": update.weighting, "score": self_scored}
-                        results.append(learner.updater.step(part, update.settings, **how))
-                        if results[-1].outcome != "empty":
-                            nonfinite = nonfinite + 1 if results[-1].outcome == "nonfinite" else 0
+                        result = learner.updater.step(
+                            part, update.settings,
+                            match=update.match, weighting=update.weighting, score=single_on_policy_step,
+                        )  # fmt: skip
+                        results.append(result)
+                        if result.outcome != "empty":
+                            nonfinite = nonfinite + 1 if result.outcome == "nonfinite" else 0
                         if nonfinite >= MOST_NONFINITE:
                             break
                 trained = _now(learner)
                 if not learner.is_finite():
                     raise _diverged(out, f"the weights are not finite after step {number}")
-            if self_scored:
+            if single_on_policy_step:
                 statistics = results[0].statistics
-                _check_scores(rollout.batch, statistics, index, config, out, processes)
+                _check_scores(batch, statistics, index, config, out, processes)
                 batch = replace(batch, old_logprobs=statistics.logprob)
 
             # Log, and save.
             if config.save_rollouts:
                 write_step(out, number, rollout.rows, batch, processes)
             record = {"step": number, **rollout_metrics(rollout)}
-            record |= token_metrics(batch, statistics, rollout.batch.old_logprobs) | added | update_metrics(results)
-            total, parts = _now(learner) - started, (sampled - started, trained - scored)
+            record |= token_metrics(batch, statistics) | added | update_metrics(results)
+            total, parts = _now(learner) - started, (sampled - started, trained - update_started)
             record |= {"seconds_sampling": parts[0], "seconds_training": parts[1], "seconds_other": total - sum(parts)}
             record["tokens_per_second"] = record["num_tokens"] / total
             with processes.together():
@@ -314,23 +319,23 @@ def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfi
 
 
 def _check_scores(
-    sampled: TokenBatch, statistics: TokenStatistics, done: int, config: TrainConfig, out: Path, processes: Processes
+    batch: TokenBatch, statistics: TokenStatistics, done: int, config: TrainConfig, out: Path, processes: Processes
 ) -> None:
     """Raise unless all log π are finite and the sampler's are those of the trained weights.
 
     The trainer's NaN or infinite: DivergedError once `done` steps have made them so, before the first NanLogitsError.
     The sampler's so, or too far from the trainer's on four responses of each process: SyncError.
     """
-    keep = sampled.response_mask
+    keep = batch.response_mask
     if not statistics.logprob[keep].isfinite().all():
         if done:
             raise _diverged_logits(out, done)
         raise NanLogitsError("the policy's logits are NaN or infinite before any step; give another model or precision")
-    if not sampled.old_logprobs[keep].isfinite().all():
+    if not batch.sampler_logprobs[keep].isfinite().all():
         raise SyncError("the sampler's log-probabilities are NaN or infinite, the trainer's of the same tokens are not")
     for rank in range(processes.count):
-        rows = (sampled.group_ids % processes.count == rank).nonzero()[:4, 0]
-        drift = float((sampled.old_logprobs[rows] - statistics.logprob[rows])[keep[rows]].abs().mean())
+        rows = (batch.group_ids % processes.count == rank).nonzero()[:4, 0]
+        drift = float((batch.sampler_logprobs[rows] - statistics.logprob[rows])[keep[rows]].abs().mean())
         if keep[rows].any() and not drift <= SYNC_TOLERANCE[config.precision]:
             raise SyncError(
                 f"the sampler's log-probabilities are {drift:.3g} nats off the trainer's (mean of four responses); it "

@@ -185,6 +185,7 @@ def test_a_method_stands_for_the_flags_that_say_the_same():
         ({"method": "sapo:tau=1"}, "tau_pos"),
         ({"method": "reweight:alpha=3"}, "alpha is 3"),
         ({"method": "cispo", "lopti_eta": 0.5}, "lopti_eta is given, too"),
+        ({"method": "tis", "old_logprobs": "sampler"}, "old_logprobs"),
     ],
 )
 def test_a_method_that_is_none_or_one_too_many_is_refused(settings, words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -43,7 +44,7 @@ def test_rollout_metrics_are_means_over_responses():
 
 
 @pytest.fixture
-def scored() -> tuple[TokenBatch, TokenStatistics, torch.Tensor]:
+def scored() -> tuple[TokenBatch, TokenStatistics]:
     """Three responses with a hole in the mask; π_old is the sampler's, not the policy's own."""
     generator = torch.Generator().manual_seed(0)
     old = [[-0.1, -3.0, math.log(0.51), 0.0], [math.log(0.26), -0.7], [-1.6, -0.01, 1e-7]]
@@ -59,21 +60,21 @@ def scored() -> tuple[TokenBatch, TokenStatistics, torch.Tensor]:
     entropy = torch.rand(batch.input_ids.shape, generator=generator)
     sampler = own + 0.1 * torch.randn(own.shape, generator=generator)
     sampler[0, 0] = NAN  # on the prompt
-    return batch, TokenStatistics(own, torch.log1p(-own.exp()), entropy), sampler
+    return replace(batch, sampler_logprobs=sampler), TokenStatistics(own, torch.log1p(-own.exp()), entropy)
 
 
 def test_token_metrics_are_means_over_kept_tokens_and_shares_by_interval_of_the_old_probability(scored):
-    batch, own, sampler = scored
+    batch, own = scored
     entropies, kls, drifts, counts = [], [], [], [0, 0, 0, 0]
     for row, column in batch.response_mask.nonzero().tolist():
         log_ratio = (batch.ref_logprobs[row, column] - own.logprob[row, column]).item()
         kls.append(math.exp(log_ratio) - log_ratio - 1)
         entropies.append(own.entropy[row, column].item())
-        drifts.append(abs(sampler[row, column] - own.logprob[row, column]).item())
+        drifts.append(abs(batch.sampler_logprobs[row, column] - own.logprob[row, column]).item())
         old = math.exp(batch.old_logprobs[row, column].item())
         counts[(old >= 0.25) + (old >= 0.5) + (old >= 0.75)] += 1
     assert counts == [1, 2, 1, 4]  # a log-probability that was rounded above 0 is certain
-    found = token_metrics(batch, own, sampler)
+    found = token_metrics(batch, own)
     close = {"rel": 1e-5}  # sums in float32
     assert found["entropy"] == pytest.approx(statistics.mean(entropies), **close)
     assert found["kl"] == pytest.approx(statistics.mean(kls), **close)
