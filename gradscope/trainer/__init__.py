@@ -1,7 +1,7 @@
 """GRPO and REINFORCE++ with Advantage Reweighting and Lopti (arXiv:2505.12929), read in one sitting.
 
-Read `train` first: sample, score, advantages, passes, log, checkpoint. The loss and the optimizer steps are those of
-`gradscope.objective`.
+Read `train` first: sample, score, advantages, optimizer steps, log, checkpoint. The loss and the code of an optimizer
+step are in `gradscope.objective`.
 """
 
 from gradscope.trainer.checkpoints import OPTIMIZER, list_checkpoints, step_of

@@ -21,7 +21,7 @@ from gradscope.trainer.learner import ADAPTER, Learner
 CHECKPOINTS, OPTIMIZER, RANDOM_STATES, STATE = "checkpoints", "optimizer.pt", "random_states.pt", "trainer_state.json"
 STAY = "the checkpoints before it stay"
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
-"""Settings that a resumed run may have otherwise: they do not change the numbers of a step."""
+"""Settings that may change on resume. No step's numbers depend on them."""
 DROPPED = ("gradients_every",)
 """Settings that only an older config.json has."""
 
@@ -47,7 +47,7 @@ def save_checkpoint(
             except (RuntimeError, SafetensorError) as error:
                 raise OSError(f"{folder} could not be written ({error}); make room there; {STAY}") from error
             drop_old(out, keep)
-    # Writing draws random numbers of its own; this run goes on from where a resumed one will.
+    # Saving consumes random numbers; restore the state so saved and resumed runs match.
     _set_random_states(states[learner.processes.rank])
     return folder
 

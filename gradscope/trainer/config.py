@@ -50,7 +50,7 @@ class TrainConfig:
     people: tuple[int, ...] = ()
     """For Knights & Knaves: only puzzles with these numbers of people; none: all that the task has."""
     steps: Annotated[int | None, COUNT] = None
-    """Batches of responses to train on."""
+    """Batches of responses to train on; a step samples one batch and makes all its optimizer steps."""
     epochs: Annotated[int | None, COUNT] = None
     """How often the questions of `data` are gone through; with steps too, the run ends at whichever comes first."""
     questions_per_step: Annotated[int, COUNT] = 64
@@ -65,22 +65,23 @@ class TrainConfig:
     """Arguments of the chat template, for a task whose prompts are chats, such as '{"enable_thinking": false}'."""
 
     algorithm: Literal["grpo", "reinforce++"] = "grpo"
-    """Advantages within groups with the KL in the loss, or of whole returns with the KL in the reward (Eq. 20, 21)."""
+    """GRPO: group-normalised rewards, KL in the loss. REINFORCE++: batch-whitened return-to-go, KL in the reward
+    (Eq. 20, 21 of arXiv:2505.12929)."""
     clip_ratio_low: Annotated[Number, Range(0, 1)] = 0.2
-    """ε_low of Eq. 1."""
+    """ε_low of Eq. 1, arXiv:2505.12929."""
     clip_ratio_high: Annotated[Number, NOT_NEGATIVE] = 0.24
-    """ε_high of Eq. 1."""
+    """ε_high of Eq. 1, arXiv:2505.12929."""
     clip_ratio_c: Annotated[Number | None, NOT_NEGATIVE] = 10.0
-    """Dual clip of negative advantages; none: off."""
+    """c: the dual clip bounds the ratio of tokens with a negative advantage; none: off."""
     kl_coef: Annotated[Number, NOT_NEGATIVE] = 0.001
     """β, of the KL to the policy as it was before training; at 0 no reference policy is kept."""
     method: str | None = None
     """A token weighting, NAME[:key=value,…] or FILE.py:NAME[:key=value,…], as `gradscope compare` takes it, in the
     place of the flags below; none: as those say."""
     reweight_alpha: Number | None = None
-    """α of Advantage Reweighting (Eq. 4); none: off. The paper: 0.3 for GRPO on puzzles, else 0.1."""
+    """α of Advantage Reweighting (Eq. 4, arXiv:2505.12929); none: off. The paper: 0.3 for GRPO on puzzles, else 0.1."""
     lopti_eta: Number | None = None
-    """η of Lopti (Alg. 1); none: off. The paper: 0.5."""
+    """η of Lopti (Alg. 1, arXiv:2505.12929); none: off. The paper: 0.5."""
     lopti_order: Literal["low-first", "high-first"] = "low-first"
     """Which tokens are updated first; high-first is the paper's ablation."""
     lopti_schedule: Literal["sweep", "interleaved"] = "sweep"
@@ -99,7 +100,7 @@ class TrainConfig:
     learning_rate: Annotated[Number, POSITIVE] = 1e-6
     """AdamW's learning rate, constant after the warm-up."""
     warmup_steps: Annotated[int, NATURAL] = 0
-    """Steps over which the learning rate rises linearly."""
+    """Steps (batches, not optimizer steps) over which the learning rate rises linearly."""
     weight_decay: Annotated[Number, Range(0, 1e300)] = 0.01
     """AdamW's weight decay."""
     max_grad_norm: Annotated[Number, POSITIVE] = 1.0
@@ -158,12 +159,12 @@ class TrainConfig:
                 check_weighting(self.weighting, sampler_logprobs=False)
             except InputError as error:
                 raise InputError(
-                    f"method {self.method} goes by π_old/π_sampler, which old_logprobs sampler makes 1; give trainer"
+                    f"method {self.method} corrects for π_sampler, which old_logprobs sampler makes π_old; give trainer"
                 ) from error
 
     @property
     def rule(self) -> StepRule:
-        """Which tokens each optimizer step trains, and with which advantages."""
+        """Which tokens each optimizer step trains on, and with which advantages."""
         if self.method is None:
             return StepRule(self.reweight_alpha, self.lopti_eta, self.lopti_order, self.mask_probs, self.control)
         own = ("reweight_alpha", "lopti_eta", "mask_probs", "control")
@@ -179,7 +180,7 @@ class TrainConfig:
 
     @property
     def loss(self) -> LossSettings:
-        """The loss of each optimizer step (Eq. 1); REINFORCE++ has its KL in the reward instead."""
+        """The loss of each optimizer step (Eq. 1, arXiv:2505.12929); REINFORCE++ has its KL in the reward instead."""
         return LossSettings(
             self.clip_ratio_low,
             self.clip_ratio_high,

@@ -45,8 +45,8 @@ ADAPTER = "adapter"
 PATIENCE = timedelta(hours=4)
 """For the slowest of several processes: one may sample or measure for long while the others wait."""
 GROUPS: list[torch.distributed.ProcessGroup] = []
-"""Process groups of this process, kept: if the reducer of DDP were the last that has one, it would end its threads,
-holding the interpreter's lock for which one that still frees a tensor may wait, and so wait for ever."""
+"""Keep process groups alive: if DDP's reducer drops the last reference, it joins its threads while holding the GIL and
+can deadlock."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Learner:
     """The trained policy, its optimizer and its reference model."""
 
     policy: Policy
-    """The trained model itself, not what DistributedDataParallel makes of it."""
+    """The trained model itself, not its DistributedDataParallel wrapper."""
     updater: Updater
     reference: nn.Module | None
     """The policy before training; None: no KL, or the policy without its adapters."""

@@ -43,7 +43,7 @@ class Questions:
         self.options = {"people": config.people, "files": config.data}
         self.stored = draw_questions(task, None, seed=config.seed, **self.options) if config.data else None
         if self.stored is None and config.epochs is not None:
-            raise InputError("epochs are passes over data, and none is given; give steps instead, or data")
+            raise InputError("epochs are counted over data, and none is given; give steps instead, or data")
 
     @property
     def hash(self) -> str | None:
@@ -80,10 +80,10 @@ class Questions:
 
 
 def derive_seed(*keys: int) -> int:
-    """Mix several numbers into a seed of 62 bits; zeros at the end do not count.
+    """Mix several numbers into a seed of 62 bits. Trailing zeros are ignored: (s, 0) and (s) give the same seed.
 
-    >>> derive_seed(0, 1) == derive_seed(1, 0)
-    False
+    >>> derive_seed(0, 1) == derive_seed(1, 0), derive_seed(5, 0) == derive_seed(5)
+    (False, True)
     """
     return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0]) >> 2  # numpy 1 shifts no uint64 by an int
 

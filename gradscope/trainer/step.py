@@ -1,4 +1,4 @@
-"""What a step trains on: the advantages and the steps of Alg. 1 and the controls; and what is logged of it."""
+"""Advantages, the optimizer-step plan (plain, Lopti, controls), and per-step metrics."""
 
 from __future__ import annotations
 
@@ -37,27 +37,32 @@ class Update:
     """The whole batch, with the advantages that are trained on."""
     settings: LossSettings
     match: LossSettings | None = None
-    """Settings to whose gradient norm each step's gradient is rescaled; None: it is not."""
+    """If set, rescale each gradient to the norm it would have under these settings."""
     weighting: Weighting | None = None
-    """What weighs the tokens in each step in the place of Eq. 2's policy part; None: nothing."""
+    """Custom per-token weights replacing the policy-gradient weights of Eq. 2, arXiv:2505.12929."""
 
 
 def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, "B S"]:
-    """Return GRPO's advantages of the rewards within groups, or REINFORCE++'s of whole returns (Eq. 20, 21)."""
+    """Return the advantages of `config.algorithm`.
+
+    GRPO: group-normalised rewards, KL in the loss. REINFORCE++ (Eq. 20, 21 of arXiv:2505.12929): batch-whitened
+    return-to-go, KL in the reward.
+    """
     if config.algorithm == "grpo":
         return resolve_advantages(replace(batch, advantages=None))
     if config.kl_coef > 0 and batch.ref_logprobs is None:
         raise InputError(f"kl_coef is {config.kl_coef} and the batch has no ref_logprobs; give them, or kl_coef 0")
-    # Where kl_coef is 0, neither is looked at.
+    # With kl_coef 0 neither is used.
     old = torch.zeros(batch.response_mask.shape) if batch.old_logprobs is None else batch.old_logprobs
     reference = old if batch.ref_logprobs is None else batch.ref_logprobs
     return reinforce_pp_advantages(batch.rewards, old, reference, batch.response_mask, kl_coef=config.kl_coef)
 
 
 def takes_one_step(config: TrainConfig) -> bool:
-    """Return whether a batch gets one optimizer step, and nothing before it needs π_old: it is then the step's own.
+    """Return whether a batch gets a single optimizer step and nothing before that step needs π_old.
 
-    REINFORCE++ with a KL whitens over the batch's π_old; Lopti, masks, controls and weightings choose or weigh by it.
+    REINFORCE++ with a KL needs π_old for its advantages; Lopti, masks, controls and weightings choose or weigh tokens
+    by it.
     """
     rule, before = config.rule, config.algorithm == "reinforce++" and config.kl_coef > 0
     plain = not rule.chooses and rule.control is None and config.weighting is None
@@ -65,9 +70,9 @@ def takes_one_step(config: TrainConfig) -> bool:
 
 
 def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
-    """Plan the optimizer steps on a batch that has advantages; the generator draws what a control permutes.
+    """Plan the optimizer steps on a batch with advantages; the generator draws a control's permutation or split.
 
-    Without old_logprobs the batch gets one step on all tokens (see `takes_one_step`).
+    A batch without old_logprobs gets one step on all tokens (see `takes_one_step`).
     """
     rule, settings, match = config.rule, config.loss, None
     if batch.old_logprobs is None:

@@ -1,4 +1,4 @@
-"""The training loop: sample, score, advantages, passes, log, checkpoint; one run is one folder.
+"""The training loop: sample, score, advantages, optimizer steps, log, checkpoint; one run is one folder.
 
     OUT/config.json, manifest.json      what was run, with which versions, where
     OUT/metrics.jsonl                   a line per step
@@ -67,27 +67,27 @@ from gradscope.trainer.step import compute_advantages, plan_update, takes_one_st
 MOST_NONFINITE = 3
 """Optimizer steps in a row without a finite gradient that end a run."""
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
-"""Mean |Δ log π| in nats of sampler and trainer from which they are taken to hold different weights.
+"""Largest mean |log π_sampler − log π_trainer| (nats) tolerated before assuming their weights differ.
 
-In bfloat16 that finds weights of another model or another temperature, not weights that are one small step old."""
+In bfloat16 this catches another model's weights or another temperature, but not weights that are one small step old."""
 
 
 @dataclass
 class Step:
-    """One step as an `on_step` callback sees it: before its update and, behind the callback's yield, after it."""
+    """State passed to `on_step`: before `yield` the update has not happened; after it, it has."""
 
     number: int
-    """Of the step, from 1."""
+    """The step's number, from 1."""
     policy: Policy
     batch: TokenBatch
     """With the advantages that are trained on, old_logprobs, sampler_logprobs and, with a reference, ref_logprobs."""
     statistics: TokenStatistics
     """Statistics of the batch's tokens before the update."""
     settings: LossSettings
-    """Settings of the loss that is trained."""
+    """Settings of the training loss."""
     config: TrainConfig
     score: Callable[[TokenBatch], TokenStatistics]
-    """The statistics of a batch's tokens under the policy as it is, in the precision of training."""
+    """Returns the statistics of a batch's tokens under the current weights, in the training precision."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """What the callback adds here is logged."""
 
@@ -120,7 +120,7 @@ def train(
         The folder of the last checkpoint.
 
     Raises:
-        InputError: Whatever the user can mend.
+        InputError: Settings, data, files or a policy that cannot be trained on as given.
         DivergedError: Three optimizer steps in a row had no finite gradient, or weights or logits are not finite.
         SyncError: The sampler's weights are not the trainer's, or its log-probabilities are not finite. Checkpoints
             stay in all cases.
@@ -180,7 +180,8 @@ def train(
                 batch = replace(batch, old_logprobs=statistics.logprob if own else batch.sampler_logprobs)
             batch = replace(batch, advantages=compute_advantages(batch, config))
 
-            # Alg. 1: optimizer steps on the low- and on the high-probability tokens; without Lopti, on all of them.
+            # Plain GRPO: one optimizer step per mini-batch. Lopti (Alg. 1 of arXiv:2505.12929): one each for its low-
+            # and high-probability tokens.
             update = plan_update(batch, config, make_generator(config, index))
             batch = update.batch  # with the advantages that are trained on
             learner.set_learning_rate(config.learning_rate * min(1.0, number / max(1, config.warmup_steps)))
@@ -290,7 +291,7 @@ def _begin(
 
 @contextmanager
 def _forgetting(journal: Journal, processes: Processes) -> Iterator[None]:
-    """Remove a run that is refused before its first checkpoint, so that it does not block the next attempt."""
+    """Delete a run rejected with InputError before its first checkpoint, so a retry is not blocked."""
     try:
         yield
     except InputError:
@@ -302,18 +303,18 @@ def _forgetting(journal: Journal, processes: Processes) -> Iterator[None]:
 
 @contextmanager
 def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfinite: int) -> Iterator[None]:
-    """Save the weights of the last finished step where the next one cannot be sampled.
+    """Save the weights of the last finished step if the next one cannot be sampled.
 
-    Several processes save together or not at all, and an interruption finds them at different places. Logits that
-    steps have made NaN are divergence.
+    Saving is collective; after Ctrl-C ranks may be at different points, so only a single-process run saves. NaN logits
+    once steps are taken become DivergedError.
     """
     try:
         yield
     except (InputError, KeyboardInterrupt) as error:
         if done and isinstance(error, NanLogitsError):
             raise _diverged_logits(out, done) from error
-        together = learner.processes.count == 1 or isinstance(error, InputError)
-        if together and done and done not in map(step_of, list_checkpoints(out)):
+        can_save = learner.processes.count == 1 or isinstance(error, InputError)
+        if can_save and done and done not in map(step_of, list_checkpoints(out)):
             save_checkpoint(out, done, learner, nonfinite_in_a_row=nonfinite, keep=config.keep_checkpoints)
         raise
 
