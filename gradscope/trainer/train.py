@@ -9,6 +9,17 @@
 
 Everything drawn at random is a function of the seed, the step and the place among the processes, so a run resumed with
 as many processes goes on to the same numbers.
+
+What a reader of GRPO (DeepSeekMath, arXiv:2402.03300) may not expect:
+
+- The loss is the mean over all response tokens of a mini-batch (as in DAPO and verl), not 1/G·Σ 1/|o_i|·Σ. Tokens that
+  are masked, or left to Lopti's other step, still count in the denominator.
+- No inner iterations over a batch (μ = 1): its mini-batches are consecutive responses, unshuffled, each used once (by
+  Lopti once per token group). The reference is the policy before training and is never refreshed.
+- Responses cut off at max_new_tokens are trained on like any other.
+- Clip-higher (ε_low 0.2, ε_high 0.24) and the dual clip (c = 10) are on by default.
+- A mismatch of sampler and trainer is checked, and corrected only by a `method` that does so, such as tis or icepop.
+- warmup_steps counts batches, not optimizer steps.
 """
 
 from __future__ import annotations
