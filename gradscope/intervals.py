@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gradscope.errors import InputError
-from gradscope.resampling import ANY, SHARE, SIZE, Scale, Seed, bootstrap, sample_worth, short_of, worth_of_shares
+from gradscope.resampling import (
+    ANY,
+    SHARE,
+    SIZE,
+    Resampling,
+    Scale,
+    bootstrap,
+    sample_worth,
+    short_of,
+    worth_of_shares,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,10 +76,8 @@ def summarize(
     intervals: Column,
     clusters: Column,
     *,
-    seed: Seed = 0,
     statistic: str = "mean",
-    confidence: float = 0.95,
-    resamples: int = 1000,
+    resampling: Resampling = Resampling(),  # noqa: B008  (frozen)
     edges: Column = EDGES,
     probabilities: Column | None = None,
     sizes: Column | None = None,
@@ -86,9 +94,8 @@ def summarize(
     A mean or rms of no token is NaN; bounds are NaN where `resampling.short_of` prompts with measured tokens in the
     interval, or of measured tokens.
     """
-    settings = {"statistic": statistic, "confidence": confidence, "resamples": resamples}
-    settings |= {"probabilities": probabilities, "sizes": sizes}
-    return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, seed=seed, **settings), edges)
+    settings = {"statistic": statistic, "resampling": resampling, "probabilities": probabilities, "sizes": sizes}
+    return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, **settings), edges)
 
 
 def summarize_cells(
@@ -97,16 +104,14 @@ def summarize_cells(
     clusters: Column,
     num_cells: int,
     *,
-    seed: Seed = 0,
     statistic: str = "mean",
-    confidence: float = 0.95,
-    resamples: int = 1000,
+    resampling: Resampling = Resampling(),  # noqa: B008  (frozen)
     probabilities: Column | None = None,
     sizes: Column | None = None,
 ) -> "pd.DataFrame":
     """`summarize` for cells of any kind, numbered from 0 to num_cells − 1: its columns without interval and label.
 
-    seed None: lower and upper are NaN.
+    A resampling with seed None: lower and upper are NaN.
     """
     if statistic not in ("mean", "sum", "rms"):
         raise InputError(f"statistic is {statistic!r}; known are mean, sum and rms; give one of them")
@@ -133,18 +138,15 @@ def summarize_cells(
 
     scale = SHARE if statistic == "mean" and not sampled and np.isin(amounts, (0, 1)).all() else SIZE
     scale = scale if (amounts >= 0).all() else ANY
-    settings = {"confidence": confidence, "resamples": resamples, "seed": seed, "scale": scale}
-    return _table(evaluate, totals, counts, worth if sampled else None, **settings)
+    return _table(evaluate, totals, counts, resampling, scale, worth if sampled else None)
 
 
 def interval_shares(
     intervals: Column,
     clusters: Column,
     *,
-    seed: Seed = 0,
     values: Column | None = None,
-    confidence: float = 0.95,
-    resamples: int = 1000,
+    resampling: Resampling = Resampling(),  # noqa: B008  (frozen)
     edges: Column = EDGES,
     probabilities: Column | None = None,
     sizes: Column | None = None,
@@ -171,8 +173,8 @@ def interval_shares(
         sizes = np.ones(intervals.shape) if sizes is None else np.abs(np.asarray(sizes, dtype=np.float64))
         worth = sample_worth(sizes, np.asarray(probabilities, dtype=np.float64), intervals, len(edges) - 1)
         worth = worth_of_shares(np.bincount(intervals, sizes, minlength=len(edges) - 1), worth)
-    settings = {"confidence": confidence, "resamples": resamples, "seed": seed, "scale": SHARE}
-    return _label(_table(evaluate, totals, counts, worth, served=(sums != 0).sum(0), **settings), edges)
+    served = (sums != 0).sum(0)
+    return _label(_table(evaluate, totals, counts, resampling, SHARE, worth, served), edges)
 
 
 def _cluster_totals(
@@ -195,9 +197,10 @@ def _table(
     evaluate: Callable[[np.ndarray], np.ndarray],
     num_tokens: np.ndarray,
     counts: np.ndarray,
+    resampling: Resampling,
+    scale: Scale,
     worth: np.ndarray | None,
     served: np.ndarray | None = None,
-    **settings: float | Seed | Scale,
 ) -> "pd.DataFrame":
     """Evaluate on the data and over clusters, and lay out the rows; worth: of each interval's sample; None: none.
 
@@ -207,7 +210,7 @@ def _table(
 
     measured, prompts = counts.sum(0).astype(np.int64), (counts > 0).sum(0) if served is None else served
     drawn = None if worth is None else np.where(np.isinf(worth), np.inf, measured)
-    found = bootstrap(evaluate, len(counts), measured=drawn, **settings)
+    found = bootstrap(evaluate, len(counts), measured=drawn, scale=scale, **vars(resampling))
     worth = np.full(len(prompts), np.inf) if worth is None else worth
     found[1:, [short_of(*each) is not None for each in zip(prompts, worth, strict=True)]] = np.nan
     value, lower, upper = found

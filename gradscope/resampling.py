@@ -34,6 +34,15 @@ Seed = int | np.random.Generator | None
 
 
 @dataclass(frozen=True)
+class Resampling:
+    """How the confidence intervals of a table are made."""
+
+    seed: Seed = 0
+    confidence: float = 0.95
+    resamples: int = 1000
+
+
+@dataclass(frozen=True)
 class Scale:
     """Range of a statistic's values, and how much one more cluster unlike the others may change it."""
 

@@ -8,6 +8,7 @@ import pytest
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, interval_shares, summarize
+from gradscope.resampling import Resampling
 
 COLUMNS = ["interval", "label", "num_tokens", "num_measured", "value", "lower", "upper"]
 
@@ -63,7 +64,7 @@ def test_edges_that_do_not_increase_are_refused(edges):
 @pytest.mark.parametrize("statistic", ["mean", "sum", "rms"])
 def test_a_summary_equals_a_loop_over_tokens(statistic):
     values, intervals, clusters = clustered_tokens()
-    table = summarize(values, intervals, clusters, statistic=statistic, seed=np.random.default_rng(0), resamples=50)
+    table = summarize(values, intervals, clusters, statistic=statistic, resampling=Resampling(resamples=50))
     assert list(table.columns) == COLUMNS
     assert table.label.tolist() == interval_labels()
     for row in table.itertuples():
@@ -77,9 +78,7 @@ def test_a_summary_equals_a_loop_over_tokens(statistic):
 @pytest.mark.parametrize("statistic", ["mean", "sum", "rms"])
 def test_the_bounds_are_percentiles_over_redrawn_clusters_token_by_token(statistic):
     values, intervals, clusters = clustered_tokens()
-    table = summarize(
-        values, intervals, clusters, statistic=statistic, seed=np.random.default_rng(5), resamples=40, confidence=0.8
-    )
+    table = summarize(values, intervals, clusters, statistic=statistic, resampling=Resampling(5, 0.8, 40))
     draws = np.random.default_rng(5).multinomial(12, [1 / 12] * 12, size=40)  # how often each prompt is drawn
     for interval in range(4):
         redrawn = []
@@ -97,14 +96,16 @@ def test_the_confidence_interval_covers_the_truth_about_as_often_as_it_says():
     for _ in range(300):
         clusters = np.repeat(np.arange(30), 20)
         values = rng.normal(size=30)[clusters] + 0.5 * rng.normal(size=600)
-        row = summarize(values, np.zeros(600, int), clusters, seed=rng, resamples=200, edges=(0, 1)).iloc[0]
+        row = summarize(
+            values, np.zeros(600, int), clusters, resampling=Resampling(rng, resamples=200), edges=(0, 1)
+        ).iloc[0]
         covered += row.lower <= 0 <= row.upper
     assert 0.89 <= covered / 300 <= 0.98
 
 
 def test_shares_equal_counts_and_add_up_to_one():
     _, intervals, clusters = clustered_tokens()
-    table = interval_shares(intervals, clusters, seed=np.random.default_rng(0))
+    table = interval_shares(intervals, clusters)
     assert list(table.columns) == COLUMNS
     assert table.value.tolist() == pytest.approx((np.bincount(intervals) / len(intervals)).tolist(), rel=1e-12)
     assert table.value.sum() == pytest.approx(1, rel=1e-12)
@@ -113,7 +114,7 @@ def test_shares_equal_counts_and_add_up_to_one():
 
 def test_shares_of_a_quantity_skip_unmeasured_tokens():
     values, intervals, clusters = clustered_tokens()
-    table = interval_shares(intervals, clusters, values=values**2, seed=np.random.default_rng(0), resamples=20)
+    table = interval_shares(intervals, clusters, values=values**2, resampling=Resampling(resamples=20))
     whole = np.nansum(values**2)
     for row in table.itertuples():
         assert row.value == pytest.approx(np.nansum(values[intervals == row.interval] ** 2) / whole, rel=1e-12)
@@ -121,21 +122,21 @@ def test_shares_of_a_quantity_skip_unmeasured_tokens():
 
 
 def test_an_interval_without_tokens_is_a_row_without_a_mean():
-    table = summarize([1.0, 3.0], [0, 0], ["a", "b"], seed=np.random.default_rng(0), resamples=100)
+    table = summarize([1.0, 3.0], [0, 0], ["a", "b"], resampling=Resampling(resamples=100))
     assert table.num_tokens.tolist() == [2, 0, 0, 0]
     assert table.value.isna().tolist() == [False, True, True, True]
     assert table.loc[0, "value"] == 2.0
-    shares = interval_shares([0, 0], ["a", "b"], seed=np.random.default_rng(0))
+    shares = interval_shares([0, 0], ["a", "b"])
     assert shares.value.tolist() == [1.0, 0.0, 0.0, 0.0]
 
 
 def test_one_cluster_has_values_but_no_bounds():
-    rng = np.random.default_rng(0)
+    redrawn = Resampling(np.random.default_rng(0))
     tables = [
-        summarize([1.0, 2.0], [0, 1], [7, 7], seed=rng),
-        summarize([1.0, 2.0], [0, 1], [7, 7], seed=rng, statistic="sum"),
-        summarize([1.0, 2.0], [0, 1], [7, 8], seed=rng),  # two clusters, but one in each interval
-        interval_shares([0, 1], [7, 7], seed=rng),
+        summarize([1.0, 2.0], [0, 1], [7, 7], resampling=redrawn),
+        summarize([1.0, 2.0], [0, 1], [7, 7], resampling=redrawn, statistic="sum"),
+        summarize([1.0, 2.0], [0, 1], [7, 8], resampling=redrawn),  # two clusters, but one in each interval
+        interval_shares([0, 1], [7, 7], resampling=redrawn),
     ]
     for table in tables:
         assert table.value[:2].notna().all()
@@ -143,14 +144,13 @@ def test_one_cluster_has_values_but_no_bounds():
 
 
 def test_summaries_refuse_what_does_not_fit_together():
-    rng = np.random.default_rng(0)
     cases = [
         (([1.0], [0, 1], [0, 0]), {}, "one entry per token"),
         (([1.0], [4], [0]), {}, "intervals run from 4 to 4"),
         (([1.0], [0], [0]), {"statistic": "median"}, "known are mean, sum and rms"),
-        (([1.0], [0], [0]), {"confidence": 95.0}, "level inside"),
-        (([1.0], [0], [0]), {"resamples": 0}, "at least one"),
+        (([1.0], [0], [0]), {"resampling": Resampling(confidence=95.0)}, "level inside"),
+        (([1.0], [0], [0]), {"resampling": Resampling(resamples=0)}, "at least one"),
     ]
     for arguments, settings, message in cases:
         with pytest.raises(InputError, match=message):
-            summarize(*arguments, seed=rng, **settings)
+            summarize(*arguments, **settings)

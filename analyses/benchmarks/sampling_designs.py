@@ -46,6 +46,7 @@ from gradscope.gradients import LOGITS, PARAMETERS, Resources
 from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels, summarize
 from gradscope.plots import finish, new_panels, paper_style, save_figure
+from gradscope.resampling import Resampling
 from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
 
@@ -198,8 +199,9 @@ def estimate(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple
     out = {(r.statistic, r.interval): np.array([r.value, r.lower, r.upper]) for r in rows.itertuples()}
     drawn = table.get(SAMPLING_PROBABILITY)
     args = (table[PARAMETERS], table["interval"], table["group"])
-    means = summarize(*args, seed=rng, resamples=400, probabilities=drawn) if rng is not None else None
-    if means is None:
+    if rng is not None:
+        means = summarize(*args, resampling=Resampling(rng, resamples=400), probabilities=drawn)
+    else:
         means = pd.DataFrame({"label": labels, "value": table.groupby("interval")[PARAMETERS].mean()})
         means = means.assign(lower=np.nan, upper=np.nan)
     return out | {("mean_norm", r.label): np.array([r.value, r.lower, r.upper]) for r in means.itertuples()}

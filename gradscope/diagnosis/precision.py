@@ -13,7 +13,7 @@ from gradscope.diagnosis.notes import has_gradient
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
 from gradscope.gradients import PARAMETERS, describe_seconds, sampling_probabilities
 from gradscope.intervals import summarize_cells
-from gradscope.resampling import Seed
+from gradscope.resampling import Resampling, Seed
 
 NORMAL = 1.959964
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
@@ -88,7 +88,8 @@ def sampling_error(
     if not has_gradient(table):
         norms = table[PARAMETERS].to_numpy(np.float64)
         args = (norms, interval, table["group"], size)
-        row = summarize_cells(*args, seed=seed, resamples=resamples, probabilities=probabilities).iloc[own]
+        drawn = {"resampling": Resampling(seed, resamples=resamples), "probabilities": probabilities}
+        row = summarize_cells(*args, **drawn).iloc[own]
         found = row[["value", "lower", "upper"]].to_numpy(np.float64)
         tokens = np.bincount(interval, minlength=size)[own]
         error = np.sqrt(design_variances(norms, probabilities, interval, size)[own]) / tokens

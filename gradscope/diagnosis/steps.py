@@ -14,7 +14,7 @@ from torch import Tensor
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
 from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
-from gradscope.resampling import Seed, prompt_clusters
+from gradscope.resampling import Resampling, Seed, prompt_clusters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
 
@@ -102,10 +102,9 @@ def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resampl
     gap, ratio = found.pop("logprob_difference"), found.pop("ratio")
     values = {"logprob_difference_mean": (gap, "nats"), "ratio_mean": (ratio, "ratio")}
     values |= {name: (inside, "share") for name, inside in found.items()}
-    clusters, parts = prompt_clusters(own), []
+    clusters, parts, resampling = prompt_clusters(own), [], Resampling(seed, resamples=resamples)
     for name, (numbers, unit) in values.items():
-        settings = {"seed": seed, "resamples": resamples}
-        row = summarize_cells(numbers, np.zeros(len(own), dtype=np.int64), clusters, 1, **settings).iloc[0]
+        row = summarize_cells(numbers, np.zeros(len(own), dtype=np.int64), clusters, 1, resampling=resampling).iloc[0]
         found = row[["value", "lower", "upper"]].to_numpy(np.float64)[:, None]
         parts.append(make_rows(name, found, int(row["num_measured"]), unit=unit))
     worst = (("logprob_difference_max", gap.max(), "nats"), ("ratio_max", ratio.max(), "ratio"))

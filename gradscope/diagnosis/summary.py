@@ -23,7 +23,7 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import interval_labels, summarize
 from gradscope.policy import Policy
-from gradscope.resampling import Seed
+from gradscope.resampling import Resampling, Seed
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Progress, track, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, measured_cones, theory_report, token_contexts
@@ -209,9 +209,9 @@ def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *
     """
     out = _mean_norms(table, seed)
     if gradients is not None:
-        drawn = {"probabilities": sampling_probabilities(table)}
+        drawn = {"resampling": Resampling(seed), "probabilities": sampling_probabilities(table)}
         args = (table["interval"], table["group"])
-        squares = summarize(table["weight"] * table[PARAMETERS], *args, seed=seed, statistic="rms", **drawn)
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, statistic="rms", **drawn)
         total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
         out["squared_share"] = total / total.sum()
         out = out.join(_gradient_columns(gradients))
@@ -219,8 +219,8 @@ def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *
 
 
 def _mean_norms(table: pd.DataFrame, seed: Seed) -> pd.DataFrame:
-    drawn = {"probabilities": sampling_probabilities(table)}
-    mean = summarize(table[PARAMETERS], table["interval"], table["group"], seed=seed, statistic="mean", **drawn)
+    drawn = {"resampling": Resampling(seed), "probabilities": sampling_probabilities(table)}
+    mean = summarize(table[PARAMETERS], table["interval"], table["group"], statistic="mean", **drawn)
     return pd.DataFrame(
         {
             "interval": mean["label"],

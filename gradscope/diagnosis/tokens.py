@@ -27,6 +27,7 @@ from gradscope.intervals import interval_shares, summarize
 from gradscope.resampling import (
     BITS,
     SHARE,
+    Resampling,
     Seed,
     Shortage,
     bound,
@@ -181,7 +182,7 @@ def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0,
     Columns: quantity (logit_grad_norm, act_grad_norm.0, …, param_grad_norm), then those of `intervals.summarize`.
     """
     layers = sorted((c for c in table if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
-    parts, settings = [], {"seed": seed, "resamples": resamples, "edges": edges}
+    parts, settings = [], {"resampling": Resampling(seed, resamples=resamples), "edges": edges}
     drawn = sampling_probabilities(table)
     for name in (LOGITS, *layers, PARAMETERS):
         # At the logits every token is measured.
@@ -228,8 +229,8 @@ def shares_by(
         if not names:
             continue
         args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
-        settings = {"seed": seed, "resamples": resamples, "edges": range(len(names) + 1)}
-        settings["confidence"] = 1 - 0.05 / len(names)
+        resampling = Resampling(seed, 1 - 0.05 / len(names), resamples)
+        settings = {"resampling": resampling, "edges": range(len(names) + 1)}
         tokens = interval_shares(*args, **settings)
         square = interval_shares(*args, values=squares[known], **sample(known), **settings)
         part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}

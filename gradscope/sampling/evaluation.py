@@ -20,6 +20,7 @@ import pandas as pd
 from gradscope.errors import InputError, checked
 from gradscope.intervals import summarize
 from gradscope.policy import Policy
+from gradscope.resampling import Resampling
 from gradscope.sampling.hf import HFSampler, check_prompts, check_settings
 from gradscope.sampling.protocol import Sampler
 from gradscope.sampling.rollouts import check_count, rollout_rows
@@ -223,7 +224,7 @@ def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
     scores = np.asarray(scores, dtype=float)
     one_interval = np.zeros(len(scores), dtype=int)
     rng, questions = np.random.default_rng(seed), np.arange(len(scores))
-    row = summarize(scores, one_interval, questions, seed=rng, edges=(0.0, 1.0)).iloc[0]
+    row = summarize(scores, one_interval, questions, resampling=Resampling(rng), edges=(0.0, 1.0)).iloc[0]
     varies = len(np.unique(scores[~np.isnan(scores)])) > 1
     return Mean(*(float(row[name]) if varies or name == "value" else np.nan for name in ("value", "lower", "upper")))
 

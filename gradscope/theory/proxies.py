@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, sampling_weights
-from gradscope.resampling import Seed, bootstrap, prompt_clusters
+from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters
 from gradscope.theory.gains import FLOOR, quantities, require_columns
 
 Values = Float[np.ndarray, " K"]
@@ -70,6 +70,7 @@ def judge_proxies(
     above = table["log_one_minus_prob"].to_numpy(np.float64) > np.log(floor)
     # The same prompts are redrawn in every row.
     seed = None if seed is None else int(np.random.default_rng(seed).integers(2**32))
+    resampling = Resampling(seed, confidence, resamples)
     rows = []
     for quantity, norm in norms.items():
         for name, values in proxies.items():
@@ -78,17 +79,8 @@ def judge_proxies(
             known = np.isfinite(norm) & np.isfinite(values)
             if known.sum() < FEWEST:
                 continue
-            found = _judge(
-                norm[known],
-                values[known],
-                counts[known],
-                clusters[known],
-                above[known],
-                top,
-                confidence,
-                resamples,
-                seed,
-            )
+            own = (each[known] for each in (norm, values, counts, clusters, above))
+            found = _judge(*own, top, resampling)
             keys = {"quantity": quantity, "proxy": name, "tokens": int(known.sum())}
             ends = zip(("spearman", "r2", "found"), found.T, strict=True)
             rows.append(
@@ -110,9 +102,7 @@ def _judge(
     clusters: np.ndarray,
     above: Bool[np.ndarray, " K"],
     top: float,
-    confidence: float,
-    resamples: int,
-    seed: int | None,
+    resampling: Resampling,
 ) -> Float[np.ndarray, "3 3"]:
     """Spearman, R² of logs, share found: values, lower and upper bounds."""
     _, cluster = np.unique(clusters, return_inverse=True)
@@ -132,8 +122,7 @@ def _judge(
             found = np.where((all_ > 0) & (largest[0].sum() >= FEWEST), both / all_, np.nan)
             return np.stack([ranks, explained**2, found], 1)
 
-    settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
-    return bootstrap(evaluate, int(cluster.max()) + 1, **settings)
+    return bootstrap(evaluate, int(cluster.max()) + 1, **vars(resampling))
 
 
 def _ranks(values: Values, counts: Values) -> Values:

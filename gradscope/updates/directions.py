@@ -27,7 +27,7 @@ from torch import Tensor
 from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize_cells
 from gradscope.objective import TokenStatistics, fill_unknown
-from gradscope.resampling import Seed, bootstrap, prompt_clusters
+from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -63,8 +63,8 @@ def right_direction_shares(
     rows, cells, signs = _cells(table, by, against, values)
     moved = np.sign(_movement(table, "delta_log_odds", name))
     right = np.where(moved == 0, np.nan, moved == signs)
-    settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
-    shares = summarize_cells(right, cells, prompt_clusters(table), len(rows) + 1, **settings)[:-1]
+    resampling = Resampling(seed, confidence, resamples)
+    shares = summarize_cells(right, cells, prompt_clusters(table), len(rows) + 1, resampling=resampling)[:-1]
     rows["num_tokens"], rows["tied"] = shares["num_tokens"], shares["num_tokens"] - shares["num_measured"]
     return rows.assign(share=shares["value"], lower=shares["lower"], upper=shares["upper"])
 
@@ -144,9 +144,9 @@ def movement_summary(
     """
     rows, cells, _ = _cells(table, by, against, values)
     moved = _finite_movement(table, value, name)
-    clusters, settings = prompt_clusters(table), {"seed": seed, "resamples": resamples}
+    clusters, resampling = prompt_clusters(table), Resampling(seed, resamples=resamples)
     for statistic, amounts in (("mean", moved), ("mean_abs", np.abs(moved))):
-        found = summarize_cells(amounts, cells, clusters, len(rows) + 1, **settings)[:-1]
+        found = summarize_cells(amounts, cells, clusters, len(rows) + 1, resampling=resampling)[:-1]
         rows["num_tokens"] = found["num_tokens"]
         rows[statistic] = found["value"]
         rows[f"{statistic}_lower"], rows[f"{statistic}_upper"] = found["lower"], found["upper"]

@@ -15,6 +15,7 @@ from gradscope.diagnosis.precision import FEWEST, design_variances
 from gradscope.diagnosis.tokens import layer_norms, scaled_squares, shares_by, sum_by_prompt
 from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize
+from gradscope.resampling import Resampling
 from gradscope.theory import gains, regress_norms
 
 LABELS = interval_labels()
@@ -157,7 +158,7 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     summary = interval_summary(table, None, seed=np.random.default_rng(0))
     assert summary["mean_norm"].tolist() == pytest.approx((norms / counts).tolist())
     args = (table["interval"], table["group"])
-    settings = {"seed": np.random.default_rng(0), "resamples": 2, "probabilities": table[SAMPLING_PROBABILITY]}
+    settings = {"resampling": Resampling(resamples=2), "probabilities": table[SAMPLING_PROBABILITY]}
     rms = summarize(table["weight"] * table["param_grad_norm"], *args, statistic="rms", **settings)
     assert (rms["value"] ** 2 * counts).tolist() == pytest.approx(totals.tolist())
     sums = summarize(squares, *args, statistic="sum", **settings)
@@ -245,7 +246,7 @@ def headline(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple
         own = shares[shares["statistic"] == name][["value", "lower", "upper"]].to_numpy(float)
         out[name, 0] = own[0].tolist()
     rng = np.random.default_rng(0) if rng is None else rng
-    settings = {"seed": rng, "resamples": 300, "probabilities": table.get(SAMPLING_PROBABILITY)}
+    settings = {"resampling": Resampling(rng, resamples=300), "probabilities": table.get(SAMPLING_PROBABILITY)}
     means = summarize(table["param_grad_norm"], table["interval"], table["group"], **settings)
     for a in (0, 3):
         out["mean_norm", a] = means[["value", "lower", "upper"]].to_numpy(float)[a].tolist()
