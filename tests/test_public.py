@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import pandas as pd
 import pytest
@@ -13,10 +13,11 @@ from torch import nn
 
 import gradscope
 from gradscope import objective, plots, theory, updates
-from gradscope.diagnosis import Diagnosis
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings
 from gradscope.errors import InputError
+from gradscope.gradients import MeasureSettings
 from gradscope.rollouts.batch import Response, collate
-from gradscope.sampling import evaluate
+from gradscope.sampling import SamplingSettings, evaluate
 from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig, get_preset
 from gradscope.updates import SGD
@@ -77,6 +78,22 @@ def test_an_argument_of_another_type_is_named(function, pool):
 def test_an_unknown_keyword_is_named_and_the_nearest(call):
     with pytest.raises(TypeError, match="temprature"):
         call()
+
+
+@pytest.mark.parametrize(
+    ("function", "settings"),
+    [
+        (gradscope.sample, SamplingSettings),
+        (gradscope.measure, MeasureSettings),
+        (gradscope.diagnose, DiagnosisSettings),
+    ],
+)
+def test_the_keywords_are_the_fields_of_the_settings(function, settings):
+    *_, (last, parameter) = inspect.signature(function).parameters.items()
+    assert parameter.kind is parameter.VAR_KEYWORD
+    (keywords,) = get_args(get_type_hints(inspect.unwrap(function))[last])
+    fields = {name: field.type for name, field in settings.__dataclass_fields__.items()}
+    assert {name: hint.__forward_arg__ for name, hint in keywords.__annotations__.items()} == fields
 
 
 def test_paths_are_taken_in_the_place_of_a_policy_and_its_rollouts(tmp_path):

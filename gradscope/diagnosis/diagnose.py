@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import numpy as np
 import pandas as pd
@@ -42,6 +42,7 @@ from gradscope.diagnosis.result import (
     WARNINGS,
     BoundMargins,
     Diagnosis,
+    DiagnosisKeywords,
     DiagnosisSettings,
     join_rows,
     make_rows,
@@ -95,7 +96,7 @@ def diagnose(
     optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
     processes: Processes = ALONE,
     progress: bool | Progress = False,
-    **changes: object,
+    **changes: Unpack[DiagnosisKeywords],
 ) -> Diagnosis | None:
     """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, overload
+from typing import TYPE_CHECKING, Any, Literal, SupportsIndex, TypedDict, overload
 
 import numpy as np
 import pandas as pd
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from gradscope.rollouts import Note
     from gradscope.updates import Comparison
 
+TITLE = "gradscope diagnosis"
+"""Title of a diagnosis's page."""
 COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
 """metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
 n: the tokens that the number rests on, measured ones where norms are meant; unit: share, bits, nats, ratio, cosine,
@@ -182,6 +184,26 @@ class DiagnosisSettings:
             raise InputError(
                 f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more (below 2**57)"
             )
+
+
+class DiagnosisKeywords(TypedDict, total=False):
+    """The fields of `DiagnosisSettings`, as keywords of `diagnose`."""
+
+    loss: LossSettings
+    edges: tuple[Number, ...]
+    tokens_per_interval: int | Literal["auto", "enough"] | None
+    bins: int
+    top: int
+    gradient_memory: int | None
+    gradient_way: Literal["whole", "sketches"] | None
+    minutes: Number | None
+    influence_tokens: int | None
+    actual_step: bool
+    compare: bool | None
+    step: StepSettings | None
+    micro_batch_size: int
+    resamples: int
+    seed: int
 
 
 class Verdict(StrEnum):
@@ -344,15 +366,15 @@ class Diagnosis:
             f"{len(self.statistics)} statistics, {len(self.notes)} notes"
         )
 
-    def to_html(self, path: str | Path, **keywords: Any) -> Path:
-        """Write the page as one file that fetches nothing; return its path. keywords: title, facts, notes of
-        `make_report`.
-        """
+    def to_html(
+        self, path: str | Path, *, title: str = TITLE, facts: Mapping[str, str] | None = None, notes: Sequence[str] = ()
+    ) -> Path:
+        """Write the page as one file that fetches nothing; return its path. The rest is as in `make_report`."""
         if self.report is None:
             raise InputError(
                 "this diagnosis was put together by hand; make_report(found, policy, batch) makes its page"
             )
-        return self.report(**keywords).to_html(path)
+        return self.report(title=title, facts=facts, notes=notes).to_html(path)
 
 
 @dataclass(frozen=True)

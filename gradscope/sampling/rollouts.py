@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 import torch
 
-from gradscope.errors import InputError, checked
+from gradscope.errors import InputError, checked, make_settings
 from gradscope.policy import Policy, PolicyLike, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling.engines import make_sampler
@@ -21,6 +22,29 @@ MOST_RESPONSES = 10_000_000
 """Most responses in one call, since all are held in memory."""
 
 
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How responses are sampled."""
+
+    n: int = 8
+    """Responses to each question."""
+    temperature: int | float = 1.0
+    """That the logits are divided by."""
+    max_new_tokens: int = 1024
+    """Most tokens of a response."""
+    seed: int = 0
+    """Seeds the draws."""
+
+
+class SamplingKeywords(TypedDict, total=False):
+    """The fields of `SamplingSettings`, as keywords of `sample` and `rollout_rows`."""
+
+    n: int
+    temperature: int | float
+    max_new_tokens: int
+    seed: int
+
+
 @checked
 def sample(
     policy: PolicyLike,
@@ -29,33 +53,42 @@ def sample(
     task: str | Task | None = None,
     questions: int = 16,
     data: Sequence[str] = (),
-    n: int = 8,
-    temperature: int | float = 1.0,
-    max_new_tokens: int = 1024,
-    seed: int = 0,
     engine: Literal["hf", "vllm"] = "hf",
     batch_size: int = 64,
+    **settings: Unpack[SamplingKeywords],
 ) -> TokenBatch:
     """Sample n responses to each prompt, or to questions of a task that rewards them.
 
-    policy: or the path that `load_policy` takes. prompts: strings, or chats for the tokenizer's template. task: a name
-    (see `tasks.task_names`), FILE.py:NAME, or a Task; data: files of its questions, None: it makes them up. The batch
-    holds the sampler's log-probabilities as old_logprobs; batch_size: responses decoded together by transformers.
-    Raises InputError with both prompts and a task or neither, and for what cannot be sampled.
+    Args:
+        policy: or the path that `load_policy` takes.
+        prompts: strings, or chats for the tokenizer's template.
+        task: a name (see `tasks.task_names`), FILE.py:NAME, or a Task.
+        questions: how many of the task's to draw.
+        data: files of the task's questions; without any it makes them up.
+        batch_size: responses decoded together by transformers.
+        settings: the fields of SamplingSettings, by name: n, temperature, max_new_tokens, seed.
+
+    Returns:
+        The batch, with the sampler's log-probabilities as old_logprobs.
+
+    Raises:
+        InputError: with both prompts and a task or neither, and for what cannot be sampled.
     """
+    chosen = make_settings(SamplingSettings, "sample", settings)
     if (prompts is None) == (task is None):
         raise InputError("give either prompts= or task=: one of the two says what to answer")
     if isinstance(prompts, str):
         raise InputError("prompts is one string; give a list of prompts")
-    if questions < 1 or n < 1 or seed < 0:
-        raise InputError(f"questions is {questions}, n {n} and seed {seed}; give 1 or more, 1 or more, 0 or more")
+    if questions < 1 or chosen.n < 1 or chosen.seed < 0:
+        raise InputError(
+            f"questions is {questions}, n {chosen.n} and seed {chosen.seed}; give 1 or more, 1 or more, 0 or more"
+        )
     policy = policy if isinstance(policy, Policy) else load_policy(policy)
     task = get_task(task) if isinstance(task, str) else task
     if task is None:
         asked = [Question(prompt, None) for prompt in prompts]
     else:
-        asked = draw_questions(task, questions, seed=seed, files=tuple(data))
-    settings = {"n": n, "temperature": float(temperature), "max_new_tokens": max_new_tokens, "seed": seed}
+        asked = draw_questions(task, questions, seed=chosen.seed, files=tuple(data))
     with closing(make_sampler(engine, policy, batch_size=batch_size)) as sampler:
         return batch_rows(rollout_rows(policy, asked, task=task, sampler=sampler, **settings), on_policy=False)
 
@@ -64,30 +97,28 @@ def rollout_rows(
     policy: Policy,
     questions: Iterable[Question],
     *,
-    n: int,
-    temperature: float,
-    max_new_tokens: int,
-    seed: int,
     task: Task | None = None,
     sampler: Sampler | None = None,
     greedy: bool = False,
+    **settings: Unpack[SamplingKeywords],
 ) -> list[dict[str, Any]]:
     """Sample n responses to each question, as rows of the native rollout format, question by question.
 
     task: grades them, which adds `reward`, `correct` and `format_ok`; None: no grades.
-    sampler: default HFSampler(policy).
+    sampler: default HFSampler(policy). settings: the fields of SamplingSettings, by name.
     A row also has `level` and `finished` (False: cut off before a stop token). Raises InputError where the task cannot
     grade a response, and for more than MOST_RESPONSES.
     """
-    questions = list(questions)
-    check_count(len(questions), n)
+    chosen, questions = make_settings(SamplingSettings, "rollout_rows", settings), list(questions)
+    temperature = float(chosen.temperature)
+    check_count(len(questions), chosen.n)
     prompts = [policy.encode_prompt(question.prompt) for question in questions]
     sampled = (HFSampler(policy) if sampler is None else sampler).sample(
         prompts,
-        n=n,
+        n=chosen.n,
         temperature=temperature,
-        max_new_tokens=max_new_tokens,
-        generator=_make_generator(seed),
+        max_new_tokens=chosen.max_new_tokens,
+        generator=_make_generator(chosen.seed),
         greedy=greedy,
     )
     rows = []

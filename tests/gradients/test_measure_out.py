@@ -12,8 +12,7 @@ import gradscope
 from gradscope import load_policy, measure, read_rollouts
 from gradscope.cli.commands import main
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings, TableMeasurement
-from gradscope.gradients.settings import MeasureKeywords
+from gradscope.gradients import TableMeasurement
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, float_parameters
 from gradscope.runs import RunFolder
@@ -143,8 +142,3 @@ def test_a_policy_without_files_is_not_kept(tmp_path):
     with pytest.raises(InputError):
         measure(policy, batch, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_the_keywords_are_the_fields_of_the_settings():
-    settings = {name: field.type for name, field in MeasureSettings.__dataclass_fields__.items()}
-    assert {name: hint.__forward_arg__ for name, hint in MeasureKeywords.__annotations__.items()} == settings

@@ -15,7 +15,7 @@ from gradscope.diagnosis.page.first_screen import decide, make_tiles
 from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Table
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
-from gradscope.diagnosis.result import Diagnosis
+from gradscope.diagnosis.result import TITLE, Diagnosis
 from gradscope.diagnosis.tokens import add_weighted_norms
 from gradscope.diagnosis.words import findings
 from gradscope.errors import checked
@@ -51,7 +51,7 @@ def make_report(
     policy: Policy,
     batch: TokenBatch,
     *,
-    title: str = "gradscope diagnosis",
+    title: str = TITLE,
     facts: Mapping[str, str] | None = None,
     notes: Sequence[str] = (),
 ) -> Report:
