@@ -68,7 +68,7 @@ class Evaluate(PolicyFlags):
         questions = draw_questions(task, count, seed=self.seed, files=self.data, people=self.people)
         check_prompts(questions, parquet=True)
         hash_ahead(self.model)
-        policy = load_quietly(self.model, **self.loading)
+        policy = load_quietly(self.model, self.loading)
         settings = {
             "temperature": self.temperature,
             "max_new_tokens": self.max_new_tokens,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -148,13 +148,19 @@ def command_progress() -> Progress:
     return Reporter() if os.environ.get("RANK", "0") == "0" else SILENT
 
 
-def load_quietly(path: str, **settings: Any) -> Policy:
-    """Call `load_policy` without transformers' progress bars and warnings."""
+def load_quietly(path: str, loading: Mapping[str, Any]) -> Policy:
+    """Call `load_policy` without transformers' progress bars and warnings. loading: of `PolicyFlags`."""
     from gradscope.policy import load_policy
 
+    loading = dict(loading)
+    spread = loading.pop("device_map", None)
+    if spread is not None:
+        if loading["device"] is not None:
+            raise InputError(f"--device is {loading['device']} and --device-map {spread}; give one of the two")
+        loading["device"] = spread
     quiet_transformers()
     with command_progress().stage("loading the policy"):
-        return load_policy(path, **settings)
+        return load_policy(path, **loading)
 
 
 def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:

@@ -166,7 +166,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         resources = Resources(self.gradient_memory, self.chunk_memory, processes=processes, progress=command_progress())
         with processes.together():
             hash_ahead(self.model)
-            policy = load_quietly(self.model, **(self.loading | {"device": device}))
+            policy = load_quietly(self.model, self.loading | {"device": device})
             with command_progress().stage("reading the rollouts"):
                 dump = self.read(policy)
             settings = self.settle(policy, policy.device.type)
@@ -246,7 +246,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if self.params == "adapter":
             raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
         if self.flops is None:
-            policy = load_quietly(self.model, **self.loading)
+            policy = load_quietly(self.model, self.loading)
             device = policy.device
         else:
             quiet_transformers()

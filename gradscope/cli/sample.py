@@ -77,7 +77,7 @@ class Sample(PolicyFlags):
             options = {"files": self.data, "people": self.people}
             questions = draw_questions(task, self.questions, seed=self.seed, **options)
         check_prompts(questions, parquet=self.out.suffix == ".parquet")
-        policy = load_quietly(self.model, **self.loading)
+        policy = load_quietly(self.model, self.loading)
         settings = {"temperature": self.temperature, "max_new_tokens": self.max_new_tokens, "seed": self.seed}
         sampling = {"batch_size": self.batch_size, "progress": command_progress()}
         with closing(make_sampler(self.engine, policy, **sampling)) as sampler:

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 PolicyLike = Policy | str | Path
 """A policy, or what `load_policy` loads one from."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
+"""In the place of a device: how transformers spreads a policy over several."""
 GRADIENT_SHARE = 1 / 6
 """The share of free memory that summed gradients may take, unless a budget is given."""
 MOST_LAYERS = 10_000
@@ -56,12 +58,11 @@ def load_policy(
     path: str | Path,
     *,
     dtype: str | torch.dtype | None = None,
-    device: str | None = None,
+    device: str | dict[str, Any] | None = None,
     blocks: str | None = None,
     params: Literal["all", "adapter"] = "all",
     base: str | Path | None = None,
     trust_remote_code: bool = False,
-    device_map: str | dict[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Policy:
     """Load a checkpoint in eval mode; nothing is downloaded.
@@ -73,14 +74,14 @@ def load_policy(
     looked for in the run's folder, then beside an adapter's base.
     dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
     "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
-    device: a torch device; default "cuda" where there is one, else "cpu".
+    device: a torch device; default "cuda" where there is one, else "cpu". "auto", "balanced", "balanced_low_0" or
+    "sequential" spread the policy over all devices, as in transformers; so does a map, module → device.
     blocks: name of the ModuleList of blocks, where it cannot be found by itself.
     params: "all" measures every parameter, an adapter merged into its base; "adapter" keeps it apart (in float32 at
     least) and measures the parameters that it trains, alone.
     base: an adapter's base model, where adapter_config.json does not name a folder that is here; or the model whose
     configuration and tokenizer shards have, where none lie beside them.
     trust_remote_code: run the Python files of a checkpoint that brings its own; without it such a one is refused.
-    device_map: spreads the policy over devices, as in transformers: "auto", or module → device; not with `device`.
     chat_template_kwargs: arguments of the chat template wherever a chat is encoded: {"enable_thinking": False}.
 
     Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
@@ -91,11 +92,10 @@ def load_policy(
     folder = Path(find_checkpoint(str(path)))
     if params not in ("all", "adapter"):
         raise InputError(f"params is {params!r}; give all or adapter")
-    if device_map is not None and device is not None:
-        raise InputError(f"device is {device!r} and device_map {device_map!r:.40}; give one of the two")
     refuse_training_run(folder)
     below: list[Path] = []
-    place = {"device": find_device(device) if device_map is None else None, "device_map": device_map}
+    spread = isinstance(device, dict) or device in SPREAD
+    place = {"device": None, "device_map": device} if spread else {"device": find_device(device), "device_map": None}
     place |= {"dtype": dtype, "trust_remote_code": trust_remote_code}
     home, shards = folder, None
     if not is_adapter(folder):

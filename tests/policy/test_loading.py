@@ -358,12 +358,11 @@ def test_a_forward_that_is_replaced_by_anyone_else_is_still_no_rules():
     assert [*meter.ownership.general] == ["model.layers.0.mlp.up_proj.weight"]
 
 
-def test_a_device_map_places_the_policy_or_is_refused(folder):
-    for device_map in ("auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}):
-        policy = load_policy(folder, device_map=device_map)
+def test_a_map_of_devices_places_the_policy_and_an_unknown_device_is_refused(folder):
+    for device in ("auto", {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}):
+        policy = load_policy(folder, device=device)
         assert {p.device.type for p in policy.model.parameters()} <= {"cpu", "cuda"}
-    assert "give one of the two" in refusal(folder, device_map="auto", device="cpu")
-    assert "'nonsense'" in refusal(folder, device_map="nonsense")
+    assert "'nonsense'" in refusal(folder, device="nonsense")
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

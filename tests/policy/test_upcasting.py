@@ -171,7 +171,7 @@ def test_one_copy_of_a_matrix_is_alive_at_a_time_and_none_waits_for_the_backward
 
 
 def test_modules_whose_forward_accelerate_wraps_are_upcast_too(halves):
-    whole, upcast = both(halves / "llama", device_map={"model": "cpu", "lm_head": "cpu"})
+    whole, upcast = both(halves / "llama", device={"model": "cpu", "lm_head": "cpu"})
     add_hook_to_module(upcast.model.lm_head, AlignDevicesHook("cpu"))  # one that comes later keeps upcasting inside
     assert {p.dtype for p in upcast.model.parameters()} == {torch.bfloat16}
     ids = torch.arange(4, 12)[None]
