@@ -92,7 +92,7 @@ class Evaluate(PolicyFlags):
     def _key(self, policy: Policy, questions: Sequence[Question], settings: dict[str, Any]) -> dict[str, Any]:
         asked = {"number_of_questions": len(questions), "questions": questions_hash(questions), "engine": self.engine}
         asked["chat_template_kwargs"] = self.chat_template_kwargs
-        return make_key(policy, task=self.task, settings=settings, **asked)
+        return make_key(policy, {"task": self.task, "settings": settings, **asked})
 
     def _evaluate(self, exam: Exam, folder: RunFolder) -> None:
         """Parts hold responses without grades: a task that raises is mended, and no response is sampled again."""
@@ -108,10 +108,9 @@ class Evaluate(PolicyFlags):
         evaluation = summarize_responses(graded)
         write_text(folder.staged / TABLE, evaluation.table.to_csv(index=False))
         write_parquet(folder.staged / RESPONSES, evaluation.responses)
-        counts = {"questions": len(exam.questions), "responses": len(evaluation.responses)}
-        folder.publish(
-            make_manifest(self.model, exam.policy, folder.key, settings=asdict(self), seed=self.seed, **counts)
-        )
+        facts = {"settings": asdict(self), "seed": self.seed}
+        facts |= {"questions": len(exam.questions), "responses": len(evaluation.responses)}
+        folder.publish(make_manifest(self.model, exam.policy, folder.key, facts))
         print(f"{len(evaluation.responses):,} responses: {folder.folder / RESPONSES}; table: {folder.folder / TABLE}")
 
     def _report_again(self) -> str:

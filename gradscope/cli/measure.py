@@ -268,7 +268,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
-        return measure_key(policy, settings, **read)
+        return measure_key(policy, settings, read)
 
     def _draw(self, measured: Measured) -> None:
         """Add figures and summary to a finished run, unless they are there.

@@ -139,18 +139,25 @@ def multiply_intervals(
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 
 
-def interval_gradients_over(policy: Policy, batches: Iterable[TokenBatch], **keywords: Any) -> IntervalGradients:
+def interval_gradients_over(
+    policy: Policy,
+    batches: Iterable[TokenBatch],
+    *,
+    loss: LossSettings = PAPER,
+    edges: Sequence[Number] = EDGES,
+    generator: torch.Generator | None = None,
+    optimizer_state: AdamWState | None = None,
+    resources: Resources | None = None,
+) -> IntervalGradients:
     """`interval_gradients` of several batches: means, and columns `norm_sd`, … with the standard deviation (n − 1).
 
-    keywords: those of `interval_gradients`, without `intervals`; each batch meets the same optimizer state.
+    Arguments are those of `interval_gradients`; each batch meets the same optimizer state.
     Means and deviations run over the batches where the number is defined; `batches` counts those that have tokens in
     the interval, num_tokens adds up, and signal_to_noise is mean signal over mean noise.
     """
-    if keywords.get("intervals") is not None:
-        raise InputError("intervals are of one batch and several are given; leave them out, or measure batch by batch")
-    generator = keywords.pop("generator", None) or torch.Generator().manual_seed(0)
-    batches = list(batches)
-    results = [interval_gradients(policy, batch, generator=generator, **keywords) for batch in batches]
+    settings = {"loss": loss, "edges": edges, "optimizer_state": optimizer_state, "resources": resources}
+    settings["generator"] = generator or torch.Generator().manual_seed(0)
+    results = [interval_gradients(policy, batch, **settings) for batch in batches]
     if len({result.plan.sketch_size is None for result in results}) == 2:
         raise InputError(
             "some batches fit into the memory whole and others do not; give --gradient-memory one way or the other"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -115,7 +115,7 @@ def measure(
         known["edges"] = list(edges)
     if tokens is not None:
         known["tokens"] = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
-    folder = RunFolder(out, measure_key(policy, measurement.settings, **known))
+    folder = RunFolder(out, measure_key(policy, measurement.settings, known))
     facts = {
         "model": policy.path,
         "rollouts": {"path": path and str(path), "sha256": known["rollouts"], "notes": list(batch.notes)},
@@ -149,9 +149,9 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
     return found.hexdigest()
 
 
-def measure_key(policy: Policy, settings: MeasureSettings, **known: Any) -> dict[str, Any]:
+def measure_key(policy: Policy, settings: MeasureSettings, known: Mapping[str, Any]) -> dict[str, Any]:
     """Make the key of a measurement's folder: everything that changes a number. known: about rollouts and optimizer."""
-    return make_key(policy, **known, settings=asdict(settings), blocks=policy.blocks_name)
+    return make_key(policy, {**known, "settings": asdict(settings), "blocks": policy.blocks_name})
 
 
 def read_table(folder: RunFolder) -> pd.DataFrame:
@@ -327,18 +327,14 @@ def _manifest(
     measurement: TableMeasurement, key: dict[str, Any], table: pd.DataFrame, *, model: str, **facts: Any
 ) -> dict[str, Any]:
     policy, meter, check = measurement.policy, measurement.meter, measurement.check
-    return make_manifest(
-        model,
-        policy,
-        key,
-        **facts,
-        settings=asdict(measurement.settings),
-        seed=measurement.settings.seed,
-        processes=measurement.processes.count,
-        threads=torch.get_num_threads(),
-        pass_seconds=measurement.pass_seconds,
-        self_check="off" if check is None else asdict(check),
-        engine={
+    found = {
+        "settings": asdict(measurement.settings),
+        "seed": measurement.settings.seed,
+        "processes": measurement.processes.count,
+        "threads": torch.get_num_threads(),
+        "pass_seconds": measurement.pass_seconds,
+        "self_check": "off" if check is None else asdict(check),
+        "engine": {
             "blocks": policy.blocks_name,
             "rules": "the model's graph" if meter.precision is None else "decoder",
             "precision": meter.precision or "exact",
@@ -347,10 +343,11 @@ def _manifest(
             "modules_by_rule": len(meter.ownership.rules),
             "parameters_on_the_general_path": list(meter.ownership.general),
         },
-        logged=list(measurement.notes),
-        tokens=len(table),
-        tokens_measured=int(table[PARAMETERS].notna().sum()),
-    )
+        "logged": list(measurement.notes),
+        "tokens": len(table),
+        "tokens_measured": int(table[PARAMETERS].notna().sum()),
+    }
+    return make_manifest(model, policy, key, facts | found)
 
 
 def _describe_sample(

@@ -151,11 +151,22 @@ def weigh_tokens(
     return {step: spread.masked_scatter(response_mask, torch.from_numpy(w).to(spread)) for step, w in weights}
 
 
-def weigh_step(weighting: Weighting, *tokens: Any, **known: Any) -> Float[Tensor, "B T"]:
+def weigh_step(
+    weighting: Weighting,
+    logprobs: Float[Tensor, "B T"],
+    old_logprobs: Float[Tensor, "B T"],
+    advantages: Float[Tensor, "B T"],
+    response_mask: Bool[Tensor, "B T"],
+    settings: LossSettings,
+    *,
+    entropy: Float[Tensor, "B T"] | None = None,
+    sampler_logprobs: Float[Tensor, "B T"] | None = None,
+) -> Float[Tensor, "B T"]:
     """Compute `weigh_tokens` for a weighting that takes one optimizer step. Raises InputError for any other."""
     if weighting.rule.control == "matched-norm":
         raise InputError(f"{weighting} goes by the norm of two gradients, which the trainer alone takes; leave it out")
-    weights = weigh_tokens(weighting, *tokens, **known)
+    tokens = (logprobs, old_logprobs, advantages, response_mask)
+    weights = weigh_tokens(weighting, *tokens, settings, entropy=entropy, sampler_logprobs=sampler_logprobs)
     if len(weights) > 1:
         raise InputError(f"{weighting} takes {len(weights)} optimizer steps, which is not done here; give one of one")
     return next(iter(weights.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from gradscope import __version__
@@ -11,7 +12,7 @@ from gradscope.policy.upcasting import precision_in_words
 from gradscope.runs import provenance
 
 
-def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
+def make_key(policy: Policy, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Make the key of a run: gradscope's version, hashes (an adapter's with its base's), precision, settings."""
     return {
         "gradscope": __version__,
@@ -22,7 +23,7 @@ def make_key(policy: Policy, **asked: Any) -> dict[str, Any]:
     }
 
 
-def make_manifest(model: str, policy: Policy, key: dict[str, Any], **facts: Any) -> dict[str, Any]:
+def make_manifest(model: str, policy: Policy, key: dict[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Make the manifest of a run with a policy: versions, files by their hashes, precision, device, and other facts."""
     base = None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]}
     return {

@@ -6,7 +6,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from jaxtyping import Bool, Float
@@ -27,12 +26,10 @@ SHORTEST = 3
 """Shortest run of certain tokens that counts."""
 
 
-def with_caveats(batch: TokenBatch, **known: Any) -> TokenBatch:
-    """Return the batch with the notes of `find_caveats` (which takes the keywords), replacing earlier notes of these
-    kinds.
-    """
+def replace_caveats(batch: TokenBatch, found: tuple[Note, ...]) -> TokenBatch:
+    """Return the batch with these notes of `find_caveats` in the place of earlier ones."""
     others = tuple(note for note in batch.notes if note.kind not in CAVEATS)
-    return replace(batch, notes=others + find_caveats(batch, **known))
+    return replace(batch, notes=others + found)
 
 
 def find_caveats(

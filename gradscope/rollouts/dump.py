@@ -16,7 +16,7 @@ from torch import Tensor
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
-from gradscope.rollouts.caveats import find_caveats, with_caveats
+from gradscope.rollouts.caveats import find_caveats, replace_caveats
 from gradscope.rollouts.formats.base import (
     EMPTY,
     EXTRAS,
@@ -184,7 +184,8 @@ def _select_step(dump: Dump, step: int) -> Dump:
     kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
     left_out = {step: dump.left_out.get(step, 0)}
     known = {"left_out": left_out, "stop_ids": dump.stop_ids, "pad_ids": dump.pad_ids}
-    batch = with_caveats(dump.batch.select(rows), **known, is_dump=dump.format != "native")
+    batch = dump.batch.select(rows)
+    batch = replace_caveats(batch, find_caveats(batch, **known, is_dump=dump.format != "native"))
     return replace(dump, batch=batch, left_out=left_out, **kept)
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.caveats import with_caveats
+from gradscope.rollouts.caveats import find_caveats, replace_caveats
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records
@@ -59,7 +59,9 @@ def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatc
     if not isinstance(batch, TokenBatch):
         return policy, read_rollouts(batch, policy)
     check_batch(policy, batch)
-    return policy, batch if batch.notes else with_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids)
+    if not batch.notes:
+        batch = replace_caveats(batch, find_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids))
+    return policy, batch
 
 
 @checked

@@ -66,7 +66,7 @@ class GrowingLayer(DynamicLayer):
         super().__init__()
         self._growing = (GrowingTensor(), GrowingTensor())
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         for growing, states in zip(self._growing, (key_states, value_states), strict=True):
