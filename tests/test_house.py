@@ -1,4 +1,7 @@
-"""The house: a room imports rooms above it in one list, by their doors, and no chain of imports is long."""
+"""The house: a room imports rooms above it in one list, by their doors, and no chain of imports is long.
+
+Functions take few parameters, and public ones only such as have a type.
+"""
 
 import ast
 from graphlib import CycleError, TopologicalSorter
@@ -26,6 +29,10 @@ DRIVING = {
 NAMES = ast.Attribute | ast.Name
 DIFFERENTIATES = {"theory/constants.py", "rollouts/batch.py", "sampling/hf.py", "integrations/trl_batch.py"}
 """Block Jacobians of their own; what a batch's micro-batches are, and TRL's own; responses sampled together."""
+EQUATIONS = ("objective/equations.py", "gradients/engine/decoder/")
+"""Whose functions may have as many parameters as the equation has symbols."""
+MOST = 8
+"""Parameters of any other function."""
 LONGEST = 15
 """Files in a chain of imports; a name that a door hands on counts as the file that defines it."""
 
@@ -68,6 +75,38 @@ def test_no_submodule_bears_the_name_of_a_public_function(repository):
 def test_an_import_from_a_lower_room_is_named(tmp_path):
     write(tmp_path, {"rollouts/batch.py": "def f():\n    import gradscope.cli", "cli/__init__.py": ""})
     assert complaints(tmp_path) == ["rollouts.batch imports cli, which stands below rollouts"]
+
+
+def test_functions_take_few_parameters_with_a_type(repository):
+    assert crowded(repository / "gradscope") == []
+
+
+def test_a_crowded_function_and_loose_keywords_are_named(tmp_path):
+    many = "def f(a, b, /, c, d, *, e, f, g, h, i): ...\nclass C:\n    def __init__(self, a, b, c, d, e, f, g, h): ..."
+    loose = "def f(**settings: object): ...\ndef _f(**settings): ...\nclass C:\n    def g(self, **keywords: Any): ..."
+    write(tmp_path, {"plots/many.py": many, "plots/loose.py": loose, "objective/equations.py": many})
+    assert crowded(tmp_path) == ["plots/loose.py: f", "plots/loose.py: g", "plots/many.py: f"]
+
+
+def crowded(package: Path) -> list[str]:
+    """Functions with more than MOST parameters, and public ones that take keywords of any name and type.
+
+    A task's options are its own; a keyword argument called `_` is not looked at.
+    """
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        name, tree = path.relative_to(package).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
+        public = [*tree.body, *(inner for node in tree.body if isinstance(node, ast.ClassDef) for inner in node.body)]
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or name.startswith(EQUATIONS):
+                continue
+            own, rest = node.args, node.args.kwarg
+            given = {each.arg for each in (*own.posonlyargs, *own.args, *own.kwonlyargs)} - {"self", "cls"}
+            loose = rest and rest.arg != "_" and not name.startswith("tasks/")
+            loose = loose and (rest.annotation is None or ast.unparse(rest.annotation) in ("Any", "object"))
+            if len(given) > MOST or (loose and node in public and not node.name.startswith("_")):
+                found.append(f"{name}: {node.name}")
+    return found
 
 
 class House:
