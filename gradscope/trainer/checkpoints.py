@@ -23,13 +23,13 @@ STAY = "the checkpoints before it stay"
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
 """Settings that may change on resume. No step's numbers depend on them."""
 DROPPED = ("gradients_every",)
-"""Settings that only an older config.json has."""
+"""Settings of older config.json files, ignored."""
 
 
 def save_checkpoint(
     out: Path, step: int, learner: Learner, *, nonfinite_in_a_row: int = 0, keep: int | None = None
 ) -> Path:
-    """Write checkpoints/step-000020 beside and rename it; of the older ones, the newest `keep` − 1 stay.
+    """Write checkpoints/step-000020 under another name, rename it, and keep the newest `keep` in all (None: every one).
 
     Raises OSError if it cannot be written, in all processes; what there was before stays.
     """
@@ -83,7 +83,7 @@ def restore_checkpoint(folder: Path, learner: Learner) -> int:
 def find_start(journal: Journal, total: int, *, resume: bool, overwrite: bool, tell: bool = True) -> Path | None:
     """Find the checkpoint to go on from; None: the beginning. Nothing is written.
 
-    tell: of checkpoints that cannot be read, on stderr. Raises InputError for a folder that holds a run, unless it is
+    tell: report unreadable checkpoints on stderr. Raises InputError for a folder that holds a run, unless it is
     finished, resumed, or to be overwritten; for one that was made with other settings, or has more steps; and, always,
     for one that holds what no run of training wrote.
     """
@@ -106,7 +106,7 @@ def find_start(journal: Journal, total: int, *, resume: bool, overwrite: bool, t
 
 
 def newest_whole(out: Path, *, tell: bool = True) -> Path | None:
-    """Find the newest checkpoint that can be read; None: there is none. tell: of each newer one, a line on stderr."""
+    """Find the newest readable checkpoint; None: there is none. tell: report each newer, unreadable one on stderr."""
     for folder in reversed(list_checkpoints(out)):
         try:
             json.loads((folder / STATE).read_bytes())

@@ -58,9 +58,9 @@ class TrainConfig:
     group_size: Annotated[int, COUNT] = 8
     """Responses to each question."""
     max_new_tokens: Annotated[int, COUNT] = 4096
-    """Longest response."""
+    """Longest response, in tokens."""
     temperature: Annotated[float, POSITIVE] = 0.7
-    """Sampling temperature; every probability is taken at it."""
+    """Sampling temperature, which every probability includes: π = softmax(logits / temperature)."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, for a task whose prompts are chats, such as '{"enable_thinking": false}'."""
 
@@ -74,7 +74,7 @@ class TrainConfig:
     clip_ratio_c: Annotated[Number | None, NOT_NEGATIVE] = 10.0
     """c: the dual clip bounds the ratio of tokens with a negative advantage; none: off."""
     kl_coef: Annotated[Number, NOT_NEGATIVE] = 0.001
-    """β, of the KL to the policy as it was before training; at 0 no reference policy is kept."""
+    """β: weight of the KL to the policy before training; at 0 no reference policy is kept."""
     method: str | None = None
     """A token weighting, NAME[:key=value,…] or FILE.py:NAME[:key=value,…], as `gradscope compare` takes it, in the
     place of the flags below; none: as those say."""
@@ -121,7 +121,7 @@ class TrainConfig:
     vllm_memory: Annotated[float, Range(0, 1, open=True)] = 0.4
     """vllm: share of the GPU's memory for its weights and KV cache."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
-    """Whose π_old: recomputed by the trainer, or as the sampler reported them."""
+    """log π_old: recomputed by the trainer before the update, or as the sampler reported it."""
 
     save_every: Annotated[int, COUNT] = 20
     """Steps between checkpoints; the last step has one too."""

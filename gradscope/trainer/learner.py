@@ -3,8 +3,8 @@
     accelerate launch --multi_gpu --num_processes 8 -m gradscope train …                    one GPU each
     accelerate launch --multi_gpu --num_processes 2 -m gradscope train --device cpu …       the same without GPUs
 
-Several processes each have the whole weights and average their gradients (DDP). `--cpu` starts one process only (or
-needs MPI).
+Several processes each have the whole weights and average their gradients (DDP). accelerate's `--cpu` starts one process
+only (or needs MPI).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TRACKERS = "trackers"
 ADAPTER = "adapter"
 """Folder of a checkpoint that holds the adapters by themselves; the checkpoint's own weights are merged."""
 PATIENCE = timedelta(hours=4)
-"""For the slowest of several processes: one may sample or measure for long while the others wait."""
+"""Timeout of collective operations: one process may sample or measure for long while the others wait."""
 GROUPS: list[torch.distributed.ProcessGroup] = []
 """Keep process groups alive: if DDP's reducer drops the last reference, it joins its threads while holding the GIL and
 can deadlock."""
@@ -72,7 +72,7 @@ class Learner:
         return self.updater.processes
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
-        """Find log π, log(1−π) and entropy of the batch's response tokens under the policy as it is."""
+        """Find log π, log(1−π) and entropy of the batch's response tokens under the current policy."""
         return self._statistics(self.updater.model, batch, self.processes)
 
     def statistics_alone(self, batch: TokenBatch) -> TokenStatistics:
@@ -108,8 +108,7 @@ class Learner:
 def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
     """Make accelerate's view of device, processes and trackers.
 
-    Raises InputError for trackers that are not here, and for a launch that is none of this module's, or that says
-    something else than the configuration.
+    Raises InputError for a tracker that is unknown or not installed, and for a device that is not there.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -157,7 +156,7 @@ def init_trackers(accelerator: Accelerator, config: TrainConfig, out: Path, done
 
 
 def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise InputError for a launch that is none of these, or that says something else than the configuration."""
+    """Raise InputError for a launch unlike those at the top of this module, or one that contradicts `config`."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", {"float32": "no", "bfloat16": "bf16"}[config.precision]):
         raise InputError(
@@ -174,7 +173,7 @@ def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
 
 
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
-    """Load the policy of the configuration, or of a checkpoint of this run, and make all that trains it.
+    """Load the policy of the configuration, or of a checkpoint of this run, with its optimizer and reference.
 
     Raises InputError for what `check_launch` refuses, and for adapters or recomputation that the policy cannot have.
     """
@@ -206,9 +205,9 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
 
 @contextmanager
 def _computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
-    """Set precision and kernels, backward passes included: activation checkpointing must find those of the first run.
+    """Set precision and attention kernels, in backward passes too: recomputed activations must match the forward's.
 
-    mixed: under autocast to bfloat16.
+    mixed: autocast to bfloat16.
     """
     with torch.autocast(device.type, torch.bfloat16) if mixed else nullcontext(), without_cudnn_attention():
         yield

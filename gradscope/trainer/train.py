@@ -104,7 +104,7 @@ class Step:
 
 
 OnStep = Callable[[Step], AbstractContextManager]
-"""A context manager around each update, as contextlib.contextmanager makes one of a generator with one yield."""
+"""Makes the context manager around each update: a generator with one `yield` under `contextlib.contextmanager`."""
 
 
 @checked
@@ -123,8 +123,8 @@ def train(
         config: Settings, or the name of a preset.
         out: Folder of the run.
         resume: Go on from the newest checkpoint in `out`, or from the start if there is none.
-        overwrite: Replace a run in `out`, which is deleted as the new one begins: settings and sampler have been looked
-            at by then. With neither, a folder that holds a run is refused.
+        overwrite: Replace a run in `out`; it is deleted once settings and sampler of the new one are accepted. With
+            neither `resume` nor `overwrite`, a folder that holds a run is refused.
         on_step: Called around each update, in the first process.
 
     Returns:
@@ -132,7 +132,8 @@ def train(
 
     Raises:
         InputError: Settings, data, files or a policy that cannot be trained on as given.
-        DivergedError: Three optimizer steps in a row had no finite gradient, or weights or logits are not finite.
+        DivergedError: Three optimizer steps in a row had no finite gradient, or steps have made weights or logits NaN
+            or infinite.
         SyncError: The sampler's weights are not the trainer's, or its log-probabilities are not finite. Checkpoints
             stay in all cases.
     """
@@ -150,12 +151,12 @@ def train(
         if done == questions.steps:
             with processes.together():
                 if processes.is_main:
-                    drop_old(out, config.keep_checkpoints)  # it may have been stopped just then
+                    drop_old(out, config.keep_checkpoints)  # a run killed at its very end may not have
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)
         stack.enter_context(ending_trackers(accelerator, out))
-        # Closed before the trackers are, which end the process group that vLLM needs.
+        # Entered after the trackers and so closed before them: they end the process group, which vLLM needs.
         sampler = stack.enter_context(closing(_make_sampler(config, learner)))
         nonfinite = _begin(journal, config, questions, learner, start, overwrite)
         stack.enter_context(_forgetting(journal, processes))
@@ -174,7 +175,7 @@ def train(
         for index in range(done, questions.steps):
             number, started = index + 1, _now(learner)
 
-            # group_size responses to each question, sampled with the weights as they are, and their rewards.
+            # group_size responses to each question, sampled with the current weights, and their rewards.
             with _rescuing(index, learner, out, config, nonfinite), learner.computing():
                 sampler.sync(learner.weights())
                 rollout = sample_rollout(learner.policy, sampler, questions.of_step(index), config, index, processes)
@@ -264,9 +265,9 @@ def _begin(
 ) -> int:
     """Restore `start` and make the folder ready; a run that is overwritten is deleted.
 
-    Returns how many optimizer steps in a row had no finite gradient so far. Raises InputError where a resumed run began
-    with another policy or other questions; warns where it had another number of processes, which share out the random
-    numbers.
+    Returns how many of the latest optimizer steps in a row had no finite gradient. Raises InputError if a resumed run
+    began with another policy or other questions; warns if it had another number of processes, each of which draws
+    random numbers of its own.
     """
     parameters, out, count = list(learner.policy.model.parameters()), journal.out, learner.processes.count
     manifest = {
@@ -367,14 +368,14 @@ def _diverged(out: Path, words: str, *, up_to: int | None = None) -> DivergedErr
 
 
 def _now(learner: Learner) -> float:
-    """Read a clock in seconds, once the device has done what it was given."""
+    """Read a clock in seconds, once the device has finished its queue."""
     if learner.updater.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _show(record: dict[str, Any], total: int, *, printed: bool) -> str:
-    """Describe the step for the bar; printed: also on a line of its own."""
+    """Describe the step for the progress bar; printed: on a line of its own, too."""
     shown = {name: f"{record[name]:.3g}" for name in ("reward_mean", "accuracy", "response_length", "kl")}
     words = ", ".join(f"{name} {value}" for name, value in shown.items())
     if printed:
