@@ -263,6 +263,7 @@ def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pa
         (["--constants", "-1"], "--constants is -1"),
         (["--device", "nowhere"], "device 'nowhere' cannot be used"),
         (["--device", "meta"], "device 'meta' cannot be used"),
+        (["--device", "cpu", "--device-map", "auto"], "give one of the two"),
     ],
 )
 def test_flags_with_impossible_values_are_refused_in_one_line(run, model, rollouts, tmp_path, flags, words):
