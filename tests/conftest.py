@@ -69,7 +69,7 @@ def data_folder() -> Path:
 
 SLOW = """
     test_memory_budget test_train test_reproduce test_notebooks test_distributed test_cli
-    test_cli_diagnose_processes test_prompt_gradients test_trl test_trl_methods
+    test_cli_diagnose_processes test_trl test_trl_methods
     test_measure_together
     test_planted_faults test_shapes test_influence test_plots test_diagnosis test_diagnosis_numbers test_token_sample
     test_contradictions
