@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -18,10 +18,13 @@ from gradscope.gradients import (
     IntervalGradients,
     MeasureSettings,
     Resources,
-    interval_gradients,
+    TokenJacobian,
     sampling_probabilities,
+    statistics_of,
+    sum_intervals,
 )
 from gradscope.intervals import interval_labels, summarize
+from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
 from gradscope.resampling import Resampling, Seed
 from gradscope.rollouts import TokenBatch
@@ -164,7 +167,9 @@ def summarize_measurement(
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
-        gradients = interval_gradients(policy, batch, loss=settings.loss, intervals=intervals, resources=resources)
+        known = replace(batch, advantages=resolve_advantages(batch))
+        J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch))
+        gradients = sum_intervals(J, settings.loss, intervals=intervals)
     rng = np.random.default_rng(settings.seed)
     constants = None
     if contexts:

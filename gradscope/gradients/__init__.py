@@ -22,7 +22,12 @@ from gradscope.gradients.forward_mode import (
 )
 from gradscope.gradients.gram import Gram, SumsPlan, Way, block_products, largest_share
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
-from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, interval_gradients_over
+from gradscope.gradients.interval_gradients import (
+    IntervalGradients,
+    interval_gradients,
+    interval_gradients_over,
+    sum_intervals,
+)
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged import ContradictionWarning, note_logged
 from gradscope.gradients.measure import TABLE, Hooks, measure, measure_into, measure_key, read_table
@@ -51,6 +56,6 @@ __all__ = [
     "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over",
     "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged", "plan_batch", "read_table",
     "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
-    "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "token_sizes", "vector_bytes",
-    "weighted_quantiles", "zero_vectors",
+    "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals", "token_sizes",
+    "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

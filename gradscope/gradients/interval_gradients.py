@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients.gram import Gram, SumsPlan, Way
+from gradscope.gradients.gram import Gram, SumsPlan
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
@@ -104,12 +104,12 @@ def interval_gradients(
     """
     policy, batch = read_inputs(policy, batch)
     J = TokenJacobian(policy, replace(batch, advantages=resolve_advantages(batch)), resources)
-    return multiply_intervals(
+    return sum_intervals(
         J, loss, intervals=intervals, edges=edges, generator=generator, optimizer_state=optimizer_state
     )
 
 
-def multiply_intervals(
+def sum_intervals(
     J: TokenJacobian,
     loss: LossSettings = PAPER,
     *,
@@ -117,9 +117,8 @@ def multiply_intervals(
     edges: Sequence[Number] = EDGES,
     generator: torch.Generator | None = None,
     optimizer_state: AdamWState | None = None,
-    way: Way | None = None,
 ) -> IntervalGradients:
-    """`interval_gradients` of a batch with advantages; way: whole or sketches, whatever it costs."""
+    """`interval_gradients` of a Jacobian's tokens, whose advantages are known."""
     edges = [float(edge) for edge in edges]
     _check(J.batch, intervals, edges)
     size, batch = len(edges) - 1, J.batch
@@ -129,7 +128,7 @@ def multiply_intervals(
     number = torch.searchsorted(prompts, batch.group_ids).clamp(max=len(prompts) - 1)  # of a prompt without tokens: any
     own = J.kept(halves[number][:, None].expand_as(batch.input_ids))
     inside = (own == torch.arange(2)[:, None, None]) & (cells == torch.arange(size)[:, None])
-    gram = J.gram((slopes * inside).flatten(0, 1), pairs="within", metric=optimizer_state, way=way)
+    gram = J.gram((slopes * inside).flatten(0, 1), pairs="within", metric=optimizer_state)
     counts = (cells == torch.arange(size)[:, None]).sum(1).numpy()
     table, cosines = _tabulate(gram, counts, edges)
     result = IntervalGradients(table, cosines, len(prompts), loss, plan=gram.plan)
