@@ -15,7 +15,7 @@ FILES = (
     *("test_intervals.py", "rollouts/test_batch.py", "objective/test_objective.py", "objective/test_logprobs.py"),
     *("objective/test_batch_logprobs.py", "objective/test_batch_loss.py", "objective/test_trained_logprobs.py"),
     *("gradients/test_weighted_gradients.py", "gradients/test_recording.py", "theory/test_theory.py"),
-    "updates/test_variants.py",
+    *("gradients/test_jacobian.py", "updates/test_make_update.py"),
 )
 """Below tests/."""
 ONE_EACH = "not (gemma or qwen3 or gpt2 or gpt_neox or opt or phi or llama)"

@@ -35,7 +35,7 @@ Way = Literal["whole", "sketches"]
 Pairs = Literal["all", "within"]
 Statistic = Callable[[Float[np.ndarray, "n ..."], Float[np.ndarray, "R R"]], np.ndarray]
 """Of the products by group and of those of the totals."""
-Piece = tuple[Int[Tensor, " k"], TokenBatch]
+Piece = tuple[Int[Tensor, " _"], TokenBatch]
 """Places among all kept tokens, and the micro-batch that holds them."""
 
 SEED, BETWEEN = 5929, 2112

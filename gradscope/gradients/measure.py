@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol, Unpack, runtime_checkable
 
 import pandas as pd
 import torch
@@ -160,6 +160,7 @@ def read_table(folder: RunFolder) -> pd.DataFrame:
     return pd.read_parquet(folder.folder / TABLE)
 
 
+@runtime_checkable
 class Parts(Protocol):
     """A store for the parts of a table, such as a `RunFolder`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -30,6 +30,7 @@ SUMMED_LOGPROBS = "logps"
 """In the inputs of RLOO as the callback keeps them: the responses' log π [B] of the trainer's own forward pass."""
 
 
+@runtime_checkable
 class StepLoss(Protocol):
     """A loss whose gradient in one optimizer step is −Σ_i 1/D_i Σ_t w_t · ∇ log π_t."""
 

@@ -29,7 +29,7 @@ from gradscope.policy import without_cudnn_attention
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
-Piece = tuple[Int[Tensor, " b"], TokenBatch]
+Piece = tuple[Int[Tensor, " _"], TokenBatch]
 """Rows of a batch, and the micro-batch that they make."""
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}

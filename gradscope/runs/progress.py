@@ -18,10 +18,11 @@ from typing import Protocol, TypeVar, runtime_checkable
 T = TypeVar("T")
 
 
+@runtime_checkable
 class Advance(Protocol):
     """Says how much more of a stage's total has been done, and maybe what there is to say of it."""
 
-    def __call__(self, amount: float, words: str = "") -> None: ...
+    def __call__(self, amount: int | float, words: str = "") -> None: ...
 
 
 SWITCH = "GRADSCOPE_PROGRESS"
@@ -38,7 +39,7 @@ class Progress(Protocol):
     """What stages report to."""
 
     def stage(
-        self, name: str, total: float | None = None, unit: str = "", *, done: float = 0
+        self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0
     ) -> AbstractContextManager[Advance]:
         """While a stage runs, maybe within another. total: of units, in the plural; None: not known. done: before."""
 
@@ -48,7 +49,7 @@ class Progress(Protocol):
 
 class _Silent:
     def stage(
-        self, name: str, total: float | None = None, unit: str = "", *, done: float = 0
+        self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0
     ) -> AbstractContextManager[Advance]:
         return nullcontext(lambda amount, words="": None)
 
@@ -81,12 +82,12 @@ def track(
 @dataclass(eq=False)
 class _Stage:
     name: str
-    total: float | None
+    total: int | float | None
     unit: str
-    first: float
+    first: int | float
     """Of the total that had been done before it began."""
     started: float
-    done: float
+    done: int | float
     words: str = ""
 
     @property
@@ -139,7 +140,7 @@ class Reporter:
             self._costs, self._past, self._best, self._planned = dict(costs), 0.0, 0.0, self._clock()
 
     @contextmanager
-    def stage(self, name: str, total: float | None = None, unit: str = "", *, done: float = 0) -> Iterator[Advance]:
+    def stage(self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0) -> Iterator[Advance]:
         running = _Stage(name, total, unit, done, self._clock(), done)
         with self._lock:
             outermost = not self._stages
@@ -148,7 +149,7 @@ class Reporter:
             self._ended = threading.Event()
             threading.Thread(target=self._watch, args=(self._ended,), daemon=True).start()
 
-        def advance(amount: float, words: str = "") -> None:
+        def advance(amount: int | float, words: str = "") -> None:
             running.done, running.words = running.done + amount, words
 
         try:
