@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Evaluate = Callable[[np.ndarray], np.ndarray]
 """Maps how often each cluster is drawn, [draws, clusters], to statistics, [draws, n]; NaN where undefined."""
+Number = int | float | np.number
 Seed = int | np.random.Generator | None
 """Seed of a bootstrap, as `numpy.random.default_rng` takes it; None: no intervals."""
 
@@ -75,7 +76,9 @@ class Shortage:
     """How many would suffice."""
 
 
-def short_of(prompts: float, tokens: float = np.inf, measured: int = 0, reached: float = np.inf) -> Shortage | None:
+def short_of(
+    prompts: Number, tokens: Number = np.inf, measured: Number = 0, reached: Number = np.inf
+) -> Shortage | None:
     """Return what is lacking for an interval; None if it may be printed.
 
     prompts: with something to count; tokens: what the sample of them is worth (infinity: all are measured), of so many

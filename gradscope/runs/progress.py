@@ -140,7 +140,9 @@ class Reporter:
             self._costs, self._past, self._best, self._planned = dict(costs), 0.0, 0.0, self._clock()
 
     @contextmanager
-    def stage(self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0) -> Iterator[Advance]:
+    def stage(
+        self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0
+    ) -> Iterator[Advance]:
         running = _Stage(name, total, unit, done, self._clock(), done)
         with self._lock:
             outermost = not self._stages
