@@ -29,10 +29,9 @@ from gradscope.gradients.interval_gradients import (
     sum_intervals,
 )
 from gradscope.gradients.jacobian import TokenJacobian
-from gradscope.gradients.logged import ContradictionWarning, note_logged
+from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
 from gradscope.gradients.measure import TABLE, Hooks, measure, measure_into, measure_key, read_table
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.rounds import Stopwatch, describe_seconds
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,
     TokenSample,
@@ -45,6 +44,7 @@ from gradscope.gradients.sample import (
 from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, settle_minutes
 from gradscope.gradients.sketches import Sketcher
 from gradscope.gradients.table import TableMeasurement
+from gradscope.gradients.timed_rounds import Stopwatch, describe_seconds
 from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [

@@ -28,9 +28,9 @@ from gradscope.gradients.engine.decoder.body import kept_bytes, probs_bytes, row
 from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.gram import SumsPlan
-from gradscope.gradients.rounds import describe_seconds
 from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_sample
 from gradscope.gradients.table import TableMeasurement
+from gradscope.gradients.timed_rounds import describe_seconds
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import TokenBatch, check_batch

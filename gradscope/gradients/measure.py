@@ -22,12 +22,12 @@ from torch import Tensor
 
 from gradscope.errors import InputError, checked, make_settings
 from gradscope.gradients.columns import PARAMETERS
-from gradscope.gradients.logged import ContradictionWarning
+from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.rounds import PILOT, Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
 from gradscope.gradients.settings import BUDGET, EACH_PROMPT, MeasureKeywords, MeasureSettings
 from gradscope.gradients.table import TableMeasurement, join_responses
+from gradscope.gradients.timed_rounds import PILOT, Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs, rollouts_hash

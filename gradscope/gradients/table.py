@@ -34,7 +34,7 @@ from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.jacobian import TokenJacobian
-from gradscope.gradients.logged import note_logged
+from gradscope.gradients.logged_logprobs import note_logged
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.selection import cut_sequences, select

@@ -62,7 +62,7 @@ __all__ = [
     "flat_slices", "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_subset", "is_upcast",
     "join_launch", "load_policy", "load_tokenizer", "make_key", "make_manifest", "merged_parameters", "model_bytes",
     "moving", "optimizer_hash", "outline_policy", "policy_hashes", "precision_in_words", "read_adamw_state",
-    "read_optimizer_file", "read_state", "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory",
-    "shards_of", "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash",
-    "without_cudnn_attention",
+    "read_optimizer_file", "read_state", "refuse_training_run", "replaced_forward", "restoring",
+    "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges",
+    "weights_hash", "without_cudnn_attention",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, first_line, show
+from gradscope.policy.adapter_fitting import fit_config, fit_names, fit_vocabulary, module_of
 from gradscope.policy.checkpoint import (
     ADAPTER_CONFIG,
     EMBEDDED,
@@ -21,7 +22,6 @@ from gradscope.policy.checkpoint import (
     is_hub_name,
     shards_of,
 )
-from gradscope.policy.fitting import fit_config, fit_names, fit_vocabulary, module_of
 from gradscope.runs import load_tensors, parse_json_file, read_json
 
 if TYPE_CHECKING:

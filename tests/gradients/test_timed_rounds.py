@@ -12,10 +12,10 @@ from gradscope import measure
 from gradscope.cli import commands as cli
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings, Stopwatch, TableMeasurement, settle_minutes
-from gradscope.gradients.rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
 from gradscope.gradients.table import join_responses
+from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.runs import ALONE, RunFolder
 
 

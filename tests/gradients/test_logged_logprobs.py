@@ -11,7 +11,7 @@ from support.policies import BOS, make_batch, make_policy
 from gradscope.diagnosis import diagnose
 from gradscope.errors import InputError
 from gradscope.gradients import measure
-from gradscope.gradients.logged import Reading, find_contradictions, refuse_foreign_logprobs
+from gradscope.gradients.logged_logprobs import Reading, find_contradictions, refuse_foreign_logprobs
 from gradscope.objective import batch_statistics
 from gradscope.rollouts import Response, collate
 
