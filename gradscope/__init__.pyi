@@ -26,6 +26,7 @@ from .diagnosis import (
 from .errors import InputError as InputError, SelfCheckError as SelfCheckError
 from .gradients import (
     Resources as Resources,
+    TokenJacobian as TokenJacobian,
     capture_activations as capture_activations,
     capture_gradients as capture_gradients,
     interval_gradients as interval_gradients,
