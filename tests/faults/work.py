@@ -38,7 +38,8 @@ train --model INPUTS/model --task INPUTS/task.py:parity --steps 3 --save-every 1
 """
 COMMANDS = {
     "measure": "measure INPUTS/model INPUTS/rollouts.jsonl --gradient-memory 1000000000 --out OUT",
-    "diagnose": "diagnose INPUTS/model --rollouts INPUTS/rollouts.jsonl --no-compare --out OUT",
+    "diagnose": "diagnose INPUTS/model --rollouts INPUTS/rollouts.jsonl --gradient-memory 1000000000 --no-compare "
+    "--out OUT",
     "compare": "compare INPUTS/model INPUTS/rollouts.jsonl --weightings grpo reweight:alpha=0.3 --out OUT",
     "evaluate": "evaluate INPUTS/model --task INPUTS/task.py:parity --k 1 --questions 3 --max-new-tokens 6 --out OUT",
     "train": " ".join(TRAIN.split()),
