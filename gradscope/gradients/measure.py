@@ -131,11 +131,12 @@ def _warn(measurement: TableMeasurement) -> None:
 
 
 def _weights_hash(policy: Policy) -> str:
-    """Hash the sum of each parameter's bits, which is exact and quick."""
-    found, kinds = hashlib.sha256(), {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    """Return the SHA-256 of all parameters' names and bytes, as they are in memory."""
+    found = hashlib.sha256()
     for name, parameter in policy.model.named_parameters():
-        bits = parameter.detach().view(kinds[parameter.element_size()]).sum(dtype=torch.int64)
-        found.update(f"{name} {int(bits)}".encode())
+        found.update(name.encode())
+        if not parameter.is_meta:  # offloaded: it is as its file, which is in the key
+            found.update(parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
     return found.hexdigest()
 
 

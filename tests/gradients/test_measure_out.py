@@ -123,13 +123,17 @@ def test_what_changes_a_number_is_another_run(job, tmp_path):
     measure(policy, batch, out=tmp_path, **quick)
 
 
-def test_a_policy_whose_weights_have_changed_is_another_run(job, tmp_path):
+@pytest.mark.parametrize("change", ["one number", "two rows exchanged"])
+def test_a_policy_whose_weights_have_changed_is_another_run(job, tmp_path, change):
     policy = load_policy(job[0], device="cpu")
     batch = read_rollouts(job[1], policy)
     before = measure(policy, batch, out=tmp_path, self_check=False)
     weight = policy.model.get_input_embeddings().weight
     with torch.no_grad():
-        weight[5, 0] += 1e-6
+        if change == "one number":
+            weight[5, 0] += 1e-6
+        else:
+            weight[[5, 6]] = weight[[6, 5]]
     with pytest.raises(InputError):
         measure(policy, batch, out=tmp_path, self_check=False)
     again = measure(load_policy(job[0], device="cpu"), batch, out=tmp_path, self_check=False)
