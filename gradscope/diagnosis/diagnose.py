@@ -268,7 +268,7 @@ def _settle(
     resources = Resources(
         settings.gradient_memory, micro_batch=settings.micro_batch_size, processes=processes, progress=progress
     )
-    jacobian = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch))
+    jacobian = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))
     saved, step = None, settings.step or SGD
     if isinstance(optimizer_state, dict):
         saved, step = optimizer_state, settings.step or state_step(optimizer_state)
@@ -504,7 +504,7 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
 
 
 def _move(task: Task, predicted: StepPart) -> StepPart:
-    moved = RealSteps(task.jacobian.alone(), **task.step_keywords()).take()
+    moved = RealSteps(task.jacobian.alone().moved(), **task.step_keywords()).take()
     table = movement_table([moved], edges=task.settings.edges)
     shares, directions = steps.direction_rows(table, "actual", task.labels, **task.resampling(6))
     rows, both = (*predicted.rows, shares), (*predicted.directions, directions)

@@ -168,7 +168,7 @@ def summarize_measurement(
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
         known = replace(batch, advantages=resolve_advantages(batch))
-        J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch))
+        J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch, resources.processes))
         gradients = sum_intervals(J, settings.loss, intervals=intervals)
     rng = np.random.default_rng(settings.seed)
     constants = None

@@ -13,14 +13,20 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.results import TokenGradients
-from gradscope.objective import LossSettings, TokenStatistics, batch_weights
+from gradscope.gradients.hooks import measuring
+from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import ALONE, Processes
 
 LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
 """Norms of token gradients: at the logits / T, over all parameters and, with a block's number behind it, at a layer."""
 ADAMW = "param_grad_norm_adamw"
 """‖g ⊘ (√v̂ + ε)‖ over all parameters, v̂ of AdamW after the batch's plain clipped step."""
+ROUNDING = 1e-4
+"""Nats by which float32 may round log π of one token in another arrangement of its sequence."""
+TRIED = 4
+"""Responses that are scored again before a table's log π is taken for this policy's."""
 
 
 def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
@@ -137,17 +143,26 @@ def to_column(values: object) -> object:
     return values
 
 
-def statistics_of(table: pd.DataFrame, policy: Policy, batch: TokenBatch) -> TokenStatistics | None:
+def statistics_of(
+    table: pd.DataFrame, policy: Policy, batch: TokenBatch, processes: Processes = ALONE
+) -> TokenStatistics | None:
     """Return a token table's log π, log(1−π) and entropy at the batch's columns [B, S], 0 elsewhere.
 
-    None for a policy in float64, of which the table keeps half of the digits.
+    None where they are not this policy's up to rounding, as some responses show that are scored again, and for a policy
+    in float64, of which the table keeps half of the digits. All processes call it together. They serve weights and
+    intervals; what a step changes is the difference of two scores of one kind, and not of one with a table's.
     """
-    if policy.dtype == torch.float64:
-        return None
     names = [field.name for field in fields(TokenStatistics)]
     found = torch.zeros(len(names), *batch.input_ids.shape)
     found[:, batch.response_mask] = torch.tensor(table[names].to_numpy(np.float32)).T
-    return TokenStatistics(*found)
+    rows = batch.response_mask.any(1).nonzero()[:, 0]
+    rows = rows[torch.linspace(0, len(rows) - 1, min(TRIED, len(rows))).long()]
+    some = batch.select(rows)
+    with measuring(policy.model):
+        again = batch_statistics(policy.model, some, micro_batch_size=1, device=policy.device)
+    scored = torch.stack([getattr(again, name) for name in names])
+    same = scored.dtype == found.dtype and bool((scored[0] - found[0, rows]).abs().max() <= ROUNDING)
+    return TokenStatistics(*found) if all(processes.gather([same])) else None
 
 
 def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:

@@ -40,7 +40,8 @@ from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimiz
 class RealSteps:
     """Takes updates of one batch, all from the same weights; looks at every token and rewinds the policy each time.
 
-    jacobian: of a Policy. The other arguments are those of `apply_update`.
+    jacobian: of a Policy, without statistics of a table, which are scored otherwise than those after a step. The other
+    arguments are those of `apply_update`.
     """
 
     def __init__(

@@ -194,6 +194,17 @@ def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, b
             assert value(diagnosis, "gradient_norm", metric, interval) == pytest.approx(expected, rel=0.2)
 
 
+def test_a_real_step_is_told_by_scores_of_one_kind_in_float32_too():
+    """A table's log π is rounded otherwise for some tokens: a step that moves them by no more would be lost in that."""
+    policy = make_policy("mixtral")
+    batch, step = make_batch(policy), StepSettings(learning_rate=1e-9)
+    table = measure(policy, batch, self_check=False)
+    found = diagnose(policy, batch, table, settings=replace(QUICK, actual_step=True, step=step))
+    expected = movement_table([apply_update(policy, batch, loss=QUICK.loss, step=step)])
+    pd.testing.assert_series_equal(found.movement["delta_logprob.all"], expected["delta_logprob.all"])
+    assert (expected["delta_logprob.all"] == 0).mean() > 0.5
+
+
 def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same(policy, batch, table, whole):
     state = warm_state(policy)
     for held in state["state"].values():

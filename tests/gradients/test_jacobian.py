@@ -8,7 +8,7 @@ from support.tiers import every
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients import Gram, Resources, TokenJacobian, Vectors
+from gradscope.gradients import Gram, Resources, TokenJacobian, Vectors, measure, statistics_of
 from gradscope.policy import AdamWState, Policy, float_parameters
 from gradscope.rollouts import TokenBatch
 
@@ -216,6 +216,23 @@ def test_selected_responses_have_their_rows_and_a_moved_jacobian_sees_the_weight
         policy.model.get_output_embeddings().weight.mul_(1.1)
     assert torch.equal(J.statistics.logprob, before.logprob)
     assert not torch.equal(J.moved().statistics.logprob, before.logprob)
+
+
+@pytest.mark.parametrize("other", ["itself", "weights", "precision"])
+def test_a_tables_statistics_are_taken_from_the_policy_that_it_is_of_alone(other):
+    policy = make_policy("llama")
+    batch = make_batch(policy)
+    table = measure(policy, batch, self_check=False)
+    if other == "weights":
+        with torch.no_grad():
+            policy.model.get_output_embeddings().weight.mul_(1.01)
+    if other == "precision":
+        policy = make_policy("llama", torch.float64)
+    found = statistics_of(table, policy, batch)
+    assert (found is not None) == (other == "itself")
+    if found is not None:
+        again = TokenJacobian(policy, batch).statistics
+        assert all((getattr(found, name) - getattr(again, name)).abs().max() < 1e-5 for name in vars(again))
 
 
 @pytest.mark.parametrize("groups", ["response", "all"])

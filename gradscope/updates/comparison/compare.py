@@ -25,7 +25,6 @@ from gradscope.gradients import (
     describe_reread,
     measure,
     note_logged,
-    statistics_of,
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
@@ -205,7 +204,7 @@ def compare(
     numbers, energy = _judge(judge, table, weights, passes)
     found, once, real = _join(sums, numbers), _trained_once(chosen, sums, batch), None
     if saved is not None or s.take_steps:
-        J = TokenJacobian(policy, batch, Resources(resources.vectors), statistics=statistics_of(table, policy, batch))
+        J = TokenJacobian(policy, batch, Resources(resources.vectors))
         real = RealSteps(J, loss=s.loss, step=step, optimizer_state=saved)
     taken: dict[str, Weighting | Masks] = {
         name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()
