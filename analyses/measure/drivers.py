@@ -19,7 +19,7 @@ from analyses.common.measurements import keep
 from gradscope.gradients import measure as measure_tokens
 from gradscope.theory import add_drivers, regress_norms
 
-BY = ("token_class", "position_bin", "entropy_bin", "advantage_sign")
+BY = ("token_class", "position_class", "entropy_class", "advantage_sign")
 
 
 def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, questions: int = 24) -> None:

@@ -3,9 +3,9 @@
     python -m analyses.verdicts.checkpoints [--runs runs/verdicts] [--out figures/verdicts_checkpoints.csv]
 
 Five checkpoints of each of two GRPO runs of `embedded-certain` (trained here first, where they are not there yet).
-At each, 4 responses to each of 2,000 puzzles; of their tokens 3,000 of each probability bin are measured, with known
+At each, 4 responses to each of 2,000 puzzles; 3,000 tokens of each probability interval are measured, with known
 chances. All prompts together tell what is true; their 31 disjoint batches of 64 prompts are each given a verdict by
-the code of `diagnose`, on the same sample of tokens, which is about 100 of each bin: `--each 50_000` gives a batch
+the code of `diagnose`, on the same sample of tokens, which is about 100 of each interval: `--each 50_000` gives a batch
 what `diagnose` itself measures, and `--informative` 64 prompts that have an advantage, as on planted tables. So this
 tries sentences on tokens, of a table that is itself a sample: dominance, the ranking, what (1−π)² predicts, where the
 energy is, what norms follow. Sentences on summed gradients and steps are tried on planted tables alone. Prints and
@@ -37,7 +37,7 @@ COLUMNS += ["interval", "sampling_probability", "logit_grad_norm", "act_grad_nor
 
 
 def measure_checkpoint(checkpoint: Path, kept: Path, each: int) -> pd.DataFrame:
-    """The sampled table of all prompts, `each` tokens of a bin, part by part, unless it was measured before."""
+    """The sampled table of all prompts, `each` tokens of an interval, part by part, unless it was measured before."""
     if not kept.is_file():
         policy, parts, size = gradscope.load_policy(checkpoint), [], PROMPTS // PARTS
         for part in tqdm(range(PARTS), str(checkpoint)):
@@ -71,7 +71,7 @@ def main(
     informative: bool = False,
 ) -> None:
     """runs: where checkpoints and tables are kept; out: the CSV; seeds, steps: of the runs and their checkpoints; each:
-    measured tokens of each bin in all; informative: batches have 64 prompts with an advantage."""
+    measured tokens of each interval in all; informative: batches have 64 prompts with an advantage."""
     parts, everything = [], []
     for seed in seeds:
         run = runs / f"seed{seed}"

@@ -2,18 +2,19 @@
 
     python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out figures/verdicts_coverage.csv]
 
-A cell is a world, a truth, a design of the sample, so many prompts and so many measured tokens of each bin. Worlds:
-three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy), and every
-NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the batch, whose
-tokens alone are drawn, or of the world, from whose prompts the batch is drawn, too, with replacement. Of each
-statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it says in which part of the draws there is
-an interval, and which part of these hold the truth: of all bins, and of the worst that has one in a tenth of the draws.
-`before` are percentiles of redrawn prompts, for two prompts or more. Bins that a batch lacks are left out.
+A cell is a world, a truth, a design of the sample, so many prompts and measured tokens of each probability interval.
+Worlds: three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy),
+and every NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the
+batch, whose tokens alone are drawn, or of the world, from whose prompts the batch is drawn, too, with replacement. Of
+each statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it says in which part of the draws there
+is a confidence interval, and which part of these hold the truth: of all probability intervals, and of the worst that
+has one in a tenth of the draws. `before` are percentiles of redrawn prompts, for two prompts or more. Probability
+intervals that a batch lacks are left out.
 
 figures/verdicts_coverage.csv is of 2,000 draws a cell (200 before, of 200 resamples), and of two tables of 60 prompts:
 the embedded policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 733 cells with intervals 3 are
-below .93: one is .925, and two are of single draws; before, 1,060 of 1,275. In the worst bin alone it is .86 to .93 in
-20 cells, nearly all of the embedded policy, a few of whose norms are ten times what their 1−π says.
+below .93: one is .925, and two are of single draws; before, 1,060 of 1,275. In the worst probability interval alone
+it is .86 to .93 in 20 cells, nearly all of the embedded policy, a few of whose norms are ten times what their 1−π says.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from gradscope.resampling import (
     worth_of_shares,
 )
 
-BINS = 4
+INTERVALS = 4
 PLANTED = ("even", "heavy-tailed", "one-dominates")
 STATISTICS = {"squared_share": SHARE, "added_index": BITS, "mean_norm": SIZE}
 BATCHES = 8
@@ -62,14 +63,14 @@ class Cell:
     design: str
     prompts: int
     each: int | None
-    """Measured tokens of each bin; None: all."""
+    """Measured tokens of each interval; None: all."""
 
 
 def plant(kind: str, rng: np.random.Generator, prompts: int = 600, tokens: int = 60) -> Columns:
     """A world whose norms follow ‖e − π‖ up to noise; prompts differ in size."""
     size = prompts * tokens
     group = np.repeat(np.arange(prompts), tokens)
-    interval = rng.choice(BINS, size, p=[0.25, 0.2, 0.15, 0.4])
+    interval = rng.choice(INTERVALS, size, p=[0.25, 0.2, 0.15, 0.4])
     rest = 1 - rng.uniform(interval / 4, (interval + 1) / 4)
     logits = rest * rng.uniform(1, 1.41, size)
     weight = rng.choice([-1.0, 1.0], size) * np.exp(0.3 * rng.standard_normal(prompts))[group]
@@ -94,14 +95,14 @@ def read(path: Path) -> Columns:
 
 
 def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: int) -> tuple[Evaluate, list[np.ndarray]]:
-    """Evaluate, as `token_shares` and `summarize` do, what weighted prompts say: a function [draws, 3·BINS].
+    """Evaluate, as `token_shares` and `summarize` do, what weighted prompts say: a function [draws, 3·INTERVALS].
 
-    Beside it: sums [prompts, BINS] of tokens, measured ones, energy and (1−π)².
+    Beside it: sums [prompts, INTERVALS] of tokens, measured ones, energy and (1−π)².
     """
-    cell = own["group"] * BINS + own["interval"]
+    cell = own["group"] * INTERVALS + own["interval"]
 
     def total(values: np.ndarray) -> np.ndarray:
-        return np.bincount(cell, values, minlength=size * BINS).reshape(size, BINS)
+        return np.bincount(cell, values, minlength=size * INTERVALS).reshape(size, INTERVALS)
 
     scaled = taken / chances
     sums = np.hstack(
@@ -128,25 +129,25 @@ def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: in
 
 
 def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: int) -> dict[str, np.ndarray]:
-    """[3, 3·BINS] of one sample of a batch, after and, with resamples, before."""
+    """[3, 3·INTERVALS] of one sample of a batch, after and, with resamples, before."""
     design = "proportional" if cell.design == "all" else cell.design
     taken, chances = np.ones(len(own["norm"]), dtype=bool), np.ones(len(own["norm"]))
     if cell.each is not None:
         sizes = token_sizes(design, own["interval"], own["logits"], own["weight"])
-        sample = TokenSample(own["interval"], BINS, sizes, rng)
+        sample = TokenSample(own["interval"], INTERVALS, sizes, rng)
         taken, chances = sample.take(cell.each), sample.probabilities(cell.each)
     evaluate, sums = statistics_of(own, taken, chances, cell.prompts)
     _, measured, energy, predicted, _, _ = sums
     draws = np.ones((0 if short_of(cell.prompts) else 1, cell.prompts))
     worth = {
-        "energy": sample_worth((own["weight"] * own["rest"]) ** 2, chances, own["interval"], BINS),
-        "norm": sample_worth(own["logits"], chances, own["interval"], BINS),
+        "energy": sample_worth((own["weight"] * own["rest"]) ** 2, chances, own["interval"], INTERVALS),
+        "norm": sample_worth(own["logits"], chances, own["interval"], INTERVALS),
     }
     found = []
     for place, (name, scale) in enumerate(STATISTICS.items()):
         of, counted = ("norm", measured) if name == "mean_norm" else ("energy", energy)
         drawn = None if cell.each is None else np.where(np.isinf(worth[of]), np.inf, measured.sum(0))
-        part = slice(place * BINS, (place + 1) * BINS)
+        part = slice(place * INTERVALS, (place + 1) * INTERVALS)
         numbers = bound(lambda w, part=part: evaluate(w)[:, part], cell.prompts, draws, scale=scale, measured=drawn)
         value = worth[of] if of == "norm" else worth_of_shares(predicted.sum(0), worth[of])
         numbers[1:, [short_of(*each) is not None for each in zip((counted > 0).sum(0), value, strict=True)]] = np.nan
@@ -187,7 +188,7 @@ def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, s
 
 
 def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
-    """found: [draws, 3·BINS], 1 where the truth is held, NaN without an interval, −1 where there is no number."""
+    """found: [draws, 3·INTERVALS], 1 where the truth is held, NaN without bounds, −1 where there is no number."""
     for name, part in zip(STATISTICS, np.split(found, len(STATISTICS), axis=1), strict=True):
         known, printed = part != -1, (part != -1) & ~np.isnan(part)
         row = vars(cell) | {"statistic": name, "method": method, "draws": len(found)}
@@ -195,7 +196,7 @@ def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
         row["coverage"] = part[printed].mean() if printed.any() else np.nan
         often = printed.sum(0) >= max(0.1 * len(found), 1)
         each = [part[printed[:, a], a].mean() for a in np.flatnonzero(often)]
-        yield row | {"worst_bin": min(each, default=np.nan)}
+        yield row | {"worst_interval": min(each, default=np.nan)}
 
 
 def list_cells(worlds: list[str]) -> Iterator[Cell]:
@@ -224,11 +225,11 @@ def main(
         jobs = [pool.apply_async(partial(cover, cell, worlds[cell.world], draws, before, resamples)) for cell in cells]
         for job in tqdm(jobs, "cells"):
             rows += job.get()
-    table = pd.DataFrame(rows).sort_values(["method", "worst_bin"]).astype({"each": "Int64"})
+    table = pd.DataFrame(rows).sort_values(["method", "worst_interval"]).astype({"each": "Int64"})
     table.to_csv(out, index=False, float_format="%.4f")
     for method, part in table.groupby("method"):
         print(f"{method}\n{part.head(30).drop(columns='method').to_string(index=False)}")
-        short = part[part["worst_bin"] < 0.93]
+        short = part[part["worst_interval"] < 0.93]
         print(f"below .93: {len(short)} of {part['coverage'].notna().sum()} with intervals, of {len(part)}\n")
 
 

@@ -5,8 +5,8 @@
 Every kind of headline is tried on so many tables, each of a world of its own (`worlds`), with so many prompts that have
 an advantage, in the mean; the truth of a world is that
 of 3,000 of its prompts, or a closed form. A verdict is false if the truth is the opposite or equality. A ranking is
-clear where one bin's true share is twice the next. Prints and writes, per kind: tables, verdicts, false ones, the upper
-end of their rate (Clopper and Pearson, 95 %), clear tables, and how many of those were decided.
+clear where one interval's true share is twice the next. Prints and writes, per kind: tables, verdicts, false ones,
+the upper end of their rate (Clopper and Pearson, 95 %), clear tables, and how many of those were decided.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ def judge_tokens(found: Diagnosis, truth: Diagnosis) -> Iterator[Judged]:
         wrong = opposes(verdict, value) or (verdict is Verdict.DOMINATES and energy.argmax() != 0)
         yield Judged(kind, verdict in (Verdict.MORE, Verdict.LESS, Verdict.DOMINATES), wrong, abs(value) >= 1)
     wanted = truth.where.set_index(["driver", "value"])
-    for driver in ("token_class", "position_bin"):
+    for driver in ("token_class", "position_class"):
         own = found.where[(found.where["driver"] == driver) & found.where["squared_share"].notna()]
         over = own[own["squared_lower"] > own["token_upper"]]
-        # Bins of position have other edges in every batch: by their order.
+        # Classes of position have other edges in every batch: by their order.
         true_rows = wanted.loc[driver]
         excess = (true_rows["squared_share"] - true_rows["token_share"]).to_numpy()
         excess = np.where(np.abs(excess) < EQUAL, 0.0, excess)
@@ -137,13 +137,13 @@ def judge_gradients(world: GradientWorld, prompts: int, rng: np.random.Generator
 
 
 def token_shares_of(tokens: np.ndarray, rng: np.random.Generator) -> pd.DataFrame:
-    """Rows of a batch whose tokens alone are known, by prompt and bin."""
+    """Rows of a batch whose tokens alone are known, by prompt and interval."""
     rows = token_shares(PromptSums(tokens, tokens, tokens, tokens), LABELS, seed=rng)
     return rows[rows["statistic"].isin(["token_share", "dominance_index", "squared_share", "largest_share"])]
 
 
 def judge_movement(world: MovementWorld, prompts: int, rng: np.random.Generator) -> Iterator[Judged]:
-    """Influence of the lowest bin on the highest, and directions."""
+    """Influence of the lowest interval on the highest, and directions."""
     table = world.sample(prompts, rng)
     rows, influence = influence_rows(table, LABELS, seed=rng)
     moved, _ = direction_rows(table, "actual", LABELS, seed=rng)

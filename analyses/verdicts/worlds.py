@@ -23,13 +23,13 @@ class TokenWorld:
     """Tokens with weights and gradient norms."""
 
     shares: np.ndarray
-    """Chance of a token to be in each bin."""
+    """Chance of a token to be in each interval."""
     length: float
     """Mean tokens of a prompt."""
     power: float
     """Norms go as (1−π)^power."""
     lift: np.ndarray
-    """Log of each bin's further factor."""
+    """Log of each interval's further factor."""
     by_class: np.ndarray
     """Log of each class's further factor."""
     by_position: float
@@ -67,42 +67,42 @@ class TokenWorld:
         counts = np.maximum(2, rng.poisson(self.length * np.exp(0.3 * rng.standard_normal(prompts))))
         group = np.repeat(np.arange(prompts), counts)
         size = len(group)
-        bin_ = rng.choice(4, size=size, p=self.shares)
-        rest = 1 - rng.uniform(EDGES[bin_], EDGES[bin_ + 1])
-        rest = np.where(bin_ == 3, 0.25 * rng.random(size) ** 4 + 1e-6, rest)
+        interval = rng.choice(4, size=size, p=self.shares)
+        rest = 1 - rng.uniform(EDGES[interval], EDGES[interval + 1])
+        rest = np.where(interval == 3, 0.25 * rng.random(size) ** 4 + 1e-6, rest)
         entropy = 2.5 * np.clip(rest + 0.25 * rng.standard_normal(size), 0, None)
         position = np.concatenate([np.arange(count) for count in counts])
         kind = rng.integers(4, size=size)
         at = position / counts[group]
-        log = self.power * np.log(rest) + self.lift[bin_] + self.by_class[kind] + self.by_position * at
+        log = self.power * np.log(rest) + self.lift[interval] + self.by_class[kind] + self.by_position * at
         log += self.by_entropy * entropy + self.noise * rng.standard_normal(size)
         log += (self.spread * rng.standard_normal(prompts))[group]
         # Which prompts' improbable tokens are large differs, too.
-        log += (0.5 * self.spread * rng.standard_normal((prompts, 4)))[group, bin_]
+        log += (0.5 * self.spread * rng.standard_normal((prompts, 4)))[group, interval]
         advantage = np.where(rng.random(prompts) < self.idle, 0.0, 1.0)[group] * rng.choice([-1.0, 1.0], size=size)
         norm = np.exp(log)
         columns = {"response": group, "group": group, "position": position, "token": np.array(CLASSES, object)[kind]}
         columns |= {"prob": 1 - rest, "log_one_minus_prob": np.log(rest), "entropy": entropy, "advantage": advantage}
-        columns |= {"weight": advantage, "interval": bin_, "logit_grad_norm": rest, "param_grad_norm": norm}
+        columns |= {"weight": advantage, "interval": interval, "logit_grad_norm": rest, "param_grad_norm": norm}
         return pd.DataFrame(columns | {"act_grad_norm.0": norm})
 
 
 @dataclass(frozen=True)
 class GradientWorld:
-    """Summed gradients of bins: g_{p,a} = f_p · (mean_a + noise_a · ε), in so many dimensions."""
+    """Summed gradients of intervals: g_{p,a} = f_p · (mean_a + noise_a · ε), in so many dimensions."""
 
     means: np.ndarray
     """[A, d]."""
     noise: np.ndarray
     """[A], per dimension."""
     tokens: np.ndarray
-    """Mean tokens of a prompt in each bin."""
+    """Mean tokens of a prompt in each interval."""
     spread: float
 
     @staticmethod
     def draw(rng: np.random.Generator) -> GradientWorld:
         sizes = rng.dirichlet([1.0] * 4) * rng.choice([0.0, 0.3, 1.0])
-        sizes = np.where(rng.random(4) < 0.25, 0.0, sizes)  # bins without any signal
+        sizes = np.where(rng.random(4) < 0.25, 0.0, sizes)  # intervals without any signal
         means = sizes[:, None] * rng.standard_normal((4, 24)) / np.sqrt(24)
         low = rng.choice([2.0, 10.0, 30.0])
         tokens = np.array([low, 8.0, 12.0, 200.0])
@@ -123,16 +123,16 @@ class GradientWorld:
         return along / along.sum()
 
     def has_signal(self) -> np.ndarray:
-        """Whether E g_a is not 0: of each bin and, last, of all together."""
+        """Whether E g_a is not 0: of each interval and, last, of all together."""
         return np.append((self.means != 0).any(1), (self.means.sum(0) != 0).any())
 
 
 @dataclass(frozen=True)
 class MovementWorld:
-    """What a step does: contributions of sources to the top bin's tokens, and which tokens move the right way."""
+    """What a step does: contributions of sources to the top interval's tokens, and which tokens move the right way."""
 
     sizes: np.ndarray
-    """Standard deviation of each bin's contribution."""
+    """Standard deviation of each interval's contribution."""
     shared: float
     """Part of a contribution's variance that a prompt's tokens share."""
     right: np.ndarray
@@ -147,7 +147,7 @@ class MovementWorld:
         return MovementWorld(sizes, float(rng.uniform(0, 0.5)), right, float(rng.uniform(0, 0.8)))
 
     def sample(self, prompts: int, rng: np.random.Generator) -> pd.DataFrame:
-        """Contributions and directions of the top bin's tokens."""
+        """Contributions and directions of the top interval's tokens."""
         counts = np.maximum(2, rng.poisson(60 * np.exp(0.4 * rng.standard_normal(prompts))))
         group = np.repeat(np.arange(prompts), counts)
         common = np.exp(0.5 * rng.standard_normal(prompts))[group]

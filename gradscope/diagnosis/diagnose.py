@@ -341,7 +341,9 @@ def describe_tokens(task: Task) -> TokenPart:
     if task.weighted:
         shares = tokens.token_shares(tokens.sum_by_prompt(table, len(labels)), labels, **draws)
         special = frozenset(getattr(task.policy.tokenizer, "all_special_tokens", ()))
-        where = task.attempt("where", lambda: tokens.shares_by(table, bins=settings.bins, special=special, **draws))
+        where = task.attempt(
+            "where", lambda: tokens.shares_by(table, classes=settings.classes, special=special, **draws)
+        )
         spikes = tokens.largest_tokens(table, settings.top)
     layers = tokens.layer_norms(table, settings.edges, **draws)
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
@@ -484,8 +486,8 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     if len(rows) < len(task.batch):
         task.note(
             "influence-sample",
-            f"Influence between probability bins is of a step on {batch.num_tokens:,} of {len(task.table):,} tokens "
-            f"(whole prompts within influence_tokens = {budget:,}, those with an advantage first).",
+            f"Influence between probability intervals is of a step on {batch.num_tokens:,} of {len(task.table):,} "
+            f"tokens (whole prompts within influence_tokens = {budget:,}, those with an advantage first).",
         )
     # The step's intervals are those of π_old, and its KL part is a source of its own.
     known = task.table[task.table["old_logprob"].notna()]

@@ -59,10 +59,10 @@ def times(bits: float) -> str:
     return short_number(2.0**bits)
 
 
-def name_bin(label: str) -> str:
-    """Write a probability bin's label as a condition on π.
+def name_interval(label: str) -> str:
+    """Write a probability interval's label as a condition on π.
 
-    >>> [name_bin(label) for label in ("[0, ¼)", "[¼, ½)", "[¾, 1]", "[0, 1]", "[0.1, 0.9]")]
+    >>> [name_interval(label) for label in ("[0, ¼)", "[¼, ½)", "[¾, 1]", "[0, 1]", "[0.1, 0.9]")]
     ['π < ¼', '¼ ≤ π < ½', 'π ≥ ¾', '0 ≤ π ≤ 1', '0.1 ≤ π ≤ 0.9']
     """
     low, high = label[1:-1].split(", ")

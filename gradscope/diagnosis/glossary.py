@@ -1,30 +1,30 @@
 """What the words of a diagnosis mean, in sentences that a page can quote."""
 
 DEFINITIONS = {
-    "probability bin": (
+    "probability interval": (
         "Response tokens are sorted by π, the probability that the policy gives the token at the sampling temperature, "
-        "into bins with fixed edges, not quantiles: π < ¼, ¼ ≤ π < ½, ½ ≤ π < ¾ and π ≥ ¾ unless others are shown."
+        "into intervals with fixed edges, not quantiles: π < ¼, ¼ ≤ π < ½, ½ ≤ π < ¾ and π ≥ ¾ unless others are shown."
     ),
-    "share of the tokens": "A bin's response tokens over all response tokens of the rollouts.",
+    "share of the tokens": "An interval's response tokens over all response tokens of the rollouts.",
     "w": (
         "The weight of a token in the loss's gradient (Eq. 2 of the paper): the clipped ratio times the advantage, "
         "plus the KL term's part. Where a group's rewards are all equal, only the KL part is left."
     ),
     "gradient energy": (
-        "Σ‖w·g‖²: g is the gradient of one token's own log π over all parameters, or over those of an adapter that is "
-        "measured by itself, w its weight in the loss. The squared norms are added up over a bin's tokens; a share is "
-        "of the sum over all tokens. It tells how large tokens' gradients are one by one, and knows nothing of "
-        "gradients that cancel."
+        "Σ‖w·g‖²: g is the gradient of one token's own log π over all parameters, or over those of an adapter that "
+        "is measured by itself, w its weight in the loss. The squared norms are added up over an interval's tokens; "
+        "a share is of the sum over all tokens. It tells how large tokens' gradients are one by one, and knows "
+        "nothing of gradients that cancel."
     ),
     "summed gradient": (
-        "G_a is the gradient of the loss over a bin's tokens, G the whole gradient. A bin's share is ⟨G_a, G⟩/‖G‖²: "
-        "shares add up to 100 % and may be negative. It differs from the share of the gradient energy: tokens whose "
-        "gradients cancel have no part in it."
+        "G_a is the gradient of the loss over an interval's tokens, G the whole gradient. An interval's share is "
+        "⟨G_a, G⟩/‖G‖²: shares add up to 100 % and may be negative. It differs from the share of the gradient "
+        "energy: tokens whose gradients cancel have no part in it."
     ),
     "dominance index": (
-        "log₂ of a bin's share of the gradient energy over its share of the tokens, in bits: 0 is proportional, +1 "
-        "twice, −1 half the average per token. Tokens dominate only if its 95 % interval lies above 0 and their bin "
-        "has the largest share in 95 % of the redrawn batches."
+        "log₂ of an interval's share of the gradient energy over its share of the tokens, in bits: 0 is "
+        "proportional, +1 twice, −1 half the average per token. Tokens dominate only if its 95 % confidence "
+        "interval lies above 0 and their probability interval has the largest share in 95 % of the redrawn batches."
     ),
     "redrawn batches": (
         "Batches of as many prompts, drawn with replacement from those that are here: how often a ranking holds in "
@@ -34,7 +34,7 @@ DEFINITIONS = {
         "Gradient energy with |w|·(1−π) for ‖w·g‖, as if the network scaled all tokens' gradients equally: "
         "what the probabilities and weights predict without any gradient."
     ),
-    "index of the summed gradients": ("log₂ of a bin's share of Σ_a ‖G_a‖² over its share of the tokens, in bits."),
+    "index of the summed gradients": "log₂ of an interval's share of Σ_a ‖G_a‖² over its share of the tokens, in bits.",
     "signal fraction": (
         "Prompts are taken as draws of one distribution. Signal is the unbiased estimate of ‖E G_a‖², the part of the "
         "squared norm that another batch of as many prompts shares, and noise the rest; the fraction is signal/‖G_a‖², "
@@ -44,10 +44,10 @@ DEFINITIONS = {
         "Each gradient divided by √v̂ + eps, entry by entry, as the optimizer's next update divides it; v̂ is that of "
         "the whole step. Momentum of earlier steps and weight decay are left out."
     ),
-    "influence between bins": (
+    "influence between intervals": (
         "To first order, a step changes each token's log π by a sum with a part per source: the gradients of the "
-        "bins, KL, momentum, decay. A source's share is Cov(its part, the whole)/Var(the whole) over the tokens "
-        "that are moved; shares add up to 1 and may be negative. Bins here are of π before the step."
+        "intervals, KL, momentum, decay. A source's share is Cov(its part, the whole)/Var(the whole) over the tokens "
+        "that are moved; shares add up to 1 and may be negative. Intervals here are of π before the step."
     ),
     "right direction": (
         "Of the tokens with a positive advantage that moved, the share whose probability rose in the step; of those "

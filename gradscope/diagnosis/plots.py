@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from gradscope.diagnosis.format import name_bin
+from gradscope.diagnosis.format import name_interval
 from gradscope.diagnosis.result import COLUMNS
 from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish, interval_colors, name_intervals, new_axes, new_panels, paper_style, require
@@ -57,22 +57,22 @@ _KINDS = {"predicted": ("#999999", "D"), "actual": ("#0072b2", "o")}
 _SIGNS = {"positive": "Â > 0: share that rose", "negative": "Â < 0: share that fell"}
 _DRIVERS = {
     "token_class": "kind of token",
-    "position_bin": "position in the response",
-    "entropy_bin": "entropy (nats)",
+    "position_class": "position in the response",
+    "entropy_class": "entropy (nats)",
     "advantage_sign": "sign of Â",
 }
 
 
 @paper_style()
 def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
-    """Draw the first screen's figure: each bin's share of tokens, of gradient energy and of the summed gradient.
+    """Draw the first screen's figure: each interval's share of tokens, of gradient energy and of the summed gradient.
 
     statistics: of a `Diagnosis`; labels: its intervals; bars are 95 %. Raises InputError where no share is there.
     """
     ax, shown = new_axes(ax, width=4.6, height=2.5), ("token_share", "squared_share", "gradient_share")
     series = {key: look for key, look in SHARES.items() if key[0] in shown and key[1] != "adamw"}
     _draw_series(ax, statistics, labels, series, factor=100.0, name="share (%)")
-    ax.set_xticks(range(len(labels)), [name_bin(label) for label in labels])
+    ax.set_xticks(range(len(labels)), [name_interval(label) for label in labels])
     ax.set_ylim(top=max(100.0, ax.get_ylim()[1]))
     ax.set_xlabel("")
     ax.legend(loc="upper center", bbox_to_anchor=(0.45, -0.12), ncols=3, columnspacing=1.0, handletextpad=0.3)
@@ -135,8 +135,8 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Draw headline numbers over training steps, a panel each, with 95 % bands: statistics with a column step.
 
-    A number of a bin names it; where a column other_step is True, the point is hollow. Raises InputError where none of
-    them is there.
+    A number of an interval names it; where a column other_step is True, the point is hollow. Raises InputError where
+    none of them is there.
     """
     require(trend, ["step", *COLUMNS], what="the trend")
     chosen = []
@@ -159,7 +159,8 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
             rows["unit"].iat[0]
         ]:
             ax.axhline(level, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
-        ax.set_title(f"{_TITLES[statistic]}\n{'all tokens' if interval == 'all' else name_bin(interval)}", loc="left")
+        tokens = "all tokens" if interval == "all" else name_interval(interval)
+        ax.set_title(f"{_TITLES[statistic]}\n{tokens}", loc="left")
         ax.set_xlabel("training step")
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
         finish(ax, rows.reset_index(drop=True))

@@ -124,7 +124,7 @@ PARTS = {
     "adamw_sums": "the AdamW-preconditioned summed gradient",
     "adamw_energy": "the AdamW-preconditioned gradient energy",
     "actual_step": "the actual step",
-    "influence": "influence between probability bins",
+    "influence": "influence between probability intervals",
     "comparison": "what each weighting would change",
 }
 """Optional parts, in words."""
@@ -140,8 +140,8 @@ class DiagnosisSettings:
     """Edges of the intervals of π; a table that is given must have the same."""
     tokens_per_interval: int | Literal["auto", "enough"] | None = "enough"
     """Where the table is measured here: see `MeasureSettings`."""
-    bins: int = 4
-    """Bins of position and of entropy."""
+    classes: int = 4
+    """Classes of position and of entropy, of equally many tokens."""
     top: int = 20
     """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
     gradient_memory: int | None = None
@@ -176,7 +176,7 @@ class DiagnosisSettings:
             self.step.check()
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
             raise InputError(f"minutes is {self.minutes}; give a positive number, or None: as long as it takes")
-        for name in ("bins", "top", "gradient_memory", "influence_tokens", "micro_batch_size"):
+        for name in ("classes", "top", "gradient_memory", "influence_tokens", "micro_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; give 1 or more")
@@ -192,7 +192,7 @@ class DiagnosisKeywords(TypedDict, total=False):
     loss: LossSettings
     edges: tuple[Number, ...]
     tokens_per_interval: int | Literal["auto", "enough"] | None
-    bins: int
+    classes: int
     top: int
     gradient_memory: int | None
     gradient_way: Literal["whole", "sketches"] | None
@@ -230,7 +230,7 @@ class Finding:
 
     kind: str
     """What it is about: dominance_raw, dominance_adamw, added, norms, summed_raw, summed_adamw, signal, influence,
-    direction_positive, direction_negative, where_token_class, where_position_bin, driver, spikes, lag, bounds or
+    direction_positive, direction_negative, where_token_class, where_position_class, driver, spikes, lag, bounds or
     setting."""
     verdict: Verdict
     statement: str

@@ -7,7 +7,7 @@ from warnings import catch_warnings, simplefilter
 
 import pandas as pd
 
-from gradscope.diagnosis.format import name_bin, share_words
+from gradscope.diagnosis.format import name_interval, share_words
 from gradscope.diagnosis.result import DiagnosisSettings, pick_row
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares
 from gradscope.gradients import ContradictionWarning, measure
@@ -67,4 +67,4 @@ def temperature_words(tried: pd.DataFrame, label: str) -> str:
     pairs = zip(shares.iterrows(), tried["temperature"], strict=True)
     each = [f"{share_words(row)} at T = {temperature:g}" for (_, row), temperature in pairs]
     listed = f"{', '.join(each[:-1])} and {each[-1]}"
-    return f"Tokens with {name_bin(label)} account for {listed} of the gradient energy."
+    return f"Tokens with {name_interval(label)} account for {listed} of the gradient energy."

@@ -196,7 +196,7 @@ def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0,
 def shares_by(
     table: pd.DataFrame,
     *,
-    bins: int = 4,
+    classes: int = 4,
     special: Set[str] = frozenset(),
     seed: Seed = 0,
     resamples: int = 1000,
@@ -204,11 +204,11 @@ def shares_by(
     """Compute where Σ‖w·g‖² is: a row per value of each driver of `add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper: intervals that hold all of a driver's shares together in 95 %, for the largest is
-    looked for. A measured token counts for as many as `scaled_squares` says. The square columns are NaN where weights
-    or norms are unknown. special: the tokenizer's special tokens, as decoded.
+    squared_lower, squared_upper: confidence intervals that hold all of a driver's shares together in 95 %, for the
+    largest is looked for. A measured token counts for as many as `scaled_squares` says. The square columns are NaN
+    where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
 
-    Rows are of `PRINTABLE` measured tokens at least: kinds of fewer are "other", and there are fewer bins.
+    Rows are of `PRINTABLE` measured tokens at least: kinds of fewer are "other", and there are fewer classes.
     """
     squares, drawn = scaled_squares(table), sampling_probabilities(table)
     amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
@@ -216,9 +216,10 @@ def shares_by(
     def sample(known: np.ndarray) -> dict[str, np.ndarray]:
         return {} if drawn is None else {"probabilities": drawn[known], "sizes": amounts[known]}
 
-    table = add_drivers(table, bins=max(1, min(bins, int(np.isfinite(squares).sum()) // PRINTABLE)), special=special)
+    classes = max(1, min(classes, int(np.isfinite(squares).sum()) // PRINTABLE))
+    table = add_drivers(table, classes=classes, special=special)
     parts = []
-    for driver in ("token_class", "position_bin", "entropy_bin", "advantage_sign"):
+    for driver in ("token_class", "position_class", "entropy_class", "advantage_sign"):
         if driver not in table:
             continue
         column = table[driver].astype("category").cat.remove_unused_categories()

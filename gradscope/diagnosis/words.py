@@ -9,7 +9,7 @@ from math import inf, isnan, nan
 import pandas as pd
 
 from gradscope.diagnosis.format import (
-    name_bin,
+    name_interval,
     number_words,
     percent,
     share_words,
@@ -68,9 +68,9 @@ def lack_words(d: Diagnosis, row: pd.Series) -> str:
 
 
 def name_shares(d: Diagnosis, statistic: str, metric: str) -> str:
-    """List the share of each bin that has one."""
+    """List the share of each interval that has one."""
     rows = [(label, d.pick(statistic, metric, label)) for label in d.labels]
-    return "; ".join(f"{name_bin(label)}: {share_words(row)}" for label, row in rows if not isnan(row["value"]))
+    return "; ".join(f"{name_interval(label)}: {share_words(row)}" for label, row in rows if not isnan(row["value"]))
 
 
 def _dominance(d: Diagnosis) -> list[Finding]:
@@ -80,10 +80,10 @@ def _dominance(d: Diagnosis) -> list[Finding]:
         why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
         return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is not known: {why}.", " ".join(d.notes))]
     if not tokens["n"]:
-        words = f"No token has {name_bin(low)}, so there is nothing that could dominate."
+        words = f"No token has {name_interval(low)}, so there is nothing that could dominate."
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     if tokens["value"] == 1:
-        words = f"All tokens have {name_bin(low)}: shares by probability bin say nothing here."
+        words = f"All tokens have {name_interval(low)}: shares by probability interval say nothing here."
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     known = [metric for metric in ENERGY if d.pick("dominance_index", metric, low) is not None]
     return [_dominance_in(d, metric) for metric in known]
@@ -94,7 +94,7 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
-    they = f"tokens with {name_bin(low)}"
+    they = f"tokens with {name_interval(low)}"
     if share["value"] == 0:
         none = f"T{they[1:]} account for none of the {energy}: none that was measured has a weight."
         return Finding(kind, Verdict.UNKNOWN, none)
@@ -103,7 +103,7 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
         return Finding(kind, Verdict.UNKNOWN, words)
     are = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}, "
     are += f"{times_words(index)} their share of the tokens"
-    detail = f"Share of the {energy} by bin: {name_shares(d, 'squared_share', metric)}."
+    detail = f"Share of the {energy} by interval: {name_shares(d, 'squared_share', metric)}."
     if why := lack_words(d, index):
         return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {why}.", detail)
     verdict = compare(index, write=times)
@@ -117,26 +117,25 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
 
 
 def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
-    """Judge whether the lowest bin, which is over-represented, also has the largest share of any bin."""
+    """Judge whether the lowest interval, which is over-represented, also has the largest share of any interval."""
     odds = pd.Series({label: d.pick("largest_share", metric, label)["value"] for label in d.labels})
     low, most, kind = d.labels[0], odds.idxmax(), f"dominance_{metric}"
     if odds[most] >= CERTAIN and most == low:
-        words = f"Low-probability tokens dominate: {are} and the largest share of any bin"
+        words = f"Low-probability tokens dominate: {are} and the largest share of any interval"
         return Finding(kind, Verdict.DOMINATES, f"{words} ({_redraws(odds[low])}).", detail, "warn")
     words = f"T{are[1:]}"
     if odds[most] >= CERTAIN:
-        largest = (
-            f"{name_bin(most)} accounts for the largest share, {share_words(d.pick('squared_share', metric, most))}"
-        )
+        share = share_words(d.pick("squared_share", metric, most))
+        largest = f"{name_interval(most)} accounts for the largest share, {share}"
         return Finding(kind, Verdict.MORE, f"{words}; but {largest}.", detail)
     rival = odds.drop(low).idxmax()
     if odds[low] <= 1 - CERTAIN:
-        larger = f"{name_bin(rival)} accounts for {share_words(d.pick('squared_share', metric, rival))}"
-        return Finding(kind, Verdict.MORE, f"{words}; another bin's share is larger ({larger}).", detail)
-    others = f"that of {name_bin(rival)} in {percent(odds[rival])} %"
+        larger = f"{name_interval(rival)} accounts for {share_words(d.pick('squared_share', metric, rival))}"
+        return Finding(kind, Verdict.MORE, f"{words}; another interval's share is larger ({larger}).", detail)
+    others = f"that of {name_interval(rival)} in {percent(odds[rival])} %"
     words += f"; whether theirs is the largest share is undecided (it is {_redraws(odds[low])}, {others})."
     if (wanted := prompts_to_decide(odds[most], d.num_informative_prompts)) is not None:
-        detail += f" If the shares stay as they are, about {wanted:,} prompts would decide which bin's is the largest."
+        detail += f" If the shares stay as they are, about {wanted:,} prompts would decide whose is the largest."
     return Finding(kind, Verdict.MORE, words, detail)
 
 
@@ -167,7 +166,8 @@ def _added(d: Diagnosis) -> list[Finding]:
         Verdict.MORE: "account for more gradient energy than (1−π)² alone predicts",
         Verdict.LESS: "account for less gradient energy than (1−π)² alone predicts",
     }.get(verdict, "do not differ detectably in gradient energy from what (1−π)² alone predicts")
-    return [Finding("added", verdict, f"Tokens with {name_bin(low)} {words}: {times_words(added)} as much.", detail)]
+    statement = f"Tokens with {name_interval(low)} {words}: {times_words(added)} as much."
+    return [Finding("added", verdict, statement, detail)]
 
 
 def _norms(d: Diagnosis) -> list[Finding]:
@@ -183,8 +183,9 @@ def _norms(d: Diagnosis) -> list[Finding]:
     rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
     low, top = (number_words(row, ".3g") for _, row in rows.iterrows())
     statement = (
-        f"Unweighted, the gradient norm of a token with {name_bin(d.labels[0])} is {short_number(ratios[PARAMETERS])} "
-        f"times that of one with {name_bin(d.labels[-1])} on average: {low} against {top}, over {d.parameters}."
+        f"Unweighted, the gradient norm of a token with {name_interval(d.labels[0])} is "
+        f"{short_number(ratios[PARAMETERS])} times that of one with {name_interval(d.labels[-1])} on average: "
+        f"{low} against {top}, over {d.parameters}."
     )
     layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
     if layers.empty:
@@ -203,12 +204,12 @@ def _summed(d: Diagnosis) -> list[Finding]:
         if share is None or isnan(share["value"]) or isnan(tokens["value"]):
             continue
         statement = (
-            f"Tokens with {name_bin(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} of "
-            f"this batch's {words}"
+            f"Tokens with {name_interval(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} "
+            f"of this batch's {words}"
         )
         detail = (
-            f"Share ⟨G_a, G⟩/‖G‖² by bin: {name_shares(d, 'gradient_share', metric)}. Cosine of "
-            f"{name_bin(low)} with the whole: {number_words(cosine)}."
+            f"Share ⟨G_a, G⟩/‖G‖² by interval: {name_shares(d, 'gradient_share', metric)}. Cosine of "
+            f"{name_interval(low)} with the whole: {number_words(cosine)}."
         )
         verdict, why = compare(share, tokens), lack_words(d, share) or lack_words(d, tokens)
         end = {Verdict.MORE: ": more than in proportion.", Verdict.LESS: ": less than in proportion."}.get(
@@ -230,33 +231,33 @@ def _signal(d: Diagnosis) -> list[Finding]:
     clear = [name for name, row in known if compare(row) is Verdict.MORE]
     names, low = ", ".join(map(_group, clear)), d.labels[0]
     if not clear:
-        words = "No bin's summed gradient can be told from noise: other prompts may give another gradient."
+        words = "No interval's summed gradient can be told from noise: other prompts may give another gradient."
         return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
     statement = f"The summed gradient has detectable signal in: {names}"
     missing = low not in clear and low in dict(known)
-    statement += f". For {name_bin(low)} none is detectable." if missing else "."
+    statement += f". For {name_interval(low)} none is detectable." if missing else "."
     tone, verdict = ("warn", Verdict.UNDECIDED) if missing else ("plain", Verdict.MORE)
     return [Finding("signal", verdict, statement, detail, tone)]
 
 
 def _group(label: str) -> str:
-    return "all tokens" if label == "all" else name_bin(label)
+    return "all tokens" if label == "all" else name_interval(label)
 
 
 def influence_words(d: Diagnosis) -> list[Finding]:
-    """Say whose gradient moves the highest bin's tokens."""
+    """Say whose gradient moves the highest interval's tokens."""
     low, top = d.labels[0], d.labels[-1]
     share, own = d.pick("low_to_high_share", "none", top), d.pick("high_to_high_share", "none", top)
     if share is None or isnan(share["value"]):
         return []
     statement = (
-        f"In one {step_words(d)} step, to first order, tokens with {name_bin(low)} cause {share_words(share)} of how "
-        f"tokens with {name_bin(top)} move."
+        f"In one {step_words(d)} step, to first order, tokens with {name_interval(low)} cause {share_words(share)} of "
+        f"how tokens with {name_interval(top)} move."
     )
     if compare(share) is Verdict.LESS:
         statement += " Below 0: they oppose the overall movement."
     detail = f"Share of the variance of the predicted Δ log π of {share['n']:,} tokens; the shares of all sources add "
-    detail += f"up to 100 %, and one that counteracts the rest is below 0. Their own bin causes {share_words(own)}"
+    detail += f"up to 100 %, and one that counteracts the rest is below 0. Their own interval causes {share_words(own)}"
     rows = d.influence[(d.influence["source"] == "momentum") & (d.influence["target"] == len(d.labels) - 1)]
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
@@ -279,13 +280,13 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         statement = f"{done}, of the {row['n']:,} tokens with {word} that moved, {share_words(row)} became {way}"
         each = [(label, d.pick(name, "none", label)) for label in d.labels]
         parts = "; ".join(
-            f"{name_bin(label)}: {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"])
+            f"{name_interval(label)}: {share_words(r)} of {r['n']:,}" for label, r in each if not isnan(r["value"])
         )
         verdict = compare(row, 0.5)
         tone = "warn" if verdict is Verdict.LESS else "plain"
         end = "" if isnan(row["lower"]) else ": no detectable difference from one half"
         end = {Verdict.MORE: ", more than half", Verdict.LESS: ", less than half"}.get(verdict, end)
-        detail = f"By bin of π before the step: {parts}."
+        detail = f"By interval of π before the step: {parts}."
         found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone))
     if {finding.verdict for finding in found} == {Verdict.MORE, Verdict.LESS}:
         # One sign gains what the other loses: tokens of both move alike, which is neither's success.
@@ -298,7 +299,7 @@ def _where(d: Diagnosis) -> list[Finding]:
     if d.where is None:
         return []
     found = []
-    for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
+    for driver, words in (("token_class", "kind of token"), ("position_class", "position in the response")):
         rows = d.where[(d.where["driver"] == driver) & d.where["squared_share"].notna()]
         if len(rows) < 2 or rows["squared_lower"].isna().all():
             continue

@@ -20,7 +20,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl
 from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
-from gradscope.integrations.trl_measure import StepMeasurement, measure_step, name_bins
+from gradscope.integrations.trl_measure import StepMeasurement, measure_step, name_intervals
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text
@@ -30,7 +30,7 @@ Number = int | float
 TOLERANCE = 0.01
 """Relative difference of the measured and the trainer's own gradient norm beyond which a warning is due."""
 HELD = 1 << 62
-"""Bytes for the bins' vectors: where training fits, they lie beside it and not in a file."""
+"""Bytes for the intervals' vectors: where training fits, they lie beside it and not in a file."""
 WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
 """Methods of the trainer that are looked at from outside while it trains."""
 
@@ -41,25 +41,25 @@ class GradScopeCallback(TrainerCallback):
         trainer.add_callback(GradScopeCallback(trainer, every=10))
 
     Logged beside TRL's own metrics, with the prefix gradscope/, and a row of `OUTPUT_DIR/gradscope/metrics.parquet`
-    (with the column `step`). A probability bin of π_old is named by its edges in percent, p0-25; G_a is the part of the
-    gradient of TRL's loss, with its denominators and before clipping, that the tokens of bin a have, over all weights
-    that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a; grad_share/a: ⟨G_a, G⟩/‖G‖², adds up to 1;
-    with cosines=True grad_cosine/a/b, grad_cosine/a/all: of G_a with G_b, and with G; token_share/a: share of the
-    tokens; right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage, the share
-    whose probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost.
-    grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what is
-    trained; a warning names both where they differ by more than 1 %, and it is NaN where tokens are so certain, or
-    weights so small, that float32 rounds the trainer's by as much. With Lopti both are of its first pass, if η
-    is one of the edges. What is undefined (a bin without tokens) is left out of the log and NaN in the file.
+    (with the column `step`). A probability interval of π_old is named by its edges in percent, p0-25; G_a is the part
+    of the gradient of TRL's loss, with its denominators and before clipping, that the tokens of interval a have, over
+    all weights that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a; grad_share/a: ⟨G_a, G⟩/‖G‖²,
+    adds up to 1; with cosines=True grad_cosine/a/b, grad_cosine/a/all: of G_a with G_b, and with G; token_share/a:
+    share of the tokens; right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage,
+    the share whose probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring
+    cost. grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what
+    is trained; a warning names both where they differ by more than 1 %, and it is NaN where tokens are so certain, or
+    weights so small, that float32 rounds the trainer's by as much. With Lopti both are of its first pass, if η is one
+    of the edges. What is undefined (an interval without tokens) is left out of the log and NaN in the file.
 
-    RLOOTrainer is measured too: it keeps π_old of whole responses alone, so that its bins are of the policy before the
-    step. With a trainer that has a `reweight_alpha` or a `weighting`, that is in the weights. A cost of every measured
-    step: three forward passes and a backward pass per interval; memory: a vector as long as the weights per interval,
-    one more with LoRA. Nothing about the training changes. How much time it took is printed at the end. A new run in
-    the same folder starts the file anew, a resumed one goes on with it. Several processes measure together, and the
-    numbers are of all their responses.
+    RLOOTrainer is measured too: it keeps π_old of whole responses alone, so that its intervals are of the policy
+    before the step. With a trainer that has a `reweight_alpha` or a `weighting`, that is in the weights. A cost of
+    every measured step: three forward passes and a backward pass per interval; memory: a vector as long as the weights
+    per interval, one more with LoRA. Nothing about the training changes. How much time it took is printed at the end.
+    A new run in the same folder starts the file anew, a resumed one goes on with it. Several processes measure
+    together, and the numbers are of all their responses.
 
-    edges: of the bins. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
+    edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
     measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
     trainer that is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings`
     refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
@@ -124,7 +124,7 @@ class GradScopeCallback(TrainerCallback):
             own = " of this process" if trainer.accelerator.num_processes > 1 else ""
             _say(
                 f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
-                f"three forward passes and a backward pass for each of {len(self.edges) - 1} bins"
+                f"three forward passes and a backward pass for each of {len(self.edges) - 1} intervals"
             )
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
         settings = {"edges": self.edges, "cosines": self.cosines, "resources": resources}
@@ -138,9 +138,9 @@ class GradScopeCallback(TrainerCallback):
 
     def _compare(self, number: int) -> None:
         """Compare the measured norm with the trainer's own of that step."""
-        bins, theirs, ratio = self._bins_of_first_pass(), self._norm, math.nan
-        own = math.nan if bins is None else self._step.norm_of(bins)
-        known = bins is not None and self._step.rounding_of(bins) < TOLERANCE
+        intervals, theirs, ratio = self._intervals_of_first_pass(), self._norm, math.nan
+        own = math.nan if intervals is None else self._step.norm_of(intervals)
+        known = intervals is not None and self._step.rounding_of(intervals) < TOLERANCE
         if math.isfinite(theirs) and known:  # fp16 skips a step whose norm is infinite
             ratio = own / theirs if theirs else math.inf
         self._step.numbers["grad_norm_ratio"] = ratio
@@ -152,15 +152,15 @@ class GradScopeCallback(TrainerCallback):
                 stacklevel=2,
             )
 
-    def _bins_of_first_pass(self) -> list[bool] | None:
-        """Return the bins that the trainer's norm covers: all, or Lopti's first pass's; None if η cuts a bin."""
+    def _intervals_of_first_pass(self) -> list[bool] | None:
+        """Return the intervals that the trainer's norm covers: all, or Lopti's first pass's; None if η cuts one."""
         rule = getattr(self.trainer, "rule", None)
         if rule is None or rule.lopti_eta is None:
             return [True] * (len(self.edges) - 1)
         if rule.lopti_eta not in self.edges:
             return None
         low = [edge < rule.lopti_eta for edge in self.edges[:-1]]
-        filled = [self._step.numbers[f"token_share/{name}"] > 0 for name in name_bins(self.edges)]
+        filled = [self._step.numbers[f"token_share/{name}"] > 0 for name in name_intervals(self.edges)]
         for name in ORDERS[rule.lopti_order]:
             chosen = [is_low == (name == "low") for is_low in low]
             if any(c and f for c, f in zip(chosen, filled, strict=True)):

@@ -30,34 +30,34 @@ class StepMeasurement:
     jacobian: TokenJacobian | None
     """Before the step; None where no token is kept."""
     edges: Sequence[Number]
-    products: Float[np.ndarray, "bins bins"]
+    products: Float[np.ndarray, "intervals intervals"]
     """⟨G_a, G_b⟩."""
     num_tokens: int
     """Of all processes."""
-    sizes: Float[np.ndarray, "2 bins"]
-    """Sums over each bin's tokens of |w|/D · (1 − π), which its gradient is made of, and of max(1, |w|)/D, by whose
-    2⁻²⁴-th part a trainer in float32 may err: it makes 1 − π of π, and weights near 0 of ratios near 1."""
+    sizes: Float[np.ndarray, "2 intervals"]
+    """Sums over each interval's tokens of |w|/D · (1 − π), which its gradient is made of, and of max(1, |w|)/D, by
+    whose 2⁻²⁴-th part a trainer in float32 may err: it makes 1 − π of π, and weights near 0 of ratios near 1."""
     numbers: dict[str, float] = field(default_factory=dict)
 
-    def norm_of(self, bins: Sequence[bool]) -> float:
-        """‖Σ G_a‖ over some of the bins."""
-        chosen = np.asarray(bins, dtype=float)
+    def norm_of(self, intervals: Sequence[bool]) -> float:
+        """‖Σ G_a‖ over some of the intervals."""
+        chosen = np.asarray(intervals, dtype=float)
         return math.sqrt(max(chosen @ self.products @ chosen, 0.0))
 
-    def rounding_of(self, bins: Sequence[bool]) -> float:
-        """About how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the bins."""
-        left, whole = self.sizes @ np.asarray(bins, dtype=float)
+    def rounding_of(self, intervals: Sequence[bool]) -> float:
+        """About how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the intervals."""
+        left, whole = self.sizes @ np.asarray(intervals, dtype=float)
         return 2**-24 * whole / left if left else math.inf
 
     def finish(self, device: torch.device) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
-        names = [f"right_direction_{sign}/{name}" for name in name_bins(self.edges) for sign in SIGNS]
+        names = [f"right_direction_{sign}/{name}" for name in name_intervals(self.edges) for sign in SIGNS]
         counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
         if self.jacobian is not None:
             after = self.jacobian.moved().statistics
             shares = batch_direction_shares(self.jacobian.statistics, after, self.batch, edges=self.edges)
             for row in shares.itertuples():
-                place = names.index(f"right_direction_{row.sign}/{name_bins(self.edges)[row.interval]}")
+                place = names.index(f"right_direction_{row.sign}/{name_intervals(self.edges)[row.interval]}")
                 moved = row.num_tokens - row.tied
                 counts[:, place] = torch.tensor([moved * row.share if moved else 0.0, moved])
         right, moved = add_over_processes(counts, device).tolist()
@@ -105,7 +105,7 @@ def measure_step(
     sums = add_over_processes(sums if trained is None else sums[:, trained], device)
     products = inner_products(sums).numpy() / count_processes() ** 2
     sizes = add_over_processes(sizes, device).numpy()
-    names = name_bins(edges)
+    names = name_intervals(edges)
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines)
     return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, numbers)
@@ -125,10 +125,10 @@ def add_over_processes(numbers: Tensor, device: torch.device) -> Tensor:
     return moved.to(numbers.device)
 
 
-def name_bins(edges: Sequence[Number]) -> list[str]:
-    """Probability bins by their edges in percent, as names of scalars.
+def name_intervals(edges: Sequence[Number]) -> list[str]:
+    """Probability intervals by their edges in percent, as names of scalars.
 
-    >>> name_bins((0, 0.25, 1))
+    >>> name_intervals((0, 0.25, 1))
     ['p0-25', 'p25-100']
     """
     return [f"p{100 * low:g}-{100 * high:g}" for low, high in pairwise(edges)]
@@ -144,7 +144,7 @@ def _trained_columns(model: nn.Module) -> Tensor | None:
     return torch.cat(columns).to(next(model.parameters()).device)
 
 
-def _geometry(products: np.ndarray, filled: np.ndarray, bins: Sequence[str], *, cosines: bool) -> dict[str, float]:
+def _geometry(products: np.ndarray, filled: np.ndarray, intervals: Sequence[str], *, cosines: bool) -> dict[str, float]:
     """Return norms, shares and cosines from the intervals' inner products; NaN for an interval without tokens, and for
     0/0.
     """
@@ -156,7 +156,7 @@ def _geometry(products: np.ndarray, filled: np.ndarray, bins: Sequence[str], *, 
     empty = ~np.append(filled, True)
     norms[empty] = shares[empty] = np.nan
     between[empty] = between[:, empty] = np.nan
-    names = [*bins, "all"]
+    names = [*intervals, "all"]
     numbers = {f"grad_norm/{name}": norm for name, norm in zip(names, norms, strict=True)}
     numbers |= {f"grad_share/{name}": share for name, share in zip(names[:-1], shares, strict=False)}
     for a, b in combinations(range(len(names)), 2) if cosines else ():

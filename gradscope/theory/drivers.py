@@ -47,20 +47,20 @@ def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Seri
 
 
 @checked
-def add_drivers(table: pd.DataFrame, *, bins: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
-    """Add categorical columns for `by=`: entropy_bin, position_bin, advantage_sign, token_class.
+def add_drivers(table: pd.DataFrame, *, classes: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
+    """Add categorical columns for `by=`: entropy_class, position_class, advantage_sign, token_class.
 
-    Bins hold equally many tokens, [lo, hi) with the last one closed; ties leave fewer bins. entropy_bin is in nats,
-    advantage_sign "negative", "zero" or "positive". token_class is made where there is a column `token`, as of
+    Classes hold equally many tokens, [lo, hi) with the last one closed; ties leave fewer classes. entropy_class is in
+    nats, advantage_sign "negative", "zero" or "positive". token_class is made where there is a column `token`, as of
     `measure`. What is NaN has no category.
     """
     needed = ["entropy", "position", "advantage"]
     if missing := [c for c in needed if c not in table]:
         raise InputError(f"the table has no column {', '.join(missing)}; drivers are made of {', '.join(needed)}")
-    if bins < 1:
-        raise InputError(f"bins is {bins}; give 1 or more")
+    if classes < 1:
+        raise InputError(f"classes is {classes}; give 1 or more")
     signs = table["advantage"].map(np.sign).map({-1: "negative", 0: "zero", 1: "positive"})
-    columns = {f"{name}_bin": _quantile_bins(table[name], bins) for name in ("entropy", "position")}
+    columns = {f"{name}_class": _quantile_classes(table[name], classes) for name in ("entropy", "position")}
     columns["advantage_sign"] = pd.Categorical(signs, ["negative", "zero", "positive"])
     if "token" in table:
         columns["token_class"] = token_classes(table["token"], special)
@@ -121,13 +121,13 @@ def _class(token: str) -> str:
     return "punctuation" if token.strip() else "space"
 
 
-def _quantile_bins(column: pd.Series, bins: int) -> pd.Categorical:
-    """Bins of equal counts whose edges are values that occur; a constant column is one bin."""
+def _quantile_classes(column: pd.Series, classes: int) -> pd.Categorical:
+    """Classes of equal counts whose edges are values that occur; a constant column is one class."""
     values = column.to_numpy(np.float64)
     known = ~np.isnan(values)
     if not known.any():
-        raise InputError(f"{column.name} is nowhere known, so it has no bins; measure it first")
-    edges = np.unique(np.quantile(values[known], np.arange(bins + 1) / bins, method="higher"))
+        raise InputError(f"{column.name} is nowhere known, so it has no classes; measure it first")
+    edges = np.unique(np.quantile(values[known], np.arange(classes + 1) / classes, method="higher"))
     code = np.full(len(values), -1)
     if len(edges) == 1:
         code[known] = 0

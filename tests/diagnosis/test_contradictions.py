@@ -179,7 +179,7 @@ def test_verdicts_are_those_of_the_intervals_that_are_printed_in_their_sentence(
 def test_signal_influence_and_kinds_of_tokens_are_named_where_their_printed_intervals_lie_apart(name):
     d, text = found(name)
     kinds = {finding.kind: finding for finding in d.findings}
-    for driver in ("token_class", "position_bin"):
+    for driver in ("token_class", "position_class"):
         if (said := kinds.get(f"where_{driver}")) is None:
             continue
         parts = re.findall(rf"([^:;]+): ({NUMBER} %[^(]*)\(({NUMBER} %[^)]*) of the tokens\)", said.detail)

@@ -343,7 +343,7 @@ def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sa
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"bins": 0}, "bins is 0"),
+        ({"classes": 0}, "classes is 0"),
         ({"seed": -1}, "seed -1"),
         ({"seed": 2**57}, r"below 2\*\*57"),
         ({"edges": (0.0,)}, "edges are"),

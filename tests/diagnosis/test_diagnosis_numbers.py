@@ -143,7 +143,7 @@ def test_a_planted_boost_is_what_the_network_adds():
 @pytest.mark.usefixtures("few_prompts_are_many")
 def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
     table = sample_some(plant_table(), 25)
-    where = shares_by(table, bins=3, special={"</s>"}, seed=np.random.default_rng(0))
+    where = shares_by(table, classes=3, special={"</s>"}, seed=np.random.default_rng(0))
     kinds = {" knight": "word", "12": "digit", ",": "punctuation", "\n": "space", "</s>": "special"}
     counts, squares = dict.fromkeys(kinds.values(), 0), dict.fromkeys(kinds.values(), 0.0)
     tokens = table["interval"].value_counts()
@@ -170,9 +170,9 @@ def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
         shares = pd.DataFrame(redrawn / redrawn.sum(1, keepdims=True), columns=sums[name].columns)
         for end, tail in (("lower", 0.05 / 10), ("upper", 1 - 0.05 / 10)):  # 5 % for all five kinds, both sides
             assert rows[f"{prefix}_{end}"].to_dict() == pytest.approx(shares.quantile(tail).to_dict())
-    positions = where[where["driver"] == "position_bin"]
+    positions = where[where["driver"] == "position_class"]
     assert len(positions) == 3 and positions["token_share"].sum() == pytest.approx(1)
-    assert set(where["driver"]) == {"token_class", "position_bin", "entropy_bin", "advantage_sign"}
+    assert set(where["driver"]) == {"token_class", "position_class", "entropy_class", "advantage_sign"}
 
 
 def test_scaled_squares_add_up_to_the_whole_sum_on_average():

@@ -83,7 +83,7 @@ def make_where() -> pd.DataFrame:
     for name, middle in (("token", [0.6, 0.4]), ("squared", [0.2, 0.8])):
         shares |= {f"{name}_lower": np.subtract(middle, 0.1), f"{name}_upper": np.add(middle, 0.1)}
     kinds = pd.DataFrame({"driver": "token_class", "value": ["word", "digit"]} | shares)
-    return pd.concat([kinds, kinds.assign(driver="position_bin", value=["[0, 9)", "[9, 20]"])], ignore_index=True)
+    return pd.concat([kinds, kinds.assign(driver="position_class", value=["[0, 9)", "[9, 20]"])], ignore_index=True)
 
 
 def make_layers() -> pd.DataFrame:
@@ -195,7 +195,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
         plant(one_change("right_direction_positive_actual", [0.5] * 5, half=0.05)), {"direction_positive": V.UNDECIDED}
     ),
     "a predicted step": (plant(PREDICTED), {"direction_positive": V.MORE}),
-    "kinds of tokens": (plant(where=make_where()), {"where_token_class": V.MORE, "where_position_bin": V.MORE}),
+    "kinds of tokens": (plant(where=make_where()), {"where_token_class": V.MORE, "where_position_class": V.MORE}),
     "kinds of tokens, wide": (
         plant(where=make_where().assign(squared_lower=[0.0, 0.45, 0.0, 0.45])), {"where_token_class": V.UNDECIDED}
     ),

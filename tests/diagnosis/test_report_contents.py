@@ -67,9 +67,9 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     report = make_report(found, policy, batch, notes=["Of <mine>."])
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
-    assert titles[0] == "Shares by probability bin" and titles[-1] == "All numbers"
+    assert titles[0] == "Shares by probability interval" and titles[-1] == "All numbers"
     # No step, no influence: no empty sections of them.
-    assert not {"What one step does", "Influence between bins"} & {*titles}
+    assert not {"What one step does", "Influence between intervals"} & {*titles}
     assert report.page.notes == ("Of <mine>.", *found.notes)
     page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
     assert "Of <mine>." in page.text

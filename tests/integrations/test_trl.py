@@ -32,7 +32,7 @@ from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
 pytestmark = needs_trl
 
 CPU = torch.device("cpu")
-BINS = {0: "p0-25", 1: "p25-50", 2: "p50-75", 3: "p75-100"}
+INTERVALS = {0: "p0-25", 1: "p25-50", 2: "p50-75", 3: "p75-100"}
 FLOAT32 = 2 * FLOAT32_GRADIENT
 """The same sums in float32, by two programs."""
 RATIOS = 30 * 64 * 2**-24
@@ -411,7 +411,7 @@ def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(ch
         model.load_state_dict(end, strict=False)
         new = batch_statistics(model, batch, micro_batch_size=8, device=CPU)
         for interval in wanted.table["interval"]:
-            line, name = wanted.table.set_index("interval").loc[interval], BINS.get(interval, interval)
+            line, name = wanted.table.set_index("interval").loc[interval], INTERVALS.get(interval, interval)
             close(row[f"grad_norm/{name}"], line["norm"])
             if interval != "all":
                 close(row[f"grad_share/{name}"], line["share"])
@@ -425,7 +425,7 @@ def test_the_numbers_of_a_step_are_those_of_interval_gradients_and_of_a_count(ch
                     share = right.float().sum() / (moved != 0).sum()
                     close(row[f"right_direction_{sign}/{name}"], float(share))
         for a, b in combinations(range(4), 2):
-            close(row[f"grad_cosine/{BINS[a]}/{BINS[b]}"], wanted.cosines[b][a])
+            close(row[f"grad_cosine/{INTERVALS[a]}/{INTERVALS[b]}"], wanted.cosines[b][a])
         assert row["num_tokens"] == batch.num_tokens
 
 

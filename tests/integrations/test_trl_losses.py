@@ -31,7 +31,7 @@ pytestmark = needs_trl
 SAME = 1e-4
 """Two programs' norms of one gradient in float32."""
 ACCUMULATED = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-BINS = ["p0-25", "p25-50", "p50-75", "p75-100"]
+INTERVALS = ["p0-25", "p25-50", "p50-75", "p75-100"]
 
 
 @pytest.fixture(scope="module")
@@ -295,7 +295,7 @@ def test_rloos_bins_add_up_to_its_own_gradient_and_each_is_its_tokens_part(check
     ratio = 0
     trainer.model.load_state_dict(step["weights"], strict=False)
     trainer.model.train()
-    parts = [{name: 0.0 for name in step["gradient"]} for _ in BINS]
+    parts = [{name: 0.0 for name in step["gradient"]} for _ in INTERVALS]
     for inputs in step["window"]:
         logprobs, slopes = own_slopes(trainer, inputs)
         log_ratio = (logprobs.detach() * inputs["completion_mask"]).sum(1) - inputs["old_logps"]
@@ -310,9 +310,9 @@ def test_rloos_bins_add_up_to_its_own_gradient_and_each_is_its_tokens_part(check
     vectors = torch.stack([torch.cat([g.flatten() for g in part.values()]).double() for part in parts])
     whole = torch.cat([g.flatten() for g in step["gradient"].values()]).double()
     assert torch.allclose(vectors.sum(0), whole, atol=SAME * float(whole.abs().max()))
-    for name, vector in zip([*BINS, "all"], [*vectors, whole], strict=True):
+    for name, vector in zip([*INTERVALS, "all"], [*vectors, whole], strict=True):
         assert row[f"grad_norm/{name}"] == pytest.approx(float(vector.norm()), rel=SAME)
-    for name, vector in zip(BINS, vectors, strict=True):
+    for name, vector in zip(INTERVALS, vectors, strict=True):
         assert row[f"grad_share/{name}"] == pytest.approx(float(vector @ whole / (whole @ whole)), rel=1e-3, abs=SAME)
     assert before is not step
 
@@ -405,7 +405,7 @@ def test_several_processes_measure_the_gradient_of_all_their_responses(tmp_path,
     (processes, (first,)), (_, (second,)) = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     assert processes == 2 and first["num_tokens"] == kept
     assert first["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
-    assert sum(first[f"token_share/{name}"] for name in BINS) == pytest.approx(1)
+    assert sum(first[f"token_share/{name}"] for name in INTERVALS) == pytest.approx(1)
     assert {n: v for n, v in first.items() if n != "seconds"} == {n: v for n, v in second.items() if n != "seconds"}
     assert list(pd.read_parquet(tmp_path / "run" / "gradscope" / "metrics.parquet")["step"]) == [1]
 

@@ -1,4 +1,4 @@
-"""Drivers beside probability: classes and bins against comparisons one by one, regressions against numpy's own."""
+"""Drivers beside probability: classes and quantiles against comparisons one by one, regressions against numpy's own."""
 
 import numpy as np
 import pandas as pd
@@ -189,24 +189,24 @@ def make_movements(size: int = 400) -> pd.DataFrame:
 
 def test_bins_hold_equally_many_tokens_in_order():
     table = make_movements()
-    found = add_drivers(table, bins=5)
+    found = add_drivers(table, classes=5)
     for name in ("entropy", "position"):
-        code = found[f"{name}_bin"].cat.codes
+        code = found[f"{name}_class"].cat.codes
         assert np.bincount(code).tolist() == [80] * 5
         for low, high in ((i, i + 1) for i in range(4)):
             assert table.loc[code == low, name].max() < table.loc[code == high, name].min()
-    assert found["position_bin"].cat.categories.tolist()[0] == "[0, 40)"
-    assert found["position_bin"].cat.categories.tolist()[-1] == "[160, 199]"
+    assert found["position_class"].cat.categories.tolist()[0] == "[0, 40)"
+    assert found["position_class"].cat.categories.tolist()[-1] == "[160, 199]"
     assert found[table.columns].equals(table)
 
 
 def test_ties_leave_fewer_bins_and_what_is_unknown_has_none():
     table = make_movements().assign(entropy=[0.0] * 390 + [np.nan] * 5 + [1.0] * 5)
-    found = add_drivers(table)["entropy_bin"]
+    found = add_drivers(table)["entropy_class"]
     assert found.isna().tolist() == table["entropy"].isna().tolist()
     assert found.cat.categories.tolist() == ["[0, 1]"]
-    assert add_drivers(table.assign(entropy=0.5))["entropy_bin"].unique().tolist() == ["0.5"]
-    assert add_drivers(table.iloc[:1])["position_bin"].notna().all()
+    assert add_drivers(table.assign(entropy=0.5))["entropy_class"].unique().tolist() == ["0.5"]
+    assert add_drivers(table.iloc[:1])["position_class"].notna().all()
 
 
 def test_signs_and_classes_are_the_tokens_own():
@@ -220,7 +220,7 @@ def test_signs_and_classes_are_the_tokens_own():
     assert "token_class" not in add_drivers(table.drop(columns="token"))
 
 
-@pytest.mark.parametrize("by", ["entropy_bin", "position_bin", "advantage_sign", "token_class"])
+@pytest.mark.parametrize("by", ["entropy_class", "position_class", "advantage_sign", "token_class"])
 def test_every_driver_makes_the_rows_of_the_statistics(by):
     table = add_drivers(make_movements())
     shares = right_direction_shares(table, by=by, seed=rng(), resamples=20)

@@ -6,7 +6,7 @@ from math import isnan
 
 import pandas as pd
 
-from gradscope.diagnosis.format import name_bin, percent, share_words, step_words
+from gradscope.diagnosis.format import name_interval, percent, share_words, step_words
 from gradscope.diagnosis.page.page import Tile
 from gradscope.diagnosis.result import Diagnosis, Findings, Verdict
 from gradscope.diagnosis.words import compare, lack_words
@@ -26,7 +26,7 @@ def _summed(d: Diagnosis) -> str:
     share, signal = d.pick("gradient_share", "raw", d.labels[0]), d.pick("signal_fraction", "raw", "all")
     if share is None or isnan(share["value"]):
         return ""
-    words = f"Tokens with {name_bin(d.labels[0])} account for {share_words(share)} of the summed gradient"
+    words = f"Tokens with {name_interval(d.labels[0])} account for {share_words(share)} of the summed gradient"
     if signal is None or isnan(signal["lower"]):
         why = "" if signal is None else lack_words(d, signal)
         return f"{words}; signal cannot be told from noise ({why})." if why else f"{words}."
@@ -50,7 +50,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
     for statistic, metric, label in shares:
         row = d.pick(statistic, metric, low)
         if row is not None and not isnan(row["value"]):
-            tiles.append(_tile(f"{name_bin(low)}: {label}", row, ""))
+            tiles.append(_tile(f"{name_interval(low)}: {label}", row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
     if signal is not None and not isnan(signal["lower"]):
         if compare(signal) is Verdict.MORE:

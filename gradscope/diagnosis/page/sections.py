@@ -12,7 +12,7 @@ from pandas.api.types import is_numeric_dtype
 
 from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.format import bits_words, name_bin, number_words, share_words, times_words
+from gradscope.diagnosis.format import bits_words, name_interval, number_words, share_words, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
@@ -115,22 +115,22 @@ def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
     frame = frame.assign(**told).drop(columns=[end for ends in bounds.values() for end in ends])
     if "quantity" in frame:
         frame = frame.assign(quantity=frame["quantity"].map(label_of))
-    if "label" in frame:  # the bin's number is for code
-        frame = frame.assign(label=frame["label"].map(name_bin)).drop(columns="interval", errors="ignore")
+    if "label" in frame:  # the interval's number is for code
+        frame = frame.assign(label=frame["label"].map(name_interval)).drop(columns="interval", errors="ignore")
     return frame
 
 
 def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
     """Make the sections that this diagnosis has numbers for, in page order."""
     made = (
-        ("dominance", "Shares by probability bin", _dominance(d, sheets)),
+        ("dominance", "Shares by probability interval", _dominance(d, sheets)),
         ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
         ("theory", "Norms against 1 − π", _theory(d, policy, sheets)),
         ("layers", "Layer by layer", _layers(d, sheets)),
         ("where", "Kinds of tokens, positions, single tokens", _where(d, sheets)),
         ("signal", "Signal, noise and cosines", _signal(d, sheets)),
         ("directions", "What one step does", _directions(d, sheets)),
-        ("influence", "Influence between bins", _influence(d, sheets)),
+        ("influence", "Influence between intervals", _influence(d, sheets)),
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
         ("proxies", "Cheap proxies of the norm", _proxies(d, sheets)),
         ("weightings", "What each weighting would change", _weightings(d, sheets)),
@@ -148,7 +148,7 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
     if d.pick("squared_share", "raw", d.labels[0]) is None:
         return None
     caption = (
-        "Each probability bin's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
+        "Each probability interval's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
         "gradient (what is left after they cancel)."
     )
     draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
@@ -165,14 +165,14 @@ def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
             sheets.figure(
                 "dominance",
                 lambda: plot_diagnosis.plot_dominance(d.statistics, d.labels),
-                "Left: each bin's share of the tokens, of what (1−π)² alone predicts, of the gradient energy and "
+                "Left: each interval's share of the tokens, of what (1−π)² alone predicts, of the gradient energy and "
                 "of the summed gradient (what is left after tokens cancel). Right: log₂ of a share over the share of "
                 "the tokens; of summed gradients, the share of Σ_a ‖G_a‖².",
                 bars=OVER_PROMPTS,
             )
         )
-    blocks.append(sheets.table("intervals", frame, "Each probability bin in numbers."))
-    terms = ("probability bin", "w", "gradient energy", "summed gradient", "dominance index")
+    blocks.append(sheets.table("intervals", frame, "Each probability interval in numbers."))
+    terms = ("probability interval", "w", "gradient energy", "summed gradient", "dominance index")
     return blocks + _define(
         *terms, "(1−π)² alone", "index of the summed gradients", "AdamW-preconditioned", "95 % interval"
     )
@@ -186,7 +186,7 @@ def _interval_row(d: Diagnosis, place: int) -> dict[str, object]:
         return None if row is None else write(row)
 
     return {
-        "bin": name_bin(label),
+        "interval": name_interval(label),
         "tokens": int(d.pick("tokens", "none", label)["value"]),
         "share of the tokens": told("token_share", "none", share_words),
         "share of the gradient energy": told("squared_share", "raw", share_words),
@@ -250,13 +250,13 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
     told = d.layers.assign(told=[number_words(row, ".3g") for _, row in d.layers.iterrows()])
     wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
-    wide = wide[list(d.labels)].rename(index=label_of, columns=name_bin)
+    wide = wide[list(d.labels)].rename(index=label_of, columns=name_interval)
     wide = wide.rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
     return [
         sheets.figure(
             "layers_by_interval",
             lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
-            "Median norm of the unweighted token gradients by layer and probability bin.",
+            "Median norm of the unweighted token gradients by layer and probability interval.",
         ),
         Table(wide, "Mean norms.", csv=f"{DATA}/layer_norms.csv"),
     ]
@@ -266,7 +266,7 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
     blocks: list[Block] = []
     if d.where is not None:
         sheets.tables[f"{DATA}/where.csv"] = d.where
-        for driver, words in (("token_class", "kind of token"), ("position_bin", "position in the response")):
+        for driver, words in (("token_class", "kind of token"), ("position_class", "position in the response")):
             if (d.where["driver"] == driver).any():
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
                 caption = f"Shares by {words}: of the tokens and of the gradient energy."
@@ -286,7 +286,7 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "signal",
             lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
-            "How much of each bin's ‖G_a‖² other prompts would share; 0 is noise.",
+            "How much of each interval's ‖G_a‖² other prompts would share; 0 is noise.",
             bars="95 %, a jackknife",
         )
     ]
@@ -296,7 +296,7 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
     ):
         if matrix is not None:
             draw = lambda matrix=matrix: plots.plot_cosines(matrix, edges=d.settings.edges)  # noqa: E731
-            caption = f"Cosines between the bins' summed gradients{words}; near 0 where either is noise."
+            caption = f"Cosines between the intervals' summed gradients{words}; near 0 where either is noise."
             blocks.append(sheets.figure(name, draw, caption))
     return blocks + _define("signal fraction")
 
@@ -333,8 +333,8 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "influence",
             lambda: plots.plot_influence(d.influence, edges=d.settings.edges),
-            "Whose gradient moves which bin: share of each column's movement that each source causes, to first order. "
-            "Columns add up to 1.",
+            "Whose gradient moves which interval: share of each column's movement that each source causes, to first "
+            "order. Columns add up to 1.",
         )
     ]
     if d.against is not None and len(d.against):
@@ -347,7 +347,7 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
         labels = {str(place): label for place, label in enumerate(d.labels)}
         against = against.assign(mover=against["mover"].replace(labels))
         blocks.append(sheets.table("against", _readable(against), caption, shown, links=True))
-    return blocks + _define("influence between bins")
+    return blocks + _define("influence between intervals")
 
 
 def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -384,9 +384,9 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if (c := d.comparison) is None:
         return []
     caption = (
-        "Each token weighting against the baseline, plain GRPO, policy term only: share of the gradient energy by bin; "
-        "norm and rotation of the summed gradient; signal to noise of one prompt; share of the tokens that one step "
-        "moves the way of their advantage, to first order; share of the tokens that carry the update."
+        "Each token weighting against the baseline, plain GRPO, policy term only: share of the gradient energy by "
+        "interval; norm and rotation of the summed gradient; signal to noise of one prompt; share of the tokens "
+        "that one step moves the way of their advantage, to first order; share of the tokens that carry the update."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
     shown += ["effective_share", "zero_share", "gain", "gain_difference"]
@@ -398,7 +398,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
         *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
         sheets.table("weightings", c.table, f"The same in numbers.{same}", shown, folded=True),
-        sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability bin.", folded=True),
+        sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability interval.", folded=True),
         Paragraph(f"{WHAT_STAYS} {NO_RECOMMENDATION}"),
     ]
 
@@ -411,7 +411,7 @@ def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     shown = {
         "statistic": d.statistics["statistic"].map(label_of),
         "metric": d.statistics["metric"].map(METRICS),
-        label_of("interval"): d.statistics["interval"].map(lambda label: name_bin(label) if "," in label else label),
+        label_of("interval"): [name_interval(x) if "," in x else x for x in d.statistics["interval"]],
         "value": told,
         "tokens": d.statistics["n"],
         "unit": d.statistics["unit"],

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from gradscope.diagnosis.format import as_sentence, name_bin, percent, share_words, times, times_words
+from gradscope.diagnosis.format import as_sentence, name_interval, percent, share_words, times, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
@@ -23,7 +23,7 @@ FOLLOWED = {
     ("token_share", "none"): "The share of the tokens with {}",
     ("added_index", "raw"): "The gradient energy of tokens with {} over what (1−π)² alone predicts",
 }
-"""Statistic and metric → words of the sentences on the first bin."""
+"""Statistic and metric → words of the sentences on the first interval."""
 
 
 def make_trend_report(
@@ -134,7 +134,7 @@ def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
     """Return a finding for each followed number: its values at both ends and its largest change."""
     found = []
     for ends, largest in trend_changes(trend, label):
-        words = FOLLOWED[ends.statistic, ends.metric].format(name_bin(label))
+        words = FOLLOWED[ends.statistic, ends.metric].format(name_interval(label))
         detail = "" if largest is None else f"Largest change from one checkpoint to the next: {_tell(largest)}; it "
         detail += "" if largest is None else f"{SAID[largest.verdict]}."
         found.append(Finding(f"{words} {SAID[ends.verdict]}: {_tell(ends)}.", detail))
