@@ -316,7 +316,7 @@ def _plan_parts(task: Task) -> dict[str, float]:
 def _time_pass(policy: Policy, batch: TokenBatch) -> float:
     """Seconds of a forward pass, response by response: as a table's statistics are made, which costs rest on."""
     start = perf_counter()
-    with measuring(policy.model):
+    with measuring(policy.model, batch.width):
         batch_statistics(policy.model, batch, micro_batch_size=1, device=policy.device)
     return perf_counter() - start
 

@@ -158,7 +158,7 @@ def statistics_of(
     rows = batch.response_mask.any(1).nonzero()[:, 0]
     rows = rows[torch.linspace(0, len(rows) - 1, min(TRIED, len(rows))).long()]
     some = batch.select(rows)
-    with measuring(policy.model):
+    with measuring(policy.model, some.width):
         again = batch_statistics(policy.model, some, micro_batch_size=1, device=policy.device)
     scored = torch.stack([getattr(again, name) for name in names])
     same = scored.dtype == found.dtype and bool((scored[0] - found[0, rows]).abs().max() <= ROUNDING)

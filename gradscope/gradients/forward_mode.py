@@ -42,15 +42,15 @@ ATTEMPTS = 8
 
 
 def changes_along(
-    kept: KeptNumbers, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
+    kept: KeptNumbers, vectors: Vectors, batch: TokenBatch, micro_batch: int, pieces: Pieces
 ) -> tuple[Float[Tensor, "R K"], Derivative]:
     """Differentiate the kept tokens' numbers along each vector: on the CPU, and how the derivatives were taken.
 
     Raises:
         InputError: the model has no forward mode and its weights are upcast on use.
     """
-    model, arguments = kept.model, (kept, vectors, num_tokens, micro_batch, pieces)
-    with torch.inference_mode(False), torch.no_grad(), measuring(model), _still_padding(model):
+    model, arguments = kept.model, (kept, vectors, batch.num_tokens, micro_batch, pieces)
+    with torch.inference_mode(False), torch.no_grad(), measuring(model, batch.width), _still_padding(model):
         try:
             if _fits_together(model, vectors):
                 with suppress(NotImplementedError, RuntimeError):  # what vmap does not know; memory is tried again

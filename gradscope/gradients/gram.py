@@ -281,7 +281,8 @@ class GroupSums:
         self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None, totals: Vectors | None
     ) -> Iterator[tuple[int, Float[Tensor, "R size"]]]:
         """(group's number, its vectors) of this process's groups; each is overwritten by the next."""
-        with differentiable(self.model):
+        longest = max(piece.width for own in self._pieces for _, piece in own)
+        with differentiable(self.model, longest):
             make = self._whole() if plan.way == "whole" else self._sketched(plan, scale, total, totals)
             for group, vectors in make:
                 if plan.way == "whole" and total is not None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
+from gradscope.gradients.attention import strips_where_long
 
 ForwardHook = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 """(name, module, args, kwargs, output) → None, or what the module shall return instead."""
@@ -127,11 +128,14 @@ def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Ite
 
 
 @contextmanager
-def measuring(model: nn.Module) -> Iterator[None]:
+def measuring(model: nn.Module, length: int = 0) -> Iterator[None]:
     """Freeze the parameters, switch dropout off and attention to the plain implementation; all comes back as it was.
 
     Plain ("eager") attention and experts are the ones whose backward can carry many tokens' gradients at once, and
-    the only ones that apply every soft cap.
+    the only ones that apply every soft cap. Passes over long sequences attend in strips, which do both, where the model
+    allows it.
+
+    length: tokens of the longest sequence that will be run.
     """
     flags = [(p, p.requires_grad) for p in model.parameters()]
     modes = [(m, m.training) for m in model.modules()]
@@ -146,7 +150,8 @@ def measuring(model: nn.Module) -> Iterator[None]:
             model.set_attn_implementation("eager")
         if experts not in (None, "eager"):
             model.set_experts_implementation("eager")
-        yield
+        with strips_where_long(model, length):
+            yield
     finally:
         for parameter, flag in flags:
             parameter.requires_grad_(flag)

@@ -96,7 +96,7 @@ class TokenJacobian:
             return self._known
         size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=2) if self.policy is None else 1
         settings = {"micro_batch_size": size, "device": self.device, "processes": self.resources.processes}
-        with self.resources.progress.stage("scoring"), measuring(self.model):
+        with self.resources.progress.stage("scoring"), measuring(self.model, self.batch.width):
             return batch_statistics(self.model, self.batch, **settings)
 
     def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
@@ -144,7 +144,7 @@ class TokenJacobian:
         if self.policy is None:
             raise InputError("row norms need a Policy, which knows its blocks; load it with load_policy")
         measured = torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens
-        with torch.inference_mode(False), measuring(self.model):
+        with torch.inference_mode(False), measuring(self.model, self.batch.width):
             longest = int(self.batch.attention_mask.sum(1).argmax())
             probe = self.batch.sequence(longest)[0].to(self.device)
             meter = TokenGradientMeter(self.policy, probe, memory=self.resources.activations)
@@ -171,7 +171,7 @@ class TokenJacobian:
         def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
             sums.rows[row, sums.slices[name]] += gradient.to(sums.rows)
 
-        with differentiable(self.model):
+        with differentiable(self.model, self.batch.width):
             for places, piece in self._pieces(self.resources.micro_batch, 4):
                 if whole:
                     logprobs = kept_logprobs(self.model, piece)
@@ -202,7 +202,7 @@ class TokenJacobian:
             )
         micro_batch = self.resources.micro_batch
         kept = KeptNumbers(self.model, {"logprob": kept_logprobs, "entropy": kept_entropies}[of])
-        changes, how = changes_along(kept, vectors, self.num_tokens, micro_batch, self._pieces)
+        changes, how = changes_along(kept, vectors, self.batch, micro_batch, self._pieces)
         everyone = self.resources.processes.gather([how])
         how = "central differences" if "central differences" in everyone else "forward mode"
         return self.resources.processes.sum(changes), how

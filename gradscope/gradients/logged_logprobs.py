@@ -186,7 +186,7 @@ def _read_column(
     rows = sorted(generator.choice(rows, min(RESPONSES, len(rows)), replace=False).tolist())
     distances: dict[Reading, list[np.ndarray]] = {}
     masses: dict[Reading, list[np.ndarray]] = {}
-    with torch.no_grad(), measuring(policy.model):
+    with torch.no_grad(), measuring(policy.model, batch.width):
         for row in rows:
             picks = np.sort(generator.choice(known[row], min(EACH, len(known[row])), replace=False))
             logits, ids = _logits_of(policy.model, batch, row, picks)

@@ -19,9 +19,9 @@ from gradscope.rollouts import TokenBatch
 
 
 @contextmanager
-def differentiable(model: nn.Module) -> Iterator[None]:
+def differentiable(model: nn.Module, length: int = 0) -> Iterator[None]:
     """`measuring`, with gradients for every measured parameter; all comes back as it was."""
-    with torch.inference_mode(False), torch.enable_grad(), measuring(model):
+    with torch.inference_mode(False), torch.enable_grad(), measuring(model, length):
         for _, parameter in float_parameters(model):
             parameter.requires_grad_(True)
         yield

@@ -113,7 +113,7 @@ class TableMeasurement:
     def __enter__(self) -> TableMeasurement:
         with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
             stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
-            stack.enter_context(measuring(self.policy.model))
+            stack.enter_context(measuring(self.policy.model, self.batch.width))
             self.meter = self._make_meter()
             start = perf_counter()
             self.statistics = find_statistics(

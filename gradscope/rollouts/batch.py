@@ -125,6 +125,11 @@ class TokenBatch:
         return self.input_ids.shape[0]
 
     @property
+    def width(self) -> int:
+        """Columns, at least as many as the longest sequence has tokens."""
+        return self.input_ids.shape[1]
+
+    @property
     def num_tokens(self) -> int:
         """Response tokens that response_mask keeps: the denominator of the token-mean loss."""
         return int(self.response_mask.sum())

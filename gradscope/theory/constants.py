@@ -156,7 +156,7 @@ def layer_constants(
     """
     _check(policy, contexts, temperature)
     rows = []
-    with measuring(policy.model):
+    with measuring(policy.model, max(map(len, contexts), default=0)):
         for index, ids in enumerate(contexts):
             rows += _context_rows(policy, index, ids.to(policy.device), temperature, max_exact)
     return pd.DataFrame(rows)

@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gradscope.gradients.attention import Band
 from gradscope.gradients.engine.decoder.parts import DecoderBlock, Matrix, Norm
 from gradscope.gradients.engine.norms import prefix_factor
 from gradscope.gradients.engine.recording import block_input
@@ -29,8 +30,8 @@ class Seen:
     rotary: tuple[Tensor, ...] = ()
     """(cos, sin), [1 or B, n, c] each."""
     mask: Any = None
-    """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal. Or a thing
-    of another kind, which is not understood."""
+    """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal; a
+    Band, where attention goes in strips. Or a thing of another kind, which is not understood."""
 
     def put_positions_first(self, head_norms: list[str]) -> None:
         """Give norms of heads the layout [B, n, heads, c], if they were called with [B, heads, n, c]."""
@@ -143,9 +144,10 @@ class BlockActivations:
         if (cap := self.block.cap) is not None:
             parts = (scores / cap).tanh_()
             scores, slopes = cap * parts, 1 - parts.square()
-        mask = self._seen.mask
-        causal = torch.ones(n, n, dtype=torch.bool, device=scores.device).tril()
-        mask = causal if mask is None else mask[:batch, :, :n, :n]
+        mask = Band() if self._seen.mask is None else self._seen.mask
+        if isinstance(mask, Band):
+            mask = ~mask.hides(slice(0, n), slice(0, n), scores.device)[None, None]
+        mask = mask[:batch, :, :n, :n]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         return scores.softmax(-1), slopes
 

@@ -12,6 +12,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from gradscope.gradients.attention import Band
 from gradscope.gradients.engine.decoder.activations import BlockActivations, Seen
 from gradscope.gradients.engine.decoder.parts import DecoderBlock
 
@@ -33,7 +34,7 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
     angles = len(seen.rotary) == 2 and all(
         angle.ndim == 3 and len(angle) in (1, batch) and angle.shape[1:] == (n, block.head_dim) for angle in seen.rotary
     )
-    masked = mask is None or (
+    masked = mask is None or isinstance(mask, Band) or (
         isinstance(mask, Tensor) and mask.ndim == 4 and len(mask) in (1, batch) and mask.shape[-2:] == (n, n)
     )
     return angles and masked
