@@ -27,9 +27,9 @@ from gradscope.gradients.engine.results import Measured
 from gradscope.gradients.engine.stack import Stack
 from gradscope.policy import Policy
 
-OVERHEAD = {"cpu": 6e7, "cuda": 2e10}
+OVERHEAD = {"cpu": 6e7, "cuda": 6e10}
 """FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: of some
-values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: assumed, see analyses/gpu/QUEUE.md."""
+values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: figures/gpu_chunks.csv, of an H200."""
 WEIGHT_ROWS = 16
 """Rows of a product assumed to take as long as reading its weights; half or twice as many cost the same."""
 FETCHING = 140
