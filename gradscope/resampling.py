@@ -60,6 +60,8 @@ FEWEST = 6
 than 5 % of the time for n < 6."""
 MANY = 50
 """Clusters from which percentiles of redrawn clusters suffice."""
+FEWEST_DRAWN = 4
+"""Clusters that suffice where they were drawn from a known number of them, and the interval is about these."""
 FEWEST_TOKENS = 4
 """Least worth of a sample (`sample_worth`), in tokens of equal amounts, for an interval."""
 CHUNK = 256
@@ -179,12 +181,14 @@ def jackknife(
     confidence: float = 0.95,
     scale: Scale = ANY,
     measured: np.ndarray | None = None,
+    population: Number = np.inf,
 ) -> np.ndarray:
     """Return [2, n]: bounds from leaving out one cluster at a time, by Student's t on an unbounded scale.
 
     It has as many degrees of freedom as clusters bear on the number, (Σd²)²/Σd⁴ − ½ with d what leaving each out
     changes, n − 1 at most. NaN where a value is at an end, or is with some cluster left out: it rests on that one.
-    measured: as in `bootstrap`.
+    measured: as in `bootstrap`. population: clusters of which these were drawn without replacement, and which the
+    bounds are about.
     """
     from scipy.stats import t
 
@@ -192,7 +196,40 @@ def jackknife(
     token = 0.0 if measured is None else scale.unit / np.maximum(measured, 1.0)
     reach = t.ppf((1 + confidence) / 2, freedom) * np.sqrt(error**2 + token**2)
     reach = np.where(error > 0, np.sqrt(reach**2 + (scale.unit / num_clusters) ** 2), 0.0 * error)
+    reach = reach * np.sqrt(1 - num_clusters / population)
     return np.stack([_bind(value - reach, scale), _bind(value + reach, scale)])
+
+
+def ratio_of_sample(
+    parts: np.ndarray,
+    wholes: np.ndarray,
+    population: int,
+    *,
+    scale: Scale = ANY,
+    confidence: float = 0.95,
+) -> np.ndarray:
+    """Estimate Σ parts / Σ wholes over a population of clusters from some of them, drawn without replacement.
+
+    parts: [clusters, n]; wholes: [clusters, n or 1]. Returns [3, n]: values and lower and upper bounds by
+    `jackknife`, which are NaN with fewer than `FEWEST_DRAWN` or where nothing varies, and the value itself where all
+    were drawn. Either sum is estimated without bias, their ratio up to one of the order of one over those drawn.
+
+    >>> ratio_of_sample(np.array([[1.0], [3.0]]), np.array([[2.0], [6.0]]), 2).tolist()
+    [[0.5], [0.5], [0.5]]
+    """
+
+    def evaluate(draws: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):  # 0/0
+            return (draws @ parts) / (draws @ wholes)
+
+    drawn = len(parts)
+    value = evaluate(np.ones((1, drawn)))[0]
+    if drawn == population:
+        return np.stack([value] * 3)
+    bounds = np.full((2, len(value)), np.nan)
+    if drawn >= FEWEST_DRAWN:
+        bounds = jackknife(evaluate, drawn, confidence=confidence, scale=scale, population=population)
+    return np.vstack([value, np.where(bounds[0] < bounds[1], bounds, np.nan)])
 
 
 def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,7 +20,8 @@ from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl
 from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
-from gradscope.integrations.trl_measure import StepMeasurement, measure_step, name_intervals
+from gradscope.integrations.trl_measure import StepMeasurement, agree, measure_step, name_intervals
+from gradscope.integrations.trl_sample import AFTERWARDS, StepSample, affordable
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text
@@ -38,7 +39,7 @@ WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm
 class GradScopeCallback(TrainerCallback):
     """Measure every `every`-th optimizer step, from the first one on, on the responses that it trains on.
 
-        trainer.add_callback(GradScopeCallback(trainer, every=10))
+        trainer.add_callback(GradScopeCallback(trainer, every=10, budget=0.15))
 
     Logged beside TRL's own metrics, with the prefix gradscope/, and a row of `OUTPUT_DIR/gradscope/metrics.parquet`
     (with the column `step`). A probability interval of π_old is named by its edges in percent, p0-25; G_a is the part
@@ -59,10 +60,20 @@ class GradScopeCallback(TrainerCallback):
     A new run in the same folder starts the file anew, a resumed one goes on with it. Several processes measure
     together, and the numbers are of all their responses.
 
+    budget: share of the wall time since training began, measuring included, that measuring may take. Of a due step as
+    many prompts are then measured as the account allows at the price of those before, drawn at random, each with all
+    its responses in the step; where it allows none, the next step that it allows one of is due. The first step prices
+    them by one prompt, whatever that takes. A prompt costs five forward passes, and memory one vector; with weights
+    below float32 both are as without a budget. Logged are the shares, estimated for the whole step, from four prompts
+    on with bounds of 95 % confidence, grad_share_lower/a, grad_share_upper/a and so on; measured_prompts of
+    num_prompts, measured_tokens of num_tokens. grad_projection, with bounds, stands for grad_norm_ratio: the length of
+    G along the trainer's own, over its norm, which is 1 on average; a warning is due where all prompts were measured.
+    Norms of intervals and cosines, which are no sums over prompts, are left out.
+
     edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
     measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
     trainer that is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings`
-    refuses, weights in shards (DeepSpeed, FSDP), and numbers below 1.
+    refuses, weights in shards (DeepSpeed, FSDP), numbers below 1, a budget outside (0, 1) or beside cosines or Lopti.
     """
 
     def __init__(
@@ -70,6 +81,7 @@ class GradScopeCallback(TrainerCallback):
         trainer: Any,
         *,
         every: int = 10,
+        budget: Number | None = None,
         edges: Sequence[Number] = EDGES,
         cosines: bool = False,
         micro_batch_size: int = 8,
@@ -78,7 +90,13 @@ class GradScopeCallback(TrainerCallback):
         for name, number in (("every", every), ("micro_batch_size", micro_batch_size)):
             if number < 1:
                 raise InputError(f"{name} is {number}; give 1 or more")
+        if budget is not None and not 0 < budget < 1:
+            raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
+        if budget is not None and cosines:
+            raise InputError("cosines need all prompts' gradients, and a budget may allow some; give one of the two")
         self.loss = step_loss(trainer)
+        if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
+            raise InputError("Lopti steps with two gradients, and a budget needs the whole one; give one of the two")
         if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
             raise InputError("the weights lie in shards (DeepSpeed or FSDP), which cannot be measured; leave this out")
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
@@ -87,7 +105,7 @@ class GradScopeCallback(TrainerCallback):
             warnings.warn(f"the trainer's {seen}, and that is what it trains on", stacklevel=2)
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
-        self.cosines = cosines
+        self.cosines, self.budget = cosines, budget
         self.progress = Reporter(write=_say) if progress is True else settle_progress(progress)
         if not trainer.accelerator.is_main_process:
             self.progress = SILENT
@@ -96,22 +114,22 @@ class GradScopeCallback(TrainerCallback):
         """A dict per measured step, as in the file."""
         self.seconds = 0.0
         """Spent on measuring since training began."""
-        self._started, self._spent = 0.0, 0.0
-        self._due = False
+        self._started, self._spent, self._positions = 0.0, 0.0, 0.0
+        self._due = self._waiting = False
         self._window: list[Inputs] = []
         self._norm, self._tolerated = math.nan, TOLERANCE
-        self._step: StepMeasurement | None = None
+        self._step: StepMeasurement | StepSample | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started, self.seconds, self.rows = time.perf_counter(), 0.0, []
-        self._tolerated = TOLERANCE
+        self._started, self.seconds, self._positions, self.rows = time.perf_counter(), 0.0, 0.0, []
+        self._tolerated, self._waiting = TOLERANCE, False
         if state.global_step and self.path.is_file():
             rows = pd.read_parquet(self.path)
             self.rows = rows[rows["step"] <= state.global_step].to_dict("records")
         self._watch()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._due = state.global_step % self.every == 0
+        self._due = self._waiting or state.global_step % self.every == 0
         self._step, self._window = None, []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -120,21 +138,45 @@ class GradScopeCallback(TrainerCallback):
         started, trainer, window = time.perf_counter(), self.trainer, self._window
         self._due, self._window = False, []
         batch, number = batch_from_trl(window, trainer.temperature), state.global_step + 1
-        if self.progress is not SILENT:
-            own = " of this process" if trainer.accelerator.num_processes > 1 else ""
-            _say(
-                f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
-                f"three forward passes and a backward pass for each of {len(self.edges) - 1} intervals"
-            )
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
-        settings = {"edges": self.edges, "cosines": self.cosines, "resources": resources}
-        weigh, denominators = partial(self.loss.weights, window), self.loss.denominators(window)
-        with self.progress.stage(f"step {number}"):
-            self._step = measure_step(trainer.model, batch, weigh, denominators, **settings)
-        if self._step is not None:
-            self._compare(number)
+        terms = trainer.model, batch, partial(self.loss.weights, window), self.loss.denominators(window)
+        if self.budget is None:
+            if self.progress is not SILENT:
+                own = " of this process" if trainer.accelerator.num_processes > 1 else ""
+                _say(
+                    f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
+                    f"three forward passes and a backward pass for each of {len(self.edges) - 1} intervals"
+                )
+            with self.progress.stage(f"step {number}"):
+                self._step = measure_step(*terms, edges=self.edges, cosines=self.cosines, resources=resources)
+            if self._step is not None:
+                self._compare(number)
+        else:
+            together, seed = getattr(trainer, "weighting", None) is not None, (trainer.args.seed, number)
+            sample = StepSample(*terms, edges=self.edges, resources=resources, together=together, seed=seed)
+            with self.progress.stage(f"step {number}"):
+                self._measure_some(sample, number, started)
+            self._waiting = sample.measured_prompts == 0
+            self._step = None if self._waiting else sample
         self._spent = time.perf_counter() - started
         self.seconds += self._spent
+
+    def _measure_some(self, sample: StepSample, number: int, started: float) -> None:
+        """Measure as many prompts as the budget allows; the first one of a training, whatever it takes, prices them."""
+        if not (most := sample.num_prompts):
+            return
+        owed = 0.0
+        if not self._positions:
+            sample.measure(1)
+            most, owed = most - 1, AFTERWARDS * (time.perf_counter() - started)
+        now = time.perf_counter()
+        spent, positions = self.seconds + now - started + owed, self._positions or sample.measured_positions
+        price = spent / positions * sample.mean_positions
+        allowed = affordable(self.budget, now - self._started + owed, spent, price)
+        count = agree(min(most, allowed), self.trainer.accelerator.device)
+        if self.progress is not SILENT and (measured := sample.measured_prompts + count):
+            _say(f"gradscope: measuring step {number}: {measured} of {sample.num_prompts} prompts")
+        sample.measure(count)
 
     def _compare(self, number: int) -> None:
         """Compare the measured norm with the trainer's own of that step."""
@@ -144,12 +186,16 @@ class GradScopeCallback(TrainerCallback):
         if math.isfinite(theirs) and known:  # fp16 skips a step whose norm is infinite
             ratio = own / theirs if theirs else math.inf
         self._step.numbers["grad_norm_ratio"] = ratio
+        self._warn(ratio, f"step {number} has norm {own:.6g}", "grad_norm_ratio")
+
+    def _warn(self, ratio: float, measured: str, name: str) -> None:
+        """Warn of another gradient than the trainer's: once, and again where it becomes much worse."""
         if abs(ratio - 1) > self._tolerated and self.trainer.accelerator.is_main_process:
-            self._tolerated = 2 * abs(ratio - 1)  # said once, and again where it becomes much worse
+            self._tolerated = 2 * abs(ratio - 1)
             warnings.warn(
-                f"gradscope: the gradient that was measured in step {number} has norm {own:.6g}, and that of the "
-                f"trainer {theirs:.6g}: {self._reason()} (grad_norm_ratio has it for every measured step)",
-                stacklevel=2,
+                f"gradscope: the gradient that was measured in {measured}, and that of the trainer {self._norm:.6g}: "
+                f"{self._reason()} ({name} has it for every measured step)",
+                stacklevel=3,
             )
 
     def _intervals_of_first_pass(self) -> list[bool] | None:
@@ -180,9 +226,18 @@ class GradScopeCallback(TrainerCallback):
         if (step := self._step) is None:
             return
         started, self._step = time.perf_counter(), None
-        step.finish(next(self.trainer.model.parameters()).device)
-        spent = time.perf_counter() - started
-        numbers = step.numbers | {"num_tokens": step.num_tokens, "seconds": self._spent + spent}
+        if isinstance(step, StepSample):
+            step.finish()
+            numbers = step.estimate(self._norm, TOLERANCE)
+            self._positions += step.measured_positions
+            if step.measured_prompts == step.num_prompts:
+                ratio = numbers["grad_projection"]
+                words = f"step {state.global_step} is {ratio * self._norm:.6g} long along the trainer's"
+                self._warn(ratio, words, "grad_projection")
+        else:
+            step.finish(next(self.trainer.model.parameters()).device)
+            numbers = step.numbers | {"num_tokens": step.num_tokens}
+        numbers["seconds"] = self._spent + time.perf_counter() - started
         self.rows.append({"step": state.global_step} | numbers)
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -196,11 +251,12 @@ class GradScopeCallback(TrainerCallback):
         self._unwatch()
         if state.is_world_process_zero:
             total = time.perf_counter() - self._started
-            off = sum(abs(row.get("grad_norm_ratio", 1.0) - 1) > TOLERANCE for row in self.rows)
+            off = sum(abs(_ratio_of_all(row) - 1) > TOLERANCE for row in self.rows)
+            budget = "" if self.budget is None else f" (budget {100 * self.budget:g} %)"
             print(
                 f"gradscope: measuring took {self.seconds:.1f} s, {100 * self.seconds / total:.1f} % of the training's "
-                f"{total:.1f} s; {len(self.rows)} measured steps are in {self.path}"
-                + (f"; in {off} of them grad_norm_ratio is more than {100 * TOLERANCE:g} % off 1" if off else "")
+                f"{total:.1f} s{budget}; {len(self.rows)} measured steps are in {self.path}"
+                + (f"; in {off} of them the gradient is over {100 * TOLERANCE:g} % off the trainer's" if off else "")
             )
 
     def _watch(self) -> None:
@@ -233,6 +289,13 @@ class GradScopeCallback(TrainerCallback):
     def _unwatch(self) -> None:
         for name in WATCHED:
             self.trainer.__dict__.pop(name, None)
+
+
+def _ratio_of_all(row: dict[str, Any]) -> float:
+    """Return what compares a step with the trainer's gradient, if all of its prompts were measured."""
+    if "grad_projection" in row and row["measured_prompts"] == row["num_prompts"]:
+        return row["grad_projection"]
+    return row.get("grad_norm_ratio", math.nan)
 
 
 def _say(line: str) -> None:

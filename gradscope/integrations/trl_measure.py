@@ -9,7 +9,7 @@ from itertools import combinations, pairwise
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 from gradscope.gradients import Resources, TokenJacobian, Vectors, inner_products
@@ -35,8 +35,7 @@ class StepMeasurement:
     num_tokens: int
     """Of all processes."""
     sizes: Float[np.ndarray, "2 intervals"]
-    """Sums over each interval's tokens of |w|/D · (1 − π), which its gradient is made of, and of max(1, |w|)/D, by
-    whose 2⁻²⁴-th part a trainer in float32 may err: it makes 1 − π of π, and weights near 0 of ratios near 1."""
+    """Sums over each interval's tokens of `rounding_sizes`."""
     numbers: dict[str, float] = field(default_factory=dict)
 
     def norm_of(self, intervals: Sequence[bool]) -> float:
@@ -46,8 +45,7 @@ class StepMeasurement:
 
     def rounding_of(self, intervals: Sequence[bool]) -> float:
         """About how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the intervals."""
-        left, whole = self.sizes @ np.asarray(intervals, dtype=float)
-        return 2**-24 * whole / left if left else math.inf
+        return relative_rounding(*(self.sizes @ np.asarray(intervals, dtype=float)))
 
     def finish(self, device: torch.device) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
@@ -98,8 +96,7 @@ def measure_step(
         sums = Vectors.zeros(model, len(counts)).rows
     else:
         cotangents = -weigh(batch, before) / denominators[:, None] * masks
-        amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
-        sizes = torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)]).sum((2, 3))
+        sizes = rounding_sizes(cotangents, masks, denominators, before).sum((2, 3))
         sums = J.vjp(J.kept(cotangents)).rows
     trained = _trained_columns(model)
     sums = add_over_processes(sums if trained is None else sums[:, trained], device)
@@ -109,6 +106,26 @@ def measure_step(
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines)
     return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, numbers)
+
+
+def rounding_sizes(
+    cotangents: Float[Tensor, "intervals B S"],
+    masks: Bool[Tensor, "intervals B S"],
+    denominators: Float[Tensor, " B"],
+    before: TokenStatistics,
+) -> Float[Tensor, "2 intervals B S"]:
+    """|w|/D · (1 − π) of each token, which its gradient is made of, and max(1, |w|)/D.
+
+    By the 2⁻²⁴-th part of the second a trainer in float32 may err: it makes 1 − π of π, and weights near 0 of ratios
+    near 1.
+    """
+    amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
+    return torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)])
+
+
+def relative_rounding(left: float, whole: float) -> float:
+    """About how much, relatively, float32 rounds a trainer's own gradient; sums of `rounding_sizes`."""
+    return 2**-24 * whole / left if left else math.inf
 
 
 def count_processes() -> int:
@@ -123,6 +140,12 @@ def add_over_processes(numbers: Tensor, device: torch.device) -> Tensor:
     moved = numbers.to(device)
     torch.distributed.all_reduce(moved)
     return moved.to(numbers.device)
+
+
+def agree(count: int, device: torch.device) -> int:
+    """Return the main process's number in all of them."""
+    main = count_processes() == 1 or torch.distributed.get_rank() == 0
+    return int(add_over_processes(torch.tensor(count if main else 0), device))
 
 
 def name_intervals(edges: Sequence[Number]) -> list[str]:

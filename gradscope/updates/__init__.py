@@ -12,6 +12,7 @@ from gradscope.updates.comparison.describe import (
 from gradscope.updates.directions import (
     SIGNS,
     batch_direction_shares,
+    log_odds_change,
     movement_summary,
     net_weights,
     over_batches,
@@ -28,7 +29,8 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, sta
 __all__ = [
     "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
     "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare",
-    "describe", "gain_sentence", "influence", "influence_table", "make_update", "measure_steps", "moved_against",
-    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step",
-    "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step", "without_extremes",
+    "describe", "gain_sentence", "influence", "influence_table", "log_odds_change", "make_update", "measure_steps",
+    "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches",
+    "predict_step", "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step",
+    "without_extremes",
 ]  # fmt: skip

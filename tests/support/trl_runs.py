@@ -21,6 +21,7 @@ needs_trl = [pytest.mark.skipif(find_spec("trl") is None, reason="trl is not ins
 """Marks of every test that runs TRL."""
 
 TEMPERATURE = 0.9
+PROMPTS = ("w7 w8 w9", "w20", "w31 w32 w33 w34 w35", "w40 w41")
 
 
 def import_trl() -> Any:
@@ -48,9 +49,10 @@ def make_trainer(
     move: float = 0.0,
     eval_rows: int = 0,
     config: Any = None,
+    prompts: Sequence[str] = PROMPTS,
     **settings: Any,
 ) -> Any:
-    """A GRPOTrainer of that kind (None: TRL's own) on four prompts, eight responses of ten tokens to a step.
+    """A GRPOTrainer of that kind (None: TRL's own) on these prompts, eight responses of ten tokens to a step.
 
     methods: further arguments of the trainer. move: noise on the weights, so that the policy is not the reference.
     config: the class of its settings (None: GRPOConfig).
@@ -76,7 +78,7 @@ def make_trainer(
         "use_cpu": True,
     }
     model = AutoModelForCausalLM.from_pretrained(checkpoint)
-    rows = Dataset.from_dict({"prompt": ["w7 w8 w9", "w20", "w31 w32 w33 w34 w35", "w40 w41"]})
+    rows = Dataset.from_dict({"prompt": list(prompts)})
     trainer = (kind or trl.GRPOTrainer)(
         model=model,
         reward_funcs=even_tokens,

@@ -1,0 +1,226 @@
+"""Some prompts of an optimizer step: how many a budget of time allows, and what they say of the whole step.
+
+The trainer's own gradient G = Σ_p Σ_a u_{p,a} is known, so that ⟨u_{p,a}, G⟩, what prompt p's tokens of interval a have
+of it, needs no other prompt: the derivative of each of its tokens' log π along G. Every logged share is a ratio of two
+sums of such numbers over prompts. Drawn at random, all alike, some prompts estimate either sum without bias.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.gradients import FORWARD_MODE, Resources, TokenJacobian, Vectors, refuse_narrow_arithmetic
+from gradscope.integrations.trl_measure import (
+    add_over_processes,
+    count_processes,
+    name_intervals,
+    relative_rounding,
+    rounding_sizes,
+)
+from gradscope.objective import TokenStatistics, fill_unknown
+from gradscope.policy import float_parameters
+from gradscope.resampling import ANY, SHARE, Scale, ratio_of_sample
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import SIGNS, log_odds_change, old_intervals
+
+Number = int | float
+AFTERWARDS = 1 / (1 + FORWARD_MODE)
+"""Time of what is measured after a step, in that of what is measured before it: one forward pass, and a derivative."""
+KINDS = ("tokens", "product", "left", "whole", "right_positive", "moved_positive", "right_negative", "moved_negative")
+"""What is summed by prompt and interval: kept tokens; ⟨u, G⟩/‖G‖; `rounding_sizes`; of each sign of the advantage the
+tokens that moved its way, and those that moved at all."""
+
+
+def affordable(share: Number, elapsed: float, spent: float, price: float) -> int:
+    """Return how many prompts may be measured now.
+
+    share: of the wall time since training began, measuring included, that measuring may take. elapsed, spent: seconds
+    until now, of all and of measuring. price: seconds of a prompt.
+
+    >>> affordable(0.2, elapsed=100.0, spent=10.0, price=2.5)  # 12.5 s more would make it 22.5 of 112.5 s
+    5
+    """
+    return int(max(0.0, (share * elapsed - spent) / (1 - share)) / price)
+
+
+class StepSample:
+    """Prompts of one optimizer step, drawn at random without replacement, measured some at a time.
+
+    A prompt here is one with a kept token in a process, with all its responses there. The processes make the sample
+    together and draw alike. The model measures in eval mode; flags, modes and `.grad` stay as they were.
+
+    Args:
+        model: whose `.grad` is the step's gradient G, up to a factor.
+        batch: this process's responses.
+        weigh: w_t of the batch, whose old_logprobs are then known, under the model as it is; statistics are 0 for
+            prompts that are not measured.
+        denominators: D_i of each response.
+        together: score all prompts, for weights that depend on other prompts' tokens.
+        seed: of the draw.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: TokenBatch,
+        weigh: Callable[[TokenBatch, TokenStatistics], Float[Tensor, "B S"]],
+        denominators: Float[Tensor, " B"],
+        *,
+        edges: Sequence[Number],
+        resources: Resources,
+        together: bool,
+        seed: Sequence[int],
+    ) -> None:
+        self._model, self._batch, self._weigh, self._denominators = model, batch, weigh, denominators
+        self._edges, self._together, self._device = edges, together, next(model.parameters()).device
+        self._jacobian = TokenJacobian(model, batch, resources) if batch.num_tokens else None
+        own = [] if self._jacobian is None else self._jacobian.prompts.tolist()
+        self._rows = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in own]
+        rank = torch.distributed.get_rank() if count_processes() > 1 else 0
+        counts = torch.zeros(2, count_processes(), dtype=torch.float64)
+        counts[:, rank] = torch.tensor([len(own), batch.num_tokens])
+        counts = add_over_processes(counts, self._device).long()
+        self.num_prompts, self.num_tokens = counts.sum(1).tolist()
+        """Of the step, in all processes."""
+        self._numbers = range(first := int(counts[0, :rank].sum()), first + len(own))
+        """Of this process's prompts among all."""
+        positions = torch.zeros(self.num_prompts, dtype=torch.float64)
+        for number, rows in zip(self._numbers, self._rows, strict=True):
+            positions[number] = batch.attention_mask[rows].sum()
+        self._positions = add_over_processes(positions, self._device)
+        self._order = torch.from_numpy(np.random.default_rng(list(seed)).permutation(self.num_prompts))
+        self.measured_prompts = 0
+        self._sums = torch.zeros(self.num_prompts, len(KINDS), len(edges) - 1, dtype=torch.float64)
+        self._parts: list[tuple[TokenJacobian, Int[Tensor, " b"]]] = []
+        """What is measured, with the number of each response's prompt."""
+
+    @property
+    def mean_positions(self) -> float:
+        """Positions of a prompt, of its text and its responses, on average over all."""
+        return float(self._positions.mean())
+
+    @property
+    def measured_positions(self) -> float:
+        return float(self._positions[self._drawn].sum())
+
+    @property
+    def _drawn(self) -> Int[Tensor, " n"]:
+        return self._order[: self.measured_prompts]
+
+    def measure(self, count: int) -> None:
+        """Measure so many more prompts, as far as they are before the step."""
+        drawn = self._order[self.measured_prompts :][:count].tolist()
+        self.measured_prompts += len(drawn)
+        mine = [number for number in drawn if number in self._numbers]
+        if not mine:
+            return
+        own = [self._rows[self._numbers.index(number)] for number in mine]
+        rows, prompts = torch.cat(own), torch.tensor(mine).repeat_interleave(torch.tensor([len(r) for r in own]))
+        before = self._jacobian.statistics if self._together else None
+        part = self._jacobian.select(rows)
+        if before is None:
+            before = TokenStatistics(*(_spread(v, rows, len(self._batch)) for v in vars(part.statistics).values()))
+        batch = replace(self._batch, old_logprobs=fill_unknown(self._batch.old_logprobs, before.logprob))
+        weights, denominators = self._weigh(batch, before)[rows], self._denominators[rows]
+        masks = _interval_masks(part, self._edges)
+        cotangents = torch.where(masks, -weights / denominators[:, None], 0.0)
+        self._add("tokens", prompts, masks)
+        left, whole = rounding_sizes(cotangents, masks, denominators, part.statistics)
+        self._add("left", prompts, left)
+        self._add("whole", prompts, whole)
+        self._add_products(part, prompts, cotangents)
+        self._parts.append((part, prompts))
+
+    def finish(self) -> None:
+        """Measure what the step did to the tokens, once the model has taken it."""
+        for part, prompts in self._parts:
+            change = log_odds_change(part.statistics, part.moved().statistics)
+            masks = _interval_masks(part, self._edges)
+            for sign, name in zip((1, -1), SIGNS, strict=True):
+                asked = masks & (sign * part.batch.advantages > 0)
+                self._add(f"right_{name}", prompts, asked & (sign * change > 0))
+                self._add(f"moved_{name}", prompts, asked & (change != 0))
+
+    def estimate(self, trained_norm: float, tolerance: float) -> dict[str, float]:
+        """Estimate the whole step's numbers, each with the bounds of its interval of 95 %.
+
+        trained_norm: ‖G‖. tolerance: relative rounding of it beyond which nothing is compared with it.
+        """
+        sums = add_over_processes(self._sums, self._device)[self._drawn].numpy()
+        of, one = {kind: sums[:, place] for place, kind in enumerate(KINDS)}, np.ones((len(sums), 1))
+        names, numbers = name_intervals(self._edges), {}
+
+        def add(name: str, labels: Sequence[str], parts: np.ndarray, wholes: np.ndarray, scale: Scale) -> None:
+            found = ratio_of_sample(parts, wholes, self.num_prompts, scale=scale)
+            for end, values in zip(("", "_lower", "_upper"), found, strict=True):
+                numbers.update({f"{name}{end}{label}": float(v) for label, v in zip(labels, values, strict=True)})
+
+        labels = [f"/{a}" for a in names]
+        add("token_share", labels, of["tokens"], of["tokens"].sum(1, keepdims=True), SHARE)
+        seen = np.where(of["tokens"].sum(0) > 0, 1.0, np.nan)  # of an interval without tokens nothing is known
+        add("grad_share", labels, of["product"] * seen, of["product"].sum(1, keepdims=True), ANY)
+        for sign in SIGNS:
+            add(f"right_direction_{sign}", labels, of[f"right_{sign}"], of[f"moved_{sign}"], SHARE)
+        known = relative_rounding(of["left"].sum(), of["whole"].sum()) < tolerance
+        scale = count_processes() * trained_norm if known and 0 < trained_norm < math.inf else np.nan
+        along = self.num_prompts / scale * of["product"].sum(1, keepdims=True)
+        add("grad_projection", [""], along, one, ANY)
+        counts = {"measured_prompts": self.measured_prompts, "num_prompts": self.num_prompts}
+        return numbers | counts | {"measured_tokens": int(of["tokens"].sum()), "num_tokens": self.num_tokens}
+
+    def _add(self, kind: str, prompts: Int[Tensor, " b"], values: Float[Tensor, "R b S"]) -> None:
+        self._sums[:, KINDS.index(kind)].index_add_(0, prompts, values.double().sum(2).T)
+
+    def _add_products(self, part: TokenJacobian, prompts: Int[Tensor, " b"], amounts: Float[Tensor, "R b S"]) -> None:
+        """Add ⟨Σ_t amounts[a, t]·∇ log π_t, G⟩/‖G‖ of each prompt."""
+        direction = _unit_gradient(self._model)
+        if not _is_narrow(self._model):
+            changes, _ = part.jvp(direction)
+            self._add("product", prompts, amounts * part.spread(changes[0]))
+            return
+        for number in prompts.unique():  # in narrow arithmetic sums are better than each token's derivative
+            own = (prompts == number).nonzero()[:, 0]
+            piece = part.select(own)
+            products = piece.vjp(piece.kept(amounts[:, own])).rows @ direction.rows[0]
+            self._sums[number, KINDS.index("product")] += products.cpu().double()
+
+
+def _unit_gradient(model: nn.Module) -> Vectors:
+    """G/‖G‖ of the parameters' `.grad`; 0 where ‖G‖ is 0 or not finite."""
+    direction = Vectors.zeros(model, 1)
+    for name, parameter in float_parameters(model):
+        if parameter.grad is not None:
+            direction.rows[0, direction.slices[name]] = parameter.grad.flatten().to(direction.rows)
+    norm = float(direction.products().sqrt())
+    if 0 < norm < math.inf:
+        direction.rows.div_(norm)
+    else:
+        direction.rows.zero_()
+    return direction
+
+
+def _interval_masks(part: TokenJacobian, edges: Sequence[Number]) -> Bool[Tensor, "R b S"]:
+    batch = replace(part.batch, old_logprobs=fill_unknown(part.batch.old_logprobs, part.statistics.logprob))
+    intervals = old_intervals(batch, edges)
+    return torch.stack([intervals == a for a in range(len(edges) - 1)])
+
+
+def _spread(values: Float[Tensor, "b S"], rows: Int[Tensor, " b"], count: int) -> Float[Tensor, "B S"]:
+    """Put rows at their places among so many, 0 elsewhere."""
+    return values.new_zeros(count, values.shape[1]).index_copy_(0, rows, values)
+
+
+def _is_narrow(model: nn.Module) -> bool:
+    try:
+        refuse_narrow_arithmetic(model)
+    except InputError:
+        return True
+    return False
