@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, interval_shares, summarize
 from gradscope.resampling import Resampling
 
@@ -51,13 +51,13 @@ def test_every_probability_falls_where_a_comparison_puts_it(edges):
 
 @pytest.mark.parametrize("bad", [math.nan, -0.01, 1.0000001])
 def test_what_is_no_probability_is_refused(bad):
-    with pytest.raises(InputError, match=r"^1 value\(s\) lie outside \[0, 1\]"):
+    with refused():
         assign_intervals([0.5, bad])
 
 
 @pytest.mark.parametrize("edges", [[0.5], [0, 0.5, 0.5, 1], [1, 0], [0, math.nan, 1]])
 def test_edges_that_do_not_increase_are_refused(edges):
-    with pytest.raises(InputError, match="strictly increasing"):
+    with refused():
         assign_intervals([0.5], edges)
 
 
@@ -145,12 +145,12 @@ def test_one_cluster_has_values_but_no_bounds():
 
 def test_summaries_refuse_what_does_not_fit_together():
     cases = [
-        (([1.0], [0, 1], [0, 0]), {}, "one entry per token"),
-        (([1.0], [4], [0]), {}, "intervals run from 4 to 4"),
-        (([1.0], [0], [0]), {"statistic": "median"}, "known are mean, sum and rms"),
-        (([1.0], [0], [0]), {"resampling": Resampling(confidence=95.0)}, "level inside"),
-        (([1.0], [0], [0]), {"resampling": Resampling(resamples=0)}, "at least one"),
+        (([1.0], [0, 1], [0, 0]), {}),
+        (([1.0], [4], [0]), {}),
+        (([1.0], [0], [0]), {"statistic": "median"}),
+        (([1.0], [0], [0]), {"resampling": Resampling(confidence=95.0)}),
+        (([1.0], [0], [0]), {"resampling": Resampling(resamples=0)}),
     ]
-    for arguments, settings, message in cases:
-        with pytest.raises(InputError, match=message):
+    for arguments, settings in cases:
+        with refused():
             summarize(*arguments, **settings)

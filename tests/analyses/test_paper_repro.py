@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from support.refusals import refused
 
 from analyses.paper_repro import Numbers, render
-from gradscope.errors import InputError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -35,16 +35,16 @@ def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):
 
 
 @pytest.mark.parametrize(
-    ("file", "where", "words"),
+    ("file", "where"),
     [
-        ("made", {"variant": "both"}, "has 3 rows with"),
-        ("made", {"variant": "none"}, "has 0 rows with"),
-        ("made", {"method": "both"}, "has no column 'method'; it has variant, baseline"),
-        ("lost", {}, "lost.csv is not there"),
+        ("made", {"variant": "both"}),
+        ("made", {"variant": "none"}),
+        ("made", {"method": "both"}),
+        ("lost", {}),
     ],
 )
-def test_a_number_that_has_not_exactly_one_place_is_an_error(numbers, file, where, words):
-    with pytest.raises(InputError, match=words):
+def test_a_number_that_has_not_exactly_one_place_is_an_error(numbers, file, where):
+    with refused():
         numbers.number(file, "difference", **where)
 
 

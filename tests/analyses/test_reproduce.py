@@ -10,6 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from support.processes import Command
+from support.refusals import refused
 
 from analyses import reproduce
 from analyses.common import experiments, make_run
@@ -92,28 +93,28 @@ def test_only_what_a_figure_needs_is_chosen(tiny):
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "words"),
+    ("old", "new", "named"),
     [
-        ("[figures]", "[figures", r"tiny\.toml is no TOML: .* line "),
-        ("steps = 3", "stepps = 3", r"tiny/puzzles/grpo: 'stepps' is no setting; give some of model, "),
+        ("[figures]", "[figures", "tiny.toml"),
+        ("steps = 3", "stepps = 3", "stepps"),
         (
             "checkpoints = 2",
             "checkpoint = 2",
-            "the test of tiny/puzzles: 'checkpoint' is no setting; give some of task, ",
+            "checkpoint",
         ),
-        ("puzzles.test]", "puzzles.tests]", "track puzzles of scale tiny has no 'test'"),
-        ("seeds = [0, 1]", "seed = [0, 1]", "a stage of tiny/puzzles has no 'seeds'"),
-        ('label = "GRPO"', 'name = "GRPO"', "variant grpo has no 'label'"),
+        ("puzzles.test]", "puzzles.tests]", "test"),
+        ("seeds = [0, 1]", "seed = [0, 1]", "seeds"),
+        ('label = "GRPO"', 'name = "GRPO"', "label"),
         (
             'fig4 = { puzzles = ["grpo"',
             'fig4 = { puzzles = ["gripo"',
-            "fig4: no variant is called 'gripo'; give some of",
+            "gripo",
         ),
     ],
 )
-def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, words):
+def test_what_is_wrong_in_the_file_is_one_line(tiny, old, new, named):
     tiny.write_text(TINY.replace(old, new), encoding="utf-8")
-    with pytest.raises(InputError, match=words):
+    with refused(named):
         reproduce.choose(reproduce.Options(scale="tiny", only=("fig4",)))
 
 

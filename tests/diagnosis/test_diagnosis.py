@@ -10,12 +10,12 @@ import pytest
 import torch
 from support.gradients import token_gradients
 from support.policies import make_batch, make_policy
+from support.refusals import refused
 from support.steps import warm_state
 from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
 from gradscope.diagnosis.result import COLUMNS, SHORTAGE
-from gradscope.errors import InputError
 from gradscope.gradients import measure
 from gradscope.intervals import interval_labels
 from gradscope.objective import LossSettings
@@ -341,17 +341,17 @@ def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sa
 
 
 @pytest.mark.parametrize(
-    ("change", "match"),
+    "change",
     [
-        ({"classes": 0}, "classes is 0"),
-        ({"seed": -1}, "seed -1"),
-        ({"seed": 2**57}, r"below 2\*\*57"),
-        ({"edges": (0.0,)}, "edges are"),
-        ({"step": StepSettings("adamw", -1)}, "learning_rate is -1"),
+        {"classes": 0},
+        {"seed": -1},
+        {"seed": 2**57},
+        {"edges": (0.0,)},
+        {"step": StepSettings("adamw", -1)},
     ],
 )
-def test_settings_that_make_no_diagnosis_are_refused(policy, batch, table, change, match):
-    with pytest.raises(InputError, match=match):
+def test_settings_that_make_no_diagnosis_are_refused(policy, batch, table, change):
+    with refused():
         diagnose(policy, batch, table, settings=replace(QUICK, **change))
 
 
@@ -377,6 +377,5 @@ def test_other_edges_are_followed_throughout(policy, batch):
 def test_a_weight_without_bound_is_refused_by_its_token(policy, batch, table):
     endless = table.copy()
     endless.loc[3, "weight"] = -np.inf
-    where = f"position {endless.at[3, 'position']} of response {endless.at[3, 'response']} is -inf"
-    with pytest.raises(InputError, match=where):
+    with refused(f"position {endless.at[3, 'position']} of response {endless.at[3, 'response']}"):
         diagnose(policy, batch, endless)

@@ -10,12 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.refusals import refused
 
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Paragraph, Section, Table
 from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.viewer import Quantity, Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.tokens import add_weighted_norms
-from gradscope.errors import InputError
 from gradscope.rollouts import TokenBatch
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>{{ 7777 * 7 }}\u2028&amp;"
@@ -135,18 +135,18 @@ def test_a_scale_spans_its_values_a_linear_one_0_too_and_a_logarithmic_one_four_
 
 
 @pytest.mark.parametrize(
-    ("viewer", "words"),
+    "viewer",
     [
-        (lambda table: Viewer(table.drop(columns="token")), "no column token"),
-        (lambda table: Viewer(table[:0]), "no rows"),
-        (lambda table: Viewer(table[["response", "position", "token"]]), "no number to shade"),
-        (lambda table: Viewer(table, prompts=["a", "b"]), "prompts has 2 entries"),
-        (lambda table: Viewer(table, rewards=[1.0]), "rewards has 1 entries"),
-        (lambda table: Viewer(table, responses=[7]), "responses names 7"),
+        lambda table: Viewer(table.drop(columns="token")),
+        lambda table: Viewer(table[:0]),
+        lambda table: Viewer(table[["response", "position", "token"]]),
+        lambda table: Viewer(table, prompts=["a", "b"]),
+        lambda table: Viewer(table, rewards=[1.0]),
+        lambda table: Viewer(table, responses=[7]),
     ],
 )
-def test_a_viewer_that_cannot_be_shown_is_refused(viewer, words):
-    with pytest.raises(InputError, match=words):
+def test_a_viewer_that_cannot_be_shown_is_refused(viewer):
+    with refused():
         viewer_data(viewer(token_table()))
 
 

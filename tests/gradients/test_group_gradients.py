@@ -9,9 +9,9 @@ import pytest
 import torch
 from support.groups import CASTS, EDGES, NARROW, Brute, brute_force, cosine
 from support.policies import make_batch, make_policy, pad_both_sides
+from support.refusals import refused
 from torch import Tensor
 
-from gradscope.errors import InputError
 from gradscope.gradients import Resources, interval_gradients, interval_gradients_over
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, adamw as adamw_state, flat_slices
@@ -162,7 +162,7 @@ def test_flags_modes_gradients_and_parameters_come_back_bit_for_bit(batch, fails
     before = state_of(policy)
     if fails:
         bad = replace(batch, advantages=torch.full_like(batch.old_logprobs, math.nan))
-        with pytest.raises(InputError, match="advantages"):
+        with refused("advantages"):
             interval_gradients(policy, bad)
     else:
         with torch.no_grad():
@@ -180,15 +180,15 @@ def state_of(policy: Policy) -> list[object]:
 
 
 def test_input_that_cannot_be_measured_is_refused(policy, batch):
-    with pytest.raises(InputError, match="micro_batch is 0"):
+    with refused("micro_batch"):
         interval_gradients(policy, batch, resources=Resources(micro_batch=0))
-    with pytest.raises(InputError, match="keeps no token"):
+    with refused():
         interval_gradients(policy, replace(batch, response_mask=torch.zeros_like(batch.response_mask)))
-    with pytest.raises(InputError, match="intervals have shape"):
+    with refused():
         interval_gradients(policy, batch, intervals=torch.zeros(6, 3, dtype=torch.long))
-    with pytest.raises(InputError, match="intervals run from 4 to 4"):
+    with refused():
         interval_gradients(policy, batch, intervals=torch.full(batch.input_ids.shape, 4))
-    with pytest.raises(InputError, match="no batch"):
+    with refused():
         interval_gradients_over(policy, [])
 
 
@@ -322,16 +322,16 @@ def test_a_state_dict_is_read_in_any_order_of_parameters(policy):
     for i, name in enumerate(order):
         assert result.step[name] == i
         assert (result.exp_avg_sq[name] == i).all()
-    with pytest.raises(InputError, match="groups of 9 and 29 parameters"):
+    with refused("groups of 9"):
         AdamWState.from_state_dict(policy.model, optimizer.state_dict())
 
 
 def test_optimizers_whose_metric_is_not_this_one_are_refused(policy):
     model, parameters = policy.model, list(policy.model.parameters())
     two_rates = [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:], "lr": 1e-4}]
-    with pytest.raises(InputError, match="differ in lr"):
+    with refused():
         AdamWState.from_state_dict(model, torch.optim.AdamW(two_rates).state_dict())
-    with pytest.raises(InputError, match="amsgrad"):
+    with refused("amsgrad"):
         AdamWState.from_state_dict(model, torch.optim.AdamW(parameters, amsgrad=True).state_dict())
-    with pytest.raises(InputError, match="names are given"):
+    with refused():
         AdamWState.from_state_dict(model, torch.optim.AdamW(parameters[:3]).state_dict())

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.policies import BOS, make_batch, make_policy
+from support.refusals import refused
 
 from gradscope.diagnosis import diagnose
-from gradscope.errors import InputError
 from gradscope.gradients import measure
 from gradscope.gradients.logged_logprobs import Reading, find_contradictions, refuse_foreign_logprobs
 from gradscope.objective import batch_statistics
@@ -37,14 +37,14 @@ def test_zeros_are_no_log_probabilities(missing):
     own = plant()
     generator = torch.Generator().manual_seed(2)
     logged = [torch.where(torch.rand(o.shape, generator=generator) < missing, 0.0, o) for o in own]
-    with pytest.raises(InputError, match="a probability of 1, at"):
+    with refused():
         refuse_foreign_logprobs(own, logged, "sampler_logprob")
     half = [torch.where(torch.rand(o.shape, generator=generator) < 0.5, 0.0, o) for o in own]
     refuse_foreign_logprobs(own, half, "sampler_logprob")
 
 
-@pytest.mark.parametrize(("shift", "words"), [(1, "next"), (-1, "previous")])
-def test_another_tokens_are_told_by_how_far_they_are_off(shift, words):
+@pytest.mark.parametrize(("shift", "named"), [(1, "next"), (-1, "previous")])
+def test_another_tokens_are_told_by_how_far_they_are_off(shift, named):
     own = plant()
     logged = []
     for values in own:
@@ -54,7 +54,7 @@ def test_another_tokens_are_told_by_how_far_they_are_off(shift, words):
         else:
             told[1:] = values[:-1]
         logged.append(told + 0.01)
-    with pytest.raises(InputError, match=f"that of the {words} token: 0.01 nats"):
+    with refused(named):
         refuse_foreign_logprobs(own, logged, "old_logprob")
 
 
@@ -63,7 +63,7 @@ def test_measuring_refuses_them_before_anything_else():
     batch = make_batch(policy)
     zeros = torch.where(batch.response_mask, 0.0, torch.nan)
     for name in ("old_logprobs", "sampler_logprobs"):
-        with pytest.raises(InputError, match=f"{name[:-1]} is 0.0"):
+        with refused(name[:-1]):
             measure(policy, replace(batch, **{name: zeros}))
 
 
@@ -146,7 +146,7 @@ def test_measuring_says_it_and_a_diagnosis_says_it_first():
     policy = make_policy("llama")
     batch = replace(sampled(policy, 0.6).at_temperature(1.0), advantages=None)
     batch = replace(batch, rewards=torch.arange(12) % 2.0, group_ids=torch.arange(12) // 4)
-    with pytest.warns(UserWarning, match="T = 0.6"):
+    with pytest.warns(UserWarning):
         table = measure(policy, batch)
     diagnosis = diagnose(policy, batch, table, minutes=0.01, compare=False)
     assert diagnosis.warnings[0].kind == "logged-logprobs"

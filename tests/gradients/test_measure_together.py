@@ -10,16 +10,12 @@ import torch
 from support.decoders import COMMON, LATE, SANDWICHED, attend_eagerly, windowed
 from support.exact import FLOAT32, TRUE_FLOAT64, cached_policy, random_ids
 from support.oracle import TrueFloat64, Truth, as_policy, brute_force, largest_error
-from support.policies import HIDDEN, LAYERS, RULED, make_batch, make_model, make_policy
+from support.policies import HIDDEN, LAYERS, RULED, make_model, make_policy
 from support.tiers import every
 from transformers.models.llama import modeling_llama
 
-from gradscope import measure
-from gradscope.errors import SelfCheckError
 from gradscope.gradients import SequenceTokens, TokenGradientMeter, measuring
-from gradscope.gradients.engine import norms as rules
 from gradscope.gradients.engine.chunks import MOST_SEQUENCES
-from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import TokenStatistics
@@ -106,23 +102,6 @@ def test_a_sequence_that_the_rules_do_not_fit_spoils_no_others(monkeypatch):
         patch.setattr(TokenGradientMeter, "_start", watch)
         assert max(errors(policy, sequences)) < TRUE_FLOAT64
     assert ways[-3:] == [(LATE + 7, "NoneType"), (LATE + 7, "GraphSequence"), (LATE - 3, "DecoderStack")]
-
-
-def test_a_mistake_that_shows_only_beside_another_sequence_is_caught_by_the_trial_and_by_the_self_check(monkeypatch):
-    right = rules.linear_square_norms
-
-    def wrong(delta, *args, **settings):
-        return right(delta.mean(0, keepdim=True).expand_as(delta), *args, **settings)
-
-    policy = make_policy("llama")
-    batch = make_batch(policy, lengths=(8, 8, 8), prompt_lengths=(5, 5, 5))
-    right_table = measure(policy, batch)
-    monkeypatch.setattr(decoder_block, "linear_square_norms", wrong)
-    along_the_graph = measure(policy, batch)["param_grad_norm"].to_numpy()
-    assert along_the_graph == pytest.approx(right_table["param_grad_norm"].to_numpy(), rel=FLOAT32)
-    monkeypatch.setattr(TokenGradientMeter, "_rules_hold", lambda *_: True)
-    with pytest.raises(SelfCheckError):
-        measure(policy, batch)
 
 
 def test_paddings_id_within_the_text_counts_for_no_sequence():

@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from math import inf, nan
 
 import numpy as np
 import pandas as pd
 import pytest
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
+from support.refusals import refused
 
 from gradscope import measure
 from gradscope.cli import commands as cli
-from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings, Stopwatch, TableMeasurement, settle_minutes
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
@@ -131,17 +132,10 @@ def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_firs
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"minutes": 0}, "minutes is 0"),
-        ({"minutes": -2.0}, "minutes is -2"),
-        ({"minutes": float("nan")}, "minutes is nan"),
-        ({"minutes": float("inf")}, "minutes is inf"),
-        ({"minutes": 2, "tokens_per_interval": 30}, "give one of the two"),
-    ],
+    "settings", [*({"minutes": n} for n in (0, -2.0, nan, inf)), {"minutes": 2, "tokens_per_interval": 30}]
 )
-def test_minutes_that_mean_nothing_are_refused(settings, words):
-    with pytest.raises(InputError, match=words):
+def test_minutes_that_mean_nothing_are_refused(settings):
+    with refused("minutes"):
         check_settings(MeasureSettings(**settings))
 
 

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_loss, pass_mask
 from gradscope.objective import lopti_split, make_weighting, token_weights
 from gradscope.objective.equations import policy_loss
@@ -137,21 +137,21 @@ def test_a_pass_changes_the_micro_batch_for_the_loss_alone():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "named"),
     [
-        ({"reweight_alpha": 1.5}, "reweight_alpha is 1.5"),
-        ({"lopti_eta": -0.1}, "eta is -0.1"),
-        ({"lopti_eta": 0.5, "lopti_order": "high"}, "lopti_order is 'high'"),
-        ({"lopti_eta": 0.5, "lopti_pass": "middle"}, "lopti_pass is 'middle'"),
-        ({"lopti_pass": "low"}, "lopti_pass is low without lopti_eta"),
-        ({"weighting": "cispos"}, "did you mean cispo"),
-        ({"weighting": "top-entropy"}, "no 'entropy'"),
-        ({"weighting": "icepop"}, "no 'sampler_logprob'"),
-        ({"weighting": "lopti"}, "give reweight_alpha and lopti_eta"),
-        ({"weighting": "random-split"}, "takes 2 optimizer steps"),
-        ({"weighting": "cispo", "reweight_alpha": 0.3}, "give one of them"),
+        ({"reweight_alpha": 1.5}, "reweight_alpha"),
+        ({"lopti_eta": -0.1}, "eta"),
+        ({"lopti_eta": 0.5, "lopti_order": "high"}, "lopti_order"),
+        ({"lopti_eta": 0.5, "lopti_pass": "middle"}, "lopti_pass"),
+        ({"lopti_pass": "low"}, "lopti_pass"),
+        ({"weighting": "cispos"}, "cispo"),
+        ({"weighting": "top-entropy"}, "entropy"),
+        ({"weighting": "icepop"}, "sampler_logprob"),
+        ({"weighting": "lopti"}, "reweight_alpha"),
+        ({"weighting": "random-split"}, "random-split"),
+        ({"weighting": "cispo", "reweight_alpha": 0.3}, "cispo"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(given, words):
-    with pytest.raises(InputError, match=words):
+def test_settings_that_mean_nothing_are_refused(given, named):
+    with refused(named):
         check_methods(settings(**given))

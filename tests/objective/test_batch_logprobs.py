@@ -9,10 +9,10 @@ import pytest
 import torch
 from support.oracle import TrueFloat64
 from support.policies import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy, make_responses, pad_both_sides
+from support.refusals import refused
 from support.tiers import every
 from torch import Tensor, nn
 
-from gradscope.errors import InputError
 from gradscope.objective import batch_statistics, kept_logprobs, logprobs, micro_batches
 from gradscope.objective.batch_logprobs import scored_loss_logprobs
 from gradscope.objective.logprobs import token_statistics
@@ -251,5 +251,5 @@ def test_the_head_is_whole_again_afterwards_even_if_the_model_breaks(policy, mon
 def test_a_model_that_names_no_head_is_refused(policy, monkeypatch):
     monkeypatch.setattr(policy.model, "get_output_embeddings", lambda: None)
     _, piece = micro_batches(make_batch(policy), 6)[0]
-    with pytest.raises(InputError, match="LlamaForCausalLM names no output embeddings"):
+    with refused("LlamaForCausalLM"):
         kept_logprobs(policy.model, piece)

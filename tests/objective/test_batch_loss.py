@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.losses import weight_by_loop
+from support.refusals import refused
 from torch import Tensor
 
-from gradscope.errors import InputError
 from gradscope.objective import PAPER, LossSettings, batch_loss, batch_weights, fill_unknown, resolve_advantages
 from gradscope.rollouts import Response, TokenBatch, collate
 
@@ -126,20 +126,20 @@ def test_advantages_beat_rewards_and_rewards_are_compared_within_their_group(bat
     per_token = torch.where(batch.response_mask, given, NAN)
     found = resolve_advantages(replace(batch, advantages=per_token))
     torch.testing.assert_close(found, per_token, rtol=0, atol=0, equal_nan=True)
-    with pytest.raises(InputError, match="weights need advantages or rewards"):
+    with refused():
         resolve_advantages(replace(batch, rewards=None))
 
 
 @pytest.mark.parametrize(
-    ("setting", "words"),
+    "setting",
     [
-        ({"kl_coef": NAN}, "kl_coef is nan"),
-        ({"clip_ratio_low": -0.1}, "clip_ratio_low is -0.1"),
-        ({"clip_ratio_low": 1.1}, "give 0 ≤ low ≤ 1"),
-        ({"clip_ratio_c": 0.5}, "clip_ratio_c is 0.5"),
-        ({"reweight_alpha": 1.5}, "reweight_alpha is 1.5"),
+        {"kl_coef": NAN},
+        {"clip_ratio_low": -0.1},
+        {"clip_ratio_low": 1.1},
+        {"clip_ratio_c": 0.5},
+        {"reweight_alpha": 1.5},
     ],
 )
-def test_settings_that_make_no_loss_are_refused(setting, words):
-    with pytest.raises(InputError, match=words):
+def test_settings_that_make_no_loss_are_refused(setting):
+    with refused(*setting):
         LossSettings(**setting).check()

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.losses import grpo_by_loop, reinforce_pp_by_loop, term_by_loop, weight_by_loop
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.objective import kl_k3, lopti_split, reinforce_pp_advantages, reweight
 from gradscope.objective.equations import grpo_advantages, kl_k1, policy_loss, token_weight_parts, token_weights, whiten
 
@@ -94,11 +94,11 @@ def test_nan_and_infinite_rewards_are_refused():
     groups, mask = torch.tensor([0, 0]), torch.ones(2, 1, dtype=torch.bool)
     for bad in (math.nan, math.inf):
         rewards = torch.tensor([1.0, bad])
-        with pytest.raises(InputError, match=r"rewards has 1 value\(s\)"):
+        with refused("rewards"):
             grpo_advantages(rewards, groups)
-        with pytest.raises(InputError, match=r"rewards has 1 value\(s\)"):
+        with refused("rewards"):
             reinforce_pp_advantages(rewards, torch.zeros(2, 1), torch.zeros(2, 1), mask, kl_coef=0.0)
-    with pytest.raises(InputError, match="old_logprobs − ref_logprobs"):
+    with refused("old_logprobs", "ref_logprobs"):
         nowhere = torch.full((2, 1), math.nan)
         reinforce_pp_advantages(torch.tensor([1.0, 2.0]), torch.zeros(2, 1), nowhere, mask, kl_coef=0.1)
 
@@ -131,11 +131,11 @@ def test_lopti_splits_the_kept_tokens_in_two_with_the_edge_itself_high():
 def test_settings_outside_the_unit_interval_and_unknown_probabilities_are_refused():
     old, mask = torch.tensor([[math.nan, -1.0]]), torch.tensor([[True, True]])
     for bad in (-0.1, 1.1, math.nan):
-        with pytest.raises(InputError, match="alpha"):
+        with refused("alpha"):
             reweight(torch.ones(1), old, alpha=bad)
-        with pytest.raises(InputError, match="eta"):
+        with refused():
             lopti_split(old, mask, eta=bad)
-    with pytest.raises(InputError, match=r"old_logprobs is NaN at 1 kept token"):
+    with refused("old_logprobs"):
         lopti_split(old, mask, eta=0.5)
 
 
@@ -286,15 +286,15 @@ def test_settings_that_mean_nothing_are_refused_by_loss_and_weights():
     batch, _ = clipped_batch()
     good = CLIPS | {"num_tokens": 61}
     cases = [
-        ({"num_tokens": 0}, "num_tokens is 0"),
-        ({"clip_ratio_low": -0.1}, "clip_ratio_low is -0.1"),
-        ({"clip_ratio_high": -0.1}, "clip_ratio_high -0.1"),
-        ({"clip_ratio_c": 1.0}, "clip_ratio_c is 1.0"),
-        ({"kl_coef": 0.1}, "kl_coef is 0.1 without ref_logprobs"),
-        ({"kl_coef": 0.1, "ref_logprobs": torch.full((8, 12), math.nan, dtype=torch.float64)}, "ref_logprobs is NaN"),
+        {"num_tokens": 0},
+        {"clip_ratio_low": -0.1},
+        {"clip_ratio_high": -0.1},
+        {"clip_ratio_c": 1.0},
+        {"kl_coef": 0.1},
+        {"kl_coef": 0.1, "ref_logprobs": torch.full((8, 12), math.nan, dtype=torch.float64)},
     ]
-    for function, (change, message) in itertools.product((policy_loss, token_weights), cases):
-        with pytest.raises(InputError, match=message):
+    for function, change in itertools.product((policy_loss, token_weights), cases):
+        with refused([*change][-1]):
             function(**batch, **(good | change))
 
 
@@ -305,5 +305,5 @@ def test_a_nan_at_a_kept_token_is_refused_by_name(name):
     batch[name] = batch[name].clone()
     batch[name][2, 2] = math.nan
     for function in (policy_loss, token_weights):
-        with pytest.raises(InputError, match=f"^{name} is NaN at 1 kept"):
+        with refused(name):
             function(**batch, **CLIPS, num_tokens=61)

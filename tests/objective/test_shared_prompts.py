@@ -168,7 +168,7 @@ def test_attention_is_the_usual_one_afterwards_also_when_the_model_fails(monkeyp
         raise ValueError("broken")
 
     hook = model.lm_head.register_forward_hook(fails)
-    with pytest.raises(ValueError, match="broken"):
+    with pytest.raises(ValueError):
         kept_logprobs(model, piece)
     hook.remove()
     assert torch.equal(model(input_ids=ids).logits, before)

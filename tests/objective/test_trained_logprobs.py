@@ -112,5 +112,5 @@ def test_a_second_backward_pass_is_an_error_where_the_first_took_the_logits():
     head, hidden, ids = head_and_inputs(bias=False)
     total = trained_logprobs(head(hidden).flatten(0, 1), ids, torch.ones(5)).sum()
     total.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError):
         total.backward()

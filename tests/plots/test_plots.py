@@ -13,6 +13,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from support.refusals import refused
 from support.tiers import every
 
 from gradscope.diagnosis.plots import plot_right_directions
@@ -238,9 +239,9 @@ def test_cosines_are_drawn_as_given_and_an_empty_interval_as_a_dash():
     ax = plot_cosines(matrix)
     np.testing.assert_array_equal(drawn_numbers(ax)[interval_labels()].to_numpy(), matrix.to_numpy())
     assert [text.get_text() for text in ax.texts].count("–") == 7
-    with pytest.raises(InputError, match="at most 1"):
+    with refused():
         plot_cosines(cosines() * 3)
-    with pytest.raises(InputError, match="square"):
+    with refused():
         plot_cosines(cosines().iloc[:3])
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.policies import save_checkpoint
 from support.processes import launch
+from support.refusals import refused
 from support.shard_writers import MODEL, STEPS
 
 from gradscope.errors import InputError
@@ -104,7 +105,7 @@ def test_the_configuration_is_found_beside_and_around_the_shards(home, written, 
     shutil.copytree(written / "verl" / "global_step_2" / "actor", actor)
     place = {"run": tmp_path / "run"}.get(home, actor / home)
     place.mkdir(exist_ok=True)
-    with pytest.raises(InputError, match="--base"):
+    with refused("--base"):
         load_policy(actor.parent)
     shutil.copy(written / "config.json", place)
     alone, named = load_policy(actor.parent), load_policy(actor.parent, base=written)
@@ -218,11 +219,11 @@ def test_the_optimizers_shards_are_refused_in_the_same_way(written, tmp_path):
     folder = shutil.copytree(written / "verl" / "global_step_2", tmp_path / "global_step_2")
     policy, proof = load_policy(folder, base=written), tmp_path / "it-ran"
     torch.save({"state": {}, "param_groups": [], "a": Evil(proof)}, folder / "actor" / "optim_world_size_2_rank_0.pt")
-    with pytest.raises(InputError, match=r"optim_world_size_2_rank_0\.pt"):
+    with refused("optim_world_size_2_rank_0.pt"):
         read_adamw_state(policy)
     assert not proof.exists()
     (folder / "actor" / "optim_world_size_2_rank_0.pt").unlink()
-    with pytest.raises(InputError, match="rank 0 of 2"):
+    with refused():
         read_adamw_state(policy)
     (folder / "actor" / "optim_world_size_2_rank_1.pt").unlink()
     assert read_adamw_state(policy) is None
@@ -235,7 +236,7 @@ def test_moments_cut_into_flat_pieces_are_not_taken_for_copies(written, tmp_path
         state = {0: {"step": torch.tensor(2.0), "exp_avg": torch.randn(9), "exp_avg_sq": torch.rand(9)}}
         groups = [{"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}]
         torch.save({"state": state, "param_groups": groups}, folder / f"actor/optim_world_size_2_rank_{rank}.pt")
-    with pytest.raises(InputError, match="fsdp2"):
+    with refused("fsdp2"):
         read_adamw_state(load_policy(folder, base=written))
 
 
@@ -253,25 +254,25 @@ def test_an_adapters_shards_and_another_trainers_names_end_in_what_to_do(written
     titan = {name.replace("model.", "").replace("embed_tokens", "tok_embeddings"): v for name, v in weights.items()}
     titan = {name.replace("self_attn.q_proj", "attention.wq"): v for name, v in titan.items() if "layers" not in name}
     cases = {"alone": (adapter, "lora_adapter"), "beside": (whole | adapter, "lora_adapter")}
-    cases["titan"] = (titan | {"tok_embeddings.weight": torch.zeros(3)}, r"convert_to_hf\.py \S+titan")
-    for name, (state, words) in cases.items():
+    cases["titan"] = (titan | {"tok_embeddings.weight": torch.zeros(3)}, "convert_to_hf.py")
+    for name, (state, named) in cases.items():
         (tmp_path / name).mkdir()
         state.pop("lm_head.weight", None)
         torch.save(state, tmp_path / name / "pytorch_model_fsdp.bin")
-        with pytest.raises(InputError, match=words):
+        with refused(named):
             load_policy(tmp_path / name, base=written)
 
 
 def test_megatrons_shards_end_in_the_command_that_converts_them(written, tmp_path):
     folder = shutil.copytree(written / "plain", tmp_path / "iter_0000002")
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
-    with pytest.raises(InputError, match=r"convert_torch_dist_to_hf\.py --input-dir \S+iter_0000002 "):
+    with refused("convert_torch_dist_to_hf.py", "iter_0000002"):
         load_policy(folder, base=written)
     verl = shutil.copytree(folder, tmp_path / "global_step_2" / "actor" / "dist_ckpt").parents[1]
-    with pytest.raises(InputError, match=r"model_merger merge --backend megatron --local_dir \S+/actor "):
+    with refused("megatron", "/actor"):
         load_policy(verl, base=written)
     nemo = shutil.copytree(folder, tmp_path / "step_2" / "policy" / "weights" / "iter_0000000").parents[2]
-    with pytest.raises(InputError, match=rf"--config {nemo}/config\.yaml --megatron-ckpt-path \S+iter_0000000 "):
+    with refused(f"{nemo}/config.yaml", "iter_0000000"):
         load_policy(nemo, base=written)
 
 
@@ -280,5 +281,5 @@ def test_whole_weights_beside_shards_are_taken_and_their_base_is_refused(written
     shutil.copytree(written / "accelerate" / "checkpoint-2" / "optimizer_0", folder / "optimizer_0")
     policy = load_policy(folder)
     assert policy.configured_by is None and set(read_adamw_state(policy).step.values()) == {STEPS}
-    with pytest.raises(InputError, match="base"):
+    with refused("base"):
         load_policy(folder, base=written)

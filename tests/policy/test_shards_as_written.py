@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cli import assert_one_line, outcome_of, run
+from support.refusals import refused
 
 from gradscope.errors import InputError
 from gradscope.policy import checkpoint_step, find_optimizer_file, load_policy, read_adamw_state, read_optimizer_file
@@ -107,7 +108,7 @@ def test_states_of_a_model_that_is_split_over_ranks_are_refused(unpack):
     folder = unpack("deepspeed-0.19.8-zero2-2") / "global_step2"
     file = folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     file.rename(folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt")
-    with pytest.raises(InputError, match="mp_rank_01"):
+    with refused("mp_rank_01"):
         load_policy(folder.parent)
 
 
@@ -117,10 +118,10 @@ def test_the_states_are_those_that_latest_names_or_the_only_ones(unpack):
     (older / "mp_rank_00_model_states.pt").write_bytes(b"")
     assert checkpoint_step(folder) == STEPS and load_policy(folder)
     (folder / "latest").write_text("global_step9")
-    with pytest.raises(InputError, match="global_step9"):
+    with refused("global_step9"):
         load_policy(folder)
     (folder / "latest").unlink()
-    with pytest.raises(InputError, match="training run"):
+    with refused():
         load_policy(folder)
     shutil.rmtree(older)
     assert checkpoint_step(folder) == STEPS and load_policy(folder)
@@ -133,7 +134,7 @@ def test_flat_moments_in_other_units_are_refused(unpack):
         state = torch.load(file)
         state["state"][1] = {k: v[:-1] if v.dim() else v for k, v in state["state"][1].items()}
         torch.save(state, file)
-    with pytest.raises(InputError, match="fsdp2"):
+    with refused("fsdp2"):
         read_adamw_state(load_policy(folder))
 
 

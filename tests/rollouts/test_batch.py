@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.policies import make_batch, make_policy, make_responses, pad_both_sides
+from support.refusals import refused
 
 from gradscope.errors import InputError
 from gradscope.rollouts import Response, TokenBatch, collate
@@ -131,17 +132,17 @@ def test_an_advantage_per_token_stays_with_its_token_and_one_number_is_spread():
 
 def test_masks_that_would_misalign_are_refused():
     batch = collate([Response([4, 5], [6, 7])])
-    with pytest.raises(InputError, match="unbroken"):
+    with refused():
         replace(batch, attention_mask=torch.tensor([[True, False, True, True]]), response_mask=torch.zeros(1, 4).bool())
-    with pytest.raises(InputError, match="unbroken"):
+    with refused():
         replace(batch, attention_mask=torch.zeros(1, 4).bool(), response_mask=torch.zeros(1, 4).bool())
-    with pytest.raises(InputError, match="padding"):
+    with refused():
         replace(batch, attention_mask=torch.tensor([[True, True, True, False]]))
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
 def test_a_temperature_without_a_gradient_is_refused(temperature):
-    with pytest.raises(InputError, match="temperature"):
+    with refused("temperature"):
         collate([Response([4], [5], temperature=temperature)])
 
 
@@ -171,7 +172,7 @@ def test_tensors_that_do_not_fit_together_are_refused(policy, what):
 
 
 def test_an_empty_batch_is_refused():
-    with pytest.raises(InputError, match="no responses"):
+    with refused():
         collate([])
-    with pytest.raises(InputError, match="no response"):
+    with refused():
         collate([Response([4], [5])]).select(torch.arange(0))

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from support.policies import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
+from support.refusals import refused
 from transformers import PreTrainedTokenizerFast
 
-from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch, collate, read_dump, read_rollouts, write_rollouts
 
@@ -136,7 +136,7 @@ NEAR_MISSES = {
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 def test_a_near_miss_of_a_column_is_refused_with_the_right_name(tmp_path, name, meant, suffix):
     path = write_rollouts(tmp_path / f"r{suffix}", [GOOD | {name: [1.0, 1.0]}])
-    with pytest.raises(InputError, match=rf"row 0.*'{name}'; did you mean '{meant}'"):
+    with refused("row 0", name, repr(meant)):
         read_rollouts(path)
 
 
@@ -152,63 +152,58 @@ VALID = {
     "sampler_logprobs": [-1.1, -0.9],
 }
 BAD_ROWS = {
-    "no response": ({"prompt_ids": [4]}, "needs `prompt_ids` and `response_ids`.*this one has prompt_ids"),
-    "no prompt": ({"response": "w7"}, "this one has response"),
-    "half ids, half text": ({"prompt_ids": [4], "response": "w7"}, "this one has prompt_ids, response"),
-    "empty prompt": (GOOD | {"prompt_ids": []}, "the prompt is empty"),
-    "ids that are text": (GOOD | {"response_ids": ["7"]}, r"`response_ids` is \[\"7\"\]"),
-    "ids that are fractions": (GOOD | {"prompt_ids": [4.5]}, "whole numbers"),
-    "an id beyond the vocabulary": (GOOD | {"response_ids": [7, VOCAB]}, f"{VOCAB} at position 1.*0 to {VOCAB - 1}"),
-    "longer than the context": (
-        GOOD | {"response_ids": LONG},
-        rf"3 \+ {CONTEXT} tokens.*context of {CONTEXT}",
-    ),
-    "text response that is a number": (TEXT | {"response": 7}, "`response` is 7"),
-    "prompt that is a number": (TEXT | {"prompt": 7}, "the prompt is neither a string nor a chat but 7"),
-    "old_logprobs beyond float32": (GOOD | {"old_logprobs": [-1.0, -1e39]}, "holds -1e[+]39 at position 1"),
-    "old_logprobs one number": (GOOD | {"old_logprobs": -1.0}, "give a list of numbers"),
-    "probabilities": (GOOD | {"old_logprobs": [0.5, 0.9]}, "0.5 at position 0; a log-probability is at most 0"),
-    "ref_logprobs of another length": (GOOD | {"ref_logprobs": [-1.0] * 5}, "`ref_logprobs` has 5 entries for 2"),
-    "mask of another length": (GOOD | {"response_mask": [1, 1, 1]}, "`response_mask` has 3 entries for 2"),
-    "mask of other numbers": (GOOD | {"response_mask": [0, 2]}, "true/false"),
-    "temperature 0": (GOOD | {"temperature": 0.0}, "`temperature` is 0.0; give a positive one"),
-    "temperature that overflows": (GOOD | {"temperature": 1e-30}, "`temperature` is 1e-30; give a positive one, 1e-12"),
-    "reward beyond float64": (GOOD | {"reward": 10**400}, "`reward` is 1000.*give a finite number within"),
-    "group that is a list": (GOOD | {"group": [1, 2]}, r"`group` is \[1, 2\]"),
+    "no response": {"prompt_ids": [4]},
+    "no prompt": {"response": "w7"},
+    "half ids, half text": {"prompt_ids": [4], "response": "w7"},
+    "empty prompt": GOOD | {"prompt_ids": []},
+    "ids that are text": GOOD | {"response_ids": ["7"]},
+    "ids that are fractions": GOOD | {"prompt_ids": [4.5]},
+    "an id beyond the vocabulary": GOOD | {"response_ids": [7, VOCAB]},
+    "longer than the context": GOOD | {"response_ids": LONG},
+    "text response that is a number": TEXT | {"response": 7},
+    "prompt that is a number": TEXT | {"prompt": 7},
+    "old_logprobs beyond float32": GOOD | {"old_logprobs": [-1.0, -1e39]},
+    "old_logprobs one number": GOOD | {"old_logprobs": -1.0},
+    "probabilities": GOOD | {"old_logprobs": [0.5, 0.9]},
+    "ref_logprobs of another length": GOOD | {"ref_logprobs": [-1.0] * 5},
+    "mask of another length": GOOD | {"response_mask": [1, 1, 1]},
+    "mask of other numbers": GOOD | {"response_mask": [0, 2]},
+    "temperature 0": GOOD | {"temperature": 0.0},
+    "temperature that overflows": GOOD | {"temperature": 1e-30},
+    "reward beyond float64": GOOD | {"reward": 10**400},
+    "group that is a list": GOOD | {"group": [1, 2]},
 }
 
 
-@pytest.mark.parametrize(("row", "message"), BAD_ROWS.values(), ids=BAD_ROWS)
-def test_a_bad_row_is_refused_in_one_line_that_names_file_row_and_line(policy, tmp_path, row, message):
+@pytest.mark.parametrize("row", BAD_ROWS.values(), ids=BAD_ROWS)
+def test_a_bad_row_is_refused_in_one_line_that_names_file_row_and_line(policy, tmp_path, row):
     good = GOOD | {name: value for name, value in VALID.items() if name in row}
     path = write_jsonl(tmp_path / "r.jsonl", [good, row])
-    with pytest.raises(InputError, match=message) as caught:
+    with refused(f"{path}, row 1 (line 2): "):
         read_rollouts(path, policy)
-    assert f"{path}, row 1 (line 2): " in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["group", "temperature", "step"])
 def test_a_column_without_a_default_that_a_row_lacks_and_others_have_is_refused(tmp_path, name):
     path = write_jsonl(tmp_path / "r.jsonl", [GOOD | {name: 1}, GOOD | {name: None}, GOOD])
-    with pytest.raises(InputError, match=rf"row 1 \(line 2\): no '{name}', which 1 of the 3 rows have"):
+    with refused("row 1 (line 2)", name):
         read_rollouts(path)
 
 
 def test_text_needs_a_policy_with_a_tokenizer_and_a_chat_a_template(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [TEXT])
-    with pytest.raises(InputError, match=r"row 0.*the row is text; give the policy"):
+    with refused("row 0"):
         read_rollouts(path)
-    with pytest.raises(InputError, match=r"row 0.*needs a tokenizer"):
+    with refused("row 0"):
         read_rollouts(path, make_policy("llama"))
     chat = write_jsonl(tmp_path / "c.jsonl", [{"prompt": [{"role": "user", "content": "w4"}], "response": "w5"}])
-    with pytest.raises(InputError, match=r"row 0.*no chat template"):
+    with refused("row 0"):
         read_rollouts(chat, make_policy("llama", tokenizer=True))
 
 
 def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_told_in_a_prompt(policy, tmp_path):
     path = write_jsonl(tmp_path / "response.jsonl", [{"prompt": "w4", "response": "w7 é"}])
-    with pytest.raises(InputError, match=r"row 0.*no tokens for some of the response 'w7 é' and would take '<unk>'"):
+    with refused("row 0", "w7 é"):
         read_dump(path, policy)
     rows = [{"prompt": prompt, "response": "w7"} for prompt in ("w4 é", "w4", "w4 <unk>")]
     dump = read_dump(write_jsonl(tmp_path / "prompt.jsonl", rows), policy)
@@ -216,9 +211,9 @@ def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_
     [note] = dump.remarks
     assert note == "the tokenizer has no tokens for some of 1 of 3 prompts: '<unk>' is there"
     for prompt in ("é", "w4 é ü", [{"role": "user", "content": "é ü ö"}]):
-        with pytest.raises(InputError, match=r"row 0.*no tokens for most of the prompt"):
+        with refused("row 0"):
             read_dump(write_jsonl(tmp_path / "most.jsonl", [{"prompt": prompt, "response": "w7"}]), policy)
-    with pytest.raises(InputError, match=r"no tokens for some of the response"):  # a word of the text does not hide it
+    with refused():  # a word of the text does not hide it
         read_dump(write_jsonl(tmp_path / "both.jsonl", [{"prompt": "w4", "response": "<unk> é"}]), policy)
     other = make_tokenizer()
     other.bos_token = other.unk_token  # as OPT's, which begins every prompt with it
@@ -231,7 +226,7 @@ def test_text_that_a_tokenizer_drops_or_cannot_encode_is_refused(policy, tmp_pat
     for model, text in ((models.BPE({"a": 4, "b": 5}, []), "aéb"), (models.WordLevel({"a": 4, "b": 5}), "é")):
         blind = replace(policy, tokenizer=PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)))
         path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "response": text}])
-        with pytest.raises(InputError, match=r"row 0.*tokenizer (has no tokens for|cannot encode)"):
+        with refused("row 0"):
             read_dump(path, blind)
         path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": "a", "response": "b"}])
         assert read_dump(path, blind).batch.input_ids.tolist() == [[4, 5]]
@@ -247,23 +242,11 @@ def test_files_that_are_missing_empty_broken_or_of_another_kind_are_refused(tmp_
     columns = [pa.array([[4]]), pa.array([[5]]), pa.array([[6]])]
     pq.write_table(pa.table(columns, ["prompt_ids", "response_ids", "prompt_ids"]), tmp_path / "twice.parquet")
     (tmp_path / "folder.jsonl").mkdir()
-    cases = {
-        "none.jsonl": "is not there",
-        "folder.jsonl": "is a folder",
-        "empty.jsonl": "holds no rows",
-        "broken.jsonl": r"row 1 \(line 2\): not JSON",
-        "array.json": "a JSON list; write one object per line",
-        "latin.jsonl": "not JSON",
-        "broken.parquet": "cannot be read as parquet",
-        "rollouts.txt": r"ends in '.txt'",
-        "twice.parquet": "has the column 'prompt_ids' twice",
-    }
-    for name, message in cases.items():
-        with pytest.raises(InputError, match=message) as caught:
+    for name in ("none.jsonl", "folder.jsonl", *(path.name for path in tmp_path.iterdir())):
+        with refused(tmp_path / name):
             read_rollouts(tmp_path / name)
-        assert str(tmp_path / name) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones(tmp_path):
-    with pytest.raises(InputError, match=r"'parchment' is not known; use one of .*native"):
+    with refused("parchment", "native"):
         read_rollouts(tmp_path / "r.jsonl", format="parchment")

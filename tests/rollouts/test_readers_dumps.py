@@ -14,10 +14,10 @@ import torch
 from support import dumps
 from support.dumps import SAMPLES
 from support.policies import BOS, CONTEXT, VOCAB, make_policy, make_tokenizer, save_checkpoint, write_jsonl
+from support.refusals import refused
 
 from gradscope import load_policy
 from gradscope.cli import main
-from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts import READERS, read_dump, read_rollouts, rollouts_hash
 
@@ -122,7 +122,7 @@ def test_asking_for_the_format_gives_the_same_batch_and_another_format_is_refuse
     assert torch.equal(batch.input_ids, told.input_ids)
     if path.suffix in (".jsonl", ".parquet"):
         other = "prime_rl" if name != "prime_rl" else "verl"
-        with pytest.raises(InputError, match=rf"row 0.*no `\w+`, which every record of the format {other} has"):
+        with refused("row 0", other):
             read_rollouts(path, policy, format=other)
 
 
@@ -177,31 +177,31 @@ def test_prime_rls_traces_that_were_not_trained_are_left_out_and_the_newest_anno
 
 
 @pytest.mark.parametrize(
-    ("file", "change_of", "words"),
+    ("file", "change_of", "named"),
     [
-        ("stream", lambda row: row | {"traces": 3}, "`traces` is 3"),
-        ("stream", lambda row: row | {"run": {"work": {"step": 1.5}}}, "`step` is 1.5"),
-        ("annotations/trainer", lambda row: row | {"branches": {}}, "`branches` is"),
-        ("annotations/trainer", lambda row: row | {"branches": [{"index": 4}]}, "branch 4 is none of the 1"),
+        ("stream", lambda row: row | {"traces": 3}, "traces"),
+        ("stream", lambda row: row | {"run": {"work": {"step": 1.5}}}, "step"),
+        ("annotations/trainer", lambda row: row | {"branches": {}}, "branches"),
+        ("annotations/trainer", lambda row: row | {"branches": [{"index": 4}]}, "branch 4"),
         (
             "annotations/trainer",
             lambda row: row | {"branches": [{"index": 0, "trainer_logprobs": "x"}]},
-            "`trainer_logprobs` is",
+            "trainer_logprobs",
         ),
     ],
 )
-def test_traces_and_annotations_that_do_not_fit_are_refused(tmp_path, file, change_of, words):
+def test_traces_and_annotations_that_do_not_fit_are_refused(tmp_path, file, change_of, named):
     path = dumps.write_prime_rl_traces(tmp_path) / f"{file}.jsonl"
     lines = path.read_text().splitlines()
     path.write_text("\n".join([json.dumps(change_of(json.loads(lines[0]))), *lines[1:]]))
-    with pytest.raises(InputError, match=words):
+    with refused(named):
         read_dump(tmp_path / "traces")
 
 
 def test_a_sealed_file_that_is_broken_is_refused(tmp_path):
     path = dumps.write_prime_rl_traces(tmp_path, chunked=True) / "stream" / "00000.jsonl.zst"
     path.write_bytes(path.read_bytes()[:-20] + b"x" * 20)
-    with pytest.raises(InputError, match=r"00000\.jsonl\.zst"):
+    with refused("00000.jsonl.zst"):
         read_dump(tmp_path / "traces")
 
 
@@ -218,7 +218,7 @@ def test_lines_packed_by_gzip_are_read_beside_plain_ones(tmp_path, policy):
     assert len(read_dump(tmp_path, policy).batch) == len(wanted.batch)
     packed = paths[0].with_suffix(".jsonl.gz")
     packed.write_bytes(packed.read_bytes()[:-20])
-    with pytest.raises(InputError, match=r"3\.jsonl\.gz"):
+    with refused("3.jsonl.gz"):
         read_dump(packed, policy)
 
 
@@ -255,19 +255,19 @@ def test_verifiers_graph_has_both_log_probabilities_and_a_response_for_each_path
 
 
 @pytest.mark.parametrize(
-    ("change_of", "words"),
+    "change_of",
     [
-        (lambda t: t | {"nodes": []}, "`nodes` is"),
-        (lambda t: t | {"task": {"type": "Math"}}, "no key and no hash"),
-        (lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"parent": 5}]}, "parent of node 1"),
-        (lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"mask": [True]}]}, "other lengths"),
-        (lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"logprobs": [-1.0]}]}, "`logprobs` of node 1"),
+        lambda t: t | {"nodes": []},
+        lambda t: t | {"task": {"type": "Math"}},
+        lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"parent": 5}]},
+        lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"mask": [True]}]},
+        lambda t: t | {"nodes": [t["nodes"][0], t["nodes"][1] | {"logprobs": [-1.0]}]},
     ],
 )
-def test_a_message_graph_that_does_not_fit_together_is_refused(tmp_path, change_of, words):
+def test_a_message_graph_that_does_not_fit_together_is_refused(tmp_path, change_of):
     path = dumps.write_verifiers_graph(tmp_path)
     trace = change_of(json.loads(path.read_text().splitlines()[0]))
-    with pytest.raises(InputError, match=words):
+    with refused():
         read_dump(change(path, 0, **trace))
 
 
@@ -368,7 +368,7 @@ def test_slimes_train_data_of_other_tokens_are_refused(tmp_path):
     samples = dumps.slime_train_samples()
     samples[0]["tokens"] = samples[0]["tokens"] + 1
     torch.save({"rollout_id": 3, "samples": samples}, dumps.write_slime(tmp_path) / "train_3_0.pt")
-    with pytest.raises(InputError, match=r"train_3_0\.pt, sample 0: `tokens` differ from those of .*rollout_3\.pt"):
+    with refused("tokens", "train_3_0.pt"):
         read_dump(tmp_path)
 
 
@@ -379,7 +379,7 @@ def test_a_step_is_kept_and_groups_of_other_steps_are_others(policy, tmp_path):
     assert dump.steps.tolist() == [2] * 4 + [3] * 4 + [10] * 4  # files in the order of their numbers
     assert dump.batch.group_ids.tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert read_dump(tmp_path, policy, step=10).steps.tolist() == [10] * 4
-    with pytest.raises(InputError, match=r"has no step 4; it has 2, 3, 10"):
+    with refused("step 4"):
         read_dump(tmp_path, policy, step=4)
 
 
@@ -393,7 +393,7 @@ def test_all_ranks_and_steps_of_a_folder_are_read(tmp_path):
 def test_a_step_without_its_marker_is_refused_and_left_out_beside_finished_ones(tmp_path):
     unfinished = dumps.write_prime_rl(tmp_path, step=4, stable=False)
     for path in (unfinished, unfinished.parent, unfinished.parents[1]):
-        with pytest.raises(InputError, match=r"rank_0\.jsonl has no marker STABLE beside it"):
+        with refused("rank_0.jsonl"):
             read_dump(path)
     dumps.write_prime_rl(tmp_path, step=3)
     dump = read_dump(unfinished.parents[1])
@@ -410,25 +410,24 @@ def test_advantages_of_verl_are_those_of_its_scores_within_the_prompt(policy, tm
 def test_formats_mixed_in_a_folder_are_refused_with_a_file_of_each(policy, tmp_path):
     dumps.write_verl(tmp_path)
     dumps.write_nemo_rl(tmp_path)
-    with pytest.raises(InputError, match=r"mixes formats: .*3\.jsonl is verl, .*train_data_step3\.jsonl is nemo_rl"):
+    with refused("3.jsonl", "verl", "train_data_step3.jsonl", "nemo_rl"):
         read_dump(tmp_path, policy)
 
 
 UNKNOWN = {
-    "verl without its score": ({"input": "a", "output": "b", "gts": "c"}, "the nearest is verl, which also has score"),
+    "verl without its score": ({"input": "a", "output": "b", "gts": "c"}, ("verl", "score")),
     "prime-rl without its mask": (
         {"token_ids": [1], "inference_logprobs": [0], "entropy": [1], "env_name": "a"},
-        "the nearest is prime_rl, which also has loss_mask",
+        ("prime_rl", "loss_mask"),
     ),
-    "nothing known": ({"foo": 1, "bar": 2}, r"no known format \(bar, foo\); known are native, trl"),
+    "nothing known": ({"foo": 1, "bar": 2}, ("native", "trl")),
 }
 
 
-@pytest.mark.parametrize(("row", "message"), UNKNOWN.values(), ids=UNKNOWN)
-def test_unknown_columns_are_named_with_the_nearest_format(tmp_path, row, message):
-    with pytest.raises(InputError, match=message) as caught:
+@pytest.mark.parametrize(("row", "named"), UNKNOWN.values(), ids=UNKNOWN)
+def test_unknown_columns_are_named_with_the_nearest_format(tmp_path, row, named):
+    with refused(*named, *row):
         read_dump(write_jsonl(tmp_path / "r.jsonl", [row]))
-    assert all(name in str(caught.value) for name in row) and "\n" not in str(caught.value)
 
 
 def change(path: Path, row: int, **columns) -> Path:
@@ -463,37 +462,34 @@ def test_samples_that_the_trainer_masked_out_are_left_out_and_counted(tmp_path):
 
 
 HOSTILE = {
-    "advantage beyond float32": ({"advantages": [1e39] * 5}, "`advantages` holds 1e[+]39 at position 0"),
-    "a probability": ({"inference_logprobs": [0.9] * 5}, "`inference_logprobs` holds 0.9 at position 0"),
-    "short array": ({"entropy": [1.0]}, "`entropy` has 1 entries for 5 tokens"),
-    "text among numbers": ({"entropy": ["a"] * 5}, "`entropy` is .*give a list of numbers"),
-    "id beyond the vocabulary": ({"token_ids": [4, 5, 6, 7, VOCAB]}, f"`token_ids` holds {VOCAB} at position 1"),
-    "no prompt": ({"loss_mask": [True] * 5}, "the prompt is empty"),
-    "mask of twos": ({"loss_mask": [0, 0, 0, 1, 2]}, "`loss_mask` is .*true/false"),
-    "step beyond 64 bits": ({"step": 2**63}, "`step` is 9223372036854775808; wanted is a whole number"),
-    "step of an odd digit": ({"step": "²"}, '`step` is "²"'),
-    "no ids": ({"token_ids": None}, "no `token_ids`"),
-    "longer than the context": (
-        {
-            "token_ids": [4] * (CONTEXT + 1),
-            "loss_mask": [False] + [True] * CONTEXT,
-            **{name: [-1.0] * (CONTEXT + 1) for name in ("advantages", "inference_logprobs", "trainer_logprobs")},
-            **{name: [0.0] * (CONTEXT + 1) for name in ("entropy", "is_masked")},
-        },
-        rf"1 \+ {CONTEXT} tokens, longer than the policy's context",
-    ),
+    "advantage beyond float32": {"advantages": [1e39] * 5},
+    "a probability": {"inference_logprobs": [0.9] * 5},
+    "short array": {"entropy": [1.0]},
+    "text among numbers": {"entropy": ["a"] * 5},
+    "id beyond the vocabulary": {"token_ids": [4, 5, 6, 7, VOCAB]},
+    "no prompt": {"loss_mask": [True] * 5},
+    "mask of twos": {"loss_mask": [0, 0, 0, 1, 2]},
+    "step beyond 64 bits": {"step": 2**63},
+    "step of an odd digit": {"step": "²"},
+    "no ids": {"token_ids": None},
+    "longer than the context": {
+        "token_ids": [4] * (CONTEXT + 1),
+        "loss_mask": [False] + [True] * CONTEXT,
+        **{name: [-1.0] * (CONTEXT + 1) for name in ("advantages", "inference_logprobs", "trainer_logprobs")},
+        **{name: [0.0] * (CONTEXT + 1) for name in ("entropy", "is_masked")},
+    },
 }
 
 
-@pytest.mark.parametrize(("columns", "message"), HOSTILE.values(), ids=HOSTILE)
-def test_a_fault_is_named_by_file_row_and_the_dumps_own_column(policy, tmp_path, columns, message):
+@pytest.mark.parametrize("columns", HOSTILE.values(), ids=HOSTILE)
+def test_a_fault_is_named_by_file_row_and_the_dumps_own_column(policy, tmp_path, columns):
     path = change(dumps.write_prime_rl(tmp_path), 0, **columns)
     # The first row is also the one that tells the format: a fault elsewhere must read the same.
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
-    with pytest.raises(InputError, match=message) as caught:
+    own = columns if len(columns) == 1 and "loss_mask" not in columns else ()
+    with refused(f"{path}, row 1 (line 2)", *own):
         read_dump(path, policy)
-    assert f"{path}, row 1 (line 2)" in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_nothing_in_a_pickle_is_run(tmp_path):
@@ -506,9 +502,9 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
     torch.save({"rollout_id": 0, "samples": [{"tokens": Malicious()}]}, tmp_path / "rollout_0.pt")
     (tmp_path / "plain.pt").write_bytes(pickle.dumps(Malicious()))
     for name in ("rollout_0.pt", "plain.pt"):
-        with pytest.raises(InputError, match=rf"{name}: it cannot be read .* nothing in it was run") as caught:
+        with refused(name) as caught:
             read_dump(tmp_path / name)
-        assert "\n" not in str(caught.value) and "weights_only" not in str(caught.value)  # no advice to run it
+        assert "weights_only" not in str(caught.value)  # no advice to run it
     assert not witness.exists()
     torch.load(tmp_path / "rollout_0.pt", weights_only=False)
     assert witness.exists()  # the file was dangerous indeed
@@ -516,7 +512,7 @@ def test_nothing_in_a_pickle_is_run(tmp_path):
 
 def test_a_chat_that_the_trainer_opened_anew_is_refused(policy, tmp_path):
     path = change(dumps.write_verifiers(tmp_path), 1, prompt=[*dumps.chat([4]), *dumps.said([5])])
-    with pytest.raises(InputError, match=r"row 1.*ends with an assistant's turn"):
+    with refused("row 1"):
         read_dump(path, policy)
 
 
@@ -565,7 +561,7 @@ def test_nothing_in_skyrls_pickle_is_run(tmp_path, where):
         path.write_bytes(pickle.dumps(Runs(trace)))
     if where == "beside":  # an instruction that asks for things by a number
         path.write_bytes(b"\x80\x04\x82\x01.")
-    with pytest.raises(InputError, match=f"{path.name}.*nothing in it was run"):
+    with refused(path.name):
         read_dump(path)
     assert not trace.exists()
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 from support.policies import make_policy, make_tokenizer, write_jsonl
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.rollouts import read_dump
 
 
@@ -95,7 +95,7 @@ def test_a_prompt_with_an_image_is_refused_and_arithmetic_is_not(policy, tmp_pat
     tokenizer.add_special_tokens({"additional_special_tokens": [words[-1]]})
     other = replace(policy, tokenizer=tokenizer)
     row = line(1, ["w5", "w6"]) | {"prompt": ["w4 [95 * 256]"] * 2}
-    with pytest.raises(InputError, match=r"\[95 \* 256\].*image"):
+    with refused("image"):
         read(tmp_path, other, row)
     for fine in ("w4 [2 * 3]", "w4 [7 * 3]"):  # the end-of-sequence token's number, and a word's
         assert len(read(tmp_path, other, row | {"prompt": [fine] * 2}).batch) == 2

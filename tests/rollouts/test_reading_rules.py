@@ -13,10 +13,10 @@ from support import dumps
 from support.cli import outcome_of
 from support.dumps import SAMPLES
 from support.policies import BOS, EOS, make_policy, make_tokenizer, save_checkpoint, write_jsonl
+from support.refusals import refused
 from tokenizers.processors import TemplateProcessing
 
 from gradscope import load_policy
-from gradscope.errors import InputError
 from gradscope.objective import grpo_advantages, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import (
@@ -81,11 +81,11 @@ def test_groups_of_native_rows_are_within_a_step(tmp_path, suffix, named):
 
 def test_a_step_of_native_rows_is_picked_by_number_or_by_the_checkpoint_and_several_are_refused(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [row(step, r) for step in (1, 101, 102) for r in (0.0, 1.0)])
-    with pytest.raises(InputError, match="3 training steps, 1 to 102"):
+    with refused("3", "102"):
         read_rollouts(path)
     assert len(read_rollouts(path, step="all")) == 6
     assert read_rollouts(path, step=101).steps.tolist() == [101, 101]
-    with pytest.raises(InputError, match="has no step 7; it has 1, 101, 102"):
+    with refused("step 7", "1, 101, 102"):
         read_dump(path, step=7)
     assert select_checkpoint_step(read_dump(path), 100).steps.tolist() == [101, 101]
 
@@ -101,7 +101,7 @@ def test_files_named_after_their_steps_tell_those_of_rows_that_name_none(tmp_pat
     assert dump.steps.tolist() == [2, 2, 10, 10] and dump.batch.group_ids.tolist() == [0, 0, 1, 1]
     one = read_dump(path)
     assert one.steps is None  # of one file the name may be anything's
-    with pytest.raises(InputError, match="2 training steps, 2 to 10"):
+    with refused("2", "10"):
         read_rollouts(tmp_path)
 
 
@@ -119,7 +119,7 @@ def test_a_step_is_kept_in_writing_and_read_from_whole_floats_and_a_fraction_is_
         again = read_rollouts(write_rollouts(tmp_path / f"again{suffix}", batch), step="all")
         assert again.steps.tolist() == [3, 4] and again.group_ids.tolist() == batch.group_ids.tolist()
     assert read_rollouts(write_jsonl(tmp_path / "f.jsonl", [row(3.0, 0.0), row("3", 0.0)])).steps.tolist() == [3, 3]
-    with pytest.raises(InputError, match=r"`step` is 3\.5; wanted is a whole number"):
+    with refused("step"):
         read_rollouts(write_jsonl(tmp_path / "bad.jsonl", [row(3.5, 0.0)]))
 
 
@@ -203,15 +203,11 @@ def test_the_templates_arguments_are_of_the_policy_of_the_reading_or_of_the_row_
 def test_arguments_of_the_template_that_change_nothing_are_refused(policy, tmp_path):
     chat = write_jsonl(tmp_path / "chat.jsonl", [{"prompt": CHAT, "response": "w7"}])
     ids = write_jsonl(tmp_path / "ids.jsonl", [{"prompt_ids": [4], "response_ids": [7]}])
-    for path, given, words in (
-        (chat, {"enable_thinkin": False}, "says nothing of it"),
-        (chat, {"tokenize": False}, "decides itself"),
-        (ids, {"enable_thinking": False}, "no prompt of .* is a chat"),
-    ):
-        with pytest.raises(InputError, match=words):
-            read_rollouts(path, policy, chat_template_kwargs=given)
+    for path, given in ((chat, "enable_thinkin"), (chat, "tokenize"), (ids, "enable_thinking")):
+        with refused("chat_template_kwargs" if path == ids else given):
+            read_rollouts(path, policy, chat_template_kwargs={given: False})
     bad = write_jsonl(tmp_path / "bad.jsonl", [{"prompt": CHAT, "response": "w7", "chat_template_kwargs": "[1]"}])
-    with pytest.raises(InputError, match=r"row 0.*`chat_template_kwargs` is"):
+    with refused("row 0", "chat_template_kwargs"):
         read_rollouts(bad, policy)
 
 
@@ -317,17 +313,17 @@ def test_a_response_without_a_token_is_left_out_and_its_reward_counts_in_its_gro
     torch.testing.assert_close(resolve_advantages(batch)[:, 2], torch.tensor(wanted), rtol=1e-6, atol=0)
     for part in (batch[[0, 2]], read_rollouts(write_rollouts(tmp_path / "again.jsonl", batch[[0, 2]]))):
         torch.testing.assert_close(resolve_advantages(part)[:, 2], torch.tensor(wanted)[[0, 2]], rtol=1e-6, atol=0)
-    with pytest.raises(InputError, match="leaves no response to measure"):
+    with refused():
         read_rollouts(write_jsonl(tmp_path / "none.jsonl", [row(1, 1.0, **gone)]))
 
 
 def test_a_reward_that_is_a_dictionary_is_the_entry_that_is_named(tmp_path):
     path = write_jsonl(tmp_path / "r.jsonl", [row(1, {"acc": r, "form": 0.5}) for r in (0.0, 1.0)])
     assert read_rollouts(path, reward_key="acc").rewards.tolist() == [0.0, 1.0]
-    for key, words in ((None, "acc, form.*reward_key="), ("accuracy", "without 'accuracy'")):
-        with pytest.raises(InputError, match=words):
+    for key, named in ((None, "acc, form"), ("accuracy", "accuracy")):
+        with refused(named):
             read_rollouts(path, reward_key=key)
-    with pytest.raises(InputError, match=r"no reward of .* is a dictionary"):
+    with refused():
         read_rollouts(write_jsonl(tmp_path / "plain.jsonl", [row(1, 1.0)]), reward_key="acc")
 
 

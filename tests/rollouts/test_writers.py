@@ -13,10 +13,10 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from support.policies import make_policy, make_tokenizer
+from support.refusals import refused
 from support.words import BOS, EOS, PAD
 from support.writers.environments import python_with, write
 
-from gradscope.errors import InputError
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import read_dump
@@ -171,7 +171,7 @@ def test_a_step_that_trl_evaluated_is_not_taken_for_training(policy):
     assert pq.read_table(next(FIXTURES.glob("trl-*evaluated/completions/*_00002*")))["prompt"][0].as_py() == "w70 w71"
     dump = read_dump(FIXTURES / "trl-1.16.0-evaluated" / "completions", policy)
     assert dump.steps.unique().tolist() == [1]
-    with pytest.raises(InputError, match=r"4 of 4 rows left out.*evaluat"):
+    with refused("4 of 4"):
         read_dump(FIXTURES / "trl-1.16.0-evaluated" / "completions", policy, step=2)
 
 

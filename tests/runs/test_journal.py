@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+from support.refusals import refused
 
 from gradscope.errors import InputError
 from gradscope.runs import Journal, scalars
@@ -98,9 +99,9 @@ def test_a_broken_record_of_a_step_that_the_checkpoint_has_is_refused(tmp_path, 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + broken + b'\n{"step": 3}\n')
     assert Journal(tmp_path, {}).lines_up_to(1) == '{"step": 1}\n'
-    with pytest.raises(InputError, match="step 2") as caught:
+    with refused("step 2") as caught:
         Journal(tmp_path, {}).lines_up_to(3)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
 
 
 def test_a_file_that_is_not_there_has_no_lines_and_is_missed_where_there_is_a_checkpoint(tmp_path):

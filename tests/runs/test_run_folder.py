@@ -13,6 +13,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 from pyarrow.parquet import ParquetFile
+from support.refusals import refused
 
 from gradscope.errors import InputError
 from gradscope.runs import (
@@ -54,7 +55,7 @@ def refusal(folder: RunFolder, **settings) -> str:
     for ask in (folder.status, folder.begin):
         with pytest.raises(InputError) as caught:
             ask(**settings)
-        assert "\n" not in str(caught.value) and contents(folder.folder) == before
+        assert contents(folder.folder) == before
     return str(caught.value)
 
 
@@ -173,7 +174,7 @@ def test_a_part_that_cannot_be_read_is_named(tmp_path):
     folder = begin(tmp_path)
     assert folder.has_part(0) and not folder.has_part(1)
     folder.part(0).write_bytes(folder.part(0).read_bytes()[:50])
-    with pytest.raises(InputError, match="part-000000"):
+    with refused("part-000000"):
         folder.read_part(0)
 
 
@@ -195,7 +196,7 @@ def test_a_result_that_is_gone_is_told_of_and_files_are_added_to_a_finished_run(
 
 def test_one_run_writes_at_a_time(tmp_path):
     folder, other = RunFolder(tmp_path, KEY), RunFolder(tmp_path, OTHER)
-    with folder.writing(), pytest.raises(InputError, match=f"another run is writing to {tmp_path};"), other.writing():
+    with folder.writing(), refused(tmp_path), other.writing():
         pass
     with other.writing():
         pass
@@ -273,7 +274,7 @@ def test_tables_and_objects_are_written_so(tmp_path):
         write_json(tmp_path / "m.json", {("a",): 2})
     assert json.loads((tmp_path / "m.json").read_text()) == {"a": [1.0, None]}
     write_parquet(tmp_path / "t.parquet", FRAME)
-    with pytest.raises(ValueError, match="Duplicate column"):
+    with pytest.raises(ValueError):
         write_parquet(tmp_path / "t.parquet", pd.DataFrame([[1, 2]], columns=["a", "a"]))
     pd.testing.assert_frame_equal(pd.read_parquet(tmp_path / "t.parquet"), FRAME)
     assert sorted(os.listdir(tmp_path)) == ["m.json", "t.parquet"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from support.policies import make_policy
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.sampling import HFSampler, make_sampler, vllm
 
 
@@ -38,11 +38,11 @@ def test_vllm_gets_what_is_meant_for_it(policy, monkeypatch):
 
 
 def test_vllm_refuses_a_policy_without_a_folder(policy):
-    with pytest.raises(InputError, match="made in memory"):
+    with refused():
         make_sampler("vllm", policy)
 
 
-@pytest.mark.parametrize(("engine", "batch_size", "words"), [("VLLM", 64, "'VLLM' is not known"), ("hf", 0, "is 0")])
-def test_what_is_not_known_is_refused(policy, engine, batch_size, words):
-    with pytest.raises(InputError, match=words):
+@pytest.mark.parametrize(("engine", "batch_size"), [("VLLM", 64), ("hf", 0)])
+def test_what_is_not_known_is_refused(policy, engine, batch_size):
+    with refused():
         make_sampler(engine, policy, batch_size=batch_size)

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import torch
 from support.policies import CONTEXT, make_policy
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.rollouts import read_rollouts
 from gradscope.runs import write_parquet
 from gradscope.sampling import Exam, HFSampler, Sample, evaluate, evaluation
@@ -105,7 +105,7 @@ def test_pass_at_1_is_the_share_of_right_samples_also_where_binomials_are_huge()
 
 @pytest.mark.parametrize(("n", "c", "k"), [(4, 1, 0), (4, 1, 5), (4, 5, 2), (4, -1, 2)])
 def test_pass_at_k_of_what_cannot_be_drawn_is_refused(n, c, k):
-    with pytest.raises(InputError, match=rf"pass@{k} of 4 samples with {c} right ones"):
+    with refused(f"pass@{k}"):
         pass_at_k(n, c, k)
 
 
@@ -212,27 +212,21 @@ def test_the_responses_are_rollouts_that_can_be_measured(policy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"k": -1}, "k is -1 and seed 0; "),
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be at least 1"),
-        ({"seed": -1}, "k is 16 and seed -1; "),
-        ({"temperature": 0.0}, "temperature is 0.0; "),
-        ({"temperature": inf}, "temperature is inf; "),
-        ({"temperature": nan}, "temperature is nan; "),
-    ],
+    ("name", "value"),
+    [("k", -1), ("max_new_tokens", 0), ("seed", -1), *(("temperature", value) for value in (0.0, inf, nan))],
 )
-def test_settings_that_make_no_sense_are_refused(policy, settings, words):
-    with pytest.raises(InputError, match=words):
+def test_settings_that_make_no_sense_are_refused(policy, name, value):
+    settings = {name: value}
+    with refused(name, value):
         evaluate(policy, Parity(), Parity().questions(2, seed=0), **settings)
 
 
 def test_a_prompt_without_room_is_named_before_anything_is_sampled(policy):
     sampler = RandomWords()
     questions = [Question("w4", True), Question("w4 " * CONTEXT, True)]
-    with pytest.raises(InputError, match=f"prompt 1 has {CONTEXT} tokens and the policy's context is {CONTEXT}"):
+    with refused("prompt 1", CONTEXT):
         evaluate(policy, Parity(), questions, sampler=sampler)
-    with pytest.raises(InputError, match="prompt 0 is empty"):
+    with refused("prompt 0"):
         evaluate(policy, Parity(), [Question("", True)], sampler=sampler)
     assert sampler.drawn == {}
 
@@ -245,5 +239,5 @@ def test_a_reward_that_raises_or_is_not_finite_is_an_input_error(policy, earned)
                 raise earned
             return earned
 
-    with pytest.raises(InputError, match=r"reward of task 'plain'"):
+    with refused("plain"):
         evaluate(policy, Broken(), Plain().questions(2, seed=0), k=1, sampler=RandomWords())

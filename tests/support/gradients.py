@@ -32,6 +32,21 @@ def token_gradients(policy: Policy, batch: TokenBatch) -> Tensor:
     return torch.stack(out)
 
 
+def used_again(policy: Policy, module: str) -> Policy:
+    """The policy with a fault that no forward pass shows: the module's weight acts once more, behind its back.
+
+    Values stay; the gradient of the weight has a part that follows from none of the module's own activations.
+    """
+    weight = next(policy.model.get_submodule(module).parameters(recurse=False))
+
+    def act(_block: nn.Module, _given: object, found: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        factor = 1 + weight.sum() - weight.sum().detach()
+        return found * factor if isinstance(found, Tensor) else (found[0] * factor, *found[1:])
+
+    policy.blocks[0].register_forward_hook(act)
+    return policy
+
+
 def raising(error: Exception) -> Callable[..., None]:
     def jvp(*_: object, **__: object) -> None:
         raise error

@@ -7,8 +7,8 @@ import re
 
 import pytest
 from support.puzzles import parse_compact, parse_quiz
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.tasks import Grade, Question, get_task, grade_response
 from gradscope.tasks.data import data_folder
 from gradscope.tasks.knights_knaves import (
@@ -123,7 +123,7 @@ def test_generated_puzzles_follow_the_seed():
 
 @pytest.mark.parametrize("people", [1, 9])
 def test_one_person_or_nine_are_refused(people):
-    with pytest.raises(InputError, match=f"{people} people asked for; a puzzle has 2 to 8"):
+    with refused(people):
         draw_statements(people, random.Random(0))
 
 
@@ -195,7 +195,7 @@ def test_a_puzzle_survives_both_wordings(people):
     ],
 )
 def test_what_is_no_puzzle_is_refused(parse, text):
-    with pytest.raises(InputError, match=r"wanted|not a Knights"):
+    with refused():
         parse(text)
 
 
@@ -236,33 +236,33 @@ ROW = {
 
 
 @pytest.mark.parametrize(
-    ("wrong", "complaint"),
+    "wrong",
     [
-        ({"statements": None}, "row 1 is not a puzzle"),
-        ({"statements": "(('lying', 1"}, "row 1 is not a puzzle"),
-        ({"statements": "open('x')"}, "row 1 is not a puzzle"),
-        ({"names": None}, "row 1 is not a puzzle"),
-        ({"solution": None}, "row 1 is not a puzzle"),
-        ({"statements": "(" * 400 + ")" * 400}, "row 1 is not a puzzle"),
-        ({"statements": "5"}, "row 1: the statements are 5; wanted one of solve"),
-        ({"statements": "(1, 2)"}, r"row 1: the statements are \(1, 2\)"),
-        ({"statements": "(('lying', 1),)"}, "row 1: the statements are "),
-        ({"statements": "(('foo', 1), ('bar', 2))"}, "row 1: the statements are "),
-        ({"statements": "(('lying', 1), ('lying', 9))"}, "row 1: the statements are "),
-        ({"statements": "(('lying', 1), ('lying', -1))"}, "row 1: the statements are "),
-        ({"statements": "(('lying', 1), ('lying', True))"}, "row 1: the statements are "),
-        ({"statements": "(('lying', 1), ('not', ('and', ('lying', 1), ('lying', 0))))"}, "row 1: the statements are "),
-        ({"statements": "(('lying', 1), ('and', ('lying', 1)))"}, "row 1: the statements are "),
-        ({"statements": "(('lying', 1), (['and'], ('lying', 1)))"}, "row 1: the statements are "),
-        ({"solution": [True]}, "row 1: the solution is .*wanted true or false for each of 2 people"),
-        ({"solution": [None, True]}, "row 1: the solution is "),
-        ({"names": [None, "B"]}, "row 1: the names are .*wanted texts"),
-        ({"quiz": None}, "row 1: the quiz is None; wanted a text"),
+        {"statements": None},
+        {"statements": "(('lying', 1"},
+        {"statements": "open('x')"},
+        {"names": None},
+        {"solution": None},
+        {"statements": "(" * 400 + ")" * 400},
+        {"statements": "5"},
+        {"statements": "(1, 2)"},
+        {"statements": "(('lying', 1),)"},
+        {"statements": "(('foo', 1), ('bar', 2))"},
+        {"statements": "(('lying', 1), ('lying', 9))"},
+        {"statements": "(('lying', 1), ('lying', -1))"},
+        {"statements": "(('lying', 1), ('lying', True))"},
+        {"statements": "(('lying', 1), ('not', ('and', ('lying', 1), ('lying', 0))))"},
+        {"statements": "(('lying', 1), ('and', ('lying', 1)))"},
+        {"statements": "(('lying', 1), (['and'], ('lying', 1)))"},
+        {"solution": [True]},
+        {"solution": [None, True]},
+        {"names": [None, "B"]},
+        {"quiz": None},
     ],
 )
-def test_a_row_that_is_no_puzzle_is_named(tmp_path, wrong, complaint):
+def test_a_row_that_is_no_puzzle_is_named(tmp_path, wrong):
     file = write_parquet(tmp_path / "p.parquet", [ROW, ROW | wrong])
-    with pytest.raises(InputError, match=complaint):
+    with refused("row 1"):
         read_puzzles(file)
 
 
@@ -369,9 +369,9 @@ def test_questions_can_come_from_a_file_of_the_data(name):
     assert len({question.prompt for question in questions}) == 100
     assert questions == task.questions(None, seed=0, files=files) != task.questions(None, seed=1, files=files)
     assert task.questions(None, seed=0, files=files, people=(3, 4)) == questions
-    with pytest.raises(InputError, match=r"101 questions asked for, but .*test.parquet has 100"):
+    with refused("101", "test.parquet", "100"):
         task.questions(101, seed=0, files=files)
-    with pytest.raises(InputError, match=r"test.parquet: no row to take a question from"):
+    with refused("test.parquet"):
         task.questions(1, seed=0, files=files, people=(4,))
 
 

@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 import torch
 from support.policies import CAUSAL, CONTEXT, VOCAB, make_batch, make_policy, pad_both_sides
+from support.refusals import refused
 from support.tiers import every
 
-from gradscope.errors import InputError
 from gradscope.gradients import TokenGradientMeter, measuring
 from gradscope.theory import layer_constants, token_contexts
 from gradscope.theory.constants import LocalJacobian, block_constants
@@ -186,9 +186,9 @@ def test_contexts_are_the_ids_before_each_token_whatever_the_padding_and_the_hol
 def test_contexts_that_cannot_be_measured_are_refused():
     policy = make_policy("qwen2")
     for contexts in ([], [random_ids(0)]):
-        with pytest.raises(InputError, match="no context, or an empty one"):
+        with refused():
             layer_constants(policy, contexts, temperature=1.0)
-    with pytest.raises(InputError, match="the model takes 64"):
+    with refused("64"):
         layer_constants(policy, [random_ids(CONTEXT + 1)], temperature=1.0)
-    with pytest.raises(InputError, match="T > 0"):
+    with refused():
         layer_constants(policy, [random_ids(3)], temperature=0.0)

@@ -6,8 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy.stats import spearmanr
+from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.plots import drawn_numbers, plot_modules, plot_proxies
 from gradscope.resampling import draw_clusters
 from gradscope.theory import judge_proxies
@@ -88,7 +88,7 @@ def test_a_column_of_ones_own_is_a_proxy_too():
     assert (row["spearman"], row["r2"], row["found"]) == pytest.approx((1, 1, 1))
     few = judge_proxies(table, seed=None)  # four tokens are the top 1 %: a share of them says nothing
     assert few["found"].isna().all() and few["spearman"].notna().all()
-    with pytest.raises(InputError, match="gone"):
+    with refused("gone"):
         judge_proxies(table, more={"mine": "gone"}, seed=None)
 
 
@@ -123,10 +123,10 @@ def test_unmeasured_tokens_and_impossible_questions():
     half.loc[200:, ["act_grad_norm.0", "act_grad_norm.1", "param_grad_norm"]] = np.nan
     found = row_of(judge_proxies(half, seed=None), "param_grad_norm", "1 − π")
     assert found["spearman"] == row_of(judge_proxies(table[:200], seed=None), "param_grad_norm", "1 − π")["spearman"]
-    for change, words in (({"top": 1.5}, "top is 1.5"), ({"table": table[:5]}, "fewer than 10")):
-        with pytest.raises(InputError, match=words):
+    for change in ({"top": 1.5}, {"table": table[:5]}):
+        with refused():
             judge_proxies(change.pop("table", table), seed=None, **change)
-    with pytest.raises(InputError, match="log_one_minus_prob"):
+    with refused("log_one_minus_prob"):
         judge_proxies(table.drop(columns="log_one_minus_prob"), seed=None)
 
 
@@ -137,5 +137,5 @@ def test_pictures_hold_the_numbers():
     assert set(drawn["quantity"]) == {"param_grad_norm", "param_grad_norm_adamw"} and len(drawn) == 3 * 2 * 6
     modules = table.assign(**{"param_grad_norm.a": 3.0, "param_grad_norm.b": 4.0})
     assert drawn_numbers(plot_modules(modules)).to_dict("list") == {"module": ["b", "a"], "percent": [64.0, 36.0]}
-    with pytest.raises(InputError, match="per-module"):
+    with refused("per-module"):
         plot_modules(table)

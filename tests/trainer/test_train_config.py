@@ -5,6 +5,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
+from support.refusals import refused
 
 from gradscope.errors import InputError
 from gradscope.objective import PAPER, LossSettings
@@ -76,10 +77,10 @@ def test_a_value_that_means_nothing_is_refused_in_one_line_that_names_field_and_
 
 def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
     assert TrainConfig(questions_per_step=10_000, group_size=1000).num_responses == 10_000_000
-    with pytest.raises(InputError, match="10,000,000"):
+    with refused("10,000,000"):
         TrainConfig(questions_per_step=10_001, group_size=1000)
     assert TrainConfig(mask_probs=(0.001, 1.0)).mask_probs == (0.001, 1.0)
-    with pytest.raises(InputError, match="mask_probs"):
+    with refused("mask_probs"):
         TrainConfig(mask_probs=(0.0, 1.0))
 
 
@@ -104,7 +105,7 @@ def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
 def test_a_value_of_another_type_is_refused_with_the_type_that_is_wanted(name, value, wanted):
     config = TrainConfig()
     object.__setattr__(config, name, value)
-    with pytest.raises(InputError, match=f"of type {type(value).__name__}; give {wanted}$") as caught:
+    with refused(name, repr(value), type(value).__name__, wanted) as caught:
         config.__post_init__()
     assert str(caught.value).startswith(f"{name} is {value!r}")
 
@@ -119,7 +120,7 @@ def test_whole_numbers_for_floats_and_a_path_for_the_model_are_taken():
 
 def test_a_group_of_one_is_enough_for_reinforce_pp_alone():
     assert TrainConfig(algorithm="reinforce++", group_size=1).num_responses == 64
-    with pytest.raises(InputError, match="group_size"):
+    with refused("group_size"):
         TrainConfig(group_size=1)
 
 
@@ -135,7 +136,7 @@ def test_a_control_is_refused_without_the_method_that_it_is_matched_to(control, 
     assert TrainConfig(control=control, **{needed: value}).control == control
     other = {"lopti_eta": "reweight_alpha", "reweight_alpha": "lopti_eta"}[needed]
     for settings in ({}, {other: 0.5}):
-        with pytest.raises(InputError, match=needed):
+        with refused(needed):
             TrainConfig(control=control, **settings)
 
 
@@ -179,15 +180,15 @@ def test_a_method_stands_for_the_flags_that_say_the_same():
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "named"),
     [
         ({"method": "cispoo"}, "cispo"),
         ({"method": "sapo:tau=1"}, "tau_pos"),
-        ({"method": "reweight:alpha=3"}, "alpha is 3"),
-        ({"method": "cispo", "lopti_eta": 0.5}, "lopti_eta is given, too"),
+        ({"method": "reweight:alpha=3"}, "alpha"),
+        ({"method": "cispo", "lopti_eta": 0.5}, "lopti_eta"),
         ({"method": "tis", "old_logprobs": "sampler"}, "old_logprobs"),
     ],
 )
-def test_a_method_that_is_none_or_one_too_many_is_refused(settings, words):
-    with pytest.raises(InputError, match=words):
+def test_a_method_that_is_none_or_one_too_many_is_refused(settings, named):
+    with refused(named):
         TrainConfig(**settings)

@@ -12,10 +12,10 @@ import torch
 from scipy.stats import t as student
 from support.gradients import snapshot, token_gradients
 from support.policies import make_batch, make_policy
+from support.refusals import refused
 from support.steps import BETAS, EPS, NARROW, flat_state, warm_state
 from support.tiers import every
 
-from gradscope.errors import InputError
 from gradscope.gradients import Resources, interval_gradients, measure, vector_bytes
 from gradscope.objective import Weighting, make_weighting, resolve_advantages
 from gradscope.rollouts import TokenBatch
@@ -437,21 +437,21 @@ def test_a_sample_of_norms_stands_for_all(case):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
         ({"weightings": ["lopty"]}, "lopti"),
         ({"weightings": ["reweight:alpah=1"]}, "alpha"),
-        ({"weightings": ["reweight:alpha=2"]}, "alpha is 2"),
+        ({"weightings": ["reweight:alpha=2"]}, "alpha"),
         ({"weightings": ["icepop"]}, "sampler_logprob"),
-        ({"weightings": ["reweight", "reweight"]}, "twice"),
+        ({"weightings": ["reweight", "reweight"]}, "reweight"),
         ({"settings": settle(aggregation="mean")}, "aggregation"),
         ({"settings": settle(aggregation="sequence", take_steps=True)}, "aggregation"),
         ({"settings": settle(loss=replace(SETTINGS, reweight_alpha=0.1))}, "reweight_alpha"),
-        ({"batch": "advantages"}, "no advantage"),
-        ({"table": 3}, "3 tokens as sampled"),
+        ({"batch": "advantages"}, "advantage"),
+        ({"table": 3}, "3"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(case, change, words):
+def test_what_cannot_be_compared_is_refused(case, change, named):
     batch, keywords = case.batch, {"weightings": ["reweight"], "table": case.table, "settings": settle()} | change
     if keywords.pop("batch", None):
         advantages = resolve_advantages(batch).clone()
@@ -459,9 +459,8 @@ def test_what_cannot_be_compared_is_refused(case, change, words):
         batch = replace(batch, advantages=advantages)
     if change.get("table"):
         keywords["table"] = case.table[:3]
-    with pytest.raises(InputError, match=words) as caught:
+    with refused(named):
         compare(case.policy, batch, **keywords)
-    assert "\n" not in str(caught.value)
 
 
 # ---- signal to noise

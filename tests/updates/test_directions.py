@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.refusals import refused
 from torch import Tensor
 
-from gradscope.errors import InputError
 from gradscope.objective import TokenStatistics
 from gradscope.objective.logprobs import token_statistics
 from gradscope.resampling import prompt_clusters
@@ -126,24 +126,24 @@ def without(*columns: str) -> pd.DataFrame:
 
 
 @pytest.mark.parametrize(
-    ("table", "settings", "message"),
+    ("table", "settings"),
     [
-        (make_table(), {"name": "lopti"}, "no column delta_log_odds.lopti; the movements in it are: all, only-0"),
-        (make_table(), {"by": "kind"}, "no column kind"),
-        (without("group"), {}, "no column group"),
-        (without("net_weight"), {"against": "net_weight"}, "net_weight is what `net_weights"),
-        (make_table().assign(advantage=np.nan), {}, "advantage is nowhere known"),
-        (make_table().assign(kind="word"), {"against": "kind"}, "kind is no column of numbers"),
-        (make_table().assign(**{"delta_log_odds.all": np.nan}), {}, "is NaN on"),
-        (make_table().assign(sign="word"), {"by": "sign"}, "rename the column"),
-        (make_table(), {"values": [1, 1]}, "has one twice"),
-        (make_table().assign(group=np.nan), {}, "every token belongs to a prompt"),
-        (make_table().iloc[:0], {}, "nowhere known"),
-        (make_table(), {"confidence": 95.0}, "level inside"),
+        (make_table(), {"name": "lopti"}),
+        (make_table(), {"by": "kind"}),
+        (without("group"), {}),
+        (without("net_weight"), {"against": "net_weight"}),
+        (make_table().assign(advantage=np.nan), {}),
+        (make_table().assign(kind="word"), {"against": "kind"}),
+        (make_table().assign(**{"delta_log_odds.all": np.nan}), {}),
+        (make_table().assign(sign="word"), {"by": "sign"}),
+        (make_table(), {"values": [1, 1]}),
+        (make_table().assign(group=np.nan), {}),
+        (make_table().iloc[:0], {}),
+        (make_table(), {"confidence": 95.0}),
     ],
 )
-def test_a_table_that_cannot_be_judged_is_refused(table, settings, message):
-    with pytest.raises(InputError, match=message):
+def test_a_table_that_cannot_be_judged_is_refused(table, settings):
+    with refused():
         right_direction_shares(table, seed=rng(), **settings)
 
 
@@ -202,9 +202,9 @@ def test_mean_and_sd_over_batches_are_numpys_and_skip_batches_without_a_value():
     one = over_batches(frame[frame["batch"] == 2])
     assert one["sd"].isna().all()
     assert one.loc[one["interval"] == 1, "mean"].isna().all()
-    with pytest.raises(InputError, match="several rows with the same sign"):
+    with refused():
         over_batches(frame, keys=["sign"])
-    with pytest.raises(InputError, match="no column batch"):
+    with refused("batch"):
         over_batches(shares[0])
 
 
@@ -244,7 +244,7 @@ def test_similarity_of_an_update_that_moved_nothing_or_of_no_token_is_unknown():
     tiny = table.assign(**{"delta_log_odds.all": 7 + 1e-9 * table["delta_log_odds.only-0"]})
     # 7 + 1e-9·x keeps seven digits of x.
     assert similarity(tiny, "all", "only-0", outside=0, seed=None).correlation == pytest.approx(1.0, abs=1e-6)
-    with pytest.raises(InputError, match=r"delta_log_odds\.lopti"):
+    with refused("delta_log_odds.lopti"):
         similarity(table, "all", "lopti", outside=0, seed=None)
 
 
@@ -338,9 +338,9 @@ def test_a_table_of_other_tokens_has_no_net_weights():
         table.assign(position=table["position"] + 100),
     ]
     for other in others:
-        with pytest.raises(InputError, match="are not the 5 tokens of the batch"):
+        with refused():
             net_weights(other, batch)
-    with pytest.raises(InputError, match="no column weight"):
+    with refused("weight"):
         net_weights(table.drop(columns="weight"), batch)
 
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.passes_by_loop import by_loop, selected
+from support.refusals import refused
 from torch import Tensor
 
-from gradscope.errors import InputError
 from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
@@ -154,26 +154,25 @@ def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "changes", "choices", "message"),
+    ("name", "changes", "choices", "named"),
     [
-        ("lopti-low", {}, {}, "no update is called 'lopti-low'.* all, only-0"),
-        ("only-", {}, {}, "no update is called 'only-'"),
-        ("only-4", {}, {}, "the edges make intervals 0 to 3, not 4"),
-        ("without-1", {}, {"edges": (0.0, 1.0)}, "the edges make intervals 0 to 0, not 1"),
-        ("lopti:alpha=0.1", {}, {}, "lopti takes no 'alpha'"),
-        ("lopti:eta=half", {}, {}, "eta is 'half'"),
-        ("all", {"advantages": None}, {}, "advantages are unknown at 38 of 38 response tokens"),
-        ("all", {"old_logprobs": None}, {}, "old_logprobs are unknown at 38 of 38 response tokens"),
-        ("all", {"response_mask": torch.zeros(5, 14, dtype=torch.bool)}, {}, "response_mask keeps no token"),
-        ("all", {}, {"mini_batch_size": 0}, "mini_batch_size is 0"),
-        ("all", {}, {"loss": LossSettings(kl_coef=-1.0)}, "kl_coef is -1.0"),
-        ("reweight:alpha=1.5", {}, {}, "reweight_alpha is 1.5"),
-        ("lopti:eta=1.5", {}, {}, "eta is 1.5"),
-        ("high-entropy", {}, {}, "high-entropy needs the entropy of every response token"),
-        ("high-entropy", {}, {"entropy": torch.full((5, 14), math.nan)}, "high-entropy needs the entropy"),
+        ("lopti-low", {}, {}, "lopti-low"),
+        ("only-", {}, {}, "only-"),
+        ("only-4", {}, {}, "4"),
+        ("without-1", {}, {"edges": (0.0, 1.0)}, "1"),
+        ("lopti:alpha=0.1", {}, {}, "alpha"),
+        ("lopti:eta=half", {}, {}, "eta"),
+        ("all", {"advantages": None}, {}, "advantages"),
+        ("all", {"old_logprobs": None}, {}, "old_logprobs"),
+        ("all", {"response_mask": torch.zeros(5, 14, dtype=torch.bool)}, {}, "response_mask"),
+        ("all", {}, {"mini_batch_size": 0}, "mini_batch_size"),
+        ("all", {}, {"loss": LossSettings(kl_coef=-1.0)}, "kl_coef"),
+        ("reweight:alpha=1.5", {}, {}, "reweight_alpha"),
+        ("lopti:eta=1.5", {}, {}, "eta"),
+        ("high-entropy", {}, {}, "high-entropy"),
+        ("high-entropy", {}, {"entropy": torch.full((5, 14), math.nan)}, "high-entropy"),
     ],
 )
-def test_what_cannot_be_made_is_refused_in_one_line(batch, name, changes, choices, message):
-    with pytest.raises(InputError, match=message) as caught:
+def test_what_cannot_be_made_is_refused_in_one_line(batch, name, changes, choices, named):
+    with refused(named):
         make_update(name, replace(batch, **changes), **choices)
-    assert "\n" not in str(caught.value)

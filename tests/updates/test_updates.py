@@ -17,10 +17,10 @@ from support.gradients import snapshot
 from support.passes_by_loop import by_loop
 from support.policies import make_batch, make_policy, pad_both_sides
 from support.progress import Listener
+from support.refusals import refused
 from support.tiers import every
 from torch import Tensor, nn
 
-from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.objective import LossSettings, TokenStatistics, Updater, make_weighting
 from gradscope.objective.equations import grpo_advantages, policy_loss
@@ -340,7 +340,7 @@ def test_the_policy_is_as_it_was_when_the_call_raises(monkeypatch, fail: Callabl
     policy, batch = make_restless()
     before = snapshot(policy.model)
     fail(monkeypatch)
-    with pytest.raises(RuntimeError, match="out of memory"):
+    with pytest.raises(RuntimeError):
         apply_update(policy, batch, "lopti", step=step)
     assert without_python(snapshot(policy.model)) == without_python(before)
 
@@ -381,27 +381,26 @@ def broken(state: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> d
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        (lambda s: s["param_groups"][0]["params"].pop(), "the optimizer state is of"),
-        (lambda s: s["state"][3].pop("exp_avg"), "is not AdamW's"),
-        (lambda s: s["state"][3].update(exp_avg=torch.zeros(2)), "holds no AdamW moments of its shape"),
-        (lambda s: s["state"][3].update(exp_avg_sq=torch.zeros(2)), r"has shape \(2,\), the parameter"),
-        (lambda s: s["param_groups"][0].update(betas=(0.9, 0.95)), "was made with betas and eps"),
-        (lambda s: s["param_groups"][0].update(eps=1e-5), "was made with betas and eps"),
-        (lambda s: s["param_groups"][0].update(amsgrad=True), "not plain AdamW's"),
-        (lambda s: s.update(param_groups=[]), "is not AdamW's"),
-        (lambda s: s["state"][3]["exp_avg"].fill_(float("nan")), "exp_avg of .* is not finite"),
-        (lambda s: s["state"][3]["exp_avg_sq"].neg_(), "exp_avg_sq of .* is negative or NaN"),
-        (lambda s: s["param_groups"][0].pop("betas"), "is not AdamW's"),
-        (lambda s: s.pop("state"), "is not AdamW's"),
+        lambda s: s["param_groups"][0]["params"].pop(),
+        lambda s: s["state"][3].pop("exp_avg"),
+        lambda s: s["state"][3].update(exp_avg=torch.zeros(2)),
+        lambda s: s["state"][3].update(exp_avg_sq=torch.zeros(2)),
+        lambda s: s["param_groups"][0].update(betas=(0.9, 0.95)),
+        lambda s: s["param_groups"][0].update(eps=1e-5),
+        lambda s: s["param_groups"][0].update(amsgrad=True),
+        lambda s: s.update(param_groups=[]),
+        lambda s: s["state"][3]["exp_avg"].fill_(float("nan")),
+        lambda s: s["state"][3]["exp_avg_sq"].neg_(),
+        lambda s: s["param_groups"][0].pop("betas"),
+        lambda s: s.pop("state"),
     ],
 )
-def test_a_state_that_does_not_fit_is_refused_in_one_line(starts, batch, change, message):
+def test_a_state_that_does_not_fit_is_refused_in_one_line(starts, batch, change):
     start = starts["adamw, saved"]
-    with pytest.raises(InputError, match=message) as caught:
+    with refused():
         apply_update(start.policy, batch, step=ADAMW, optimizer_state=broken(start.state, change))
-    assert "\n" not in str(caught.value)
 
 
 # ---- several updates side by side
@@ -518,44 +517,43 @@ def make_float32(policy: Policy) -> Policy:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"advantages": None, "rewards": None}, "the batch has neither"),
-        ({"advantages": torch.full((6, 17), math.nan)}, "advantages are unknown at"),
-        ({"response_mask": torch.zeros(6, 17, dtype=torch.bool)}, "response_mask keeps no token"),
-        ({"input_ids": torch.full((6, 17), 1000)}, "outside the vocabulary"),
+        {"advantages": None, "rewards": None},
+        {"advantages": torch.full((6, 17), math.nan)},
+        {"response_mask": torch.zeros(6, 17, dtype=torch.bool)},
+        {"input_ids": torch.full((6, 17), 1000)},
     ],
 )
-def test_a_batch_that_cannot_be_trained_on_is_refused_in_one_line(policy, batch, change, message):
-    with pytest.raises(InputError, match=message) as caught:
+def test_a_batch_that_cannot_be_trained_on_is_refused_in_one_line(policy, batch, change):
+    with refused():
         apply_update(policy, replace(batch, **change))
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("choices", "message"),
+    "choices",
     [
-        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
-        ({"learning_rate": math.nan}, "learning_rate is nan"),
-        ({"weight_decay": math.inf}, "weight_decay is inf"),
-        ({"eps": -1e-8}, "eps is -1e-08"),
-        ({"betas": (0.9, 1.0)}, r"betas are \(0.9, 1.0\)"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm is 0.0"),
+        {"learning_rate": -1.0},
+        {"learning_rate": math.nan},
+        {"weight_decay": math.inf},
+        {"eps": -1e-8},
+        {"betas": (0.9, 1.0)},
+        {"max_grad_norm": 0.0},
     ],
 )
-def test_numbers_that_make_no_step_are_refused(policy, batch, choices, message):
-    with pytest.raises(InputError, match=message):
+def test_numbers_that_make_no_step_are_refused(policy, batch, choices):
+    with refused(*choices):
         apply_update(policy, batch, step=StepSettings(**choices))
 
 
 def test_a_table_takes_updates_of_the_same_tokens_from_the_same_weights_by_different_names(policy, batch):
     movement = apply_update(policy, batch)
-    for others, message in [
-        ([], "no movement to tabulate"),
-        ([movement, movement], "two movements are called all"),
-        ([movement, apply_update(policy, batch.select([0, 1, 2]), "only-0")], "all and only-0 differ"),
-        ([movement, apply_update(policy, batch, "only-0", loss=SETTINGS)], "all and only-0 differ"),
-        ([movement, replace(movement, name="x", before=movement.after)], "all and x differ"),
+    for others in [
+        [],
+        [movement, movement],
+        [movement, apply_update(policy, batch.select([0, 1, 2]), "only-0")],
+        [movement, apply_update(policy, batch, "only-0", loss=SETTINGS)],
+        [movement, replace(movement, name="x", before=movement.after)],
     ]:
-        with pytest.raises(InputError, match=message):
+        with refused():
             movement_table(others)
