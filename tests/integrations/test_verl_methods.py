@@ -149,7 +149,7 @@ def test_a_pass_changes_the_micro_batch_for_the_loss_alone():
         ({"weighting": "icepop"}, "sampler_logprob"),
         ({"weighting": "lopti"}, "reweight_alpha"),
         ({"weighting": "random-split"}, "random-split"),
-        ({"weighting": "cispo", "reweight_alpha": 0.3}, "cispo"),
+        ({"weighting": "cispo", "reweight_alpha": 0.3}, "weighting"),
     ],
 )
 def test_settings_that_mean_nothing_are_refused(given, named):

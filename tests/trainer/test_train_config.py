@@ -87,19 +87,19 @@ def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
 @pytest.mark.parametrize(
     ("name", "value", "wanted"),
     [
-        ("steps", 1.5, r"int \| None"),
-        ("steps", "3", r"int \| None"),
-        ("steps", True, r"int \| None"),
-        ("data", "foo", r"tuple\[str, ...\]"),
-        ("people", [2], r"tuple\[int, ...\]"),
-        ("people", (2.0,), r"tuple\[int, ...\]"),
-        ("mask_probs", ("low", "high"), r"tuple\[float, float\] \| None"),
+        ("steps", 1.5, "int | None"),
+        ("steps", "3", "int | None"),
+        ("steps", True, "int | None"),
+        ("data", "foo", "tuple[str, ...]"),
+        ("people", [2], "tuple[int, ...]"),
+        ("people", (2.0,), "tuple[int, ...]"),
+        ("mask_probs", ("low", "high"), "tuple[float, float] | None"),
         ("learning_rate", "fast", "float"),
         ("learning_rate", None, "float"),
-        ("clip_ratio_c", False, r"float \| None"),
+        ("clip_ratio_c", False, "float | None"),
         ("save_rollouts", 1, "bool"),
         ("model", 3, "str"),
-        ("device", 0, r"str \| None"),
+        ("device", 0, "str | None"),
     ],
 )
 def test_a_value_of_another_type_is_refused_with_the_type_that_is_wanted(name, value, wanted):
