@@ -19,7 +19,7 @@ from typing import Any
 STAGES = {
     "gradscope.cli.measure:load_quietly": "loading",
     "gradscope.cli.measure:Measure._key": "hashing",
-    "gradscope.gradients.table:TokenGradientMeter.__init__": "structure",
+    "gradscope.gradients.jacobian:TokenGradientMeter.__init__": "structure",
     "gradscope.gradients.table:find_statistics": "statistics",
     "gradscope.gradients.table:check_engine": "self-check",
     "gradscope.gradients.table:TableMeasurement.measure_responses": "tokens",

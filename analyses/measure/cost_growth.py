@@ -90,7 +90,7 @@ def run(case: Case) -> dict[str, float]:
     plan = plan_batch(policy, batch, settings)
     start = time.perf_counter()
     with TableMeasurement(policy, batch, settings) as measurement:
-        for group in measurement.groups:
+        for group in measurement.row_norms.groups:
             measurement.measure_responses(group)
     seconds = time.perf_counter() - start
     predicted = sum(plan.seconds.values())

@@ -217,7 +217,7 @@ def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]
         measurement = TableMeasurement(policy, part, settings, tokens=torch.from_numpy(picks.nonzero()[0]))
         with measurement:
             entered = perf_counter()
-            for group in measurement.groups:
+            for group in measurement.row_norms.groups:
                 measurement.measure_responses(group)
             seconds = perf_counter() - entered
         if seconds >= PILOT_SECONDS or picks.sum() == chosen.sum():

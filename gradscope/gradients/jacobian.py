@@ -8,6 +8,7 @@ w·J·Jᵀ·wᵀ (`gram`). Every weighting, interval and optimizer is arithmetic
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
@@ -18,14 +19,13 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.meter import TokenGradientMeter
-from gradscope.gradients.engine.metric import Metric
-from gradscope.gradients.engine.results import TokenGradients
+from gradscope.gradients.engine.products import Precision
 from gradscope.gradients.forward_mode import Derivative, KeptNumbers, changes_along, refuse_narrow_arithmetic
 from gradscope.gradients.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
-from gradscope.gradients.selection import select
+from gradscope.gradients.row_norms import RowNorms
 from gradscope.gradients.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.objective import (
     TokenStatistics,
@@ -49,6 +49,7 @@ class TokenJacobian:
     Args:
         model: a Policy, or a module of transformers with output embeddings.
         statistics: of the batch's tokens under these weights, where they are known.
+        precision: to which `row_norms` rounds the factors of its matrix products, where it knows the decoder.
 
     Raises:
         InputError: the batch keeps no token.
@@ -61,13 +62,14 @@ class TokenJacobian:
         resources: Resources | None = None,
         *,
         statistics: TokenStatistics | None = None,
+        precision: Precision = "exact",
     ) -> None:
         self.policy = model if isinstance(model, Policy) else None
         self.model: nn.Module = model.model if isinstance(model, Policy) else model
         self.batch = batch
         self.device = next(self.model.parameters()).device
         self.resources = (resources or Resources()).settle(self.device)
-        self._known = statistics
+        self._known, self._precision = statistics, precision
         if batch.num_tokens == 0:
             raise InputError(
                 "response_mask keeps no token, so there is no gradient; give responses with sampled tokens"
@@ -96,24 +98,44 @@ class TokenJacobian:
             return self._known
         size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=2) if self.policy is None else 1
         settings = {"micro_batch_size": size, "device": self.device, "processes": self.resources.processes}
-        with self.resources.progress.stage("scoring"), measuring(self.model, self.batch.width):
+        with self.resources.progress.stage("scoring"), self.frozen():
             return batch_statistics(self.model, self.batch, **settings)
 
     def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
         """The tokens of some responses, in this order."""
-        known = self._known if self._known is not None else self.__dict__.get("statistics")
+        known = self._known if self._known is not None else vars(self).get("statistics")
         if known is not None:
             known = TokenStatistics(*(getattr(known, name)[rows] for name in vars(known)))
-        return TokenJacobian(self._model, self.batch.select(rows), self.resources, statistics=known)
+        some = self._like(self.batch.select(rows), self.resources, known)
+        if "meter" in vars(self):  # was made
+            some.meter = self.meter
+        return some
 
     def moved(self) -> TokenJacobian:
         """The same tokens at the weights as they are now."""
-        return TokenJacobian(self._model, self.batch, self.resources)
+        return self._like(self.batch, self.resources)
 
     def alone(self) -> TokenJacobian:
         """The same tokens, for this process by itself."""
         resources = replace(self.resources, processes=ALONE)
-        return TokenJacobian(self._model, self.batch, resources, statistics=self._known)
+        return self._like(self.batch, resources, self._known)
+
+    @contextmanager
+    def frozen(self) -> Iterator[None]:
+        """Keep the model in eval mode, with plain attention and no parameter that requires a gradient."""
+        # Gradients flow, whatever the caller switched off.
+        with torch.inference_mode(False), measuring(self.model, self.batch.width):
+            yield
+
+    @cached_property
+    def meter(self) -> TokenGradientMeter:
+        """The engine of `row_norms`, which learns the model's structure from the longest sequence."""
+        if self.policy is None:
+            raise InputError("row norms need a Policy, which knows its blocks; load it with load_policy")
+        probe = self.batch.sequence(int(self.batch.attention_mask.sum(1).argmax()))[0].to(self.policy.device)
+        with self.frozen():
+            memory = self.resources.activations
+            return TokenGradientMeter(self.policy, probe, precision=self._precision, memory=memory)
 
     def kept(self, values: Float[Tensor, "*R B S"]) -> Float[Tensor, "*R K"]:
         """Of numbers for every column of the batch those of the kept tokens."""
@@ -126,33 +148,18 @@ class TokenJacobian:
         return out
 
     def row_norms(
-        self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Vectors | None = None
-    ) -> Iterator[tuple[int, TokenGradients]]:
-        """Measure the exact norm of each row, over all parameters, by module and at every layer's activations.
+        self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Float[Tensor, " P"] | None = None
+    ) -> RowNorms:
+        """Choose rows to measure the exact norm of: over all parameters, by module and at every layer's activations.
 
         Args:
             tokens: which are measured; None: all. The others are NaN.
-            scale: of one row: what each entry is multiplied by for `scaled_grad_norm`, such as AdamW's metric.
-
-        Yields:
-            (row of the batch, norms of its kept tokens), group by group of responses that share their passes; of
-            several processes each has its share.
+            scale: what each entry of a row is multiplied by for `scaled_grad_norm`, such as AdamW's metric.
 
         Raises:
-            InputError: this is of a bare module, whose blocks are not known.
+            InputError: this is of a bare module, whose blocks are not known, or the engine cannot measure the model.
         """
-        if self.policy is None:
-            raise InputError("row norms need a Policy, which knows its blocks; load it with load_policy")
-        measured = torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens
-        with torch.inference_mode(False), measuring(self.model, self.batch.width):
-            longest = int(self.batch.attention_mask.sum(1).argmax())
-            probe = self.batch.sequence(longest)[0].to(self.device)
-            meter = TokenGradientMeter(self.policy, probe, memory=self.resources.activations)
-            if scale is not None:
-                meter.use_metric(Metric(self.model, scale.rows[0]))
-            chosen = select(meter, self.batch, measured.numpy())
-            for group in chosen.share(range(len(self.batch)), self.resources.processes):
-                yield from zip(group, meter.measure_together([chosen.sequences[row] for row in group]), strict=True)
+        return RowNorms(self, torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens, scale)
 
     def vjp(self, weights: Float[Tensor, "R K"]) -> Vectors:
         """Sum weighted token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
@@ -258,9 +265,11 @@ class TokenJacobian:
     def _group_sums(self, weights: Float[Tensor, "R K"], groups: Int[Tensor, " B"] | None) -> GroupSums:
         return GroupSums(self.model, self._blocks, weights, self._group_pieces(groups), self.resources)
 
-    @property
-    def _model(self) -> Policy | nn.Module:
-        return self.policy or self.model
+    def _like(
+        self, batch: TokenBatch, resources: Resources, statistics: TokenStatistics | None = None
+    ) -> TokenJacobian:
+        model = self.policy or self.model
+        return TokenJacobian(model, batch, resources, statistics=statistics, precision=self._precision)
 
     @property
     def _blocks(self) -> nn.ModuleList:

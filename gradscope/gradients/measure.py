@@ -294,7 +294,7 @@ def _fill(
 def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) -> None:
     """Measure this process's share of the parts that are left; progress is of the main process's share."""
     counts = measurement.batch.response_mask.sum(1).tolist()
-    mine, missing = measurement.share(left), set(left)
+    mine, missing = measurement.row_norms.share(left), set(left)
     ours = sum(counts[row] for group in mine for row in group if row in missing)
     total = sum(counts) if measurement.processes.count == 1 else ours
     with measurement.progress.stage("measuring", total, "tokens", done=total - ours) as advance:

@@ -1,20 +1,21 @@
 """From a policy and what it sampled to the token table: one row per response token, measured unweighted.
 
 The way of a batch: its settings are settled; statistics of every token are found, which take no backward pass; they
-decide which tokens get one, and in which groups; the engine measures each group; columns are made of what it found, and
-the table of all responses' columns.
+decide which tokens get one; J measures the norms of their rows, group by group of responses; columns are made of them,
+and the table of all responses' columns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from time import perf_counter
 
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -28,16 +29,12 @@ from gradscope.gradients.columns import (
     identify_tokens,
     to_frame,
 )
-from gradscope.gradients.engine.meter import TokenGradientMeter
-from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
-from gradscope.gradients.hooks import measuring
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import note_logged
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
-from gradscope.gradients.selection import cut_sequences, select
 from gradscope.gradients.settings import (
     MeasureSettings,
     check_settings,
@@ -50,7 +47,7 @@ from gradscope.gradients.statistics import find_statistics
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, square_norm
 from gradscope.rollouts import Note, TokenBatch
-from gradscope.runs import settle_progress, track
+from gradscope.runs import track
 
 Number = int | float
 GRADIENT_RESPONSES = 4
@@ -88,8 +85,10 @@ class TableMeasurement:
         self.batch = settle_batch(settings, policy, batch)
         """The batch with the temperatures and advantages in use."""
         _check_tokens(tokens, settings, batch.num_tokens)
-        self.progress = settle_progress(resources.progress)
-        self._tokens, self._memory = tokens, resources.activations
+        precision = fast_precision(policy.dtype, policy.device.type) if settings.fast else "exact"
+        resources = replace(resources, vectors=1 << 62, micro_batch=GRADIENT_RESPONSES)
+        self.J = TokenJacobian(policy, self.batch, resources, precision=precision)
+        self._tokens, self.progress = tokens, self.J.resources.progress
         self.check: SelfCheck | None = None
         """Result of the self-check; None before entering, or if it is off."""
         self.pass_seconds: float | None = None
@@ -105,16 +104,12 @@ class TableMeasurement:
         """Number of kept response tokens."""
         return self.batch.num_tokens
 
-    @property
-    def groups(self) -> list[list[int]]:
-        """Groups of rows of the batch that share their passes. Requires entering."""
-        return self.selection.groups
-
     def __enter__(self) -> TableMeasurement:
         with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
-            stack.enter_context(torch.inference_mode(False))  # gradients flow, whatever the caller switched off
-            stack.enter_context(measuring(self.policy.model, self.batch.width))
-            self.meter = self._make_meter()
+            stack.enter_context(self.J.frozen())
+            self.meter = self.J.meter
+            if self.settings.fast and self.meter.precision is None:
+                raise no_fast_mode(self.policy)
             start = perf_counter()
             self.statistics = find_statistics(
                 self.meter,
@@ -130,9 +125,8 @@ class TableMeasurement:
             self.pass_seconds = self.processes.gather([seconds])[0]
             generator = np.random.default_rng(self.settings.seed)
             self._probabilities: np.ndarray | None = None
-            self._select(self._draw(generator))
-            if (metric := self._find_metric()) is not None:
-                self.meter.use_metric(metric)
+            measured, self._scale = self._draw(generator), self._find_scale()
+            self._select(measured)
             if self.settings.self_check:
                 with self.progress.stage("self-check"):
                     self.check = self._self_check(generator)
@@ -142,16 +136,9 @@ class TableMeasurement:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def share(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the groups containing any of `rows` that this process measures. Requires entering."""
-        return self.selection.share(rows, self.processes)
-
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
-        """Measure one group. Return a DataFrame per response, empty if it keeps no token.
-
-        Of other rows together the numbers are the same but for rounding.
-        """
-        found = self.meter.measure_together([self.selection.sequences[row] for row in group])
+        """Measure one group. Return a DataFrame per response, empty if it keeps no token."""
+        found = self.row_norms.measure(group)
         return [self._frame(row, gradients) for row, gradients in zip(group, found, strict=True)]
 
     def measure_more(self, previous: int, each: int) -> pd.DataFrame:
@@ -162,8 +149,8 @@ class TableMeasurement:
         measured = self.sample.take(each) & ~self.sample.take(previous)
         self._select(measured)
         rows = np.unique(self.statistics.responses[measured]).tolist()
-        parts = []
-        for group in track(self.share(rows), f"measuring {each} tokens of each interval", self.progress, unit="passes"):
+        parts, name = [], f"measuring {each} tokens of each interval"
+        for group in track(self.row_norms.share(rows), name, self.progress, unit="passes"):
             for row, frame in zip(group, self.measure_responses(group), strict=True):
                 own = measured[self.statistics.span(row)].nonzero()[0]
                 parts.append(frame[backward_columns(frame)].iloc[own].set_index(self.statistics.bounds[row] + own))
@@ -188,27 +175,15 @@ class TableMeasurement:
                 frame.loc[own.index - mine.start, own.columns] = own.to_numpy()
             yield frame
 
-    def _make_meter(self) -> TokenGradientMeter:
-        """Make the engine, which learns the model's structure from the longest sequence."""
-        kind = self.policy.dtype, self.policy.device.type
-        precision = fast_precision(*kind) if self.settings.fast else "exact"
-        probe = self.batch.sequence(int(self.batch.attention_mask.sum(1).argmax()))[0].to(self.policy.device)
-        meter = TokenGradientMeter(self.policy, probe, precision=precision, memory=self._memory)
-        if self.settings.fast and meter.precision is None:
-            raise no_fast_mode(self.policy)
-        return meter
-
-    def _find_metric(self) -> Metric | None:
-        """Return AdamW's metric 1 ⊘ (√v̂ + ε), v̂ after the step on the whole batch; None if not requested or unknown."""
+    def _find_scale(self) -> Float[Tensor, " P"] | None:
+        """Return AdamW's 1 ⊘ (√v̂ + ε), v̂ after the step on the whole batch; None if not requested or unknown."""
         weights = self.statistics.columns["weight"]
         if self._optimizer_state is None or weights.isnan().any():
             return None
-        model, state = self.policy.model, self._optimizer_state
-        resources = Resources(1 << 62, micro_batch=GRADIENT_RESPONSES, progress=self.progress)
-        gradients = TokenJacobian(self.policy, self.batch, resources).vjp(-weights[None] / self.num_tokens)
+        state, gradients = self._optimizer_state, self.J.alone().vjp(-weights[None] / self.num_tokens)
         gradient = gradients.rows[0]
         clip = state.clip_factor(square_norm(*(gradient[gradients.slices[name]] for name in state.exp_avg_sq)))
-        return Metric(model, state.turn_into_scale(model, gradient).div_(clip))
+        return state.turn_into_scale(self.policy.model, gradient).div_(clip)
 
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
         """Return the mask of the tokens to measure, [n]; all False if minutes decide."""
@@ -230,13 +205,15 @@ class TableMeasurement:
 
     def _select(self, measured: Bool[np.ndarray, " n"]) -> None:
         """Measure these of the kept tokens from now on."""
-        self.selection = select(self.meter, self.batch, measured)
+        self.row_norms = self.J.row_norms(torch.from_numpy(measured), scale=self._scale)
 
     def _self_check(self, generator: np.random.Generator) -> SelfCheck:
         """Compare some tokens of every non-empty interval with plain autograd. Raises SelfCheckError."""
         known, size = self.statistics, sum(p.numel() for p in self.policy.model.parameters())
         chosen = choose_checked(known.intervals, known.responses, known.prefixes, generator, parameters=size)
-        return check_engine(self.meter, [s for s in cut_sequences(self.batch, chosen) if s.lengths])
+        rows = self.J.row_norms(torch.from_numpy(chosen), scale=self._scale)
+        with rows.engine() as meter:
+            return check_engine(meter, [sequence for sequence in rows.sequences if sequence.lengths])
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """Return one response's rows of the table."""

@@ -98,11 +98,26 @@ def test_row_norms_are_those_of_the_dense_jacobians_rows_plain_and_scaled():
     scale = Vectors.zeros(policy.model, 1)
     scale.rows.copy_(torch.linspace(0.5, 2.0, rows.shape[1], dtype=torch.float64)[None])
     tokens = torch.arange(len(rows)) % 3 > 0
-    found = dict(J.row_norms(tokens, scale=scale))
+    found = dict(J.row_norms(tokens, scale=scale.rows[0]))
     plain, scaled = (torch.cat([getattr(found[row], name) for row in range(len(batch))]) for name in NORMS)
     assert plain[~tokens].isnan().all() and scaled[~tokens].isnan().all()
     assert distance(plain[tokens], rows.norm(dim=1)[tokens]) < TOLERANCE
     assert distance(scaled[tokens], (rows * scale.rows).norm(dim=1)[tokens]) < TOLERANCE
+    some = J.select([2, 0])
+    assert some.meter is J.meter
+    again = dict(some.row_norms())
+    of = torch.arange(len(batch)).repeat_interleave(batch.response_mask.sum(1))
+    for row, response in enumerate((2, 0)):
+        assert again[row].scaled_grad_norm is None
+        assert distance(again[row].param_grad_norm, rows.norm(dim=1)[of == response]) < TOLERANCE
+
+
+def test_row_norms_freeze_the_model_inside_a_call_only():
+    policy = make_policy("gpt2")
+    policy.model.train()
+    norms = TokenJacobian(policy, make_batch(policy)).row_norms()
+    for _ in norms:
+        assert policy.model.training and all(p.requires_grad for p in policy.model.parameters())
 
 
 def test_entropies_change_along_a_vector_as_a_small_step_changes_them():
@@ -255,6 +270,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     for call in (
         lambda: J.vjp(torch.zeros(2, 3)),
         lambda: J.jvp(Vectors(torch.zeros(1, 7), {})),
+        lambda: TokenJacobian(policy.model, batch).row_norms(),
         lambda: J.gram(torch.zeros(2, batch.num_tokens)),
         lambda: TokenJacobian(
             policy, batch[[0]].__class__(**vars(batch) | {"response_mask": batch.response_mask & False})

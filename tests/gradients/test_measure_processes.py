@@ -16,7 +16,7 @@ from support.refusals import refused
 from gradscope import load_policy, measure
 from gradscope.cli import commands as cli
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients import MeasureSettings, Resources, TableMeasurement
+from gradscope.gradients import Resources, TokenJacobian
 from gradscope.policy import join_launch
 from gradscope.runs import ALONE, Processes, RunFolder, deal_by_cost
 
@@ -85,18 +85,15 @@ def test_shares_are_everyones_alike_and_cost_about_the_same():
 def test_a_response_costs_what_its_measured_tokens_look_back_on():
     policy = make_policy("llama")
     batch = make_batch(policy, holes=False)
-    measurement = TableMeasurement(policy, batch, MeasureSettings(self_check=False), resources=Resources(activations=1))
-    with measurement:
-        assert measurement.groups == [[row] for row in range(len(batch))]  # with rows for one token at a time
-        assert measurement.share([3, 1]) == [[1], [3]]
-        costs = [float(sum(measurement.selection.sequences[row].lengths)) for row in range(len(batch))]
-        for rank, rows in enumerate(deal_by_cost(range(len(batch)), costs, 2)):
-            measurement.processes = Processes(rank, 2)
-            assert measurement.share(range(len(batch))) == [[row] for row in rows]
-        measurement.processes = ALONE
-        for row in range(len(batch)):
-            _, targets = batch.sequence(row)
-            assert measurement.selection.sequences[row].lengths == targets.tolist()
+    one, *two = (
+        TokenJacobian(policy, batch, Resources(1, activations=1, processes=processes)).row_norms()
+        for processes in (ALONE, Processes(0, 2), Processes(1, 2))
+    )
+    assert one.groups == [[row] for row in range(len(batch))]  # with rows for one token at a time
+    assert one.share([3, 1]) == [[1], [3]]
+    costs = [float(batch.sequence(row)[1].sum()) for row in range(len(batch))]
+    for norms, rows in zip(two, deal_by_cost(range(len(batch)), costs, 2), strict=True):
+        assert norms.share(range(len(batch))) == [[row] for row in rows]
 
 
 class Other(Processes):

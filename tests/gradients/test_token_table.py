@@ -16,7 +16,7 @@ from support.policies import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, pa
 from support.refusals import refused
 
 from gradscope.errors import SelfCheckError
-from gradscope.gradients import interval_gradients, measure, table as token_table
+from gradscope.gradients import TokenGradientMeter, interval_gradients, measure, table as token_table
 from gradscope.objective import LossSettings, logprobs, make_weighting, reweight
 from gradscope.objective.equations import grpo_advantages, policy_loss
 from gradscope.policy import Policy
@@ -346,8 +346,12 @@ def test_the_model_comes_back_as_it_was_after_an_error_too(used_policy, batch, m
     def fail(*_args, **_settings):
         raise SelfCheckError("made up")
 
-    name = {"enter": "TokenGradientMeter", "self-check": "check_engine", "middle": "find_statistics"}[where]
-    monkeypatch.setattr(token_table, name, fail)
+    places = {
+        "enter": (TokenGradientMeter, "__init__"),
+        "self-check": (token_table, "check_engine"),
+        "middle": (token_table, "find_statistics"),
+    }
+    monkeypatch.setattr(*places[where], fail)
     with refused(kind=SelfCheckError):
         measure(used_policy, batch)
     assert state_of(used_policy) == before

@@ -85,8 +85,8 @@ class TokenGradientMeter:
         self.metric: Metric | None = None
         keep_freed_memory()
 
-    def use_metric(self, metric: Metric) -> None:
-        """Also measure norms of gradients scaled entry by entry, from now on."""
+    def use_metric(self, metric: Metric | None) -> None:
+        """From now on also measure norms of gradients scaled entry by entry; None: no longer."""
         self.metric = self.graph.metric = metric
         if self.decoder is not None:
             self.decoder.metric = metric
