@@ -21,7 +21,7 @@ from gradscope.gradients import Resources
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl
 from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
 from gradscope.integrations.trl_measure import StepMeasurement, agree, measure_step, name_intervals
-from gradscope.integrations.trl_sample import AFTERWARDS, StepSample, affordable
+from gradscope.integrations.trl_sample import StepSample, affordable
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text
@@ -63,12 +63,13 @@ class GradScopeCallback(TrainerCallback):
     budget: share of the wall time since training began, measuring included, that measuring may take. Of a due step as
     many prompts are then measured as the account allows at the price of those before, drawn at random, each with all
     its responses in the step; where it allows none, the next step that it allows one of is due. The first step prices
-    them by one prompt, whatever that takes. A prompt costs five forward passes, and memory one vector; with weights
-    below float32 both are as without a budget. Logged are the shares, estimated for the whole step, from four prompts
-    on with bounds of 95 % confidence, grad_share_lower/a, grad_share_upper/a and so on; measured_prompts of
-    num_prompts, measured_tokens of num_tokens. grad_projection, with bounds, stands for grad_norm_ratio: the length of
-    G along the trainer's own, over its norm, which is 1 on average; a warning is due where all prompts were measured.
-    Norms of intervals and cosines, which are no sums over prompts, are left out.
+    them by one prompt, whatever that takes. A prompt costs five forward passes (two, if it has no advantage and the
+    loss no KL), and memory one vector; with weights below float32 both are as without a budget. Logged are the shares,
+    estimated for the whole step, from four prompts on with bounds of 95 % confidence, grad_share_lower/a,
+    grad_share_upper/a and so on; measured_prompts of num_prompts, measured_tokens of num_tokens. grad_projection, with
+    bounds, stands for grad_norm_ratio: the length of G along the trainer's own, over its norm, which is 1 on average; a
+    warning is due where all prompts were measured. Norms of intervals and cosines, which are no sums over prompts, are
+    left out.
 
     edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
     measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
@@ -114,14 +115,14 @@ class GradScopeCallback(TrainerCallback):
         """A dict per measured step, as in the file."""
         self.seconds = 0.0
         """Spent on measuring since training began."""
-        self._started, self._spent, self._positions = 0.0, 0.0, 0.0
+        self._started, self._spent, self._cost = 0.0, 0.0, 0.0
         self._due = self._waiting = False
         self._window: list[Inputs] = []
         self._norm, self._tolerated = math.nan, TOLERANCE
         self._step: StepMeasurement | StepSample | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started, self.seconds, self._positions, self.rows = time.perf_counter(), 0.0, 0.0, []
+        self._started, self.seconds, self._cost, self.rows = time.perf_counter(), 0.0, 0.0, []
         self._tolerated, self._waiting = TOLERANCE, False
         if state.global_step and self.path.is_file():
             rows = pd.read_parquet(self.path)
@@ -166,12 +167,12 @@ class GradScopeCallback(TrainerCallback):
         if not (most := sample.num_prompts):
             return
         owed = 0.0
-        if not self._positions:
+        if not self._cost:
             sample.measure(1)
-            most, owed = most - 1, AFTERWARDS * (time.perf_counter() - started)
+            most, owed = most - 1, sample.owed * (time.perf_counter() - started)
         now = time.perf_counter()
-        spent, positions = self.seconds + now - started + owed, self._positions or sample.measured_positions
-        price = spent / positions * sample.mean_positions
+        spent = self.seconds + now - started + owed
+        price = spent / (self._cost or sample.measured_cost) * sample.mean_cost
         allowed = affordable(self.budget, now - self._started + owed, spent, price)
         count = agree(min(most, allowed), self.trainer.accelerator.device)
         if self.progress is not SILENT and (measured := sample.measured_prompts + count):
@@ -229,7 +230,7 @@ class GradScopeCallback(TrainerCallback):
         if isinstance(step, StepSample):
             step.finish()
             numbers = step.estimate(self._norm, TOLERANCE)
-            self._positions += step.measured_positions
+            self._cost += step.measured_cost
             if step.measured_prompts == step.num_prompts:
                 ratio = numbers["grad_projection"]
                 words = f"step {state.global_step} is {ratio * self._norm:.6g} long along the trainer's"

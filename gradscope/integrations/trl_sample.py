@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.gradients import FORWARD_MODE, Resources, TokenJacobian, Vectors, refuse_narrow_arithmetic
+from gradscope.gradients import BACKWARD, FORWARD_MODE, Resources, TokenJacobian, Vectors, refuse_narrow_arithmetic
 from gradscope.integrations.trl_measure import (
     add_over_processes,
     count_processes,
@@ -32,8 +32,6 @@ from gradscope.rollouts import TokenBatch
 from gradscope.updates import SIGNS, log_odds_change, old_intervals
 
 Number = int | float
-AFTERWARDS = 1 / (1 + FORWARD_MODE)
-"""Time of what is measured after a step, in that of what is measured before it: one forward pass, and a derivative."""
 KINDS = ("tokens", "product", "left", "whole", "right_positive", "moved_positive", "right_negative", "moved_negative")
 """What is summed by prompt and interval: kept tokens; ⟨u, G⟩/‖G‖; `rounding_sizes`; of each sign of the advantage the
 tokens that moved its way, and those that moved at all."""
@@ -81,6 +79,8 @@ class StepSample:
     ) -> None:
         self._model, self._batch, self._weigh, self._denominators = model, batch, weigh, denominators
         self._edges, self._together, self._device = edges, together, next(model.parameters()).device
+        self._narrow = _is_narrow(model)
+        self._derivative = 1 + BACKWARD * (len(edges) - 1) if self._narrow else FORWARD_MODE
         self._jacobian = TokenJacobian(model, batch, resources) if batch.num_tokens else None
         own = [] if self._jacobian is None else self._jacobian.prompts.tolist()
         self._rows = [(batch.group_ids == prompt).nonzero()[:, 0] for prompt in own]
@@ -92,10 +92,14 @@ class StepSample:
         """Of the step, in all processes."""
         self._numbers = range(first := int(counts[0, :rank].sum()), first + len(own))
         """Of this process's prompts among all."""
-        positions = torch.zeros(self.num_prompts, dtype=torch.float64)
+        costs = torch.zeros(2, self.num_prompts, dtype=torch.float64)
         for number, rows in zip(self._numbers, self._rows, strict=True):
-            positions[number] = batch.attention_mask[rows].sum()
-        self._positions = add_over_processes(positions, self._device)
+            costs[:, number] = batch.attention_mask[rows].sum()
+            idle = not together and batch.ref_logprobs is None
+            idle = idle and not batch.advantages[rows][batch.response_mask[rows]].any()
+            costs[0, number] *= 1 if idle else 1 + self._derivative
+        self._costs = add_over_processes(costs, self._device)
+        """About the forward passes over positions that each prompt takes before the step, and after it."""
         self._order = torch.from_numpy(np.random.default_rng(list(seed)).permutation(self.num_prompts))
         self.measured_prompts = 0
         self._sums = torch.zeros(self.num_prompts, len(KINDS), len(edges) - 1, dtype=torch.float64)
@@ -103,13 +107,19 @@ class StepSample:
         """What is measured, with the number of each response's prompt."""
 
     @property
-    def mean_positions(self) -> float:
-        """Positions of a prompt, of its text and its responses, on average over all."""
-        return float(self._positions.mean())
+    def mean_cost(self) -> float:
+        """Of a prompt, on average over all: a prompt without advantages has no gradient, and is cheap."""
+        return float(self._costs.sum(0).mean())
 
     @property
-    def measured_positions(self) -> float:
-        return float(self._positions[self._drawn].sum())
+    def measured_cost(self) -> float:
+        return float(self._costs[:, self._drawn].sum())
+
+    @property
+    def owed(self) -> float:
+        """Cost of what is still to be measured, after the step, in that of what was measured."""
+        before, after = self._costs[:, self._drawn].sum(1).tolist()
+        return after / before
 
     @property
     def _drawn(self) -> Int[Tensor, " n"]:
@@ -181,8 +191,12 @@ class StepSample:
 
     def _add_products(self, part: TokenJacobian, prompts: Int[Tensor, " b"], amounts: Float[Tensor, "R b S"]) -> None:
         """Add ⟨Σ_t amounts[a, t]·∇ log π_t, G⟩/‖G‖ of each prompt."""
+        live = amounts.ne(0).any(2).any(0).nonzero()[:, 0]
+        if not len(live):
+            return
+        part, prompts, amounts = part.select(live), prompts[live], amounts[:, live]
         direction = _unit_gradient(self._model)
-        if not _is_narrow(self._model):
+        if not self._narrow:
             changes, _ = part.jvp(direction)
             self._add("product", prompts, amounts * part.spread(changes[0]))
             return

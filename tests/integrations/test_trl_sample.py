@@ -266,7 +266,8 @@ def test_measuring_keeps_to_its_share_of_the_time(checkpoint, tmp_path, monkeypa
     steps, measured = table["step"].tolist(), table["measured_prompts"].tolist()
     assert steps[0] == 1 and measured[0] >= 1
     if every == 4:
-        assert steps == [1, 5, 9, 13] and measured[1:] == pytest.approx([9, 9, 9], abs=1)
+        # 706 seconds are free at each, and a prompt without advantages costs a pass less.
+        assert steps == [1, 5, 9, 13] and min(measured[1:]) >= 8 and max(measured) <= 13
     elif position == 1:
         assert steps == list(range(1, 17)) and max(measured) <= 4
     else:  # a prompt is more than 15 % of a step: some steps are left out until the account allows for one
