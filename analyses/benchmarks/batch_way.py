@@ -4,11 +4,13 @@
 
 Functions count in the order of their first call, once each, as someone reads them who follows the execution; loops
 therefore add nothing. A return is a step into a file that was entered and left before. `--list` prints the way itself.
+Of what a batch should go through once (COUNTED), all calls count.
 """
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import groupby
 from pathlib import Path
@@ -17,29 +19,32 @@ from types import CodeType, FrameType
 import gradscope
 
 PACKAGE = Path(gradscope.__file__).parent
+COUNTED = ("check_batch", "find_caveats", "note_logged", "micro_batches")
 
 
-def trace(call: Callable[[], object]) -> tuple[object, list[str]]:
-    """Return the call's result, and the file of every function of gradscope in the order of first calls."""
-    seen: dict[CodeType, None] = {}
+def trace(call: Callable[[], object]) -> tuple[object, Counter[CodeType]]:
+    """Return the call's result, and how often every function of gradscope was called, in the order of first calls."""
+    seen: Counter[CodeType] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
         code = frame.f_code
         if event == "call" and not code.co_name.startswith("<") and code.co_filename.startswith(f"{PACKAGE}/"):
-            seen.setdefault(code)
+            seen[code] += 1
 
     sys.setprofile(note)
     try:
         result = call()
     finally:
         sys.setprofile(None)
-    return result, [Path(code.co_filename).relative_to(PACKAGE).as_posix() for code in seen]
+    return result, seen
 
 
-def describe(name: str, files: list[str], *, way: bool) -> str:
-    """One line: how many files, functions and returns; with `way` the files in their order below it."""
-    steps = [file for file, _ in groupby(files)]
-    line = f"{name}: {len(set(steps))} files, {len(files)} functions, {len(steps) - len(set(steps))} returns"
+def describe(name: str, seen: Counter[CodeType], *, way: bool) -> str:
+    """One line: how many files, functions, returns and calls; with `way` the files in their order below it."""
+    steps = [file for file, _ in groupby(Path(code.co_filename).relative_to(PACKAGE).as_posix() for code in seen)]
+    calls = {own: sum(count for code, count in seen.items() if code.co_name == own) for own in COUNTED}
+    line = f"{name}: {len(set(steps))} files, {len(seen)} functions, {len(steps) - len(set(steps))} returns; "
+    line += ", ".join(f"{own} × {count}" for own, count in calls.items())
     return "\n    ".join([line, *steps]) if way else line
 
 
@@ -47,10 +52,12 @@ def main(arguments: list[str]) -> None:
     policy = gradscope.load_policy("embedded")
     options = {"questions": 2, "n": 4, "max_new_tokens": 40, "temperature": 0.7, "seed": 1}
     batch = gradscope.sample(policy, task="knights-knaves-compact", **options)
-    table, files = trace(lambda: gradscope.measure(policy, batch))
-    print(describe("measure", files, way="--list" in arguments))
-    _, files = trace(lambda: gradscope.diagnose(policy, batch, table))
-    print(describe("diagnose", files, way="--list" in arguments))
+    table, seen = trace(lambda: gradscope.measure(policy, batch))
+    print(describe("measure", seen, way="--list" in arguments))
+    _, seen = trace(lambda: gradscope.diagnose(policy, batch, table))
+    print(describe("diagnose", seen, way="--list" in arguments))
+    _, seen = trace(lambda: gradscope.diagnose(policy, batch))
+    print(describe("diagnose without a table", seen, way=False))
 
 
 if __name__ == "__main__":

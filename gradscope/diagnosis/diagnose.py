@@ -8,9 +8,9 @@ quote, in `glossary.DEFINITIONS`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar, Unpack
@@ -54,33 +54,34 @@ from gradscope.diagnosis.words import findings
 from gradscope.errors import InputError, checked, first_line, make_settings
 from gradscope.gradients import (
     ADAMW,
+    MeasureSettings,
     Resources,
     SumsPlan,
+    TableMeasurement,
     TokenJacobian,
     describe_seconds,
+    fill_table,
     largest_share,
-    measure,
     measuring,
     note_logged,
     statistics_of,
 )
 from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import batch_statistics
-from gradscope.policy import AdamWState, Policy, PolicyLike, read_state, return_freed_memory
+from gradscope.policy import AdamWState, Policy, PolicyLike, return_freed_memory
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
-    SGD,
     Comparison,
     ComparisonSettings,
     RealSteps,
     StepSettings,
-    compare,
+    compare_rows,
     moved_against,
     movement_table,
     predict_step,
-    state_step,
+    settle_step,
 )
 
 Made = TypeVar("Made")
@@ -118,15 +119,24 @@ def diagnose(
     settings.check()
     progress = settle_progress(progress) if processes.is_main else SILENT
     policy, batch = read_inputs(policy, batch)
-    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
+    step, saved, metric = settle_step(policy.model, settings.step, optimizer_state)
+    logged = None
     if table is None:
         sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
-        metric = _metric_of(policy, optimizer_state, settings)
-        sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
-        table = measure(policy, batch, edges=settings.edges, resources=Resources(progress=progress), **sample)
+        sample = MeasureSettings(**sample, metric=metric and "adamw")
+        known = {"optimizer_state": metric, "resources": Resources(progress=progress)}
+        with TableMeasurement(policy, batch, sample, edges=settings.edges, **known) as measurement:
+            table, logged = fill_table(measurement), measurement.notes
     check_table(table, batch, settings)
-    judged = steps.with_advantages(batch, table)
-    task = _settle(policy, judged, table, settings, optimizer_state, processes, progress)
+    batch = steps.with_advantages(batch, table)
+    if logged is None and processes.is_main:
+        logged = note_logged(policy, batch, table)
+    resources = Resources(
+        settings.gradient_memory, micro_batch=settings.micro_batch_size, processes=processes, progress=progress
+    )
+    J = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))
+    task = Task(J, table, settings, step, saved, metric, _settle_minutes(J, table, settings))
+    task.notes.extend(_first_notes(task, logged or ()))
     progress.plan(_plan_parts(task))
     with processes.together(), progress.stage(TOKENS):
         token_part = describe_tokens(task) if processes.is_main else TokenPart()
@@ -181,24 +191,38 @@ def diagnose(
 class Task:
     """The settled inputs of a diagnosis; only its notes and the minutes spent grow."""
 
-    policy: Policy
-    batch: TokenBatch
+    jacobian: TokenJacobian
     table: pd.DataFrame
     settings: DiagnosisSettings
-    labels: tuple[str, ...]
-    weighted: bool
-    """Whether there is a gradient: every weight is known, and one is not 0."""
+    step: StepSettings
     saved: dict[str, Any] | None
     """The optimizer's whole state, which steps go on from."""
     metric: AdamWState | None
-    step: StepSettings
-    jacobian: TokenJacobian
-    processes: Processes
     minutes: Minutes
-    progress: Progress = SILENT
     notes: list[Note] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """Keys of `PARTS`."""
+
+    @property
+    def policy(self) -> Policy:
+        return self.jacobian.policy
+
+    @property
+    def batch(self) -> TokenBatch:
+        return self.jacobian.batch
+
+    @property
+    def processes(self) -> Processes:
+        return self.jacobian.resources.processes
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        return tuple(interval_labels(self.settings.edges))
+
+    @cached_property
+    def weighted(self) -> bool:
+        """Whether there is a gradient: every weight is known, and one is not 0."""
+        return has_gradient(self.table)
 
     def note(self, kind: str, text: str) -> None:
         self.notes.append(Note(text, kind))
@@ -245,62 +269,22 @@ class Task:
         return {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
 
 
-def _metric_of(
-    policy: Policy, state: AdamWState | dict[str, Any] | None, settings: DiagnosisSettings
-) -> AdamWState | None:
-    """AdamW's second moments, of a whole state with the clipping of the settings' step, else of the state's own."""
-    if not isinstance(state, dict):
-        return state
-    step = settings.step or state_step(state)
-    return AdamWState.from_state_dict(policy.model, state, max_grad_norm=step.max_grad_norm)
+def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSettings) -> Minutes:
+    processes = J.resources.processes
+    if settings.minutes is None or not has_gradient(table):
+        return Minutes(settings.minutes)
+    with J.resources.progress.stage("timing a forward pass"):
+        (seconds,) = processes.gather([_time_pass(J.policy, J.batch)] if processes.is_main else [])
+    return Minutes(settings.minutes, seconds, spent=1.0)
 
 
-def _settle(
-    policy: Policy,
-    batch: TokenBatch,
-    table: pd.DataFrame,
-    settings: DiagnosisSettings,
-    optimizer_state: AdamWState | dict[str, Any] | None,
-    processes: Processes,
-    progress: Progress,
-) -> Task:
-    labels = tuple(interval_labels(settings.edges))
-    resources = Resources(
-        settings.gradient_memory, micro_batch=settings.micro_batch_size, processes=processes, progress=progress
-    )
-    jacobian = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))
-    saved, step = None, settings.step or SGD
-    if isinstance(optimizer_state, dict):
-        saved, step = optimizer_state, settings.step or state_step(optimizer_state)
-        if step.optimizer != "adamw":
-            raise InputError("the optimizer state is AdamW's and settings.step sgd; give a step of adamw, or none")
-    metric = _metric_of(policy, optimizer_state, settings)
-    weighted, minutes = has_gradient(table), Minutes(settings.minutes)
-    if weighted and settings.minutes is not None:
-        with progress.stage("timing a forward pass"):
-            (seconds,) = processes.gather([_time_pass(policy, batch)] if processes.is_main else [])
-        minutes = Minutes(settings.minutes, seconds, spent=1.0)
-    told = batch.without_notes("on-policy").notes  # of that the table knows more
-    told = (*note_logged(policy, batch, table), *told) if processes.is_main else told
+def _first_notes(task: Task, logged: Sequence[Note]) -> list[Note]:
+    """What must be known of the rollouts before any number; warnings come first."""
+    told = (*logged, *task.batch.without_notes("on-policy").notes)  # of that the table knows more
     first = [note for kind in WARNINGS for note in told if note.kind == kind]
-    notes = [*first, *(note for note in told if note not in first)]
-    notes += note_limits(table, labels, second_moments=metric is not None, whole_state=saved is not None)
-    return Task(
-        policy,
-        batch,
-        table,
-        settings,
-        labels,
-        weighted,
-        saved,
-        metric,
-        step,
-        jacobian,
-        processes,
-        minutes,
-        progress,
-        notes,
-    )
+    whole = {"second_moments": task.metric is not None, "whole_state": task.saved is not None}
+    limits = note_limits(task.table, task.labels, **whole)
+    return [*first, *(note for note in told if note not in first), *limits]
 
 
 def _plan_parts(task: Task) -> dict[str, float]:
@@ -390,10 +374,13 @@ def compare_weightings(task: Task) -> Comparison | None:
     if not task.affords("comparison", compare_cost(metric=task.metric is not None)):
         return None
     settings = ComparisonSettings(loss=s.loss, edges=s.edges, step=task.step, seed=s.seed, resamples=s.resamples)
-    resources = Resources(task.jacobian.resources.vectors, micro_batch=4, progress=task.progress)
-    given = {"table": task.table, "optimizer_state": task.saved or task.metric}
-    made = partial(compare, task.policy, task.batch, settings=settings, resources=resources, **given)
-    return task.attempt("comparison", made)
+
+    def make() -> Comparison:
+        settings.check()
+        given = {"settings": settings, "saved": task.saved, "metric": task.metric}
+        return compare_rows(task.jacobian.alone(), task.table, **given)
+
+    return task.attempt("comparison", make)
 
 
 def _without_bounds(

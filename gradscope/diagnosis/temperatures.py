@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from warnings import catch_warnings, simplefilter
 
 import pandas as pd
 
 from gradscope.diagnosis.format import name_interval, share_words
 from gradscope.diagnosis.result import DiagnosisSettings, pick_row
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares
-from gradscope.gradients import ContradictionWarning, measure
+from gradscope.gradients import MeasureSettings, TableMeasurement, fill_table
 from gradscope.intervals import interval_labels
 from gradscope.policy import Policy
 from gradscope.resampling import Seed
@@ -39,13 +38,13 @@ def try_temperatures(
     _lower and _upper, as of `token_shares`.
     """
     labels, rows = interval_labels(settings.edges), []
-    sample = {"tokens_per_interval": EACH, "seed": settings.seed, "loss": settings.loss, "self_check": False}
+    sample = MeasureSettings(tokens_per_interval=EACH, seed=settings.seed, loss=settings.loss, self_check=False)
     for temperature in temperatures:
         own = table
         if (batch.temperature != temperature).any():
-            with catch_warnings():  # at the temperature assumed, what the log contradicts has been said
-                simplefilter("ignore", ContradictionWarning)
-                own = measure(policy, batch.at_temperature(temperature), edges=settings.edges, **sample)
+            other = batch.at_temperature(temperature)
+            with TableMeasurement(policy, other, sample, edges=settings.edges) as measurement:
+                own = fill_table(measurement)
         shares = token_shares(sum_by_prompt(own, len(labels)), labels, seed=seed, resamples=settings.resamples)
         row: dict[str, float] = {"temperature": float(temperature)}
         for name, metric in (("token_share", "none"), ("squared_share", "raw")):

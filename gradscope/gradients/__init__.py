@@ -30,7 +30,7 @@ from gradscope.gradients.interval_gradients import (
 )
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
-from gradscope.gradients.measure import TABLE, Hooks, measure, measure_into, measure_key, read_table
+from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_into, measure_key, read_table
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,
@@ -52,10 +52,10 @@ __all__ = [
     "TABLE", "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings",
     "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement",
     "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations",
-    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "first_tensor", "forward_flops",
-    "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over",
-    "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged", "plan_batch", "read_table",
-    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
-    "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals", "token_sizes",
-    "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "fill_table", "first_tensor",
+    "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
+    "interval_gradients_over", "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged",
+    "plan_batch", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
+    "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",
+    "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

@@ -102,7 +102,9 @@ class TokenJacobian:
             return batch_statistics(self.model, self.batch, **settings)
 
     def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
-        """The tokens of some responses, in this order."""
+        """The tokens of some responses, in this order; itself where they are all."""
+        if torch.equal(torch.as_tensor(rows), torch.arange(len(self.batch))):
+            return self
         known = self._known if self._known is not None else vars(self).get("statistics")
         if known is not None:
             known = TokenStatistics(*(getattr(known, name)[rows] for name in vars(known)))
@@ -117,6 +119,8 @@ class TokenJacobian:
 
     def alone(self) -> TokenJacobian:
         """The same tokens, for this process by itself."""
+        if self.resources.processes.count == 1:
+            return self
         resources = replace(self.resources, processes=ALONE)
         return self._like(self.batch, resources, self._known)
 
@@ -263,7 +267,8 @@ class TokenJacobian:
             check_room(size)
 
     def _group_sums(self, weights: Float[Tensor, "R K"], groups: Int[Tensor, " B"] | None) -> GroupSums:
-        return GroupSums(self.model, self._blocks, weights, self._group_pieces(groups), self.resources)
+        pieces = self._prompt_pieces if groups is None else self._group_pieces(groups)
+        return GroupSums(self.model, self._blocks, weights, pieces, self.resources)
 
     def _like(
         self, batch: TokenBatch, resources: Resources, statistics: TokenStatistics | None = None
@@ -290,9 +295,13 @@ class TokenJacobian:
         for rows, piece in track(pieces, "gradients", self.resources.progress, unit="micro-batches"):
             yield self._place(rows, piece), piece
 
-    def _group_pieces(self, groups: Int[Tensor, " B"] | None) -> dict[int, list[Piece]]:
+    @cached_property
+    def _prompt_pieces(self) -> dict[int, list[Piece]]:
+        return self._group_pieces(self.batch.group_ids)
+
+    def _group_pieces(self, ids: Int[Tensor, " B"]) -> dict[int, list[Piece]]:
         """Micro-batches by group id, ascending."""
-        ids, found = self.batch.group_ids if groups is None else groups, {}
+        found: dict[int, list[Piece]] = {}
         size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=4)
         for group in ids[self.batch.response_mask.any(1)].unique().tolist():
             own = (ids == group).nonzero()[:, 0]

@@ -95,13 +95,9 @@ def measure(
         policy, batch, asked, edges=edges, tokens=tokens, optimizer_state=state, resources=resources
     )
     if out is None:
-        parts = Memory()
         with measurement:
             _warn(measurement)
-            if rounds := _fill(measurement, parts, watch):
-                return join_responses(join_rounds(measurement, rounds))
-        frames = dict(measurement.processes.gather([*parts.items()]))
-        return join_responses(frames[row] for row in range(len(batch)))
+            return fill_table(measurement, watch)
     if not policy.path:
         raise InputError("a run is told from others by its policy's files, and this policy has none; leave out `out`")
     known = dict.fromkeys(READING) | {"read": batch.digest()}
@@ -123,6 +119,15 @@ def measure(
     measure_into(measurement, folder, facts=facts, watch=watch)
     _warn(measurement)
     return read_table(folder)
+
+
+def fill_table(measurement: TableMeasurement, watch: Stopwatch | None = None) -> pd.DataFrame:
+    """`measure`, of a measurement that was entered: the table of all processes. watch: started with the run."""
+    parts = Memory()
+    if rounds := _fill(measurement, parts, watch or Stopwatch()):
+        return join_responses(join_rounds(measurement, rounds))
+    frames = dict(measurement.processes.gather([*parts.items()]))
+    return join_responses(frames[row] for row in range(len(measurement.batch)))
 
 
 def _warn(measurement: TableMeasurement) -> None:

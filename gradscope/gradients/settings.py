@@ -14,7 +14,7 @@ from gradscope.gradients.sample import Design
 from gradscope.intervals import EDGES
 from gradscope.objective import PAPER, LossSettings, resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import LARGEST, TokenBatch, check_batch
+from gradscope.rollouts import LARGEST, TokenBatch
 
 Number = int | float
 
@@ -144,11 +144,10 @@ def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> Me
     return replace(settings, minutes=MINUTES) if large else settings
 
 
-def settle_batch(settings: MeasureSettings, policy: Policy, batch: TokenBatch) -> TokenBatch:
-    """Return the batch with the temperatures and advantages to measure with. Raises what `check_batch` does."""
+def settle_batch(settings: MeasureSettings, batch: TokenBatch) -> TokenBatch:
+    """Return the batch with the temperatures and advantages to measure with."""
     if settings.temperature is not None:
         batch = batch.at_temperature(settings.temperature)
-    check_batch(policy, batch)
     if batch.advantages is None and batch.rewards is not None:
         batch = replace(batch, advantages=resolve_advantages(batch, eps=settings.advantage_eps))
     return batch

@@ -55,7 +55,7 @@ GRADIENT_RESPONSES = 4
 
 
 class TableMeasurement:
-    """A token table in the making: enter it, measure the responses group by group, leave it.
+    """A token table in the making, of a batch that fits the policy: enter it, measure group by group, leave it.
 
     Entering freezes the model, finds the rules for its modules, finds all that takes no backward pass, draws the
     tokens that get one and runs the self-check; leaving puts everything back. `measure` does all of it in one call.
@@ -82,7 +82,7 @@ class TableMeasurement:
         )
         """The settings in use, with "auto" and "enough" resolved."""
         self.asked = settings
-        self.batch = settle_batch(settings, policy, batch)
+        self.batch = settle_batch(settings, batch)
         """The batch with the temperatures and advantages in use."""
         _check_tokens(tokens, settings, batch.num_tokens)
         precision = fast_precision(policy.dtype, policy.device.type) if settings.fast else "exact"

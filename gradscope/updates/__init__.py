@@ -1,7 +1,7 @@
 """What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
 
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
-from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare
+from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_rows
 from gradscope.updates.comparison.describe import (
     NO_RECOMMENDATION,
     WHAT_STAYS,
@@ -24,13 +24,13 @@ from gradscope.updates.influence import BY, influence, influence_table, moved_ag
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
 from gradscope.updates.measured_steps import measure_steps
 from gradscope.updates.movement import movement_table
-from gradscope.updates.step_settings import SGD, StepSettings, read_moments, state_step
+from gradscope.updates.step_settings import SGD, StepSettings, read_moments, settle_step, state_step
 
 __all__ = [
     "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
     "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare",
-    "describe", "gain_sentence", "influence", "influence_table", "log_odds_change", "make_update", "measure_steps",
-    "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches",
-    "predict_step", "read_moments", "right_direction_shares", "signal_sentence", "similarity", "state_step",
-    "without_extremes",
+    "compare_rows", "describe", "gain_sentence", "influence", "influence_table", "log_odds_change", "make_update",
+    "measure_steps", "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals",
+    "over_batches", "predict_step", "read_moments", "right_direction_shares", "settle_step", "signal_sentence",
+    "similarity", "state_step", "without_extremes",
 ]  # fmt: skip

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.policy import PART, AdamWState, float_parameters, value_ranges
+from gradscope.policy import PART, AdamWState, float_parameters, read_state, value_ranges
 from gradscope.runs import scratch_zeros
 
 Number = int | float
@@ -61,6 +62,23 @@ def state_step(state: dict[str, Any]) -> StepSettings:
     rate = rates[0] or next(rate for rate in rates if 0 < rate < float("inf"))
     decay, betas = float(group.get("weight_decay", 0.0)), tuple(map(float, group["betas"]))
     return StepSettings("adamw", rate, decay, betas, float(group["eps"]))
+
+
+def settle_step(
+    model: nn.Module, step: StepSettings | None, state: AdamWState | dict[str, Any] | str | Path | None
+) -> tuple[StepSettings, dict[str, Any] | None, AdamWState | None]:
+    """Return the step that is taken, the state that it goes on from, and the second moments of AdamW's metric.
+
+    step: as asked for; None: as the state says, else the paper's SGD. state: what AdamW's `state_dict()` saved, or its
+    file; or an `AdamWState`, which gives the metric alone. Raises InputError for a state of AdamW and a step of SGD.
+    """
+    state = read_state(state) if isinstance(state, str | Path) else state
+    if not isinstance(state, dict):
+        return step or SGD, None, state
+    step = step or state_step(state)
+    if step.optimizer != "adamw":
+        raise InputError("the optimizer state is AdamW's and settings.step sgd; give a step of adamw, or none")
+    return step, state, AdamWState.from_state_dict(model, state, max_grad_norm=step.max_grad_norm)
 
 
 @dataclass(frozen=True)

@@ -396,7 +396,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure("weightings_drawn", draw, caption, bars=OVER_PROMPTS),
         Paragraph(signal_sentence(c)),
         *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
-        *(Paragraph(note) for note in c.notes if note not in d.notes and note.kind != "off-policy"),
+        *(Paragraph(note) for note in c.notes if note.kind != "off-policy"),
         sheets.table("weightings", c.table, f"The same in numbers.{same}", shown, folded=True),
         sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability interval.", folded=True),
         Paragraph(f"{WHAT_STAYS} {NO_RECOMMENDATION}"),

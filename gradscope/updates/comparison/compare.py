@@ -20,10 +20,12 @@ from jaxtyping import Float
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
     ADAMW,
+    MeasureSettings,
     Resources,
+    TableMeasurement,
     TokenJacobian,
     describe_reread,
-    measure,
+    fill_table,
     note_logged,
 )
 from gradscope.intervals import EDGES, interval_labels
@@ -39,13 +41,13 @@ from gradscope.objective import (
     resolve_advantages,
     spell_out,
 )
-from gradscope.policy import AdamWState, Policy, PolicyLike, read_state
+from gradscope.policy import AdamWState, PolicyLike
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
-from gradscope.updates.step_settings import SGD, StepSettings, state_step
+from gradscope.updates.step_settings import StepSettings, settle_step
 
 PLAIN = "grpo"
 SAME = 1e-4
@@ -70,6 +72,16 @@ class ComparisonSettings:
     seed: int = 0
     confidence: float = 0.95
     resamples: int = 1000
+
+    def check(self) -> None:
+        """Raise InputError for settings with which nothing can be compared."""
+        interval_labels(self.edges)
+        if self.loss.reweight_alpha is not None:
+            raise InputError(
+                f"reweight_alpha is {self.loss.reweight_alpha}; plain GRPO has none, name reweight among the weightings"
+            )
+        if self.take_steps and self.aggregation != "token-mean":
+            raise InputError(f"real steps are of the mean over tokens, and aggregation is {self.aggregation}")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -179,33 +191,49 @@ def compare(
             for settings, a table or a state that do not fit.
     """
     policy, batch = read_inputs(policy, batch)
-    state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
-    s, labels, resources = settings, interval_labels(settings.edges), resources.settle(policy.device)
-    _check(batch, s)
-    saved, step, metric = None, s.step or SGD, state
-    if isinstance(state, dict):
-        saved, step = state, s.step or state_step(state)
-        metric = AdamWState.from_state_dict(policy.model, state, max_grad_norm=step.max_grad_norm)
+    s, resources = settings, resources.settle(policy.device)
+    s.check()
+    if unknown := int(resolve_advantages(batch)[batch.response_mask].isnan().sum()):
+        raise InputError(f"{unknown} tokens have no advantage, so no weight; give rewards or advantages of all")
+    step, saved, metric = settle_step(policy.model, s.step, optimizer_state)
     if table is None:
-        sample = {"tokens_per_interval": "enough", "seed": s.seed, "loss": s.loss}
-        sample |= {"metric": None if metric is None else "adamw", "optimizer_state": metric}
-        table = measure(policy, batch, edges=s.edges, resources=Resources(progress=resources.progress), **sample)
+        sample = MeasureSettings(tokens_per_interval="enough", seed=s.seed, loss=s.loss, metric=metric and "adamw")
+        known = {"optimizer_state": metric, "resources": Resources(progress=resources.progress)}
+        with TableMeasurement(policy, batch, sample, edges=s.edges, **known) as measurement:
+            table = fill_table(measurement)
     if told := describe_reread(table, batch):
         raise InputError(f"the table's maker {told}; give a table that was measured of this batch")
-    batch = _with_advantages(batch, table)
-    notes = _notes(policy, batch, table, s.loss)
+    J = TokenJacobian(policy, _with_advantages(batch, table), resources)
+    found = compare_rows(J, table, weightings, settings=replace(s, step=step), saved=saved, metric=metric)
+    told = (*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes)
+    return replace(found, notes=tuple(dict.fromkeys((*told, *found.notes))))
+
+
+def compare_rows(
+    J: TokenJacobian,
+    table: pd.DataFrame,
+    weightings: str | Sequence[str | Weighting] | None = None,
+    *,
+    settings: ComparisonSettings,
+    saved: dict[str, Any] | None,
+    metric: AdamWState | None,
+) -> Comparison:
+    """`compare`, of the tokens of a Jacobian, whose advantages are the table's; without notes on the rollouts.
+
+    settings: with the step. saved: the state that real steps go on from.
+    """
+    s, labels, notes = settings, interval_labels(settings.edges), _notes(table, settings.loss)
     chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
     sums = _make_sums(chosen, table, s.aggregation)
     split = _split(sums)
     notes += _notes_on(chosen, split)
     weights = np.stack([own.weights for own in sums if not own.same_as])
-    passes = pass_through(TokenJacobian(policy, batch, resources), torch.from_numpy(weights), metric=metric)
+    passes = pass_through(J, torch.from_numpy(weights), metric=metric)
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, energy = _judge(judge, table, weights, passes)
-    found, once, real = _join(sums, numbers), _trained_once(chosen, sums, batch), None
+    found, once, real = _join(sums, numbers), _trained_once(chosen, sums, J.batch), None
     if saved is not None or s.take_steps:
-        J = TokenJacobian(policy, batch, Resources(resources.vectors))
-        real = RealSteps(J, loss=s.loss, step=step, optimizer_state=saved)
+        real = RealSteps(J.alone().moved(), loss=s.loss, step=s.step, optimizer_state=saved)
     taken: dict[str, Weighting | Masks] = {
         name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()
     }
@@ -213,11 +241,10 @@ def compare(
         taken = {name: weighting for name, weighting in once.items() if name != PLAIN} | taken
         notes += _notes_on_steps(sums, taken)
     if stepped := real is not None and (s.take_steps or bool(taken)):
-        found = _join_steps(found, _judge_steps(judge, *take_steps(real, taken, resources.progress), taken))
+        found = _join_steps(found, _judge_steps(judge, *take_steps(real, taken), taken))
     if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
         own = [w for w in chosen if str(w) in once or (str(w) in split and w.rule.lopti_eta is not None)]
-        drawn = {"seed": s.seed, "micro_batch_size": resources.micro_batch, "progress": resources.progress}
-        gains = gains_on_unseen_prompts(real.on(batch), own, **drawn)
+        gains = gains_on_unseen_prompts(real, own, seed=s.seed)
         if gains is not None:
             found = _join_gains(found, pd.DataFrame(columns(judge.gains(gains)), index=[*map(str, own)]))
     return Comparison(
@@ -230,20 +257,8 @@ def compare(
         tuple(dict.fromkeys(notes)),
         passes,
         s.aggregation,
-        step if stepped else None,
+        s.step if stepped else None,
     )
-
-
-def _check(batch: TokenBatch, settings: ComparisonSettings) -> None:
-    if settings.loss.reweight_alpha is not None:
-        raise InputError(
-            f"reweight_alpha is {settings.loss.reweight_alpha}; plain GRPO has none, name reweight among the weightings"
-        )
-    if settings.take_steps and settings.aggregation != "token-mean":
-        raise InputError(f"real steps are of the mean over tokens, and aggregation is {settings.aggregation}")
-    unknown = int(resolve_advantages(batch)[batch.response_mask].isnan().sum())
-    if unknown:
-        raise InputError(f"{unknown} tokens have no advantage, so no weight; give rewards or advantages of all")
 
 
 def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
@@ -253,10 +268,9 @@ def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
     return replace(batch, advantages=advantages)
 
 
-def _notes(policy: Policy, batch: TokenBatch, table: pd.DataFrame, loss: LossSettings) -> list[Note]:
-    """What must be known of the rollouts."""
-    notes = [*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes]
-    notes.append(Note(describe_off_policyness(table, loss), "off-policy"))
+def _notes(table: pd.DataFrame, loss: LossSettings) -> list[Note]:
+    """What must be known of the tokens."""
+    notes = [Note(describe_off_policyness(table, loss), "off-policy")]
     if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
         words = (
             f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: what is made of it has k = 1"

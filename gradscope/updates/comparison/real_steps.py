@@ -9,11 +9,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gradscope.gradients import Resources, TokenJacobian, Vectors
+from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.objective import Weighting, split_steps
-from gradscope.policy import PART, Policy, flat_slices, square_norm
+from gradscope.policy import PART, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Progress, track
+from gradscope.runs import track
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.make_update import Update
@@ -24,14 +24,14 @@ Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
 
 
 def take_steps(
-    steps: RealSteps, weightings: Mapping[str, Weighting | Masks], progress: bool | Progress = False
+    steps: RealSteps, weightings: Mapping[str, Weighting | Masks]
 ) -> tuple[Float[np.ndarray, "M K"], Float[np.ndarray, " M"]]:
     """Δ of each token's log odds by plain's step, then by each weighting's real steps; and the cosine with plain's Δθ.
 
     weightings: one of a single step, or the tokens of each of several plain ones. Memory: two displacements, beside
     what a step takes.
     """
-    plain = steps.take(displacement=True)
+    plain, progress = steps.take(displacement=True), steps.jacobian.resources.progress
     changes, cosines = [_log_odds(plain)], [1.0]
     for name, own in track(weightings.items(), "taking real steps", progress, unit="weightings"):
         if not isinstance(own, Weighting):
@@ -44,12 +44,7 @@ def take_steps(
 
 
 def gains_on_unseen_prompts(
-    steps: RealSteps,
-    weightings: Sequence[Weighting],
-    *,
-    seed: int,
-    micro_batch_size: int,
-    progress: bool | Progress = False,
+    steps: RealSteps, weightings: Sequence[Weighting], *, seed: int
 ) -> Float[np.ndarray, "M n"] | None:
     """To first order, the gain in each prompt's expected reward by every weighting's own steps on other prompts.
 
@@ -60,7 +55,7 @@ def gains_on_unseen_prompts(
     alone decide thresholds and draws. weightings: plain first. None without rewards, without tokens or with fewer than
     four such prompts.
     """
-    batch = steps.jacobian.batch
+    batch, progress = steps.jacobian.batch, steps.jacobian.resources.progress
     prompts, counts = batch.group_ids.unique(return_counts=True)
     prompts = prompts[counts > 1]
     if batch.rewards is None or batch.rewards.isnan().any() or len(prompts) < 4:
@@ -70,12 +65,12 @@ def gains_on_unseen_prompts(
         return None
     found = []
     for own, other in (halves, halves[::-1]):
-        on_half = steps.on(own)
+        on_half, J = steps.on(own), steps.on(other).jacobian
         plain = on_half.take(displacement=True)
-        gains = [_gains(steps.jacobian.policy, other, plain.displacement, micro_batch_size)]
+        gains = [_gains(J, plain.displacement)]
         for weighting in track(weightings[1:], "gains on other prompts", progress, unit="weightings"):
             moved = on_half.take(_as_trained(weighting, plain), displacement=True)
-            gains.append(_gains(steps.jacobian.policy, other, moved.displacement, micro_batch_size))
+            gains.append(_gains(J, moved.displacement))
         found.append(np.stack(gains))
     return np.concatenate(found, axis=1)
 
@@ -89,11 +84,8 @@ def _as_trained(weighting: Weighting, plain: Movement) -> Weighting | Update:
     return Update(str(weighting), split_steps(batch, len(batch), masks), plain.settings)
 
 
-def _gains(
-    policy: Policy, batch: TokenBatch, direction: Float[Tensor, " P"], micro_batch_size: int
-) -> Float[np.ndarray, " n"]:
-    J = TokenJacobian(policy, batch, Resources(micro_batch=micro_batch_size))
-    changes, _ = J.jvp(Vectors(direction[None], flat_slices(policy.model)))
+def _gains(J: TokenJacobian, direction: Float[Tensor, " P"]) -> Float[np.ndarray, " n"]:
+    batch, (changes, _) = J.batch, J.jvp(Vectors(direction[None], flat_slices(J.model)))
     pairs = torch.stack([batch.rewards.double(), J.spread(changes)[0].double().sum(1)])
     prompts = batch.group_ids.unique()
     return np.array([torch.cov(pairs[:, batch.group_ids == prompt])[0, 1].item() for prompt in prompts])
