@@ -71,8 +71,7 @@ def list_files(path: Path) -> list[Path]:
     """List a log's files: the file itself, or a folder's own files, or those of its step_N folders; numbers sort by
     size.
 
-    Of a folder with annotations/ (prime-rl's traces) these, and its stream; of one with DETAILS, what these hold. What
-    open-instruct writes about a run beside its rollouts is none of them.
+    Of a folder with annotations/ (prime-rl's traces) these, and its stream; of one with DETAILS, what these hold.
     """
     if os.path.isfile(path):  # of a name that is too long, Path raises
         _check_suffix(path)
@@ -84,7 +83,6 @@ def list_files(path: Path) -> list[Path]:
         files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
         # A file that was being compressed when its run died is there twice.
         files = [f for f in files if f.suffix not in PACKED or f.with_suffix("") not in files]
-        files = [f for f in files if not _is_about(f, files)]
         if files:
             return sorted(files, key=_natural_key)
     raise InputError(
@@ -116,12 +114,6 @@ def named_steps(files: Sequence[Path]) -> dict[Path, int]:
     found = {file: NAMED.search(file.stem) or NAMED.fullmatch(file.parent.name) for file in files}
     steps = {file: int(match[1]) for file, match in found.items() if match}
     return steps if len(steps) == len(files) and len({*steps.values()}) > 1 else {}
-
-
-def _is_about(file: Path, files: list[Path]) -> bool:
-    """Return whether this is open-instruct's {run}_metadata.jsonl beside that run's rollouts."""
-    run = file.name.removesuffix("_metadata.jsonl")
-    return run != file.name and any(other.name.startswith(f"{run}_rollouts_") for other in files)
 
 
 def rollouts_hash(path: Path) -> str:

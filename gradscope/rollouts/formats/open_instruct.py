@@ -2,7 +2,7 @@
 
 prompt_idx counts the samples of a step in groups of the configured size, also where truncated ones were filtered out
 before: then one index stands for several prompts. What a tool said has log-probabilities of exactly 0, and an
-end-of-sequence token that was put into an empty response has NaN.
+end-of-sequence token that was put into an empty response has NaN. {run}_metadata.jsonl beside it tells of the run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ NAMES = {
 }
 
 
+ABOUT = frozenset({"run_name", "model_name"})
+"""Columns of the run's metadata."""
+
+
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     rows, newest, runs = [], {}, {}
     for record in records:
+        if record.columns.keys() >= ABOUT:
+            continue
         runs.setdefault(record.path.name.rpartition("_rollouts_")[0], record.path)
         step, sample = whole_number(record, "step"), whole_number(record, "sample_idx")
         columns = pick(record, NAMES)
@@ -48,6 +54,7 @@ OPEN_INSTRUCT = Format(
     needs=frozenset({"prompt_tokens", "response_tokens"}),
     knows=("step sample_idx prompt_idx reward advantage finish_reason dataset ground_truth request_info logprobs"),
     rows=_rows,
+    beside=(ABOUT,),
     notes=(
         "the log-probabilities are the sampler's: ratios are to these, where the trainer may have recomputed its own",
         "the log has no mask: a tool's output, if there was any, counts as sampled",
