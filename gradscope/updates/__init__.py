@@ -3,7 +3,7 @@
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
 from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_rows
 from gradscope.updates.comparison.describe import (
-    NO_RECOMMENDATION,
+    ONE_BATCH,
     WHAT_STAYS,
     describe,
     gain_sentence,
@@ -27,7 +27,7 @@ from gradscope.updates.movement import movement_table
 from gradscope.updates.step_settings import SGD, StepSettings, read_moments, settle_step, state_step
 
 __all__ = [
-    "BY", "NO_RECOMMENDATION", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
+    "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings",
     "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare",
     "compare_rows", "describe", "gain_sentence", "influence", "influence_table", "log_odds_change", "make_update",
     "measure_steps", "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals",

@@ -92,7 +92,7 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
     assert list(weights) == ["response", "position", *names]
     np.testing.assert_allclose(weights[f"{own}:halved"], table["policy_weight"] / 2, rtol=1e-6)
     summary = (tmp_path / "out" / "summary.txt").read_text()
-    assert outcome.out.endswith(f"\n{summary}") and "No weighting is recommended" in summary
+    assert outcome.out.endswith(f"\n{summary}") and "reweight:alpha=0.5" in summary
     before = (tmp_path / "out" / "compare.csv").stat().st_mtime_ns
     again = run(*arguments)
     assert (again.status, (tmp_path / "out" / "compare.csv").stat().st_mtime_ns) == (0, before)

@@ -12,8 +12,6 @@ from gradscope.diagnosis.result import Diagnosis, Findings, Verdict
 from gradscope.diagnosis.words import compare, lack_words
 from gradscope.resampling import in_brackets
 
-NO_METHOD = "no number of one batch is known to predict how accurate a run will be"
-
 
 def decide(d: Diagnosis, findings: Findings) -> tuple[str, ...]:
     """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
@@ -38,9 +36,10 @@ def _summed(d: Diagnosis) -> str:
 
 def _next(d: Diagnosis) -> str:
     if d.comparison is None:
-        return f"No method is recommended: {NO_METHOD}."
+        return ""
     same = (d.comparison.table["same_as"] == "grpo").groupby(d.comparison.table["method"]).all().drop("grpo")
-    return f"{(~same).sum()} of {len(same)} other token weightings would change this update (below); {NO_METHOD}."
+    found = f"{(~same).sum()} of {len(same)} other token weightings would change this update (below)"
+    return f"{found}; no number of one batch is known to predict how accurate a run will be."
 
 
 def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:

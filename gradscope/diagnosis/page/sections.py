@@ -21,7 +21,7 @@ from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
 from gradscope.theory import measured_cones, theory_report
-from gradscope.updates import NO_RECOMMENDATION, WHAT_STAYS, gain_sentence, signal_sentence
+from gradscope.updates import ONE_BATCH, WHAT_STAYS, gain_sentence, signal_sentence
 
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
@@ -399,7 +399,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         *(Paragraph(note) for note in c.notes if note.kind != "off-policy"),
         sheets.table("weightings", c.table, f"The same in numbers.{same}", shown, folded=True),
         sheets.table("weightings_by_interval", c.by_interval, "Each weighting by probability interval.", folded=True),
-        Paragraph(f"{WHAT_STAYS} {NO_RECOMMENDATION}"),
+        Paragraph(f"{WHAT_STAYS} {ONE_BATCH}"),
     ]
 
 

@@ -13,7 +13,7 @@ from gradscope.resampling import FEWEST, in_brackets
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
-NO_RECOMMENDATION = """No weighting is recommended: no number of one batch is known to predict how well a run ends.
+ONE_BATCH = """No number of one batch is known to predict how well a run ends.
 This describes one batch: which gradients each weighting enlarges, how far it turns the update, and whether the update
 stands out from what other prompts would have given."""
 RECORD = """How far to trust it, by a trial named beforehand on two embedded policies (10 checkpoints, 4 weightings):
@@ -36,7 +36,7 @@ def describe(comparison: Comparison) -> str:
         gain_sentence(comparison),
         *comparison.notes,
     ]
-    return "\n\n".join(part for part in (*parts, f"{WHAT_STAYS}\n{NO_RECOMMENDATION}") if part)
+    return "\n\n".join(part for part in (*parts, f"{WHAT_STAYS}\n{ONE_BATCH}") if part)
 
 
 def signal_sentence(comparison: Comparison) -> str:
