@@ -16,23 +16,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+IMPORTS, REST = "imports", "rest"
 STAGES = {
     "gradscope.cli.measure:load_quietly": "loading",
+    "gradscope.rollouts:read_dump": "reading",
     "gradscope.cli.measure:Measure._key": "hashing",
     "gradscope.gradients.jacobian:TokenGradientMeter.__init__": "structure",
     "gradscope.gradients.table:find_statistics": "statistics",
     "gradscope.gradients.table:check_engine": "self-check",
     "gradscope.gradients.table:TableMeasurement.measure_responses": "tokens",
-    "gradscope.diagnosis.summary:summarize_measurement": "summary",
-    "gradscope.diagnosis.summary:write_figures": "figures",
+    "gradscope.diagnosis:summarize_measurement": "summary",
+    "gradscope.diagnosis:write_figures": "figures",
+    "gradscope.diagnosis.diagnose:statistics_of": "statistics",
+    "gradscope.diagnosis.diagnose:note_logged": "logged log-probabilities",
     "gradscope.diagnosis.diagnose:describe_tokens": "diagnosis of tokens",
+    "gradscope.diagnosis.diagnose:try_other_temperatures": "other temperatures",
     "gradscope.diagnosis.diagnose:sum_gradients": "summed gradients",
     "gradscope.diagnosis.diagnose:take_steps": "steps",
-    "gradscope.diagnosis.page.contents:make_report": "report",
-    "gradscope.diagnosis.page.contents:write_report": "report",
+    "gradscope.diagnosis.diagnose:compare_weightings": "comparison",
+    "gradscope.diagnosis.diagnose:findings": "findings",
+    "gradscope.diagnosis:make_report": "report",
+    "gradscope.diagnosis:write_report": "report",
 }
-"""Function or method, by its module → the stage that a call of it is."""
-REST = "rest"
+"""Function or method, by the module where its caller finds it → the stage that a call of it is."""
 
 
 class Clock:
@@ -84,19 +90,25 @@ def _most_on_device() -> int:
 def main(events: str, *arguments: str) -> None:
     clock = Clock(Path(events))
     try:
-        from torch.nn.modules.module import register_module_forward_pre_hook
-
-        from gradscope.cli import main as gradscope
-
-        for place, stage in STAGES.items():
-            module, _, path = place.partition(":")
-            *owners, name = path.split(".")
-            owner = functools.reduce(getattr, owners, import_module(module))
-            setattr(owner, name, clock.staged(getattr(owner, name), stage))
-        register_module_forward_pre_hook(clock.count)
+        gradscope = clock.staged(watch, IMPORTS)(clock)
         gradscope(list(arguments))
     finally:
         clock.close()
+
+
+def watch(clock: Clock) -> Callable[[list[str]], None]:
+    """Import gradscope's command line with the clock in it."""
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    from gradscope.cli import main as gradscope
+
+    for place, stage in STAGES.items():
+        module, _, path = place.partition(":")
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, import_module(module))
+        setattr(owner, name, clock.staged(getattr(owner, name), stage))
+    register_module_forward_pre_hook(clock.count)
+    return gradscope
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ of the policy embedded-certain, "large" hidden 256, 4 layers, vocabulary 32,000;
              outside their vocabulary, so that all responses are equally long and nothing is to be gained from those
              that end early. Where a batch makes one optimizer step, both take its own
              log-probabilities for π_old.
-    lopti    All optimizer steps on one batch. "large" has random weights and responses, so η is set at the quantile of
-             π_old below which the wanted share of tokens lies, spread over all responses (the paper's policies: 19 %
-             below ¼, 29 % below ½); "embedded" is the real one with its own responses at η = ½. Lopti computes the
+    lopti    All optimizer steps on one batch that the policy sampled, in two mini-batches. "large" has random weights,
+             so η is set at the quantile of π_old below which the wanted share of tokens lies, spread over all responses
+             (the paper's policies: 19 % below ¼, 29 % below ½); "embedded" is the real one at η = ½. Lopti computes the
              blocks twice and the head once for each token.
     parts    Steps of that preset with and without Lopti (Table 6, in small); the ratio is that of training.
 """
@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import importlib.util
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -39,7 +39,6 @@ import pandas as pd
 import torch
 import tyro
 
-from analyses.benchmarks.lopti_time import compare_lopti
 from analyses.benchmarks.trainer_loops import (
     SIZES,
     finishing,
@@ -51,14 +50,20 @@ from analyses.benchmarks.trainer_loops import (
     trl_loop,
     trl_parts,
 )
-from analyses.benchmarks.turns import REST, Seconds, Turns, parts_of
+from analyses.benchmarks.turns import REST, Seconds, Turns, parts_of, read_clocks
 from gradscope.cli.flags import quiet_transformers
+from gradscope.objective import Updater, batch_statistics
+from gradscope.policy import load_policy
+from gradscope.sampling import sample
 from gradscope.trainer import TrainConfig, get_preset
+from gradscope.trainer.step import compute_advantages, plan_update
 
 INSTALL_TRL = "trl is not installed, so the comparison with it is left out; to have it: pip install -e '.[trl]'"
 OURS, TRL = "gradscope", "TRL"
 SETTINGS = ((0.0, 1), (0.001, 2))
 """KL coefficient and optimizer steps per batch; the second is the preset's."""
+LOW_SHARES = (0.2, 0.3, 0.4)
+"""Of low-probability tokens, where η is set by them."""
 PARTS = ("sampling", "old", "reference", "training", REST)
 DIGITS = 3
 
@@ -133,6 +138,39 @@ def time_parts(preset: TrainConfig, folder: Path, *, rounds: int) -> pd.DataFram
     return table.assign(cpu_ratio=[1.0, cpu], wall_ratio=[1.0, wall])
 
 
+def compare_lopti(config: TrainConfig, shares: Sequence[float], *, rounds: int) -> pd.DataFrame:
+    """A row for plain, and one for Lopti at each share of low tokens; without shares at η = ½."""
+    policy = load_policy(config.model, dtype="float32", device="cpu")
+    drawn = {name: getattr(config, name) for name in ("task", "temperature", "max_new_tokens")}
+    with finishing():
+        batch = sample(policy, questions=config.questions_per_step, n=config.group_size, seed=0, **drawn)
+    size = {"micro_batch_size": config.micro_batch_size}
+    old = batch_statistics(policy.model, batch, device=policy.device, **size).logprob
+    batch = replace(batch, old_logprobs=old, ref_logprobs=old)
+    batch = replace(batch, advantages=compute_advantages(batch, config))
+    etas = [float(old[batch.response_mask].exp().quantile(share)) for share in shares] or [0.5]
+    configs = [replace(config, lopti_eta=eta, mini_batch_size=config.num_responses // 2) for eta in (None, *etas)]
+    updates = [plan_update(batch, own, torch.Generator().manual_seed(0)) for own in configs]
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=config.learning_rate)
+    updater = Updater(policy.model, optimizer, policy.device, config.micro_batch_size, config.max_grad_norm)
+    seconds = np.zeros((rounds + 1, len(updates), 2))
+    for place in np.ndindex(seconds.shape[:2]):
+        start, update = read_clocks(), updates[place[1]]
+        for part in update.steps:
+            updater.step(part, update.settings)
+        seconds[place] = read_clocks() - start
+    seconds, rows = seconds[1:], []
+    ratios = np.median(seconds / seconds[:, :1], axis=0)
+    for update, (cpu, wall), (cpu_ratio, wall_ratio) in zip(updates, seconds.transpose(1, 2, 0), ratios, strict=True):
+        low = sum(part.batch.num_tokens for part in update.steps if part.name == "low")
+        rows.append(
+            {"method": "Lopti" if rows else "plain", "micro_batch": config.micro_batch_size, "tokens": batch.num_tokens}
+            | {"cpu_s": np.median(cpu), "cpu_min": cpu.min(), "cpu_max": cpu.max(), "wall_s": np.median(wall)}
+            | {"cpu_ratio": cpu_ratio, "wall_ratio": wall_ratio, "low_share": low / batch.num_tokens}
+        )
+    return pd.DataFrame(rows)
+
+
 def all_tables(options: Options, folder: Path) -> Iterator[pd.DataFrame]:
     """One comparison after the other."""
     sizes = [size for size in SIZES if size.name in options.policies]
@@ -149,7 +187,10 @@ def all_tables(options: Options, folder: Path) -> Iterator[pd.DataFrame]:
                 yield _labelled(table, "trl", policy, f"KL {kl_coef:g}, optimizer steps {steps}")
     if "lopti" in options.comparisons:
         for size in sizes:
-            table = compare_lopti(size, rounds=options.rounds, micro_batch_size=options.lopti_micro_batch)
+            real = size.name == "embedded"
+            config = puzzle_workload() if real else random_workload(size, folder)
+            config = replace(config, micro_batch_size=options.lopti_micro_batch)
+            table = compare_lopti(config, () if real else LOW_SHARES, rounds=options.rounds)
             yield _labelled(table, "lopti", size.name, "two mini-batches")
     if "parts" in options.comparisons:
         table = time_parts(
