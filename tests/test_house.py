@@ -22,9 +22,9 @@ OPEN = {
 }
 """Files that a room shows as they are: other programs import them by name, or the door must stay light."""
 DRIVING = {
-    *("backward", "vmap", "functional_call", "micro_batches", "kept_logprobs", "loss_logprobs", "stream_gradients"),
-    *("add_gradients", "changes_along", "differentiable", "vector_bytes", "zero_vectors", "free_memory"),
-    *("gradient_budget", "autograd"),
+    *("backward", "vmap", "functional_call", "micro_batches", "kept_logprobs", "kept_numbers", "loss_logprobs"),
+    *("stream_gradients", "add_gradients", "changes_along", "differentiable", "vector_bytes", "zero_vectors"),
+    *("free_memory", "gradient_budget", "autograd"),
 }
 NAMES = ast.Attribute | ast.Name
 DIFFERENTIATES = {"theory/constants.py", "rollouts/batch.py", "sampling/hf.py", "integrations/trl_batch.py"}

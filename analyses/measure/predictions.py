@@ -73,7 +73,7 @@ def flatten(model: nn.Module) -> Tensor:
 def gain_by_prompt(policy: Policy, batch: TokenBatch, directions: Tensor) -> np.ndarray:
     """[C, prompts]: the gain of each direction, estimated by each prompt's responses."""
     J = TokenJacobian(policy, batch)
-    changes, _ = J.jvp(Vectors(directions, flat_slices(policy.model)))
+    changes = J.jvp(Vectors(directions, flat_slices(policy.model))).logprob
     moved = J.spread(changes).double().sum(-1)  # [C, B], nats of whole responses
     found = []
     for group in batch.group_ids.unique():

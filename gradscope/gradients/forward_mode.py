@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -17,7 +18,7 @@ from torch.func import functional_call
 from gradscope.errors import InputError, first_line
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.vectors import Vectors, vector_bytes
-from gradscope.objective import kept_logprobs
+from gradscope.objective import Quantity, kept_numbers
 from gradscope.policy import is_upcast, moving
 from gradscope.rollouts import TokenBatch
 
@@ -41,9 +42,18 @@ ATTEMPTS = 8
 """Most step sizes tried until that change is met within a factor of 2."""
 
 
+@dataclass(frozen=True, eq=False)
+class Changes:
+    """What moving the parameters along each vector does to every kept token, to first order: in nats, on the CPU."""
+
+    how: Derivative
+    logprob: Float[Tensor, "R K"] | None = None
+    entropy: Float[Tensor, "R K"] | None = None
+
+
 def changes_along(
     kept: KeptNumbers, vectors: Vectors, batch: TokenBatch, micro_batch: int, pieces: Pieces
-) -> tuple[Float[Tensor, "R K"], Derivative]:
+) -> tuple[Float[Tensor, "R K Q"], Derivative]:
     """Differentiate the kept tokens' numbers along each vector: on the CPU, and how the derivatives were taken.
 
     Raises:
@@ -104,14 +114,14 @@ def refuse_narrow_arithmetic(model: nn.Module) -> None:
 
 
 class KeptNumbers(nn.Module):
-    """A number of each of a piece's kept tokens [K], as a module whose parameters can be swapped for one call."""
+    """Q numbers of each of a piece's kept tokens, as a module whose parameters can be swapped for one call."""
 
-    def __init__(self, model: nn.Module, compute: Callable[[nn.Module, TokenBatch], Tensor] = kept_logprobs) -> None:
+    def __init__(self, model: nn.Module, names: Sequence[Quantity] = ("logprob",)) -> None:
         super().__init__()
-        self.model, self._compute = model, compute
+        self.model, self.names = model, names
 
-    def forward(self, piece: TokenBatch) -> Float[Tensor, " K"]:
-        return self._compute(self.model, piece)
+    def forward(self, piece: TokenBatch) -> Float[Tensor, "K Q"]:
+        return kept_numbers(self.model, piece, self.names)
 
 
 def _changes(
@@ -121,10 +131,10 @@ def _changes(
     num_tokens: int,
     micro_batch: int,
     pieces: Pieces,
-) -> Float[Tensor, "R K"]:
+) -> Float[Tensor, "R K Q"]:
     """The derivative along each vector, piece by piece."""
     parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
-    changes = torch.zeros(len(vectors), num_tokens, dtype=vectors.rows.dtype)
+    changes = torch.zeros(len(vectors), num_tokens, len(module.names), dtype=vectors.rows.dtype)
     for r, vector in enumerate(vectors.rows):
         if not vector.any():
             continue
@@ -132,8 +142,8 @@ def _changes(
         parts = {f"model.{name}": _alone(vector[part]) for name, part in vectors.slices.items()}
         tangents = {name: _tangent(p, parts[name]) for name, p in parameters.items()}
         for places, piece in pieces(micro_batch, 6):
-            logprobs = partial(_logprobs_at, module, piece)
-            changes[r, places] = differentiate(logprobs, parameters, tangents).to(changes)
+            numbers = partial(_numbers_at, module, piece)
+            changes[r, places] = differentiate(numbers, parameters, tangents).to(changes)
     return changes
 
 
@@ -144,10 +154,10 @@ def _fits_together(model: nn.Module, vectors: Vectors) -> bool:
 
 def _changes_together(
     module: KeptNumbers, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
-) -> Float[Tensor, "R K"]:
+) -> Float[Tensor, "R K Q"]:
     """`_changes` in forward mode along several vectors at once."""
     parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
-    changes = torch.zeros(len(vectors), num_tokens, dtype=vectors.rows.dtype)
+    changes = torch.zeros(len(vectors), num_tokens, len(module.names), dtype=vectors.rows.dtype)
     active = vectors.rows.any(1).nonzero()[:, 0].cpu()
     for chosen in active.split(TOGETHER):
         rows = vectors.rows[chosen]
@@ -156,13 +166,13 @@ def _changes_together(
             for name, part in ((f"model.{name}", part) for name, part in vectors.slices.items())
         }
         for places, piece in pieces(max(1, micro_batch // len(chosen)), 6 * len(chosen)):
-            along = partial(_along, partial(_logprobs_at, module, piece), parameters)
+            along = partial(_along, partial(_numbers_at, module, piece), parameters)
             changes[chosen[:, None], places] = torch.func.vmap(along)(tangents).to(changes)
     return changes
 
 
-def _along(logprobs: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents) -> Float[Tensor, " K"]:
-    return torch.func.jvp(logprobs, (parameters,), (tangents,))[1]
+def _along(numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents) -> Float[Tensor, "K Q"]:
+    return torch.func.jvp(numbers, (parameters,), (tangents,))[1]
 
 
 def _alone(part: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
@@ -171,7 +181,7 @@ def _alone(part: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
     return torch.from_dlpack(part) if part.device.type in ("cpu", "cuda") else part.clone()
 
 
-def _logprobs_at(module: KeptNumbers, piece: TokenBatch, parameters: Tangents) -> Float[Tensor, " K"]:
+def _numbers_at(module: KeptNumbers, piece: TokenBatch, parameters: Tangents) -> Float[Tensor, "K Q"]:
     return functional_call(module, parameters, (piece,))
 
 
@@ -180,26 +190,25 @@ def _tangent(parameter: Tensor, direction: Float[Tensor, " n"]) -> Tensor:
 
 
 def _forward_mode(
-    logprobs: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
-) -> Float[Tensor, " K"]:
+    numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
+) -> Float[Tensor, "K Q"]:
     upcast = {name: p for name, p in parameters.items() if p.dtype != tangents[name].dtype}
     if not upcast:
-        return _along(logprobs, parameters, tangents)
+        return _along(numbers, parameters, tangents)
     with dual_level(), moving((p, tangents[name]) for name, p in upcast.items()):
         duals = {name: make_dual(p, tangents[name]) for name, p in parameters.items() if name not in upcast}
-        return unpack_dual(logprobs(duals)).tangent
+        return unpack_dual(numbers(duals)).tangent
 
 
 def _central_differences(
-    logprobs: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
-) -> Float[Tensor, " K"]:
+    numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
+) -> Float[Tensor, "K Q"]:
     """[log π(θ + h·d) − log π(θ − h·d)] / 2h, with h such that log π changes by about REACH."""
     norms = [nn.utils.get_total_norm(list(vectors.values())).item() for vectors in (parameters, tangents)]
     h = 1e-3 * norms[0] / norms[1]
     for _ in range(ATTEMPTS):
         ahead, behind = (
-            logprobs({name: p.add(tangents[name], alpha=sign * h) for name, p in parameters.items()})
-            for sign in (1, -1)
+            numbers({name: p.add(tangents[name], alpha=sign * h) for name, p in parameters.items()}) for sign in (1, -1)
         )
         slopes = (ahead - behind) / (2 * h)
         reach = h * slopes.square().mean().sqrt().item()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Literal
+from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradscope.errors import InputError
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.products import Precision
-from gradscope.gradients.forward_mode import Derivative, KeptNumbers, changes_along, refuse_narrow_arithmetic
+from gradscope.gradients.forward_mode import Changes, KeptNumbers, changes_along, refuse_narrow_arithmetic
 from gradscope.gradients.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.resources import Resources
@@ -28,10 +28,10 @@ from gradscope.gradients.reverse_mode import add_gradients, differentiable, stre
 from gradscope.gradients.row_norms import RowNorms
 from gradscope.gradients.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.objective import (
+    Quantity,
     TokenStatistics,
     batch_statistics,
     fitting_size,
-    kept_entropies,
     kept_logprobs,
     micro_batches,
 )
@@ -192,10 +192,8 @@ class TokenJacobian:
         self.resources.processes.sum(sums.rows)
         return sums
 
-    def jvp(
-        self, vectors: Vectors, of: Literal["logprob", "entropy"] = "logprob"
-    ) -> tuple[Float[Tensor, "R K"], Derivative]:
-        """Differentiate every log π, or entropy, along vectors: ⟨∇ log π_t, vector⟩ in nats, on the CPU, and how.
+    def jvp(self, vectors: Vectors, of: Sequence[Quantity] = ("logprob",)) -> Changes:
+        """Differentiate every log π along vectors, ⟨∇ log π_t, vector⟩, or every entropy, or both by the same passes.
 
         If the parameters move by a vector, each changes by that much to first order. A vector that is not zero
         costs about three forward passes in forward mode. Where an operation of the model has none, a UserWarning says
@@ -206,17 +204,20 @@ class TokenJacobian:
             InputError: the vectors do not fit the model, or its arithmetic is below float32, in which a tangent keeps
                 two or three digits.
         """
+        if unknown := [name for name in of if name not in get_args(Quantity)]:
+            raise InputError(f"of names {unknown[0]!r}; give a tuple of {' and '.join(map(repr, get_args(Quantity)))}")
         refuse_narrow_arithmetic(self.model)
         if vectors.rows.shape[1] != (size := zero_vectors(self.model, 0).shape[1]):
             raise InputError(
                 f"vectors have {vectors.rows.shape[1]} entries, the model {size} parameters; give one each"
             )
-        micro_batch = self.resources.micro_batch
-        kept = KeptNumbers(self.model, {"logprob": kept_logprobs, "entropy": kept_entropies}[of])
-        changes, how = changes_along(kept, vectors, self.batch, micro_batch, self._pieces)
+        changes, how = changes_along(
+            KeptNumbers(self.model, of), vectors, self.batch, self.resources.micro_batch, self._pieces
+        )
         everyone = self.resources.processes.gather([how])
         how = "central differences" if "central differences" in everyone else "forward mode"
-        return self.resources.processes.sum(changes), how
+        changes = self.resources.processes.sum(changes)
+        return Changes(how, **{name: changes[..., q] for q, name in enumerate(of)})
 
     def gram(
         self,

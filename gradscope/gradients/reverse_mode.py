@@ -55,7 +55,7 @@ def stream_gradients(model: nn.Module, piece: TokenBatch, weights: Float[Tensor,
         if is_upcast(model):
             leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
         leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
-    logprobs = functional_call(KeptNumbers(model), leaves, (piece,))
+    logprobs = functional_call(KeptNumbers(model), leaves, (piece,))[:, 0]
     weights = weights.to(logprobs)
     active = weights.any(1).nonzero()[:, 0].tolist()
     for row in active:  # which `pass_on` reads

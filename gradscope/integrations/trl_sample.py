@@ -197,8 +197,7 @@ class StepSample:
         part, prompts, amounts = part.select(live), prompts[live], amounts[:, live]
         direction = _unit_gradient(self._model)
         if not self._narrow:
-            changes, _ = part.jvp(direction)
-            self._add("product", prompts, amounts * part.spread(changes[0]))
+            self._add("product", prompts, amounts * part.spread(part.jvp(direction).logprob[0]))
             return
         for number in prompts.unique():  # in narrow arithmetic sums are better than each token's derivative
             own = (prompts == number).nonzero()[:, 0]

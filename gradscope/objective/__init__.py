@@ -1,11 +1,12 @@
 """The equations: advantages, token weights, the loss, log π, and the optimizer step that is trained and measured."""
 
 from gradscope.objective.batch_logprobs import (
+    Quantity,
     batch_statistics,
     choosing_places,
     fitting_size,
-    kept_entropies,
     kept_logprobs,
+    kept_numbers,
     loss_logprobs,
     micro_batches,
 )
@@ -50,10 +51,10 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "StepResult", "StepRule", "StepTokens",
-    "StepTotals", "TokenStatistics", "Tokens", "Updater", "Weighting", "batch_loss", "batch_statistics",
+    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "Quantity", "StepResult", "StepRule",
+    "StepTokens", "StepTotals", "TokenStatistics", "Tokens", "Updater", "Weighting", "batch_loss", "batch_statistics",
     "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness",
-    "fill_unknown", "fitting_size", "gather_logprobs", "grpo_advantages", "kept_entropies", "kept_logprobs", "kl_k3",
+    "fill_unknown", "fitting_size", "gather_logprobs", "grpo_advantages", "kept_logprobs", "kept_numbers", "kl_k3",
     "logit_gradient", "lopti_split", "loss_logprobs", "make_weighting", "micro_batches", "off_policy_columns",
     "off_policy_sentence", "off_policyness", "parts_at_once", "policy_loss", "reinforce_pp_advantages",
     "resolve_advantages", "reweight", "rows_at_once", "spell_out", "split_steps", "statistics_and_gradient",

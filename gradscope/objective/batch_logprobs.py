@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -31,6 +32,9 @@ from gradscope.runs import ALONE, Processes
 
 Piece = tuple[Int[Tensor, " _"], TokenBatch]
 """Rows of a batch, and the micro-batch that they make."""
+
+Quantity = Literal["logprob", "entropy"]
+"""Of a token's distribution, in nats at its temperature."""
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 """Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
@@ -80,12 +84,17 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
     return gather_logprobs(logits, ids, temperature=temperatures)
 
 
-def kept_entropies(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
-    """Compute the differentiable entropy at the kept tokens, in nats at their temperature; else as `kept_logprobs`."""
-    logits, _, temperatures = _kept_logits(model, piece)
-    logprobs = (widen(logits) / temperatures[:, None]).log_softmax(-1)
-    # A finite floor makes the term of an impossible token 0 · finite = 0.
-    return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
+    """Compute what is named of every kept token, differentiable and from one forward pass; else as `kept_logprobs`."""
+    logits, ids, temperatures = _kept_logits(model, piece)
+
+    def entropies() -> Float[Tensor, " K"]:
+        logprobs = (widen(logits) / temperatures[:, None]).log_softmax(-1)
+        # A finite floor makes the term of an impossible token 0 · finite = 0.
+        return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+
+    made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=temperatures), "entropy": entropies}
+    return torch.stack([made[name]() for name in names], -1)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:

@@ -226,8 +226,8 @@ class _Sources:
         for span, crossed in parts.spans():
             rows = parts.rows[:, span]
             self._shape(rows, list(self.cotangents), rows.sum(0), clip_factor, crossed)
-        changes, method = J.jvp(parts)
-        return changes.double().numpy(), method, clip_factor, parts.norm_of_sum()
+        changes = J.jvp(parts)
+        return changes.logprob.double().numpy(), changes.how, clip_factor, parts.norm_of_sum()
 
     def _keep_held(self, parts: Vectors) -> None:
         """Set to 0 what the optimizer does not hold."""

@@ -76,9 +76,9 @@ def test_vjp_jvp_and_gram_are_products_with_the_dense_jacobian(name, dtype, tole
     J = TokenJacobian(policy, batch, Resources(1 << 34, micro_batch=2))
     sums = J.vjp(weights)
     assert distance(sums.rows, weights @ expected.double()) < tolerance
-    changes, how = J.jvp(sums)
-    assert how == "forward mode"
-    assert distance(changes, (weights @ expected.double()) @ expected.double().T) < tolerance
+    changes = J.jvp(sums)
+    assert changes.how == "forward mode" and changes.entropy is None
+    assert distance(changes.logprob, (weights @ expected.double()) @ expected.double().T) < tolerance
     vectors = by_group(expected.double(), weights, groups)
     gram = J.gram(weights)
     assert gram.plan.way == "whole"
@@ -120,13 +120,21 @@ def test_row_norms_freeze_the_model_inside_a_call_only():
         assert policy.model.training and all(p.requires_grad for p in policy.model.parameters())
 
 
-def test_entropies_change_along_a_vector_as_a_small_step_changes_them():
+def test_entropies_change_along_a_vector_as_a_small_step_changes_them_and_cost_no_pass_beside_log_pi():
     policy = make_policy("gpt2", torch.float64)
     batch = make_batch(policy, temperature=0.7)
-    J = TokenJacobian(policy, batch)
+    J, passes = TokenJacobian(policy, batch), []
     vector = J.vjp(make_weights(batch, 1))
-    changes, how = J.jvp(vector, of="entropy")
-    assert how == "forward mode"
+    handle = policy.blocks[0].register_forward_hook(lambda *_: passes.append(1))
+    changes = J.jvp(vector, of=("logprob", "entropy"))
+    both = len(passes)
+    assert torch.equal(J.jvp(vector).logprob, changes.logprob) and len(passes) == 2 * both
+    assert distance(J.jvp(vector, of=("entropy",)).entropy, changes.entropy) < 1e-12
+    handle.remove()
+    twice = J.jvp(Vectors(torch.cat([vector.rows, -2 * vector.rows]), vector.slices), of=("entropy", "logprob"))
+    for found, one in ((twice.logprob, changes.logprob), (twice.entropy, changes.entropy)):  # vectors go together
+        assert distance(found, torch.cat([one, -2 * one])) < 1e-12
+    assert changes.how == twice.how == "forward mode"
     found = []
     for size in (1e-6, -2e-6):
         with torch.no_grad():
@@ -135,7 +143,7 @@ def test_entropies_change_along_a_vector_as_a_small_step_changes_them():
                 parameter += size * vector.rows[0, part].view_as(parameter)
         found.append(J.kept(J.moved().statistics.entropy))
     # A central difference errs by size² and by rounding, 1e-16 of entropies of about 3 over 2e-6.
-    assert distance(changes[0], (found[0] - found[1]) / 2e-6) < 1e-6
+    assert distance(changes.entropy[0], (found[0] - found[1]) / 2e-6) < 1e-6
 
 
 @pytest.mark.parametrize("pairs", ["all", "within"])
@@ -270,6 +278,7 @@ def test_what_does_not_fit_is_refused_in_one_line():
     for call in (
         lambda: J.vjp(torch.zeros(2, 3)),
         lambda: J.jvp(Vectors(torch.zeros(1, 7), {})),
+        lambda: J.jvp(Vectors.zeros(policy.model, 1), of="entropy"),
         lambda: TokenJacobian(policy.model, batch).row_norms(),
         lambda: J.gram(torch.zeros(2, batch.num_tokens)),
         lambda: TokenJacobian(

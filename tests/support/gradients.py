@@ -93,5 +93,5 @@ def sum_gradients(model: nn.Module, batch: TokenBatch, weights: Tensor, size: in
 def predict_changes(model: nn.Module, batch: TokenBatch, directions: Tensor, size: int = 8) -> tuple[Tensor, str]:
     """[R, B, S]: ⟨∇ log π_t, direction⟩, 0 elsewhere; and how."""
     J = TokenJacobian(model, batch, Resources(1 << 40, micro_batch=size))
-    changes, how = J.jvp(Vectors(directions, flat_slices(model)))
-    return J.spread(changes), how
+    changes = J.jvp(Vectors(directions, flat_slices(model)))
+    return J.spread(changes.logprob), changes.how

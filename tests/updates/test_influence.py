@@ -118,8 +118,8 @@ def test_contributions_sum_to_the_prediction_for_the_whole_step(monkeypatch, nam
     make = TokenJacobian.jvp
     monkeypatch.setattr(TokenJacobian, "jvp", spied)
     table = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state).contributions
-    changes, _ = make(TokenJacobian(policy, batch), Vectors(whole[0], flat_slices(policy.model)))
-    expected = changes[0].double().numpy()
+    changes = make(TokenJacobian(policy, batch), Vectors(whole[0], flat_slices(policy.model)))
+    expected = changes.logprob[0].double().numpy()
     sources = table[[name for name in table if name.startswith("by.")]].sum(axis=1)
     np.testing.assert_allclose(table["predicted"], sources, rtol=1e-12)
     assert np.abs(sources - expected).max() < 1e-5 * np.sqrt(np.mean(expected**2))

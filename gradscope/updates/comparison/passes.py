@@ -103,9 +103,9 @@ class _Work:
             chosen = rows[start : start + self.at_once]
             totals, plan = self._sum(chosen)
             for number, directions in enumerate(self._directions(totals)):
-                changes, method = self.J.jvp(directions)
-                self.changes[number, chosen] = changes.double()
-        return plan, method
+                changes = self.J.jvp(directions)
+                self.changes[number, chosen] = changes.logprob.double()
+        return plan, changes.how
 
     def _sum(self, chosen: Sequence[int]) -> tuple[Vectors, SumsPlan]:
         """U of these rows; their prompts' products are noted on the way."""

@@ -85,7 +85,7 @@ def _as_trained(weighting: Weighting, plain: Movement) -> Weighting | Update:
 
 
 def _gains(J: TokenJacobian, direction: Float[Tensor, " P"]) -> Float[np.ndarray, " n"]:
-    batch, (changes, _) = J.batch, J.jvp(Vectors(direction[None], flat_slices(J.model)))
+    batch, changes = J.batch, J.jvp(Vectors(direction[None], flat_slices(J.model))).logprob
     pairs = torch.stack([batch.rewards.double(), J.spread(changes)[0].double().sum(1)])
     prompts = batch.group_ids.unique()
     return np.array([torch.cov(pairs[:, batch.group_ids == prompt])[0, 1].item() for prompt in prompts])
