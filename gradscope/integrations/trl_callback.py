@@ -115,14 +115,15 @@ class GradScopeCallback(TrainerCallback):
         """A dict per measured step, as in the file."""
         self.seconds = 0.0
         """Spent on measuring since training began."""
-        self._started, self._spent, self._cost = 0.0, 0.0, 0.0
+        self._started, self._spent, self._cost, self._price = 0.0, 0.0, 0.0, 0.0
         self._due = self._waiting = False
         self._window: list[Inputs] = []
         self._norm, self._tolerated = math.nan, TOLERANCE
         self._step: StepMeasurement | StepSample | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._started, self.seconds, self._cost, self.rows = time.perf_counter(), 0.0, 0.0, []
+        self._started, self.seconds, self.rows = time.perf_counter(), 0.0, []
+        self._cost = self._price = 0.0
         self._tolerated, self._waiting = TOLERANCE, False
         if state.global_step and self.path.is_file():
             rows = pd.read_parquet(self.path)
@@ -167,12 +168,12 @@ class GradScopeCallback(TrainerCallback):
         if not (most := sample.num_prompts):
             return
         owed = 0.0
-        if not self._cost:
+        if not self._price:
             sample.measure(1)
             most, owed = most - 1, sample.owed * (time.perf_counter() - started)
         now = time.perf_counter()
         spent = self.seconds + now - started + owed
-        price = spent / (self._cost or sample.measured_cost) * sample.mean_cost
+        price = (self._price or spent / sample.measured_cost) * sample.mean_cost
         allowed = affordable(self.budget, now - self._started + owed, spent, price)
         count = agree(min(most, allowed), self.trainer.accelerator.device)
         if self.progress is not SILENT and (measured := sample.measured_prompts + count):
@@ -187,15 +188,15 @@ class GradScopeCallback(TrainerCallback):
         if math.isfinite(theirs) and known:  # fp16 skips a step whose norm is infinite
             ratio = own / theirs if theirs else math.inf
         self._step.numbers["grad_norm_ratio"] = ratio
-        self._warn(ratio, f"step {number} has norm {own:.6g}", "grad_norm_ratio")
+        self._warn(number, ratio, own, "grad_norm_ratio")
 
-    def _warn(self, ratio: float, measured: str, name: str) -> None:
+    def _warn(self, number: int, ratio: float, own: float, name: str) -> None:
         """Warn of another gradient than the trainer's: once, and again where it becomes much worse."""
         if abs(ratio - 1) > self._tolerated and self.trainer.accelerator.is_main_process:
             self._tolerated = 2 * abs(ratio - 1)
             warnings.warn(
-                f"gradscope: the gradient that was measured in {measured}, and that of the trainer {self._norm:.6g}: "
-                f"{self._reason()} ({name} has it for every measured step)",
+                f"gradscope: the gradient that was measured in step {number} has norm {own:.6g}, and that of the "
+                f"trainer {self._norm:.6g}: {self._reason()} ({name} has it for every measured step)",
                 stacklevel=3,
             )
 
@@ -230,11 +231,9 @@ class GradScopeCallback(TrainerCallback):
         if isinstance(step, StepSample):
             step.finish()
             numbers = step.estimate(self._norm, TOLERANCE)
-            self._cost += step.measured_cost
             if step.measured_prompts == step.num_prompts:
                 ratio = numbers["grad_projection"]
-                words = f"step {state.global_step} is {ratio * self._norm:.6g} long along the trainer's"
-                self._warn(ratio, words, "grad_projection")
+                self._warn(state.global_step, ratio, ratio * self._norm, "grad_projection")
         else:
             step.finish(next(self.trainer.model.parameters()).device)
             numbers = step.numbers | {"num_tokens": step.num_tokens}
@@ -246,7 +245,11 @@ class GradScopeCallback(TrainerCallback):
         for name, value in numbers.items():
             if math.isfinite(value):
                 self.trainer._metrics["train"][f"gradscope/{name}"].append(float(value))
-        self.seconds += time.perf_counter() - started
+        self.seconds += (spent := time.perf_counter() - started)
+        if isinstance(step, StepSample):
+            self._cost += step.measured_cost
+            # The dearer of all steps and the last: what a price too low overspends is spent; what is left can be later.
+            self._price = max(self.seconds / self._cost, (self._spent + spent) / step.measured_cost)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._unwatch()
