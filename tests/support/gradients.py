@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -48,10 +49,54 @@ def used_again(policy: Policy, module: str) -> Policy:
 
 
 def raising(error: Exception) -> Callable[..., None]:
-    def jvp(*_: object, **__: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    return jvp
+    return fail
+
+
+def fail_in_the_last_pass(model: nn.Module, call: Callable[[], object]) -> None:
+    """Call, and call again with a model that fails in the last forward pass that the first call made."""
+    passes: list[int] = []
+    handle = model.register_forward_hook(lambda *_: passes.append(1))
+    call()
+    handle.remove()
+
+    def fail(*_: object) -> None:
+        passes.pop()
+        if not passes:
+            raise ZeroDivisionError
+
+    handle = model.register_forward_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        call()
+    handle.remove()
+
+
+class Fused(torch.autograd.Function):
+    """An operation without forward mode: it changes nothing, and lets gradients through."""
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def setup_context(*_: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(_context: object, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def fused(policy: Policy) -> Policy:
+    """The policy with such an operation behind its first block."""
+
+    def act(_block: nn.Module, _given: object, found: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        return Fused.apply(found) if isinstance(found, Tensor) else (Fused.apply(found[0]), *found[1:])
+
+    policy.blocks[0].register_forward_hook(act)
+    return policy
 
 
 def state_of(policy: Policy) -> list[object]:
