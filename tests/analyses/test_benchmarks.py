@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ from analyses.benchmarks.real_size_stages import IMPORTS, REST, STAGES
 from analyses.benchmarks.token_gradients import METHODS, OUTSIDE, Options, benchmark
 from analyses.benchmarks.trainer import compare_lopti, time_parts
 from analyses.benchmarks.trainer_loops import Size, finishing, random_workload
-from analyses.benchmarks.turns import Turns
 from gradscope.rollouts import write_rollouts
 
 TINY = Size("tiny", vocab=64, hidden=16, heads=2, mlp=24, layers=2, questions=2, group=4, prompt=5, response=10)
@@ -34,31 +32,6 @@ def test_every_method_of_the_benchmark_gives_the_same_norms():
     assert (table["max_relative_error"] < 1e-5).all()
     assert table["ratio"].iloc[-1] == 1
     assert (table["peak_mb"] > 0.1).all()  # one sequence's activations at least
-
-
-def test_loops_take_turns_step_by_step_and_the_parts_of_a_step_are_all_of_it():
-    order = []
-
-    def make(name, steps):
-        def loop(pass_on):
-            for step in range(steps):
-                with turns.part("outer"), turns.part("inner"):
-                    order.append(f"{name}{step}")
-                    time.sleep(0.02)
-                pass_on()
-
-        return loop
-
-    turns = Turns({"a": make("a", 3), "b": make("b", 2)})
-    steps = turns.run()
-    assert order == ["a0", "b0", "a1", "b1", "a2"]
-    # The first step of each warms up.
-    assert {name: len(counted) for name, counted in steps.items()} == {"a": 2, "b": 1}
-    for step in (*steps["a"], *steps["b"]):
-        cpu, wall = sum(step.values())
-        # Sleeping is not work; and what is inside a part is not counted for the part around it.
-        assert 0 <= cpu < 0.02 <= step["inner"][1] <= wall
-        assert step["outer"][1] < 0.01
 
 
 def test_the_parts_of_a_step_of_the_trainer_add_up_to_it_with_and_without_lopti(tmp_path):

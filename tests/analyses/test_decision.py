@@ -4,9 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from scipy import stats
-from support.refusals import refused
 
-from analyses.common import read_runs
 from analyses.common.experiments import list_runs, needs
 from analyses.paper import decision
 
@@ -54,34 +52,6 @@ def test_more_seeds_are_asked_for_by_the_pooled_spread_alone(sd):
     later = plant(5 * sd).assign(seed=lambda table: table["seed"] + 12)
     assert decision.count_seeds(pd.concat([runs, later])) == asked  # asked once, with 12
     assert decision.count_seeds(runs[runs["seed"] > 0]) is None
-
-
-def test_its_table_is_that_of_the_kept_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_runs, "RUNS", tmp_path / "runs")
-    runs = plant(0.02)
-    for row in runs.itertuples():
-        folder = tmp_path / "runs" / "cpu" / "puzzles" / row.variant / f"seed{row.seed}"
-        folder.mkdir(parents=True)
-        values = row.sampled + np.array([-0.1, 0.0, 0.1])
-        tests = pd.DataFrame({"step": decision.STEPS, "avg@4": values, "greedy_accuracy": 0.9})
-        levels = pd.concat([tests.assign(level=level) for level in ("all", "2")])
-        levels.to_csv(folder / "test.csv", index=False)
-        pd.DataFrame({"step": [1], "reward_mean": [0.0]}).to_csv(folder / "metrics.csv", index=False)
-    decision.main(decision.Options(out=tmp_path / "out", scale="cpu"))
-    table = pd.read_csv(tmp_path / "out" / "decision.csv")
-    expected = decision.contrast(runs)
-    assert table["difference"].tolist() == pytest.approx(expected["difference"].tolist(), rel=1e-4, nan_ok=True)
-    assert (tmp_path / "out" / "decision.png").is_file()
-    assert table["seeds_asked"].tolist() == [12] * len(table)
-    wide = runs.pivot(index="seed", columns="variant", values="sampled")
-    pooled = np.sqrt(np.mean([(wide[a] - wide[b]).var(ddof=1) for a, b in decision.NAMED]))
-    assert table["half_width"].unique() == pytest.approx([stats.t.ppf(0.975, 11) * pooled / 12**0.5], rel=1e-4)
-    with refused():
-        decision.main(decision.Options(out=tmp_path / "out", scale="certain"))
-    for text in folder.glob("test.csv"):
-        text.write_text(text.read_text().replace("\n125,", "\n75,"))
-    with refused("both/seed11"):
-        decision.main(decision.Options(out=tmp_path / "out", scale="cpu"))
 
 
 @pytest.mark.parametrize("left_out", [("random-split",), ("random-split", 11)])

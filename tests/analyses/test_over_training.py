@@ -117,19 +117,6 @@ def test_shares_of_squares_are_those_of_the_drawn_signs_the_same_in_both_metrics
     assert rows["dominance_index"].to_numpy() == pytest.approx(index, abs=1e-4)
 
 
-def test_random_signs_have_the_sum_of_single_squares_as_their_mean(policy, batch, brute):
-    """400 draws; their mean is within four of its standard errors, as seen in the draws."""
-    singles = torch.zeros(4, dtype=torch.float64)
-    for gradient, a in zip(brute.gradients, brute.interval, strict=True):
-        singles[a] += gradient.square().sum()
-    generator, draws = torch.Generator().manual_seed(0), []
-    for _ in range(400):
-        signs = 2.0 * torch.randint(2, (len(brute.gradients), 1), generator=generator) - 1
-        draws.append(parts(brute, brute.gradients * signs).square().sum((0, 2)))
-    mean, error = torch.stack(draws).mean(0), torch.stack(draws).std(0) / 20
-    assert ((mean - singles).abs() <= 4 * error + 1e-12 * singles).all()
-
-
 def test_tokens_are_counted_and_what_one_minus_pi_predicts_is_a_loops(tables, policy, batch, brute):
     counts, predicted, entropies = np.zeros(4), np.zeros(4), np.zeros(4)
     place = 0

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.gradients import raising
 from support.oracle import TrueFloat64
 from support.policies import CAUSAL, HIDDEN, PAD, Share, make_batch, make_policy, make_responses, pad_both_sides
 from support.refusals import refused
@@ -232,24 +233,22 @@ def test_items_are_dealt_once_each_in_equally_long_shares():
             assert fillers == sorted(fillers)
 
 
-def test_the_head_is_whole_again_afterwards_even_if_the_model_breaks(policy, monkeypatch):
+def test_the_head_is_whole_again_afterwards_even_if_the_model_breaks(policy):
     batch = make_batch(policy)
     _, piece = micro_batches(batch, 6)[0]
     kept_logprobs(policy.model, piece)
     assert policy.model(input_ids=batch.input_ids).logits.shape[:2] == batch.input_ids.shape
 
-    def broken(*_args, **_kwargs):
-        raise MemoryError
-
-    monkeypatch.setattr(policy.model, "forward", broken)
+    handle = policy.model.register_forward_hook(raising(MemoryError()))
     with pytest.raises(MemoryError):
         kept_logprobs(policy.model, piece)
-    monkeypatch.undo()
+    handle.remove()
     assert policy.model(input_ids=batch.input_ids).logits.shape[:2] == batch.input_ids.shape
 
 
-def test_a_model_that_names_no_head_is_refused(policy, monkeypatch):
-    monkeypatch.setattr(policy.model, "get_output_embeddings", lambda: None)
+def test_a_model_that_names_no_head_is_refused():
+    policy = make_policy("llama")
+    policy.model.get_output_embeddings = lambda: None
     _, piece = micro_batches(make_batch(policy), 6)[0]
     with refused("LlamaForCausalLM"):
         kept_logprobs(policy.model, piece)

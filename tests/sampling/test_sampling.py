@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import replace
 from math import nan
 
@@ -13,12 +12,11 @@ from support.engines import full_logprobs
 from support.policies import BOS, CAUSAL, CONTEXT, EOS, VOCAB, make_policy
 from support.refusals import refused
 from support.tiers import every
-from transformers import DynamicCache
 
 from gradscope.errors import NanLogitsError
 from gradscope.policy import Policy
 from gradscope.rollouts import read_rollouts, write_rollouts
-from gradscope.sampling import HFSampler, Sample, batch_rows, kv_cache, rollout_rows
+from gradscope.sampling import HFSampler, Sample, batch_rows, rollout_rows
 from gradscope.sampling.hf import draw_tokens, stop_ids
 from gradscope.sampling.kv_cache import GrowingTensor
 from gradscope.tasks import Question
@@ -206,16 +204,6 @@ def test_a_growing_tensor_is_what_concatenating_and_indexing_give():
                 growing.take_rows(rows, moved)
                 expected = expected[rows]
         assert torch.equal(growing.value, expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "mixtral"])
-def test_decoding_in_place_changes_no_number(name, dtype, monkeypatch):
-    policy = stopping_policy(name, list(range(3, VOCAB, 8)), dtype, attention="sdpa")
-    fast = sample(policy, n=8)
-    monkeypatch.setattr(kv_cache, "decoding_attention", nullcontext)
-    monkeypatch.setattr(kv_cache, "growing_cache", lambda config: DynamicCache(config=config))
-    assert sample(policy, n=8) == fast
 
 
 class Task:

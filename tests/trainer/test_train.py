@@ -21,7 +21,7 @@ from gradscope import load_policy, read_rollouts
 from gradscope.cli import main
 from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError
 from gradscope.gradients import interval_gradients
-from gradscope.objective import Updater, batch_statistics
+from gradscope.objective import batch_statistics
 from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import EMBEDDED
 from gradscope.sampling import HFSampler
@@ -196,10 +196,10 @@ def test_after_kill_9_a_resumed_run_has_the_metrics_of_an_undisturbed_one_bit_fo
     assert (tmp_path / "killed" / last).read_bytes() == (tmp_path / "whole" / last).read_bytes()
 
 
-def test_a_finished_run_does_nothing_and_names_its_last_checkpoint(run, monkeypatch):
-    monkeypatch.setattr(Updater, "step", None)
+def test_a_finished_run_does_nothing_and_names_its_last_checkpoint(run):
+    before = files(run)
     config = replace(SMALL, save_rollouts=True, trackers=("tensorboard",))
-    assert train(config, run) == run / "checkpoints/step-000003"
+    assert train(config, run) == run / "checkpoints/step-000003" and files(run) == before
 
 
 @pytest.mark.parametrize(
@@ -255,16 +255,16 @@ def test_overwriting_deletes_what_the_old_run_wrote_and_says_so(tmp_path, capsys
     assert json.loads((out / "config.json").read_text())["seed"] == 3
 
 
-@pytest.mark.parametrize("refused", ["model", "tracker", "engine"])
-def test_what_is_refused_before_the_new_run_begins_leaves_the_old_one_alone(refused, tmp_path, monkeypatch):
+@pytest.mark.parametrize("what", ["model", "tracker", "engine"])
+def test_what_is_refused_before_the_new_run_begins_leaves_the_old_one_alone(what, tmp_path, monkeypatch):
     out = tmp_path / "run"
     train(replace(SMALL, steps=1), out, progress=False)
     before, other = files(out), replace(SMALL, seed=3)
-    if refused == "engine":
+    if what == "engine":
         monkeypatch.setitem(sys.modules, "vllm", None)  # cannot be imported
     changed = {"model": {"model": "vanished"}, "tracker": {"trackers": ("none",)}, "engine": {"engine": "vllm"}}
     with pytest.raises(InputError):
-        train(replace(other, **changed[refused]), out, overwrite=True, progress=False)
+        train(replace(other, **changed[what]), out, overwrite=True, progress=False)
     assert files(out) == before
 
 
@@ -338,21 +338,23 @@ def test_a_task_whose_reward_raises_stops_the_run_and_loses_nothing(tmp_path, ca
     assert (tmp_path / "run/checkpoints/step-000002/model.safetensors").is_file()
 
 
-def test_three_steps_without_a_finite_gradient_end_the_run_with_the_checkpoint_kept(tmp_path, monkeypatch):
-    out = tmp_path / "run"
-    whole, calls = Updater._backward, []
+def test_three_steps_without_a_finite_gradient_end_the_run_with_the_checkpoint_kept(tmp_path):
+    out, calls = tmp_path / "run", []
 
-    def poisoned(self, *arguments):
-        result = whole(self, *arguments)
+    def poison(gradient):
         calls.append(1)
-        if len(calls) > 4 and len(calls) != 6:  # two mini-batches a step; one good step between bad ones starts anew
-            next(iter(self.model.parameters())).grad[0, 0] = float("inf")
-        return result
+        # Two mini-batches a step; one good step between bad ones starts anew.
+        return gradient * float("inf") if len(calls) > 4 and len(calls) != 6 else gradient
 
-    monkeypatch.setattr(Updater, "_backward", poisoned)
+    @contextmanager
+    def watch(step):
+        handle = next(step.policy.model.parameters()).register_hook(poison)
+        yield
+        handle.remove()
+
     for resume in (False, True):  # resumed after step 4, the run knows of its two bad ones
         with pytest.raises(DivergedError):
-            train(replace(SMALL, steps=9), out, resume=resume, progress=False)
+            train(replace(SMALL, steps=9), out, on_step=watch, resume=resume, progress=False)
         assert [record["nonfinite_steps"] for record in records(out)] == [0, 0, 1, 2, 1]
     assert [record["optimizer_steps"] for record in records(out)] == [2, 2, 1, 0, 0]
     assert all(torch.isfinite(p).all() for p in load_policy(out / "checkpoints/step-000004").model.parameters())
@@ -463,7 +465,6 @@ def test_a_sampler_with_other_weights_is_found_out_before_the_first_update(tmp_p
         return whole(self, prompts, temperature=temperature * 1.5, **settings)
 
     monkeypatch.setattr(HFSampler, "sample", elsewhere)
-    monkeypatch.setattr(Updater, "step", None)
     with pytest.raises(SyncError):
         train(SMALL, tmp_path / "run", progress=False)
 
