@@ -11,7 +11,6 @@ import pandas as pd
 import pytest
 import torch
 from support.cli import complaint
-from support.gradients import fail_in_the_last_pass
 from support.oracle import brute_force, in_float64
 from support.policies import CONTEXT, LAYERS, VOCAB, make_batch, make_policy, pad_both_sides
 from support.refusals import refused
@@ -300,49 +299,6 @@ def test_logits_that_are_nan_are_refused_by_response(policy, batch):
         broken.model.lm_head.weight[5] = float("nan")
     with refused("response 0"):
         measure(broken, batch)
-
-
-# The model comes back as it was.
-
-
-def state_of(policy: Policy) -> dict[str, object]:
-    model = policy.model
-    return {
-        "training": [m.training for m in model.modules()],
-        "flags": [p.requires_grad for p in model.parameters()],
-        "gradients": [p.grad is None or float(p.grad.sum()) for p in model.parameters()],
-        "attention": model.config._attn_implementation,
-        "experts": model.config._experts_implementation,
-        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
-        "random": torch.get_rng_state().tolist(),
-        "numpy": np.random.get_state()[1].tolist(),
-        "grad mode": torch.is_grad_enabled(),
-        "weights": [float(p.detach().double().sum()) for p in model.parameters()],
-    }
-
-
-@pytest.fixture
-def used_policy() -> Policy:
-    """In the middle of a training: dropout on, some parameters frozen, gradients there, attention by sdpa."""
-    policy = make_policy("llama", attention="sdpa")
-    policy.model.train()
-    for p in list(policy.model.parameters())[::3]:
-        p.requires_grad_(False)
-    policy.model.lm_head.weight.grad = torch.ones_like(policy.model.lm_head.weight)
-    return policy
-
-
-def test_measuring_leaves_model_and_random_numbers_as_they_were(used_policy, batch):
-    before = state_of(used_policy)
-    table = measure(used_policy, batch)
-    assert state_of(used_policy) == before
-    pd.testing.assert_frame_equal(table, measure(make_policy("llama"), batch))
-
-
-def test_the_model_comes_back_as_it_was_after_an_error_too(used_policy, batch):
-    before = state_of(used_policy)
-    fail_in_the_last_pass(used_policy.model, lambda: measure(used_policy, batch))
-    assert state_of(used_policy) == before
 
 
 # What cannot be measured is refused with a line that helps.

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.gradients import flat_gradient, fused, predict_changes, raising, state_of, sum_gradients, token_gradients
+from support.gradients import flat_gradient, fused, predict_changes, raising, sum_gradients, token_gradients
 from support.oracle import TrueFloat64
 from support.policies import make_batch, make_policy, pad_both_sides
 from support.refusals import refused
@@ -169,52 +169,7 @@ def test_running_out_of_memory_is_not_taken_for_a_missing_forward_mode():
         predict_changes(policy.model, batch, random_directions(policy), 8)
 
 
-@pytest.mark.parametrize("fallback", [False, True])
-@pytest.mark.parametrize("fails", [False, True])
-def test_flags_modes_gradients_and_parameters_come_back_bit_for_bit(fails, fallback):
-    policy = make_policy("gpt2", attention="sdpa")
-    batch = make_batch(policy)
-    seeds, directions = random_seeds(batch), random_directions(policy)
-    policy.model.train()
-    policy.model.transformer.h[1].eval()
-    for i, parameter in enumerate(policy.model.parameters()):
-        parameter.requires_grad_(i % 2 == 0)
-        parameter.grad = torch.full_like(parameter, 0.5) if i % 3 == 0 else None
-    before, calls = state_of(policy), []
-
-    def fail_late(*_: object) -> None:
-        calls.append(1)
-        if len(calls) % 4 == 0:
-            raise ValueError("broken")
-
-    if fails:
-        policy.model.transformer.h[2].register_forward_hook(fail_late)
-    if fallback:
-        fused(policy)
-    warns = pytest.warns(UserWarning) if fallback else nullcontext()
-    with torch.no_grad(), pytest.raises(ValueError) if fails else nullcontext():
-        sum_gradients(policy.model, batch, seeds, 1)
-    with warns, pytest.raises(ValueError) if fails else nullcontext():
-        predict_changes(policy.model, batch, directions, 1)
-    after = state_of(policy)
-    assert len(before) == len(after)
-    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
-
-
-def test_input_that_cannot_be_measured_is_refused():
-    policy, half = make_policy("gpt2"), make_policy("gpt2", torch.bfloat16)
-    batch = make_batch(policy)
-    empty = replace(batch, response_mask=torch.zeros_like(batch.response_mask))
-    seeds, directions = random_seeds(batch), random_directions(policy)
-    for bad in (
-        lambda: sum_gradients(policy.model, batch, seeds, 0),
-        lambda: predict_changes(policy.model, batch, directions, 0),
-    ):
-        with refused("micro_batch"):
-            bad()
+def test_a_policy_in_half_precision_has_no_changes():
+    half = make_policy("gpt2", torch.bfloat16)
     with refused():
-        sum_gradients(policy.model, empty, seeds, 8)
-    with refused():
-        predict_changes(policy.model, batch, torch.ones(2, 7), 8)
-    with refused():
-        predict_changes(half.model, batch, directions, 8)
+        predict_changes(half.model, make_batch(half), random_directions(half), 8)

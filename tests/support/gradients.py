@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 
@@ -56,7 +55,8 @@ def raising(error: Exception) -> Callable[..., None]:
 
 
 def fail_in_the_last_pass(model: nn.Module, call: Callable[[], object]) -> None:
-    """Call, and call again with a model that fails in the last forward pass that the first call made."""
+    """Call, and call again with a model that fails in the last forward pass that such a call makes."""
+    call()  # what is tried once for each model
     passes: list[int] = []
     handle = model.register_forward_hook(lambda *_: passes.append(1))
     call()
@@ -97,17 +97,6 @@ def fused(policy: Policy) -> Policy:
 
     policy.blocks[0].register_forward_hook(act)
     return policy
-
-
-def state_of(policy: Policy) -> list[object]:
-    state = [
-        policy.model.config._attn_implementation,
-        torch.get_rng_state(),
-        *(m.training for m in policy.model.modules()),
-    ]
-    for parameter in policy.model.parameters():
-        state += [id(parameter), parameter.requires_grad, parameter.detach().clone(), copy.deepcopy(parameter.grad)]
-    return state
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -1,21 +1,17 @@
 """Contributions to a step, against an optimizer's step split by hand, the step itself, and loops over tokens."""
 
-import copy
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from support.gradients import fail_in_the_last_pass, fused, state_of
 from support.oracle import TrueFloat64
 from support.policies import make_batch, make_policy
 from support.refusals import refused
 from support.steps import NARROW, STEPS, Brute, assert_split_as, brute_force, split_step, warm_state
 from support.tiers import every
-from torch import Tensor
 
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
@@ -117,39 +113,6 @@ def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, ste
         errors.append(np.sqrt(np.mean((actual - predicted) ** 2) / np.mean(actual**2)))
     assert errors[0] < 0.1
     assert np.polyfit(np.log(rates), np.log(errors), 1)[0] == pytest.approx(1, abs=0.15)
-
-
-def test_without_forward_mode_the_same_comes_from_central_differences_and_is_called_so(batch):
-    policy = make_policy("gpt2")
-    state = warm_state(policy)
-    expected = influence(policy, batch, loss=NARROW, step=STEPS[2], optimizer_state=state).contributions
-    with pytest.warns(UserWarning):
-        result = influence(fused(policy), batch, loss=NARROW, step=STEPS[2], optimizer_state=state)
-    assert result.method == "central differences"
-    assert "by central differences" in repr(result)
-    for name in [name for name in expected if name.startswith("by.")]:
-        error = result.contributions[name] - expected[name]
-        assert np.sqrt((error**2).mean()) < 1e-3 * np.sqrt((expected[name] ** 2).mean())
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_the_policy_is_unchanged_bit_for_bit(fails):
-    policy = make_policy("gpt2", attention="sdpa")
-    batch = make_batch(policy)
-    state = warm_state(policy)
-    kept = copy.deepcopy(state["state"])
-    policy.model.train()
-    for i, parameter in enumerate(policy.model.parameters()):
-        parameter.requires_grad_(i % 2 == 0)
-        parameter.grad = torch.full_like(parameter, 0.5) if i % 3 == 0 else None
-    before = state_of(policy)
-    call = partial(influence, policy, batch, step=STEPS[2], optimizer_state=state)
-    fail_in_the_last_pass(policy.model, call) if fails else call()
-    after = state_of(policy)
-    assert len(before) == len(after)
-    assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in zip(before, after, strict=True))
-    for index, moments in kept.items():
-        assert all(torch.equal(value, state["state"][index][key]) for key, value in moments.items())
 
 
 def test_input_that_cannot_be_predicted_is_refused(policy, batch):
