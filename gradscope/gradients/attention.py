@@ -179,13 +179,14 @@ def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
 
     length: tokens of the longest sequence that will come. Of short ones no model is asked whether it `can_strip`.
     """
-    if not _is_long(model, 1, length) or not can_strip(model):
+    if probability_bytes(model, 1, length) <= PLAIN or not can_strip(model):
         yield
         return
 
     def choose(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = next(v for v in (*args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")) if v is not None)
-        model.config._attn_implementation = STRIPS if _is_long(model, *ids.shape[:2]) else "eager"
+        long = probability_bytes(model, *ids.shape[:2]) > PLAIN
+        model.config._attn_implementation = STRIPS if long else "eager"
 
     # The body is called without the head, too.
     modules = {id(module): module for module in (model, getattr(model, "base_model", model))}.values()
@@ -198,10 +199,11 @@ def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
         model.config._attn_implementation = "eager"
 
 
-def _is_long(model: nn.Module, batch: int, length: int) -> bool:
+def probability_bytes(model: nn.Module, batch: int, length: int) -> int:
+    """Return the bytes of plain attention's probabilities in all blocks, over sequences of this many tokens."""
     config = model.config.get_text_config()
     rows = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
-    return 4 * batch * rows * length**2 > PLAIN
+    return 4 * batch * rows * length**2
 
 
 _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

@@ -297,12 +297,20 @@ class GroupSums:
             yield group, self._pieces[group]
 
     def _whole(self) -> Iterator[tuple[int, Float[Tensor, "R P"]]]:
-        found = zero_vectors(self.model, len(self.weights))
+        found, slices = zero_vectors(self.model, len(self.weights)), flat_slices(self.model)
+        sweep = Sweep(self.model, self.blocks)
+
+        def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
+            found[row, slices[name]] += gradient.to(found)
+
         for group, pieces in self._counted():
             found.zero_()
             for places, piece in pieces:
-                logprobs = kept_logprobs(self.model, piece)
-                add_gradients(self.model, logprobs, self.weights[:, places].to(logprobs), found)
+                if sweep.is_needed(piece):
+                    sweep.pass_back(piece, self.weights[:, places], take)
+                else:
+                    logprobs = kept_logprobs(self.model, piece)
+                    add_gradients(self.model, logprobs, self.weights[:, places].to(logprobs), found)
             yield group, found
 
     def _sketched(

@@ -26,6 +26,7 @@ from gradscope.gradients.hooks import measuring
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
 from gradscope.gradients.row_norms import RowNorms
+from gradscope.gradients.sweep import Sweep
 from gradscope.gradients.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.objective import (
     Quantity,
@@ -183,8 +184,10 @@ class TokenJacobian:
             sums.rows[row, sums.slices[name]] += gradient.to(sums.rows)
 
         with differentiable(self.model, self.batch.width):
-            for places, piece in self._pieces(self.resources.micro_batch, 4):
-                if whole:
+            for places, piece in self._pieces(self._responses_at_once, 4):
+                if self._sweep is not None and self._sweep.is_needed(piece):
+                    self._sweep.pass_back(piece, weights[:, places], take)
+                elif whole:
                     logprobs = kept_logprobs(self.model, piece)
                     add_gradients(self.model, logprobs, weights[:, places].to(logprobs), sums.rows)
                 else:
@@ -279,7 +282,21 @@ class TokenJacobian:
 
     @property
     def _blocks(self) -> nn.ModuleList:
-        return self.policy.blocks if self.policy is not None else find_blocks(self.model)
+        return self.policy.blocks if self.policy is not None else self.model.get_submodule(find_blocks(self.model))
+
+    @cached_property
+    def _sweep(self) -> Sweep | None:
+        """None where the blocks of a bare module are not known."""
+        try:
+            return Sweep(self.model, self._blocks)
+        except InputError:
+            return None
+
+    @property
+    def _responses_at_once(self) -> int:
+        """Most responses of a micro-batch whose graph fits."""
+        most = self.resources.micro_batch
+        return most if self._sweep is None else self._sweep.most_responses(self.batch.width, most)
 
     def _check(self, weights: Float[Tensor, "R K"]) -> Float[Tensor, "R K"]:
         if weights.dim() != 2 or weights.shape[1] != self.num_tokens:
@@ -303,7 +320,7 @@ class TokenJacobian:
     def _group_pieces(self, ids: Int[Tensor, " B"]) -> dict[int, list[Piece]]:
         """Micro-batches by group id, ascending."""
         found: dict[int, list[Piece]] = {}
-        size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=4)
+        size = fitting_size(self.model, self.batch, self._responses_at_once, copies=4)
         for group in ids[self.batch.response_mask.any(1)].unique().tolist():
             own = (ids == group).nonzero()[:, 0]
             pieces = micro_batches(self.batch.select(own), size)

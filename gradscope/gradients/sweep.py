@@ -2,7 +2,8 @@
 
 A forward pass leaves the input of every block; from there each block, what comes before the first one and what comes
 after the last one can be run and differentiated alone, as gradient checkpointing does, for one more forward pass in
-all. The gradients of a block's parameters are handed on before those of the next block exist.
+all. The gradients of a block's parameters are handed on before those of the next block exist. Tokens go through the
+head in parts whose logits fit. So memory is linear in a response's length: every block's input, and one block's graph.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gradscope.gradients.attention import probability_bytes
 from gradscope.gradients.engine.recording import block_input
 from gradscope.gradients.hooks import first_tensor
 from gradscope.gradients.vectors import Take
-from gradscope.objective import choosing_places, gather_logprobs
+from gradscope.objective import choosing_places, gather_logprobs, most_logits
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
 
 OUTER = -1
 """The segment of all that is in no block: embeddings and head."""
+GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
+"""Bytes that the graph of a micro-batch may take on a device; cuda: assumed to be there beside the weights."""
+SAVED = 2
+"""Numbers that a graph holds for each input, output and probability in the blocks: .8 to 1.8 of six architectures."""
 TRIAL, CONTEXT = 8, 64
 """Tokens on which the segments are compared with the whole, and most tokens before them."""
 
@@ -47,6 +53,10 @@ class Passed:
     outputs: list[Any] = field(default_factory=list)
     """What each block returned beside the hidden states, which stand there as None."""
 
+    def only(self, tokens: Int[Tensor, " k"]) -> Passed:
+        """The same pass, of these of the kept tokens."""
+        return replace(self, **{name: getattr(self, name)[tokens] for name in ("places", "token_ids", "temperatures")})
+
 
 class _EmbeddedError(Exception):
     """Raised in the place of the first block: all before it is done."""
@@ -58,6 +68,7 @@ class Sweep:
     def __init__(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         self.model, self.blocks = model, blocks
         self._first_input: Tensor | None = None
+        self._held: bool | None = None
 
     def segments(self) -> dict[int, list[str]] | None:
         """Names of the measured parameters by block, those in no block under OUTER; None if a block shares one."""
@@ -82,10 +93,10 @@ class Sweep:
 
     def pass_back(self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take) -> None:
         """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, a block's parameters at a time."""
-        passed, logprobs = self.record(piece)
-        weights, segments, deltas = weights.to(logprobs), self.segments(), {}
-        for row, leaf, (logprobs, own) in self._tails(passed, weights):
-            (deltas[row],) = torch.autograd.grad(logprobs, leaf, own)
+        passed, segments, deltas = self.record(piece), self.segments(), {}
+        for row, leaf, logprobs, own in self._tails(passed, weights):
+            (delta,) = self._differentiate(logprobs, {row: own.to(logprobs)}, [leaf], segments[OUTER], take)[row]
+            deltas[row] = deltas[row].add_(delta) if row in deltas else delta
         for index in reversed(range(len(self.blocks))):
             if deltas:
                 leaf, out = self.run_block(passed, index)
@@ -94,26 +105,22 @@ class Sweep:
             passed.hidden[index] = passed.calls[index] = None
         if not (segments[OUTER] and deltas):
             return
-        for row, _, (logprobs, own) in self._tails(passed, weights):
-            self._differentiate(logprobs, {row: own}, [], segments[OUTER], take)
         hidden = self.run_embedding(passed)
         if hidden.requires_grad:
             self._differentiate(hidden, deltas, [], segments[OUTER], take)
 
     def _tails(
         self, passed: Passed, weights: Float[Tensor, "R K"]
-    ) -> Iterator[tuple[int, Tensor, tuple[Float[Tensor, " k"], Float[Tensor, " k"]]]]:
-        """(row, hidden states before the head, (log π, weights) of its own tokens), of rows that weigh any.
+    ) -> Iterator[tuple[int, Tensor, Float[Tensor, " k"], Float[Tensor, " k"]]]:
+        """(row, hidden states before the head, log π and weights of some of its tokens), of rows that weigh any.
 
         The head sees each row's tokens alone: rows that share none cost no more than one of all.
         """
         for row, own in enumerate(weights):
-            kept = own.nonzero()[:, 0]
-            if len(kept):
-                names = ("places", "token_ids", "temperatures")
-                some = replace(passed, **{name: getattr(passed, name)[kept] for name in names})
-                leaf, logprobs = self.run_tail(some)
-                yield row, leaf, (logprobs, own[kept])
+            for kept in own.nonzero()[:, 0].split(most_logits(self.model)):
+                if len(kept):
+                    leaf, logprobs = self.run_tail(passed.only(kept.to(self._device)))
+                    yield row, leaf, logprobs, own[kept]
 
     def _differentiate(
         self, out: Tensor, deltas: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
@@ -130,8 +137,8 @@ class Sweep:
         return gradients
 
     @torch.no_grad()
-    def record(self, piece: TokenBatch) -> tuple[Passed, Float[Tensor, " K"]]:
-        """One forward pass without a graph: what it leaves, and log π of the kept tokens, in nats."""
+    def record(self, piece: TokenBatch) -> Passed:
+        """One forward pass without a graph and without logits."""
         row, column = piece.response_mask.nonzero().unbind(1)
         ids = piece.input_ids.to(self._device)
         kept = (piece.input_ids[row, column], piece.temperature[row])
@@ -151,11 +158,11 @@ class Sweep:
         handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
         handles += [block.register_forward_hook(leave) for block in self.blocks]
         try:
-            logprobs = self._logprobs(passed)
+            self._logprobs(passed.only(passed.places[:0]))
         finally:
             for handle in handles:
                 handle.remove()
-        return passed, logprobs
+        return passed
 
     def run_block(self, passed: Passed, index: int) -> tuple[Tensor, Tensor]:
         """(leaf, output): hidden states before a block and after it, with a graph between them."""
@@ -184,6 +191,18 @@ class Sweep:
                 return hidden
         raise RuntimeError("the first block was not reached")
 
+    def most_responses(self, length: int, most: int) -> int:
+        """How many responses of this many tokens have a graph that fits GRAPH; `most` at most, one at least."""
+        return max(1, min(most, self._room // graph_bytes(self.model, self.blocks, 1, length)))
+
+    def is_needed(self, piece: TokenBatch) -> bool:
+        """Whether the graph of the whole would not fit GRAPH, and the segments serve instead of it."""
+        if graph_bytes(self.model, self.blocks, *piece.input_ids.shape) <= self._room:
+            return False
+        if self._held is None:
+            self._held = self.holds(piece)
+        return self._held
+
     def holds(self, piece: TokenBatch) -> bool:
         """Whether the segments, one after the other, give the gradients that autograd gives: tried on a few tokens.
 
@@ -206,13 +225,15 @@ class Sweep:
             entered.append(hidden)
             return _replace_input(args, kwargs, hidden)
 
-        passed, logprobs = self.record(piece)
+        passed = self.record(piece)
         if len(passed.hidden) != len(self.blocks) + 1:
             return False
-        weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(0)).to(logprobs)
+        weights = torch.randn(len(passed.places), generator=torch.Generator().manual_seed(0)).to(self._device)
         handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
         try:
-            expected = torch.autograd.grad(self._logprobs(passed), entered, weights, allow_unused=True)
+            logprobs = self._logprobs(passed)
+            weights = weights.to(logprobs)
+            expected = torch.autograd.grad(logprobs, entered, weights, allow_unused=True)
         finally:
             for handle in handles:
                 handle.remove()
@@ -227,6 +248,10 @@ class Sweep:
             if expected[index] is None or not (delta - expected[index]).norm() <= tolerance * expected[index].norm():
                 return False
         return True
+
+    @property
+    def _room(self) -> int:
+        return GRAPH.get(self._device.type, GRAPH["cuda"])
 
     @property
     def _device(self) -> torch.device:
@@ -252,6 +277,16 @@ class Sweep:
                 del block.forward
                 if forward is not None:
                     block.forward = forward
+
+
+def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int) -> int:
+    """Bound the bytes of a graph of the blocks over rows of this many tokens, with plain attention."""
+    config, parameters = model.config.get_text_config(), list(blocks.parameters())
+    visited = getattr(config, "num_experts_per_tok", None)
+    sides = sum(sum(p.shape) for p in parameters if p.dim() == 2)
+    sides += sum(sum(p.shape[1:]) * (visited or len(p)) for p in parameters if p.dim() == 3)  # [experts, rows, columns]
+    width = max(4, parameters[0].element_size())
+    return SAVED * (rows * length * sides * width + probability_bytes(model, rows, length))
 
 
 class _StandIn:

@@ -1,20 +1,23 @@
 """log π of a batch's tokens under a model, with logits only where they are needed and no padding more than that.
 
 Rows are sorted by length before they are cut into micro-batches, moved to start at column 0, and end with their last
-token that is asked for: what comes after it cannot change it. The head of the model sees the asked tokens alone. Where
-`shared_prompts.can_pack` allows it, groups stay together and a prompt is computed once for its responses.
+token that is asked for: what comes after it cannot change it. The head of the model sees the asked tokens alone, few of
+them at a time where the logits of all would take too much memory. Where `shared_prompts.can_pack` allows it, groups
+stay together and a prompt is computed once for its responses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from gradscope.errors import InputError
 from gradscope.objective.logprobs import (
@@ -38,6 +41,10 @@ Quantity = Literal["logprob", "entropy"]
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 """Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
+COPIES = 6
+"""Tensors as large as the logits that exist at once where tokens go through the head in parts."""
+
+Found = TypeVar("Found", Tensor, TokenStatistics)
 
 
 def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> list[Piece]:
@@ -63,9 +70,7 @@ def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int,
     copies: how many tensors as large as the logits of all kept tokens exist at once. At a vocabulary of 150,000, the
     logits of a thousand tokens are 0.6 GB in float32. device: its type; None: the model's.
     """
-    head = getattr(model, "module", model).get_output_embeddings()
-    longest = int(batch.response_mask.sum(1).max())
-    one = copies * longest * getattr(head, "out_features", 0) * max(4, next(model.parameters()).element_size())
+    one = copies * int(batch.response_mask.sum(1).max()) * _logit_bytes(model)
     return max(1, min(size, LOGITS.get(device or _device(model).type, size * one) // max(1, one)))
 
 
@@ -80,21 +85,22 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
 
     The piece starts at column 0, as `micro_batches` makes it. The result is on the model's device.
     """
-    logits, ids, temperatures = _kept_logits(model, piece)
-    return gather_logprobs(logits, ids, temperature=temperatures)
+    return _compute_kept(model, piece, lambda logits, ids, at: gather_logprobs(logits, ids, temperature=at))
 
 
 def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
     """Compute what is named of every kept token, differentiable and from one forward pass; else as `kept_logprobs`."""
-    logits, ids, temperatures = _kept_logits(model, piece)
 
-    def entropies() -> Float[Tensor, " K"]:
-        logprobs = (widen(logits) / temperatures[:, None]).log_softmax(-1)
-        # A finite floor makes the term of an impossible token 0 · finite = 0.
-        return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+    def compute(logits: Float[Tensor, "k N"], ids: Int[Tensor, " k"], at: Float[Tensor, " k"]) -> Float[Tensor, "k Q"]:
+        def entropies() -> Float[Tensor, " k"]:
+            logprobs = (widen(logits) / at[:, None]).log_softmax(-1)
+            # A finite floor makes the term of an impossible token 0 · finite = 0.
+            return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
-    made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=temperatures), "entropy": entropies}
-    return torch.stack([made[name]() for name in names], -1)
+        made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=at), "entropy": entropies}
+        return torch.stack([made[name]() for name in names], -1)
+
+    return _compute_kept(model, piece, compute)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
@@ -117,7 +123,7 @@ def batch_statistics(
     """Compute log π, log(1−π) and entropy of every kept token, [B, S] each and on the CPU; 0 elsewhere."""
     pieces = micro_batches(batch, micro_batch_size, by_group=can_pack(model))
     dealt = processes.deal(pieces, empty_piece(batch))
-    found = [_statistics(*_kept_logits(model, piece)) for _, piece in dealt]
+    found = [_compute_kept(model, piece, _statistics) for _, piece in dealt]
     return gather_statistics(model, batch, dealt, found, device, processes)
 
 
@@ -145,14 +151,52 @@ def _statistics(
 ) -> TokenStatistics:
     size = rows_at_once(logits.shape[-1], logits.device.type)
     chunks = zip(*(t.split(size) for t in (logits, ids, temperatures)), strict=True)
-    stats = [token_statistics(z, i, temperature=t) for z, i, t in chunks]
-    return TokenStatistics(*(torch.cat([getattr(s, f.name) for s in stats]) for f in fields(TokenStatistics)))
+    return join_statistics([token_statistics(z, i, temperature=t) for z, i, t in chunks])
+
+
+def join_statistics(parts: Sequence[TokenStatistics]) -> TokenStatistics:
+    """Put the statistics of parts of the tokens after one another."""
+    return TokenStatistics(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenStatistics)))
+
+
+def _compute_kept(model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor, Tensor, Tensor], Found]) -> Found:
+    """Compute what (logits [k, N], ids, temperatures) say of the kept tokens, of no more at a time than may be."""
+    size = most_logits(model)
+    if piece.num_tokens <= size:
+        return compute(*_kept_logits(model, piece))
+    parts = zip(*(values.split(size) for values in _kept_logits(model, piece, hidden=True)), strict=True)
+
+    def go_on(hidden: Float[Tensor, "k hidden"], *of_part: Tensor) -> Found:
+        return compute(finish(model, hidden), *of_part)
+
+    if torch.is_grad_enabled():  # one part's logits in the backward pass, too
+        return torch.cat([checkpoint(go_on, *part, use_reentrant=False) for part in parts])
+    found = [go_on(*part) for part in parts]
+    return torch.cat(found) if isinstance(found[0], Tensor) else join_statistics(found)
+
+
+def most_logits(model: nn.Module) -> int:
+    """Return how many tokens' logits fit LOGITS, with all that is made of them."""
+    size = COPIES * _logit_bytes(model)
+    return max(1, LOGITS.get(_device(model).type, LOGITS["cuda"]) // size) if size else sys.maxsize
+
+
+def finish(model: nn.Module, hidden: Float[Tensor, "k hidden"]) -> Float[Tensor, "k N"]:
+    """Return the logits of hidden states that are the head's input.
+
+    By a pass over one token, of which the head sees them instead: what the model does with logits is done to these.
+    """
+    with _showing(model, lambda _: hidden):
+        return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=_device(model)), use_cache=False).logits[0]
 
 
 def _kept_logits(
-    model: nn.Module, piece: TokenBatch
+    model: nn.Module, piece: TokenBatch, *, hidden: bool = False
 ) -> tuple[Float[Tensor, "K N"], Int[Tensor, " K"], Float[Tensor, " K"]]:
-    """Compute the logits at the kept tokens, row by row, with the tokens' ids and temperatures."""
+    """Compute the logits at the kept tokens, row by row, with the tokens' ids and temperatures.
+
+    hidden: the head's input there [K, hidden] instead, without calling it on anything.
+    """
     device, width = _device(model), piece.input_ids.shape[1]
     # Places are made on the CPU, where a micro-batch comes from: a GPU would have to be waited for.
     piece = piece.to(torch.device("cpu"))
@@ -166,26 +210,48 @@ def _kept_logits(
     else:
         inputs, places = packed_inputs(packing, device), packing.places(row, source)
     with (
-        choosing_places(model, places.to(device, non_blocking=True)),
+        choosing_places(model, places.to(device, non_blocking=True), keep=hidden) as kept_hidden,
         nullcontext() if packing is None else attending(model, packing),
     ):
         logits = model(**inputs, use_cache=False).logits
     kept = (piece.input_ids[row, column], piece.temperature[row])
     # Not logits[0], whose backward pass would copy the gradient into zeros.
-    return logits.flatten(0, 1), *(values.to(device, non_blocking=True) for values in kept)
+    first = kept_hidden[0] if hidden else logits.flatten(0, 1)
+    return first, *(values.to(device, non_blocking=True) for values in kept)
 
 
 @contextmanager
-def choosing_places(model: nn.Module, places: Int[Tensor, " K"]) -> Iterator[None]:
-    """Show the head only the hidden states at these places of all [b, n, hidden], as one row [1, K, hidden]."""
+def choosing_places(
+    model: nn.Module, places: Int[Tensor, " K"], *, keep: bool = False
+) -> Iterator[list[Float[Tensor, "K hidden"]]]:
+    """Show the head only the hidden states at these places of all [b, n, hidden], as one row [1, K, hidden].
+
+    keep: put them into the list that is yielded instead, and show it none.
+    """
+    kept: list[Tensor] = []
+
+    def choose(hidden: Float[Tensor, "b n hidden"]) -> Float[Tensor, "k hidden"]:
+        chosen = hidden.flatten(0, 1)[places.to(hidden.device)]
+        if not keep:
+            return chosen
+        kept.append(chosen)
+        return chosen[:0]
+
+    with _showing(model, choose):
+        yield kept
+
+
+@contextmanager
+def _showing(model: nn.Module, choose: Callable[[Tensor], Float[Tensor, "k hidden"]]) -> Iterator[None]:
+    """Call the head with what is chosen in place of its input, as one row."""
     head = getattr(model, "module", model).get_output_embeddings()  # .module: what DistributedDataParallel wraps
     if head is None:
         raise InputError(f"{type(model).__name__} names no output embeddings, so its head is not known; it needs them")
 
-    def choose(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return args[0].flatten(0, 1)[places.to(args[0].device)][None], *args[1:]
+    def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return choose(args[0])[None], *args[1:]
 
-    hook = head.register_forward_pre_hook(choose)
+    hook = head.register_forward_pre_hook(enter)
     try:
         yield
     finally:
@@ -195,6 +261,12 @@ def choosing_places(model: nn.Module, places: Int[Tensor, " K"]) -> Iterator[Non
 def _spread(values: Float[Tensor, " K"], where: Bool[Tensor, "b n"]) -> Float[Tensor, "b n"]:
     """Return the values at these places, row by row; 0 elsewhere."""
     return values.new_zeros(where.shape).masked_scatter(where.to(values.device, non_blocking=True), values)
+
+
+def _logit_bytes(model: nn.Module) -> int:
+    """Return the bytes of a token's logits, in float32 at least; 0 where the head does not tell how many there are."""
+    head = getattr(model, "module", model).get_output_embeddings()
+    return getattr(head, "out_features", 0) * max(4, next(model.parameters()).element_size())
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -13,7 +13,14 @@ from gradscope.gradients.engine.norms import diagonal_square_norms, outer_square
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.stack import Stack
-from gradscope.objective import TokenStatistics, parts_at_once, statistics_and_gradient
+from gradscope.objective import (
+    TokenStatistics,
+    choosing_places,
+    finish,
+    join_statistics,
+    parts_at_once,
+    statistics_and_gradient,
+)
 from gradscope.policy import Policy, takes
 
 LOGIT_BYTES = 5 * 4
@@ -80,9 +87,14 @@ class Head:
         """Compute what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
         reach, statistics, norms = int(targets[-1]), [], []
         ids, targets = (values.to(self.model.device, non_blocking=True) for values in (ids[: reach + 1], targets))
-        prefix = ids[:reach]
-        for part in targets.split(self.rows):
-            logits = logits_at(self.model, prefix, part - 1)
+        prefix, parts = ids[:reach], targets.split(self.rows)
+        hidden = [None]
+        if len(parts) > 1:  # one pass through the blocks for all
+            with choosing_places(self.model, targets - 1, keep=True) as found:
+                self.model(input_ids=prefix[None], use_cache=False)
+            hidden = found[0].split(self.rows)
+        for part, states in zip(parts, hidden, strict=True):
+            logits = logits_at(self.model, prefix, part - 1) if states is None else finish(self.model, states)
             for few in parts_at_once(logits):
                 found, errors = statistics_and_gradient(logits[few], ids[part][few], temperature=temperature)
                 statistics.append(found)
@@ -176,10 +188,6 @@ def logits_at(model: nn.Module, ids: Int[Tensor, " n"], positions: Int[Tensor, "
 def logit_rows(vocab: int, memory: int) -> int:
     """Return how many positions' logits fit the memory, with the copies that their gradient needs."""
     return max(1, memory // (LOGIT_BYTES * vocab))
-
-
-def join_statistics(parts: list[TokenStatistics]) -> TokenStatistics:
-    return TokenStatistics(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(TokenStatistics)))
 
 
 def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
