@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,22 +27,22 @@ def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
     return told | {"step_note": step, "other_step": other}
 
 
-def refuse_reread(folder: RunFolder, dumps: Sequence[Dump], *, table: str | None = None) -> None:
+def refuse_reread(folder: RunFolder, dump: Dump, sha256: str, *, table: str) -> None:
     """Raise InputError if the folder's run has the same files and settings, but was read differently.
 
-    table: name of the token table in the folder, if it has one, of which can be told what was taken otherwise.
+    sha256: of the rollouts now. table: name of the folder's token table, which tells what was taken otherwise.
     """
     manifest = folder.manifest or {}
     earlier, now = (
-        {name: value for name, value in key.items() if name not in ("read", "gradscope")}
+        {name: value for name, value in key.items() if name not in ("rollouts", "gradscope")}
         for key in (manifest.get("key", {}), folder.key)
     )
-    read = manifest.get("key", {}).get("read")
-    if earlier != now or read == folder.key["read"]:
+    same = earlier == now and (manifest.get("rollouts") or {}).get("sha256") == sha256
+    if not same or manifest["key"].get("rollouts") == folder.key["rollouts"]:
         return
-    told, path = "", None if table is None else folder.folder / table
-    if path is not None and path.is_file():
-        told = describe_reread(pd.read_parquet(path, columns=["group"]), dumps[0].batch)
+    told, path = "", folder.folder / table
+    if path.is_file():
+        told = describe_reread(pd.read_parquet(path, columns=["group"]), dump.batch)
     raise InputError(
         f"{folder.folder} was made of these rollouts by an earlier reader, which {told or 'took them otherwise'}; what "
         "it says may be wrong: --overwrite makes it anew, or give another --out"

@@ -64,7 +64,7 @@ from gradscope.policy import (
     optimizer_hash,
     read_adamw_state,
 )
-from gradscope.rollouts import Dump, TokenBatch, select_checkpoint_step
+from gradscope.rollouts import Dump, TokenBatch, rollouts_hash
 from gradscope.runs import RunFolder
 
 SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
@@ -176,14 +176,14 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         resources = resources.settle(policy.device)
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, resources.vectors)
-            key = self._key(policy, dump, measurement.settings)
+            log, key = rollouts_hash(self.rollouts), self._key(policy, dump, measurement.settings)
             folder = RunFolder(self.out, key)
             if processes.is_main:
                 if not self.overwrite:
-                    refuse_reread(folder, [dump], table=TABLE)
+                    refuse_reread(folder, dump, log, table=TABLE)
                 folder.status(overwrite=self.overwrite)
                 print_notes(dump.remarks)
-        facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, key["rollouts"])}
+        facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, log)}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         hooks = Hooks(print, partial(self._reserve, measurement, sums), partial(judge_sample, measurement))
         known = {"asked": self.settings, "overwrite": self.overwrite, "hooks": hooks}
@@ -205,10 +205,10 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     def read(self, policy: Policy) -> Dump:
         """Read the rollouts to measure."""
-        from gradscope.rollouts import read_dump
+        from gradscope.rollouts import read_checkpoint_dump
 
-        dump = read_dump(self.rollouts, policy, temperature=self.settings.temperature, **self.reading)
-        return select_checkpoint_step(dump, checkpoint_step(self.model))
+        how = {"temperature": self.settings.temperature, **self.reading}
+        return read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
 
     def has_metric(self, policy: Policy) -> bool:
         """Return whether summed gradients are also computed in AdamW's metric."""
@@ -262,9 +262,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             return plan_batch(policy, batch, settings, speed=self.flops, **known)
 
     def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
-        from gradscope.rollouts import rollouts_hash
-
-        read = {"rollouts": rollouts_hash(self.rollouts), **self.reading, "read": dump.batch.digest()}
+        # Not the log's hash: it may have grown by steps that are not this checkpoint's.
+        read = {**self.reading, "rollouts": dump.batch.digest()}
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}

@@ -100,8 +100,7 @@ def measure(
             return fill_table(measurement, watch)
     if not policy.path:
         raise InputError("a run is told from others by its policy's files, and this policy has none; leave out `out`")
-    known = dict.fromkeys(READING) | {"read": batch.digest()}
-    known["rollouts"] = None if path is None else rollouts_hash(path)
+    known = dict.fromkeys(READING) | {"rollouts": batch.digest()}
     if given:  # its weights may have changed since it was loaded
         known["weights"] = _weights_hash(policy)
     if asked.metric is not None:
@@ -112,10 +111,8 @@ def measure(
     if tokens is not None:
         known["tokens"] = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
     folder = RunFolder(out, measure_key(policy, measurement.settings, known))
-    facts = {
-        "model": policy.path,
-        "rollouts": {"path": path and str(path), "sha256": known["rollouts"], "notes": list(batch.notes)},
-    }
+    log = {"path": path and str(path), "sha256": None if path is None else rollouts_hash(path)}
+    facts = {"model": policy.path, "rollouts": log | {"notes": list(batch.notes)}}
     measure_into(measurement, folder, facts=facts, watch=watch)
     _warn(measurement)
     return read_table(folder)

@@ -101,18 +101,27 @@ def refuse_training_run(folder: Path) -> None:
         return
     if find_weights(folder) is not None:  # DeepSpeed's are in a folder of the checkpoint that is named after the step
         return
-    kinds = ("*", "checkpoints/*", "weights/*")
-    found = [path for kind in kinds for path in folder.glob(kind) if named_step(path) is not None and path.is_dir()]
-    if found:
+    if found := list_step_folders(folder):
         newest = max(found, key=lambda path: (named_step(path), path.name))
-        if find_weights(newest) is None:
-            newest = _model_within(newest) or newest
+        newest = model_of_step(newest) or newest
         raise InputError(
             f"{folder} is the folder of a training run, not a model; give one of its checkpoints, such as the newest: "
             f"{newest}"
         )
     if not (folder / "config.json").is_file() and (inner := _model_within(folder)) is not None:
         raise InputError(f"{folder} holds no config.json; the model of this checkpoint is in {inner}: give that folder")
+
+
+def list_step_folders(run: Path) -> list[Path]:
+    """List the folders of a run's folder that are named after a training step, whatever they hold."""
+    kinds = ("*", "checkpoints/*", "weights/*")
+    return [path for kind in kinds for path in run.glob(kind) if named_step(path) is not None and path.is_dir()]
+
+
+def model_of_step(folder: Path) -> Path | None:
+    """Return what to load of a step's folder: itself where its weights are in shards, else the outermost model in it.
+    """
+    return folder if find_weights(folder) is not None else _model_within(folder)
 
 
 def _model_within(folder: Path) -> Path | None:

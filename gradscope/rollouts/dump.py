@@ -165,17 +165,30 @@ def select_checkpoint_step(dump: Dump, checkpoint: int | None) -> Dump:
     if len(known) == 1:
         taken = f"step {known[0]} is taken, sampled by a different checkpoint"
         return dump.with_note(f"{taken}: this one's would be step {wanted}", "other-step")
-    span = f"the log holds {len(known)} training steps, {known[0]} to {known[-1]}"
     if wanted is None:
-        return dump.with_note(f"{span}; which of them this checkpoint sampled is unknown, so all are taken", "step")
+        told = f"{_span(known)}; which of them this checkpoint sampled is unknown, so all are taken"
+        return dump.with_note(told, "step")
+    own, note = choose_step(known, wanted)
+    return _select_step(dump, own).with_note(note, note.kind)
+
+
+def choose_step(known: Sequence[int], wanted: int) -> tuple[int, Note]:
+    """Return the wanted step of a log, or the nearest one, and a note that says which; known: ascending.
+
+    >>> choose_step([10, 20], 16)[0], choose_step([10, 20], 15)[0]
+    (20, 10)
+    """
     own = min(known, key=lambda step: (abs(step - wanted), step))
-    taken, kind = f"step {own} is taken, the one after this checkpoint's", "step"
-    if own != wanted:
-        taken = f"step {own} is taken, sampled by a different checkpoint: step {wanted}, this one's, is not there"
-        if wanted > known[-1]:  # known is sorted
-            taken += " (a run logs it that goes one step beyond its last checkpoint)"
-        kind = "other-step"
-    return _select_step(dump, own).with_note(f"{span}; {taken}", kind)
+    if own == wanted:
+        return own, Note(f"{_span(known)}; step {own} is taken, the one after this checkpoint's", "step")
+    told = f"step {own} is taken, sampled by a different checkpoint: step {wanted}, this one's, is not there"
+    if wanted > known[-1]:
+        told += " (a run logs it that goes one step beyond its last checkpoint)"
+    return own, Note(f"{_span(known)}; {told}", "other-step")
+
+
+def _span(known: Sequence[int]) -> str:
+    return f"the log holds {len(known)} training steps, {known[0]} to {known[-1]}"
 
 
 def _select_step(dump: Dump, step: int) -> Dump:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.caveats import find_caveats, replace_caveats
 from gradscope.rollouts.checks import check_batch
-from gradscope.rollouts.dump import Dump, make_dump, select_checkpoint_step
+from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records
 from gradscope.rollouts.formats.base import Format, ReadingOptions
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
@@ -44,7 +45,10 @@ TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
 READER = 2
 """Version of the readers, incremented whenever one of them reads a log differently."""
 
-__all__ = ["READER", "READERS", "BatchLike", "Dump", "read_dump", "read_inputs", "read_rollouts", "write_rollouts"]
+__all__ = [
+    "READER", "READERS", "BatchLike", "Dump", "LogSteps", "list_steps", "read_checkpoint_dump", "read_dump",
+    "read_inputs", "read_rollouts", "write_rollouts",
+]  # fmt: skip
 
 BatchLike = TokenBatch | str | Path
 """A batch, or the path that `read_rollouts` reads it from."""
@@ -123,22 +127,76 @@ def read_dump(
     options = ReadingOptions(step, temperature, reward_key, chat_template_kwargs)
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; give a positive number")
-    if format is not None and format not in READERS:
-        raise InputError(f"rollout format {format!r} is not known; use one of {', '.join(sorted(READERS))}")
+    form, records, unfinished = _open(path, format)
+    notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
+    rows = form.rows(records, policy)
+    return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
+
+
+@dataclass(frozen=True)
+class LogSteps:
+    """Which training steps a log holds, as it counts."""
+
+    known: tuple[int, ...]
+    """Ascending, without steps all of whose rows the format leaves out; empty where the rows name none."""
+    first_step: int
+    """Of `Dump.first_step`."""
+    unfinished: int = 0
+    """Files that the trainer has not finished, which are left out."""
+
+    def of_checkpoint(self, checkpoint: int) -> int:
+        """Return the number of the step that a checkpoint sampled, whether the log holds it or not."""
+        return checkpoint + self.first_step
+
+
+def list_steps(path: Path, *, format: str | None = None) -> LogSteps:
+    """List a log's training steps; nothing is tokenized. Raises what `read_dump` raises where it cannot be read."""
+    form, records, unfinished = _open(path, format)
+    steps = {row.step for row in form.rows(records, None) if row.left_out is None}
+    return LogSteps(tuple(sorted(step for step in steps if step is not None)), form.first_step, unfinished)
+
+
+def read_checkpoint_dump(
+    path: Path,
+    policy: Policy,
+    checkpoint: int | None,
+    *,
+    format: str | None = None,
+    step: int | None = None,
+    temperature: int | float | None = None,
+    reward_key: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> Dump:
+    """Read the responses that a checkpoint sampled, as `select_checkpoint_step` selects them.
+
+    Those alone are tokenized and batched, so that neither the length of a log nor what it grows by changes them.
+    checkpoint: how many steps it had taken. step: take that one instead. The others are those of `read_dump`.
+    """
+    how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
+    how["format"] = format
+    if step is None and checkpoint is not None:
+        steps = list_steps(path, format=format)
+        if len(steps.known) > 1:
+            own, note = choose_step(steps.known, steps.of_checkpoint(checkpoint))
+            return read_dump(path, policy, step=own, **how).with_note(note, note.kind)
+    return select_checkpoint_step(read_dump(path, policy, step=step, **how), checkpoint)
+
+
+def _open(path: Path, name: str | None) -> tuple[Format, Iterator[Record], int]:
+    """Return the format of a log's files, the records of those that are finished, and how many are not."""
+    if name is not None and name not in READERS:
+        raise InputError(f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}")
     files = list_files(path)
-    form = _find_format(path, files, format)
+    form = _find_format(path, files, name)
     finished = [file for file in files if form.is_finished(file)]
     if not finished:
         raise InputError(
             f"{files[0]} has no marker STABLE beside it: {form.name} has not finished writing it; wait for it, or give "
             "another step's folder"
         )
-    unfinished = len(files) - len(finished)
-    notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
     named = named_steps(finished)
     records = (r for file in finished for r in read_records(file, torn=form.ends_torn, step=named.get(file)))
-    rows = form.rows(records, policy)
-    return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
+    return form, records, len(files) - len(finished)
 
 
 def _find_format(path: Path, files: list[Path], name: str | None) -> Format:

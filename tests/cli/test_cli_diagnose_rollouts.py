@@ -42,6 +42,22 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     assert not (tmp_path / "none").exists()
 
 
+def test_what_a_log_grows_by_leaves_the_diagnosis_of_a_step_as_it_is(model, tmp_path, capsys):
+    rows = [*native_rows(step=4), *native_rows(step=5)]
+    log, out = write_rows(tmp_path / "log.jsonl", rows), tmp_path / "out"
+    command = ("diagnose", model, "--rollouts", log, *BRIEF, "--out", out)
+    run(*command)
+    written = (out / "report.html").stat().st_mtime_ns
+    longer = [{name: row[name] for name in ("prompt_ids", "group", "reward")} for row in native_rows()]
+    longer = [row | {"response_ids": [5, 6, 7] * 10, "step": 6} for row in longer]
+    write_rows(log, [{name: row[name] for name in longer[0]} for row in rows] + longer)
+    assert "rollouts" in refusal(capsys, *command)  # of step 4, too, log π_old and mask are gone
+    write_rows(log, [*rows, *({"response_mask": [1] * 30, "old_logprobs": [-1.0] * 30} | row for row in longer)])
+    capsys.readouterr()
+    run(*command)
+    assert "already diagnosed" in capsys.readouterr().out and (out / "report.html").stat().st_mtime_ns == written
+
+
 # Rollouts that it samples.
 
 
