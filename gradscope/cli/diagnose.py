@@ -6,11 +6,13 @@ import hashlib
 import json
 import os
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from gradscope import __version__
 from gradscope.cli.flags import (
     Many,
     MeasuredPolicyFlags,
@@ -19,6 +21,7 @@ from gradscope.cli.flags import (
     check_no_plan,
     command_progress,
 )
+from gradscope.cli.follow import Following
 from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.cli.pages import (
@@ -34,19 +37,22 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTERWARDS, MeasureSettings, describe_seconds, read_table
+from gradscope.gradients import AFTERWARDS, MeasureSettings, check_settings, describe_seconds, read_table
 from gradscope.policy import (
     ADAPTER_CONFIG,
+    EMBEDDED,
     Policy,
     find_checkpoint,
     find_optimizer_file,
     find_policy_state,
+    list_step_folders,
+    model_of_step,
     optimizer_hash,
     refuse_training_run,
     shards_of,
     weights_hash,
 )
-from gradscope.rollouts import list_files
+from gradscope.rollouts import READERS, list_files
 from gradscope.runs import check_is_folder, file_hash, plain_json
 from gradscope.updates import SGD
 
@@ -93,6 +99,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Tokens of the step whose movement is split by source; none: leave that out."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Compare what each token weighting would change; none: of policies below 100 M parameters."""
+    follow: bool = False
+    """MODEL is the folder of a run: diagnose each of its checkpoints once it and its rollouts are there, until the run
+    has ended or nothing new came for a day. --minutes are of each."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
@@ -107,12 +116,15 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 self._plan(model, rollouts)
             return
         check_no_plan(self.flops)
+        if self.follow:
+            self._follow()
+            return
         folders = name_folders(self.model, self.out)
         if len(folders) > 1:
             trend_folder(self.out, [], overwrite=self.overwrite)  # before anything is measured
         done = [self._diagnose(*pair, folder) for pair, folder in zip(self._pairs(), folders, strict=True)]
         if len(done) > 1 and all(done):
-            write_trend(self.model, folders, self.out, overwrite=self.overwrite)
+            write_trend(self.model, folders, out=self.out, overwrite=self.overwrite)
 
     def _check(self) -> None:
         """InputError for flags that contradict each other, before anything is loaded."""
@@ -122,6 +134,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             check_is_folder(self.out)
         if not self.model:
             raise InputError("no checkpoint is given; give its folder, or 'embedded'")
+        if self.follow:
+            self._check_followed()
         if self.rollouts and len(self.rollouts) not in (1, len(self.model)):
             raise InputError(
                 f"--rollouts names {len(self.rollouts)} files for {len(self.model)} checkpoints; give one for all, or "
@@ -135,10 +149,45 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("a plan is of given rollouts; give --rollouts")
         if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
-        self._check_files()
+        if not self.follow:
+            self._check_files()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
+        check_settings(self.settings)
         self._diagnosis_settings().check()
+
+    def _check_followed(self) -> None:
+        """InputError for what a run that is followed cannot have."""
+        if len(self.model) > 1:
+            raise InputError(f"--follow is of one run, and {len(self.model)} folders are given; give the run's")
+        run = Path(self.model[0])
+        is_alone = run.is_dir() and not list_step_folders(run) and model_of_step(run) is not None
+        if is_alone or self.model[0] in EMBEDDED:
+            raise InputError(f"{run} is a checkpoint, and --follow is of a run; give the folder that its trainer fills")
+        single = {"--plan": self.plan, "--step": self.step is not None}
+        single |= {"--optimizer-state": self.optimizer_state is not None}
+        if given := [flag for flag, is_given in single.items() if is_given]:
+            raise InputError(f"{given[0]} is of one checkpoint, and --follow of all of a run; leave one out")
+        if self.format is not None and self.format not in READERS:
+            raise InputError(f"rollout format {self.format!r} is not known; use one of {', '.join(sorted(READERS))}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise InputError("--follow is of one process; leave the launcher out")
+
+    def _follow(self) -> None:
+        trend_folder(self.out, [], overwrite=self.overwrite)
+        rollouts = self.rollouts[0] if self.rollouts else None
+        asked = asdict(replace(self, model=(), rollouts=(), out=None, overwrite=False))
+        paths = {"run": os.path.realpath(self.model[0]), "rollouts": rollouts and os.path.realpath(rollouts)}
+        Following(
+            Path(self.model[0]),
+            rollouts,
+            self.out,
+            diagnose=lambda model, folder: self._diagnose(model, rollouts, folder),
+            write=partial(write_trend, out=self.out, overwrite=self.overwrite),
+            asked={"gradscope": __version__, **asked, **paths},
+            format=self.format,
+            overwrite=self.overwrite,
+        ).follow()
 
     def _check_files(self) -> None:
         """InputError for files that would otherwise fail after much is measured."""
@@ -271,6 +320,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
         folder, policy, batch = measured.folder, measured.policy, measured.batch
         state, step, notes = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+        if state is None and measured.settings.metric is not None:
+            raise InputError(f"the optimizer's state of {model} is gone since it was measured; start again")
         if step is not None:
             step = replace(step, max_grad_norm=self.max_grad_norm)
         found = diagnose(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,7 @@ def name_folders(models: Sequence[str], out: Path) -> list[Path]:
     """
     if len(models) == 1:
         return [out]
-    # "." and ".." have names, too; and no link of a page may hold what makes an address of a file's name.
-    names = [re.sub(r"[:\\]", "_", checkpoint_name(model)) or "checkpoint" for model in models]
+    names = [checkpoint_name(model) for model in models]
     if len(set(names)) < len(names) or {*names} & {*RESULTS}:
         names = [f"{place:02d}-{name}" for place, name in enumerate(names)]
     return [out / name for name in names]
@@ -109,14 +107,17 @@ def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunF
     return run
 
 
-def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, overwrite: bool) -> None:
-    """The page of several checkpoints, from the statistics of each."""
+def write_trend(
+    models: Sequence[str], folders: Sequence[Path], notes: Sequence[str] = (), *, out: Path, overwrite: bool
+) -> None:
+    """The page of several checkpoints, from the statistics of each; notes: on what is not among them."""
     from gradscope.diagnosis import make_trend_report, write_report
 
-    steps, notes = name_steps(models)
     for folder in folders:
         RunFolder(folder, {}).check(STATISTICS)
     manifests = [read_json(folder / MANIFEST) for folder in folders]
+    steps, unknown = name_steps(models)
+    notes = [*notes, *unknown]
     frames = [
         pd.read_csv(folder / STATISTICS).assign(step=step, other_step=manifest["rollouts"].get("other_step", False))
         for folder, step, manifest in zip(folders, steps, manifests, strict=True)
@@ -137,7 +138,7 @@ def write_trend(models: Sequence[str], folders: Sequence[Path], out: Path, *, ov
         run.begin(overwrite=True)
         write_report(run.staged, report)
         run.publish({**provenance(), "checkpoints": list(models)})
-    print(f"the trend over {len(folders)} checkpoints: {out / PAGE}")
+    print(f"the trend over {len(folders)} checkpoint{'s' if len(folders) > 1 else ''}: {out / PAGE}")
 
 
 def describe_rollouts(manifest: dict[str, Any]) -> str:

@@ -163,6 +163,9 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
         ax.set_title(f"{_TITLES[statistic]}\n{tokens}", loc="left")
         ax.set_xlabel("training step")
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        if len(rows) == 1:  # a band has no width, an axis no length
+            ax.vlines(rows["step"], rows["lower"], rows["upper"], color=ink, alpha=0.4)
+            ax.set_xticks(rows["step"])
         finish(ax, rows.reset_index(drop=True))
     return figure
 

@@ -41,7 +41,7 @@ from gradscope.gradients.sample import (
     token_sizes,
     weighted_quantiles,
 )
-from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, settle_minutes
+from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_minutes
 from gradscope.gradients.sketches import Sketcher
 from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.timed_rounds import Stopwatch, describe_seconds
@@ -52,8 +52,8 @@ __all__ = [
     "TABLE", "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings",
     "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement",
     "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations",
-    "capture_gradients", "check_engine", "describe_reread", "describe_seconds", "fill_table", "first_tensor",
-    "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
+    "capture_gradients", "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table",
+    "first_tensor", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
     "interval_gradients_over", "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged",
     "plan_batch", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
     "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",

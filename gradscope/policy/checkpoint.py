@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable
 from concurrent.futures import Future
 from pathlib import Path
@@ -177,15 +178,16 @@ def checkpoint_step(path: str | Path) -> int | None:
 
 
 def checkpoint_name(path: str | Path) -> str:
-    """Return a name that distinguishes a checkpoint from others of its run: the step's folder if there is one, else its
-    own.
+    """Return a name for what is made of a checkpoint, other than of others of its run: the step's folder if there is
+    one, else its own.
 
     >>> checkpoint_name("runs/verl/global_step_20/actor/huggingface"), checkpoint_name("models/final")
     ('global_step_20', 'final')
     """
     folder = Path(os.path.abspath(path))
     home = homes_of(folder)[-1]
-    return (folder if named_step(home) is None else home).name
+    # "." and ".." have names, too; and no link of a page may hold what makes an address of a file's name.
+    return re.sub(r"[:\\]", "_", (folder if named_step(home) is None else home).name) or "checkpoint"
 
 
 def checkpoint_homes(folder: Path) -> list[Path]:

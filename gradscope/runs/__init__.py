@@ -14,6 +14,7 @@ from gradscope.runs.folder import (
     RunFolder,
     check_is_folder,
     check_writable,
+    describe_difference,
     library_versions,
     provenance,
     refusal,
@@ -38,8 +39,8 @@ from gradscope.runs.user_code import RAISED, in_words, run_file
 
 __all__ = [
     "ALONE", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes", "Progress",
-    "Reporter", "RunFolder", "check_is_folder", "check_room", "check_writable", "deal_by_cost", "file_hash",
-    "in_words", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of", "parse_json",
+    "Reporter", "RunFolder", "check_is_folder", "check_room", "check_writable", "deal_by_cost", "describe_difference",
+    "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of", "parse_json",
     "parse_json_file", "plain_json", "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing",
     "run_file", "scalars", "scratch_zeros", "settle_progress", "track", "worker_context", "write_json",
     "write_parquet", "write_parquet_parts", "write_text", "writing",

@@ -180,13 +180,15 @@ class RunFolder:
         return any(self.partial.glob("part-*"))
 
     def _difference(self, found: dict[str, Any]) -> str:
-        """In words, what was run there that is not asked for now."""
-        key = found.get("key")
-        found = _flatten(key if isinstance(key, dict) else {})
-        wanted = _flatten(self.key)
-        changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-        values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
-        return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
+        return describe_difference(found.get("key"), self.key)
+
+
+def describe_difference(found: Any, wanted: dict[str, Any]) -> str:
+    """In words, what a run was made with that is not asked for now; found: its key, if that can be read."""
+    found, wanted = _flatten(found if isinstance(found, dict) else {}), _flatten(wanted)
+    changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
+    values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
+    return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
 
 
 def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputError:

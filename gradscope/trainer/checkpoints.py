@@ -27,21 +27,29 @@ DROPPED = ("gradients_every",)
 
 
 def save_checkpoint(
-    out: Path, step: int, learner: Learner, *, nonfinite_in_a_row: int = 0, keep: int | None = None
+    out: Path,
+    step: int,
+    learner: Learner,
+    *,
+    nonfinite_in_a_row: int = 0,
+    keep: int | None = None,
+    max_steps: int | None = None,
 ) -> Path:
     """Write checkpoints/step-000020 under another name, rename it, and keep the newest `keep` in all (None: every one).
 
-    Raises OSError if it cannot be written, in all processes; what there was before stays.
+    max_steps: of the whole run, so that its last checkpoint can be told. Raises OSError if it cannot be written, in all
+    processes; what there was before stays.
     """
     folder = out / CHECKPOINTS / f"step-{step:06d}"
     states = learner.processes.gather([_random_states()])
+    state = {"step": step, "max_steps": max_steps, "nonfinite_in_a_row": nonfinite_in_a_row}
     with learner.processes.together():
         if learner.processes.is_main:
             drop_old(out, None)
             try:
                 with replacing(folder) as beside:
                     beside.mkdir(parents=True)
-                    _write(beside, {"step": step, "nonfinite_in_a_row": nonfinite_in_a_row}, learner, states)
+                    _write(beside, state, learner, states)
             except OSError as error:
                 raise refusal(error, folder, f"go on with --resume; {STAY}") from error
             except (RuntimeError, SafetensorError) as error:

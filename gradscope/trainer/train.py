@@ -244,7 +244,8 @@ def train(
                 words = f"{nonfinite} optimizer steps in a row had no finite gradient, up to step {number}"
                 raise _diverged(out, words)
             if number % config.save_every == 0 or number == questions.steps:
-                save_checkpoint(out, number, learner, nonfinite_in_a_row=nonfinite, keep=config.keep_checkpoints)
+                how = {"keep": config.keep_checkpoints, "max_steps": questions.steps}
+                save_checkpoint(out, number, learner, nonfinite_in_a_row=nonfinite, **how)
     return list_checkpoints(out)[-1]
 
 

@@ -8,7 +8,6 @@ import pandas as pd
 import pytest
 from support.pages import Reader
 from support.policies import make_batch, make_policy
-from support.refusals import refused
 
 from gradscope.diagnosis import (
     DiagnosisSettings,
@@ -17,6 +16,7 @@ from gradscope.diagnosis import (
     make_trend_report,
     write_report,
 )
+from gradscope.diagnosis.page.trend import SAID
 from gradscope.diagnosis.result import COLUMNS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -54,8 +54,10 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
         "The share of the summed gradient of tokens with π < ¼ is known without intervals",
     }  # of what is unknown at the last step, nothing
     pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame.drop(columns="n"))
-    with refused():
-        make_trend_report(frame[frame["step"] == 5])
+    alone = make_trend_report(frame[frame["step"] == 5])
+    said = [finding.statement for finding in alone.page.findings]
+    assert len(said) == 5 and all("at step 5." in statement for statement in said)
+    assert not any(word in statement for word in SAID.values() for statement in said)
 
 
 def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):

@@ -21,6 +21,7 @@ from gradscope.policy import (
     checkpoint_step,
     find_optimizer_file,
     load_policy,
+    missing_part,
     policy_hashes,
     read_adamw_state,
     read_optimizer_file,
@@ -283,3 +284,20 @@ def test_whole_weights_beside_shards_are_taken_and_their_base_is_refused(written
     assert policy.configured_by is None and set(read_adamw_state(policy).step.values()) == {STEPS}
     with refused("base"):
         load_policy(folder, base=written)
+
+
+WRITTEN = ("verl/global_step_2", "nemo/step_2", "prime/step_2", "titan/step-2", "accelerate/checkpoint-2")
+"""All but accelerate's file per rank, whose names do not say how many there are."""
+
+
+@pytest.mark.parametrize("name", [*WRITTEN, "accelerate/checkpoint-1"])
+def test_what_is_written_last_or_by_one_rank_alone_is_missed_until_it_is_there(name, written, tmp_path):
+    assert missing_part(written / name) is None
+    kinds = (".metadata", "*rank*.pt", "*rank*.bin")
+    files = sorted(file.relative_to(written / name) for kind in kinds for file in (written / name).rglob(kind))
+    files = [file for file in files if "optim" not in str(file)]  # nothing says that there will be one
+    assert files
+    for number, file in enumerate(files):
+        copy = Path(shutil.copytree(written / name, tmp_path / str(number)))
+        (copy / file).unlink()
+        assert missing_part(copy) is not None, file

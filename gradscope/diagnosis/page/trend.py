@@ -14,7 +14,6 @@ from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
 from gradscope.diagnosis.result import Verdict
 from gradscope.diagnosis.words import compare
-from gradscope.errors import InputError
 
 FOLLOWED = {
     ("squared_share", "raw"): "The share of the gradient energy of tokens with {}",
@@ -34,7 +33,7 @@ def make_trend_report(
     facts: Mapping[str, str] | None = None,
     title: str = "gradscope: over training",
 ) -> Report:
-    """Lay out the statistics of several checkpoints as a page. Raises InputError for a single one.
+    """Lay out the statistics of several checkpoints as a page; of a single one, where a run has no more yet.
 
     trend: the statistics of each, one below the other, with a column `step` and, where it is known, `other_step`: True
     where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
@@ -44,19 +43,19 @@ def make_trend_report(
     from gradscope.diagnosis.plots import plot_trend
 
     steps = sorted(trend["step"].unique().tolist())
-    if len(steps) < 2:
-        raise InputError(f"the trend has {len(steps)} checkpoint; give two or more")
+    which = f"{len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}"
+    which = which if steps[1:] else f"1 checkpoint, step {steps[0]}"
     labels = list(dict.fromkeys(trend.loc[trend["statistic"] == "token_share", "interval"]))
     sheets = Sheets()
     drawn = sheets.figure(
         "trend_drawn",
         lambda: plot_trend(trend, labels),
-        f"Headline numbers at {len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}; bands are 95 % over redrawn "
+        f"Headline numbers at {which}; bands are 95 % over redrawn "
         "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's.",
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
-    which = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
-    warnings = [f"The rollouts at {which} were sampled by a different checkpoint: drawn hollow."] if foreign else []
+    at = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
+    warnings = [f"The rollouts at {at} were sampled by a different checkpoint: drawn hollow."] if foreign else []
     numbers = sheets.table("trend", trend.drop(columns=["n"]), "Every number at every checkpoint.", folded=True)
     terms = ("gradient energy", "summed gradient", "signal fraction", "95 % interval")
     sections = (
@@ -66,7 +65,7 @@ def make_trend_report(
     )
     page = Page(
         title=title,
-        subtitle=f"{len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}",
+        subtitle=which,
         findings=tuple(_follow(trend, labels[0])),
         sections=sections if links else sections[::2],
         facts=dict(facts or {}),
@@ -131,16 +130,27 @@ SAID = {
 
 
 def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
-    """Return a finding for each followed number: its values at both ends and its largest change."""
+    """Return a finding for each followed number: its values at both ends and its largest change; of a single
+    checkpoint, its value.
+    """
     found = []
     for ends, largest in trend_changes(trend, label):
         words = FOLLOWED[ends.statistic, ends.metric].format(name_interval(label))
-        detail = "" if largest is None else f"Largest change from one checkpoint to the next: {_tell(largest)}; it "
-        detail += "" if largest is None else f"{SAID[largest.verdict]}."
-        found.append(Finding(f"{words} {SAID[ends.verdict]}: {_tell(ends)}.", detail))
+        if ends.first.name == ends.last.name:
+            found.append(Finding(f"{words}: {_tell(ends.first)}."))
+            continue
+        detail = ""
+        if largest is not None:
+            change = f"{_tell_both(largest)}; it {SAID[largest.verdict]}"
+            detail = f"Largest change from one checkpoint to the next: {change}."
+        found.append(Finding(f"{words} {SAID[ends.verdict]}: {_tell_both(ends)}.", detail))
     return found
 
 
-def _tell(change: Change) -> str:
-    write = times_words if change.first["unit"] == "bits" else share_words
-    return ", ".join(f"{write(row)} at step {row.name}" for row in (change.first, change.last))
+def _tell_both(change: Change) -> str:
+    return f"{_tell(change.first)}, {_tell(change.last)}"
+
+
+def _tell(row: pd.Series) -> str:
+    write = times_words if row["unit"] == "bits" else share_words
+    return f"{write(row)} at step {row.name}"

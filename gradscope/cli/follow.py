@@ -1,0 +1,288 @@
+"""`gradscope diagnose --follow`: the checkpoints of a run are diagnosed as they appear, and the trend's page grows.
+
+OUT/follow.json    what is followed, and with which arguments; with others it is not gone on
+OUT/follow.log     what was waited for, and what was done when
+OUT/NAME/          a checkpoint's page; that it is there is the memory of what is done
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from gradscope.errors import InputError, SelfCheckError, first_line, is_out_of_memory, printable
+from gradscope.policy import (
+    checkpoint_name,
+    checkpoint_step,
+    is_last_checkpoint,
+    list_step_folders,
+    missing_part,
+    model_of_step,
+    named_step,
+)
+from gradscope.rollouts import LogSteps, list_files, list_steps
+from gradscope.runs import MANIFEST, check_is_folder, describe_difference, locked, plain_json, read_json, write_json
+
+FOLLOWED, LOG = "follow.json", "follow.log"
+EVERY = 10.0
+"""Seconds between two looks at the run; more where a look takes long."""
+SHARE = 10
+"""Looks take at most one part in so many of the time."""
+QUIET = 30.0
+"""Seconds without a change after which files are taken as written."""
+PATIENCE = 24 * 3600.0
+"""Seconds without anything new that end the following of a run which does not say that it has ended."""
+
+Files = tuple[tuple[str, int, int], ...]
+"""Names, sizes and times."""
+
+
+class Watch:
+    """Since when the files of each place have been as they are now."""
+
+    def __init__(self) -> None:
+        self._seen: dict[Path, tuple[Files, float]] = {}
+        self.latest = time.monotonic()
+        """When something was last seen to change."""
+
+    def is_still(self, place: Path, files: Iterable[Path]) -> bool:
+        """Look at a place's files; whether nothing has changed there for QUIET seconds."""
+        now, found = time.monotonic(), state_of(files)
+        before, since = self._seen.get(place, ((), now))
+        if place not in self._seen or found != before:
+            self._seen[place], since = (found, now), now
+            self.latest = now
+        return now - since >= QUIET
+
+
+def state_of(files: Iterable[Path]) -> Files:
+    """What tells a change of files without reading them; those that vanish meanwhile are left out."""
+    found = []
+    for file in files:
+        try:
+            stat = file.stat()
+        except OSError:
+            continue
+        found.append((str(file), stat.st_size, stat.st_mtime_ns))
+    return tuple(sorted(found))
+
+
+@dataclass
+class Following:
+    """One run that is followed into one folder."""
+
+    run: Path
+    rollouts: Path | None
+    """The run's rollout log; None: the checkpoints are asked for their own."""
+    out: Path
+    diagnose: Callable[[str, Path], object]
+    """Makes the page of a checkpoint in a folder."""
+    write: Callable[[list[str], list[Path], list[str]], object]
+    """Makes the trend's page of checkpoints whose pages are in folders, with notes."""
+    asked: dict[str, Any]
+    """All arguments that change a number."""
+    format: str | None = None
+    overwrite: bool = False
+    done: dict[int, Path] = field(default_factory=dict)
+    """Step → the folder of its page."""
+    failed: dict[int, str] = field(default_factory=dict)
+    """Step → checkpoint and reason, of those that could not be diagnosed."""
+
+    def __post_init__(self) -> None:
+        self._watch = Watch()
+        self._log: tuple[Files, LogSteps | None] = ((), None)
+        self._waiting: dict[int, str] = {}
+        self._deleted: set[int] = set()
+        self._told: set[str] = set()
+
+    def follow(self) -> None:
+        """Diagnose what is there and what comes, until the run has ended; SystemExit(1) if a checkpoint failed."""
+        check_is_folder(self.out)
+        with locked(self.out / ".following"):
+            self._remember()
+            self._say(f"following {self.run}; this log: {self.out / LOG}")
+            self._write()  # a killed one may not have
+            try:
+                ended = self._loop()
+                self._write()
+                self._say(f"{ended}: {self._count()}")
+            except KeyboardInterrupt:
+                self._say(f"stopped: {self._count()}")
+                raise
+        if self.failed.keys() - self._deleted:
+            raise SystemExit(1)
+
+    def _remember(self) -> None:
+        """Find what was diagnosed before; InputError if that was of another run, or with other arguments."""
+        key = json.loads(json.dumps(plain_json(self.asked), default=str))
+        earlier = read_json(self.out / FOLLOWED)
+        if earlier is not None and not self.overwrite:
+            if earlier != key:
+                raise InputError(
+                    f"{self.out} follows a run {describe_difference(earlier, key)}; give another --out, or --overwrite"
+                )
+            for folder in (path.parent for path in self.out.glob(f"*/{MANIFEST}")):
+                manifest = read_json(folder / MANIFEST)
+                if "diagnosis" in manifest and all((folder / name).is_file() for name in manifest["files"]):
+                    step = checkpoint_step(manifest["model"]["path"])
+                    self.done |= {} if step is None else {step: folder}
+        self.out.mkdir(parents=True, exist_ok=True)
+        write_json(self.out / FOLLOWED, key)
+
+    def _loop(self) -> str:
+        """Diagnose one checkpoint after the other, the oldest first; return why there will be no more."""
+        while True:
+            started, found = time.monotonic(), self._find()
+            self._count_deleted(found)
+            for step in self._deleted & found.keys():  # written again, as a run that goes on does
+                self._deleted.remove(step)
+                del self.failed[step]
+            over = self._is_over(found)
+            self._waiting = {step: checkpoint_name(found[step]) for step in sorted(found) if self._is_open(step)}
+            ready = next((step for step in self._waiting if self._is_ready(step, found[step], over=over)), None)
+            if ready is not None:
+                self._diagnose(ready, found[ready])
+                continue
+            if not any(map(self._is_open, found)):
+                newest = max((*found, *self.done), default=None)
+                if newest in found and is_last_checkpoint(found[newest]):
+                    return f"the run has ended with step {newest}"
+                words = "the first checkpoint" if newest is None else f"a checkpoint after step {newest}"
+                there = "" if self.run.is_dir() else ", which is not there yet"
+                self._tell(f"waiting for {words} in {self.run}{there}")
+            if time.monotonic() - self._watch.latest >= PATIENCE:
+                return f"nothing new came for {PATIENCE / 3600:.0f} h"
+            time.sleep(max(EVERY, SHARE * (time.monotonic() - started)))
+
+    def _find(self) -> dict[int, Path]:
+        """Step → folder of the checkpoints; of several of one step, one with a model, of the shortest name."""
+        found: dict[int, list[Path]] = {}
+        for folder in list_step_folders(self.run):
+            if not folder.name.startswith("tmp"):  # transformers renamed what it had written, once
+                found.setdefault(named_step(folder), []).append(folder)
+        best = {step: min(folders, key=_likeness) for step, folders in found.items() if len(folders) > 1}
+        return {step: folders[0] for step, folders in found.items()} | best
+
+    def _is_open(self, step: int) -> bool:
+        return step not in self.done and step not in self.failed
+
+    def _count_deleted(self, found: dict[int, Path]) -> None:
+        """Trainers keep the newest few checkpoints."""
+        for step, name in self._waiting.items():
+            if self._is_open(step) and step not in found:
+                self._deleted.add(step)
+                self._fail(step, name, "it was deleted before it could be diagnosed")
+
+    def _is_over(self, found: dict[int, Path]) -> bool:
+        """Whether no more rollouts will come: the run's last checkpoint is there, and nothing changes any more."""
+        still = self.rollouts is None or self._watch.is_still(self.rollouts, self._log_files())
+        newest = max(found, default=None)
+        return still and newest is not None and is_last_checkpoint(found[newest]) and self._is_still(found[newest])
+
+    def _is_still(self, folder: Path) -> bool:
+        return self._watch.is_still(folder, (path for path in folder.rglob("*") if path.is_file()))
+
+    def _is_ready(self, step: int, folder: Path, *, over: bool) -> bool:
+        """Whether a checkpoint is whole and its rollouts are there; if not, what it waits for is told."""
+        name = self._waiting[step]
+        if not self._is_still(folder):
+            return self._tell(f"{name}: waiting until its files have not changed for {QUIET:.0f} s")
+        try:
+            part = missing_part(folder)
+        except OSError:  # it is being deleted
+            return False
+        if part is not None and over:
+            return self._fail(step, name, f"it is not whole: it lacks {part}")
+        if part is not None:
+            return self._tell(f"{name}: waiting for {part}")
+        rollouts = None if self.rollouts is None or over else self._missing_rollouts(step)
+        return rollouts is None or self._tell(f"{name}: waiting for {rollouts}")
+
+    def _missing_rollouts(self, step: int) -> str | None:
+        """What the log lacks for a checkpoint; None if it has its step, or has passed it by."""
+        files = self._log_files()
+        if not files:
+            return f"rollouts: {self.rollouts} is not there yet, or empty"
+        still, state = self._watch.is_still(self.rollouts, files), state_of(files)
+        try:
+            if self._log[0] != state or self._log[1].unfinished:
+                self._log = state, list_steps(self.rollouts, format=self.format)
+        except (InputError, OSError) as error:  # half a file
+            return f"rollouts that can be read ({first_line(error)})"
+        steps = self._log[1]
+        wanted, last = steps.of_checkpoint(step), max(steps.known, default=None)
+        if last is not None and last < wanted:
+            return f"the rollouts of step {wanted} in {self.rollouts}, which ends with step {last}"
+        if wanted not in steps.known and steps.unfinished:
+            return f"the rollouts of step {wanted} in {self.rollouts}, which are being written"
+        if still or (last is not None and last > wanted):
+            return None
+        return f"the rollouts in {self.rollouts} to have not changed for {QUIET:.0f} s"
+
+    def _log_files(self) -> list[Path]:
+        try:
+            return list_files(self.rollouts)
+        except (InputError, OSError):
+            return []
+
+    def _diagnose(self, step: int, folder: Path) -> None:
+        """Make the page of a checkpoint and the trend's; what one checkpoint causes ends nothing."""
+        name, started = self._waiting[step], time.monotonic()
+        self._say(f"{name}: diagnosing")
+        try:
+            self.diagnose(str(model_of_step(folder) or folder), self.out / name)
+        except Exception as error:
+            if not isinstance(error, InputError | SelfCheckError | OSError) and not is_out_of_memory(error):
+                raise
+            if folder.is_dir():
+                self._fail(step, name, first_line(error))
+            else:
+                self._deleted.add(step)
+                self._fail(step, name, "it was deleted while it was diagnosed")
+        else:
+            self.done[step] = self.out / name
+            self._say(f"{name}: diagnosed in {(time.monotonic() - started) / 60:.1f} min")
+        self._watch.latest = time.monotonic()
+        self._write()
+
+    def _write(self) -> None:
+        """Make the trend's page of all that is done, with what failed among its notes."""
+        if self.done:
+            folders = [self.done[step] for step in sorted(self.done)]
+            models = [read_json(folder / MANIFEST)["model"]["path"] for folder in folders]
+            self.write(models, folders, list(self.failed.values()))
+
+    def _fail(self, step: int, name: str, why: str) -> bool:
+        self.failed[step] = f"{name} was not diagnosed: {why}"
+        self._say(self.failed[step])
+        return False
+
+    def _count(self) -> str:
+        words = f"{len(self.done)} checkpoints diagnosed"
+        return words + (f", {len(self.failed)} not" if self.failed else "")
+
+    def _tell(self, words: str) -> bool:
+        """Say once what is waited for."""
+        if words not in self._told:
+            self._told.add(words)
+            self._say(words)
+        return False
+
+    def _say(self, words: str) -> None:
+        line = printable(words)
+        print(line, flush=True)
+        with (self.out / LOG).open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def _likeness(folder: Path) -> tuple[bool, int, str]:
+    """Sort key of folders of the same step: one with a model first, then the one of the shortest name."""
+    try:
+        has_model = model_of_step(folder) is not None
+    except (InputError, OSError):  # some of its shards are there, or it is being deleted
+        has_model = True
+    return not has_model, len(folder.name), folder.name

@@ -1,0 +1,96 @@
+"""Checkpoints of a run while its trainer writes them: what one still lacks, and whether it is the run's last."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import struct
+from pathlib import Path
+
+from gradscope.errors import InputError
+from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STATE, adapter_weights, model_of_step
+from gradscope.runs import read_json
+
+TORCH = (".pt", ".pth", ".bin")
+"""Endings of what torch.save writes: since torch 1.6 an archive that begins and ends with these signatures."""
+ZIP, ZIP_END, ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
+LONGEST_HEADER = 1 << 27
+"""Most bytes of a safetensors header; its own library reads a hundred million."""
+_ONE_OF = re.compile(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)")
+DESCRIPTIONS = ("config.json", ADAPTER_CONFIG, STATE)
+
+
+def missing_part(folder: Path) -> str | None:
+    """Return what the folder of a checkpoint lacks by what its own files say; None if it is whole.
+
+    Lengths are known of safetensors and of torch's archives, names of shards from their index, and the order in which
+    transformers and torch.distributed.checkpoint write. What has none of these is taken as it is.
+    """
+    try:
+        model = model_of_step(folder)
+    except InputError as error:  # the shards of some ranks
+        return error.reason
+    if model is None:
+        return "weights"
+    if (model / ADAPTER_CONFIG).is_file() and adapter_weights(model) is None:
+        return ADAPTER_WEIGHTS[0]
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    if (cut := next(filter(None, map(_what_is_cut, files)), None)) is not None:
+        return cut
+    # transformers' Trainer saves the model with its arguments first, then the optimizer, and its state last.
+    if (folder / "training_args.bin").is_file() and not (folder / STATE).is_file():
+        return STATE
+    return None
+
+
+def _what_is_cut(file: Path) -> str | None:
+    """Return what is missing in a file, or beside it; None if it is whole, or does not say."""
+    size = file.stat().st_size
+    if file.name in DESCRIPTIONS or file.name.endswith(".index.json"):
+        if not (content := read_json(file)):
+            return f"the end of {file.name}"
+        shards = content.get("weight_map", {})
+        named = sorted({*shards.values()}) if isinstance(shards, dict) else []
+        return next((name for name in named if not (file.parent / str(name)).is_file()), None)
+    if file.suffix == ".distcp" and not (file.parent / ".metadata").is_file():
+        return ".metadata"  # which is written last
+    if file.suffix not in (".safetensors", *TORCH):
+        return None
+    if part := _ONE_OF.fullmatch(file.name):  # save_pretrained writes the index after the shards
+        index = f"{part[1]}{part[2]}.index.json"
+        if not (file.parent / index).is_file():
+            return index
+    whole = size > 0 and (size == _safetensors_size(file) if file.suffix == ".safetensors" else _is_closed(file))
+    return None if whole else f"the end of {file.name}"
+
+
+def _safetensors_size(file: Path) -> int | None:
+    """Return the bytes that the file's header promises; None if it is not whole, or no header."""
+    with file.open("rb") as handle:
+        start = handle.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
+        if length > LONGEST_HEADER:
+            return None
+        try:
+            tensors = json.loads(handle.read(length))
+            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return None
+    return 8 + length + max(ends, default=0)
+
+
+def _is_closed(file: Path) -> bool:
+    """Return whether an archive has its end; a file of another kind does not say."""
+    with file.open("rb") as handle:
+        if handle.read(len(ZIP)) != ZIP:
+            return True
+        handle.seek(-min(ZIP_END_BYTES, handle.seek(0, os.SEEK_END)), os.SEEK_END)
+        return handle.read(len(ZIP_END)) == ZIP_END
+
+
+def is_last_checkpoint(folder: Path) -> bool:
+    """Return whether the state that transformers, TRL or gradscope saved says that the run ended with it."""
+    state = read_json(folder / STATE) or {}
+    step, last = state.get("global_step", state.get("step")), state.get("max_steps")
+    return isinstance(step, int) and isinstance(last, int) and 0 < last <= step
