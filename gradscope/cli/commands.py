@@ -51,6 +51,7 @@ EXAMPLES = {
     "diagnose": (
         "runs/checkpoint-500 --rollouts runs/completions --temperature 0.7 --out report",
         "runs/checkpoint-* --rollouts runs/completions --temperature 0.7 --out report",
+        "runs --rollouts runs/completions --temperature 0.7 --follow --out report",
     ),
     "compare": (
         "runs/checkpoint-500 rollouts.jsonl --out compared",
