@@ -14,7 +14,7 @@ import pytest
 FILES = (
     *("test_intervals.py", "rollouts/test_batch.py", "objective/test_objective.py", "objective/test_logprobs.py"),
     *("objective/test_batch_logprobs.py", "objective/test_batch_loss.py", "objective/test_trained_logprobs.py"),
-    *("gradients/test_weighted_gradients.py", "gradients/test_recording.py", "theory/test_theory.py"),
+    *("gradients/test_weighted_gradients.py", "gradients/test_rules.py", "theory/test_theory.py"),
     *("gradients/test_jacobian.py", "updates/test_make_update.py"),
 )
 """Below tests/."""
