@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import MethodType
+
 import pytest
 import torch
 from support.decoders import COMMON, LATE, SANDWICHED, attend_eagerly, windowed
@@ -80,15 +82,16 @@ def clip_later(mlp: modeling_llama.LlamaMLP, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("habit", [windowed, chunked, sharper_later, capped_later, clip_later])
 def test_a_habit_that_begins_after_the_probe_sends_longer_sequences_along_the_graph(habit, monkeypatch):
+    policy = make_policy("llama", torch.float64)
     if habit is clip_later:
-        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", habit)
+        for layer in policy.model.model.layers:
+            layer.mlp.forward = MethodType(habit, layer.mlp)
     else:
 
         def attend(*args, **kwargs):
             return attend_eagerly(*args, **kwargs, change=habit)
 
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
-    policy = make_policy("llama", torch.float64)
     ids, targets = text()
     with TrueFloat64(), measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
@@ -123,10 +126,12 @@ def frozen_path(block: modeling_llama.LlamaDecoderLayer, hidden_states, **kwargs
 
 
 @pytest.mark.parametrize("forward", [positional, gated, frozen_path])
-def test_a_block_put_together_otherwise_is_exact(forward, monkeypatch):
-    monkeypatch.setattr(modeling_llama.LlamaDecoderLayer, "forward", forward)
+def test_a_block_put_together_otherwise_is_exact(forward):
+    policy = make_policy("llama", torch.float64)
+    for layer in policy.model.model.layers:
+        layer.forward = MethodType(forward, layer)
     with TrueFloat64():
-        assert error_and_path(make_policy("llama", torch.float64), *text())[0] < TRUE_FLOAT64
+        assert error_and_path(policy, *text())[0] < TRUE_FLOAT64
 
 
 def normalize_all_heads_together(attention: modeling_llama.LlamaAttention, q: Tensor) -> Tensor:
@@ -140,7 +145,7 @@ def normalize_heads_first(attention: modeling_llama.LlamaAttention, q: Tensor) -
 
 @pytest.mark.parametrize("normalize, width", [(normalize_all_heads_together, 32), (normalize_heads_first, 8)])
 @pytest.mark.parametrize("length", [4, 28])
-def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, length, monkeypatch):
+def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, length):
     class Attention(modeling_llama.LlamaAttention):
         def __init__(self, **settings):
             super().__init__(**settings)
@@ -154,9 +159,13 @@ def test_queries_that_are_normalized_otherwise_are_exact(normalize, width, lengt
             y, _ = attend_eagerly(self, q, k, v, None, self.scaling, lambda scores: scores)
             return self.o_proj(y.flatten(2)), None
 
-    monkeypatch.setattr(modeling_llama, "LlamaAttention", Attention)
+    policy = make_policy("llama", torch.float64)
+    for place, layer in enumerate(policy.model.model.layers):
+        own = Attention(config=policy.model.config, layer_idx=place).double()
+        own.load_state_dict(layer.self_attn.state_dict(), strict=False)
+        layer.self_attn = own
     with TrueFloat64():
-        error, ruled = error_and_path(make_policy("llama", torch.float64), *text(length))
+        error, ruled = error_and_path(policy, *text(length))
     assert ruled == (normalize is normalize_heads_first) and error < TRUE_FLOAT64
 
 

@@ -22,7 +22,7 @@ from support.tiers import every
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.diagnosis.minutes import influence_cost, update_cost
 from gradscope.errors import InputError
-from gradscope.gradients import Resources, TokenJacobian, forward_mode, jacobian, vector_bytes
+from gradscope.gradients import Resources, TokenJacobian, forward_mode, vector_bytes
 from gradscope.runs import scratch, scratch_zeros
 from gradscope.updates import (
     SGD,
@@ -124,7 +124,7 @@ def test_too_little_disk_is_one_line_before_anything_is_measured(on_disk, monkey
     usage = type("Usage", (), {"free": 5})
     monkeypatch.setattr(scratch.shutil, "disk_usage", lambda folder: usage)
     size = vector_bytes(policy.model)
-    monkeypatch.setattr(jacobian, "batch_statistics", raising(AssertionError("measured")))
+    policy.model.register_forward_hook(raising(AssertionError("measured")))
     for call in (influence, apply_update):
         with refused("--gradient-memory"):
             call(policy, batch, resources=Resources(size))
