@@ -152,7 +152,7 @@ class Plan:
         import tempfile
 
         from analyses.benchmarks.real_size_policy import make_config
-        from gradscope.gradients import MeasureSettings, Resources, TokenJacobian, plan_batch
+        from gradscope.gradients import MeasureSettings, plan_batch, plan_sums
         from gradscope.policy import outline_policy
         from gradscope.rollouts import read_rollouts
 
@@ -165,7 +165,7 @@ class Plan:
             policy = outline_policy(str(folder), dtype=self.dtype)
             batch = read_rollouts(folder / "rollouts.jsonl", policy)
             settings = MeasureSettings(tokens_per_interval=self.tokens_per_interval)
-            sums = TokenJacobian(policy, batch, Resources(self.memory)).plan_gram(4)
+            sums = plan_sums(policy, batch, self.memory, keeps_prompts=True)
             plan = plan_batch(policy, batch, settings, speed=self.flops, sums=sums, keeps_prompts=True)
         print(str(plan).replace(str(folder), self.size))
         rows = [{"stage": name, "seconds": seconds} for name, seconds in plan.seconds.items()]

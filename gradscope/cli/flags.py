@@ -135,6 +135,14 @@ class MeasuredPolicyFlags(PolicyFlags):
     def loading(self) -> dict[str, Any]:
         return super().loading | {"params": self.params, "device_map": self.device_map, "blocks": self.blocks}
 
+    def outline(self, model: str) -> Policy:
+        """The policy without weights, for a plan of a machine that is not here."""
+        from gradscope.policy import find_whole, outline_policy
+
+        quiet_transformers()
+        names = ("dtype", "blocks", "trust_remote_code")
+        return outline_policy(find_whole(model, self.base), **{name: getattr(self, name) for name in names})
+
 
 def print_notes(notes: Sequence[str]) -> None:
     """Print notes on what was given, a line each."""

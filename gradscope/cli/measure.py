@@ -8,15 +8,11 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
-import numpy as np
-import pandas as pd
 import torch
 import tyro
 
@@ -28,15 +24,13 @@ from gradscope.cli.flags import (
     command_progress,
     load_quietly,
     print_notes,
-    quiet_transformers,
 )
 from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.optimizer import read_step
-from gradscope.diagnosis import sampling_error
+from gradscope.diagnosis import SUMMARY, THEORY, add_summary, judge_sample
 from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
-    AFTERWARDS,
     TABLE,
     Hooks,
     MeasureSettings,
@@ -45,14 +39,15 @@ from gradscope.gradients import (
     Stopwatch,
     SumsPlan,
     TableMeasurement,
-    TokenJacobian,
     largest_share,
     measure_into,
     measure_key,
+    plan_batch,
+    plan_sums,
     read_table,
+    reserved_seconds,
     settle_minutes,
 )
-from gradscope.intervals import EDGES, interval_labels
 from gradscope.policy import (
     AdamWState,
     Policy,
@@ -67,9 +62,6 @@ from gradscope.policy import (
 from gradscope.rollouts import Dump, TokenBatch, rollouts_hash
 from gradscope.runs import RunFolder
 
-SUMMARY, THEORY = "figures/summary.txt", "figures/theory.txt"
-"""Where in its folder a run keeps the summary that it prints, and what --theory adds."""
-
 
 @dataclass(frozen=True)
 class Measured:
@@ -83,15 +75,6 @@ class Measured:
     folder: RunFolder
     resources: Resources
     """Those of what follows, the same in all processes."""
-
-
-def judge_sample(
-    measurement: TableMeasurement, table: pd.DataFrame, seconds: Callable[[float], float] | None
-) -> str | None:
-    """Say how much the sample leaves open; None where every token was measured."""
-    rng = np.random.default_rng(measurement.settings.seed)
-    error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
-    return None if error is None else error.in_words(seconds)
 
 
 @dataclass(frozen=True)
@@ -143,7 +126,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         self._check_constants()
         measured = self.measure()
         if self.figures:
-            self._draw(measured)
+            asked = {"contexts": self.constants, "gradient_memory": self.gradient_memory}
+            found, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
+            add_summary(*found, table, measured.settings, resources=measured.resources, **asked)
         if self.figures and measured.resources.processes.is_main:
             texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
             print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
@@ -216,21 +201,16 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
         """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
-        if not self.figures or (batch.advantages is None and batch.rewards is None):
-            return None
-        J, metric = TokenJacobian(policy, batch, Resources(memory)), self.has_metric(policy)
-        if self.keeps_prompts:
-            return J.plan_gram(len(EDGES) - 1, metric=metric)
-        return J.plan_gram(2 * (len(EDGES) - 1), pairs="within", metric=metric)  # of two halves of the prompts
+        own = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
+        return plan_sums(policy, batch, memory, **own) if self.figures else None
 
     def _reserve(self, measurement: TableMeasurement, sums: SumsPlan | None, pass_seconds: float) -> float:
         """Return the seconds of the minutes that are reserved for summed gradients."""
-        if sums is None:
-            return 0.0
-        batch, limit = measurement.batch, 60 * AFTERWARDS * measurement.settings.minutes
+        batch = measurement.batch
         prompts = batch.group_ids[batch.response_mask.any(1)].unique()
         share = largest_share(len(prompts), measurement.processes.count)
-        return limit if self.keeps_prompts else min(limit, sums.forward_passes * pass_seconds * share)
+        own = {"keeps_prompts": self.keeps_prompts, "share": share}
+        return reserved_seconds(sums, measurement.settings.minutes, pass_seconds, **own)
 
     def _check_constants(self) -> None:
         if self.theory and not self.figures:
@@ -240,19 +220,13 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     def make_plan(self) -> Plan:
         """Predict the cost here or, without loading weights, on a machine of a stated speed."""
-        from gradscope.gradients import plan_batch
-        from gradscope.policy import find_whole, outline_policy
-
         if self.params == "adapter":
             raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
         if self.flops is None:
             policy = load_quietly(self.model, self.loading)
             device = policy.device
         else:
-            quiet_transformers()
-            names = ("dtype", "blocks", "trust_remote_code")
-            policy = outline_policy(find_whole(self.model, self.base), **{name: getattr(self, name) for name in names})
-            device = torch.device(find_device(self.device))
+            policy, device = self.outline(self.model), torch.device(find_device(self.device))
         batch = self.read(policy).batch
         settings = self.settle(policy, device.type if self.flops is None else "cuda")
         memory = Resources(self.gradient_memory).settle(device).vectors
@@ -268,39 +242,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
         return measure_key(policy, settings, read)
-
-    def _draw(self, measured: Measured) -> None:
-        """Add figures and summary to a finished run, unless they are there.
-
-        Of several processes all sum gradients, and the main one goes on.
-        """
-        from gradscope.diagnosis import summarize_measurement, write_figures
-
-        folder, processes = measured.folder, measured.resources.processes
-        drawn = {"constants": self.constants, "gradient_memory": self.gradient_memory}
-        known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
-        found = known and (self.out / SUMMARY).is_file()
-        if processes.gather([found])[0]:
-            return
-        with ExitStack() as held:
-            with processes.together():
-                if processes.is_main:
-                    held.enter_context(folder.writing())
-                    folder.stage()
-            table = read_table(folder)
-            summary = summarize_measurement(
-                measured.policy,
-                measured.batch,
-                table,
-                measured.settings,
-                contexts=self.constants if processes.is_main else 0,
-                resources=measured.resources,
-            )
-            if not processes.is_main:
-                return
-            write_figures(folder.staged / "figures", measured.policy, table, summary, progress=command_progress())
-            told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
-            folder.publish(folder.manifest | {"figures": drawn, **told})
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,15 @@ from gradscope.diagnosis.minutes import SUMS, Minutes, fit_parts, part_costs, st
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
-from gradscope.diagnosis.precision import sampling_error
+from gradscope.diagnosis.precision import judge_sample, sampling_error
 from gradscope.diagnosis.result import PARTS, Diagnosis, DiagnosisSettings, Finding, Verdict, join_rows, one_row
 from gradscope.diagnosis.steps import direction_rows, influence_rows
 from gradscope.diagnosis.summary import (
     PAPER_NORMS,
+    SUMMARY,
+    THEORY,
     Summary,
+    add_summary,
     interval_summary,
     summarize_measurement,
     write_figures,
@@ -20,9 +23,10 @@ from gradscope.diagnosis.tokens import PromptSums, shares_by, sum_by_prompt, tok
 from gradscope.diagnosis.words import CERTAIN, findings
 
 __all__ = [
-    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMS", "Diagnosis", "DiagnosisSettings", "Finding", "Minutes", "Pairs",
-    "PromptSums", "Summary", "TokenViewer", "Verdict", "cosine_matrix", "decide", "diagnose", "direction_rows",
-    "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "make_report",
-    "make_trend_report", "one_row", "part_costs", "sampling_error", "shares_by", "stage_costs", "sum_by_prompt",
-    "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures", "write_report",
+    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "SUMS", "THEORY", "Diagnosis", "DiagnosisSettings", "Finding",
+    "Minutes", "Pairs", "PromptSums", "Summary", "TokenViewer", "Verdict", "add_summary", "cosine_matrix", "decide",
+    "diagnose", "direction_rows", "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary",
+    "join_rows", "judge_sample", "make_report", "make_trend_report", "one_row", "part_costs", "sampling_error",
+    "shares_by", "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer",
+    "write_figures", "write_report",
 ]  # fmt: skip

@@ -11,8 +11,8 @@ from jaxtyping import Float
 
 from gradscope.diagnosis.notes import has_gradient
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
-from gradscope.gradients import PARAMETERS, describe_seconds, sampling_probabilities
-from gradscope.intervals import summarize_cells
+from gradscope.gradients import PARAMETERS, TableMeasurement, describe_seconds, sampling_probabilities
+from gradscope.intervals import interval_labels, summarize_cells
 from gradscope.resampling import Resampling, Seed
 
 NORMAL = 1.959964
@@ -106,6 +106,15 @@ def sampling_error(
     error = float(np.sqrt((slopes**2 * variances).sum()))
     quantity = f"share of Σ‖w·g‖² of tokens with π in {labels[own]}"
     return SamplingError(quantity, *found, error, _part(error, *found[1:]), **counts)
+
+
+def judge_sample(
+    measurement: TableMeasurement, table: pd.DataFrame, seconds: Callable[[float], float] | None
+) -> str | None:
+    """Say how much a measurement's sample leaves open; None where every token was measured. seconds: see `in_words`."""
+    rng = np.random.default_rng(measurement.settings.seed)
+    error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
+    return None if error is None else error.in_words(seconds)
 
 
 def design_variances(

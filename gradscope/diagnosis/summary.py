@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
 
@@ -28,9 +29,11 @@ from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
 from gradscope.resampling import Resampling, Seed
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Progress, track, write_text
+from gradscope.runs import Progress, RunFolder, track, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, measured_cones, theory_report, token_contexts
 
+FIGURES, SUMMARY, THEORY = "figures", "figures/summary.txt", "figures/theory.txt"
+"""Where in its folder a run keeps its figures, the summary that is printed, and how Prop. 4.2 does on its tokens."""
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 """Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
 
@@ -247,6 +250,45 @@ def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
     return pd.DataFrame(columns | {"half_cosine": sums["half_cosine"]})
 
 
+def add_summary(
+    folder: RunFolder,
+    policy: Policy,
+    batch: TokenBatch,
+    table: pd.DataFrame,
+    settings: MeasureSettings,
+    *,
+    resources: Resources,
+    contexts: int = 0,
+    gradient_memory: int | None = None,
+) -> None:
+    """Add figures and summary to the folder of a finished measurement, unless they are there.
+
+    Of several processes, which call it together, all sum gradients, and the main one goes on.
+
+    Args:
+        resources: settled, of the summed gradients.
+        contexts: see `summarize_measurement`.
+        gradient_memory: the bytes for vectors as they were asked for, which with the contexts tell these figures from
+            others.
+    """
+    drawn, processes = {"constants": contexts, "gradient_memory": gradient_memory}, resources.processes
+    known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
+    if processes.gather([known and (folder.folder / SUMMARY).is_file()])[0]:
+        return
+    with ExitStack() as held:
+        with processes.together():
+            if processes.is_main:
+                held.enter_context(folder.writing())
+                folder.stage()
+        contexts = contexts if processes.is_main else 0
+        summary = summarize_measurement(policy, batch, table, settings, contexts=contexts, resources=resources)
+        if not processes.is_main:
+            return
+        write_figures(folder.staged / FIGURES, policy, table, summary, progress=resources.progress)
+        told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
+        folder.publish(folder.manifest | {"figures": drawn, **told})
+
+
 def write_figures(
     folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool | Progress = False
 ) -> None:
@@ -279,5 +321,5 @@ def write_figures(
     for name, make in track(draw.items(), "drawing", progress, unit="figures"):
         plots.save_figure(make(), folder / f"{name}.png")
     if words := summary.theory_words():
-        write_text(folder / "theory.txt", f"{words}\n")
-    write_text(folder / "summary.txt", f"{summary}\n")
+        write_text(folder / Path(THEORY).name, f"{words}\n")
+    write_text(folder / Path(SUMMARY).name, f"{summary}\n")

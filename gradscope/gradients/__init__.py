@@ -9,7 +9,15 @@ from gradscope.gradients.columns import (
     refuse_infinite_weights,
     statistics_of,
 )
-from gradscope.gradients.cost import ModelShape, Plan, forward_flops, gradient_flops, plan_batch
+from gradscope.gradients.cost import (
+    ModelShape,
+    Plan,
+    forward_flops,
+    gradient_flops,
+    plan_batch,
+    plan_sums,
+    reserved_seconds,
+)
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.engine.stack import SequenceTokens
@@ -55,7 +63,8 @@ __all__ = [
     "capture_gradients", "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table",
     "first_tensor", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
     "interval_gradients_over", "largest_share", "measure", "measure_into", "measure_key", "measuring", "note_logged",
-    "plan_batch", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
-    "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",
-    "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "plan_batch", "plan_sums", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic",
+    "refuse_narrow_weights", "reserved_seconds", "sampling_probabilities", "sampling_weights", "settle_minutes",
+    "stands_for", "statistics_of", "sum_intervals", "token_sizes", "vector_bytes", "weighted_quantiles",
+    "zero_vectors",
 ]  # fmt: skip

@@ -28,6 +28,8 @@ from gradscope.gradients.engine.decoder.body import kept_bytes, probs_bytes, row
 from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.gram import SumsPlan
+from gradscope.gradients.jacobian import TokenJacobian
+from gradscope.gradients.resources import Resources
 from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_sample
 from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.timed_rounds import describe_seconds
@@ -361,12 +363,40 @@ def plan_batch(
     def left(each: int) -> float:
         """Return by how many seconds `each` tokens per interval, and summed gradients, exceed the minutes."""
         own = plan(*choose_tokens(batch, each, settings.seed))
-        kept = 60 * AFTERWARDS * minutes * (sums is not None)
-        return sum(own.seconds.values()) + (kept if keeps_prompts else min(kept, own.sums_seconds)) - 60 * minutes
+        kept = reserved_seconds(sums, minutes, own.pass_seconds, keeps_prompts=keeps_prompts)
+        return sum(own.seconds.values()) + kept - 60 * minutes
 
     fitting = bisect_right(range(2, batch.num_tokens + 1), 0.0, key=left)
     chosen, draw = choose_tokens(batch, 1 + fitting, settings.seed)
     return plan(chosen, f"{draw}; as many as {minutes:g} min allow by the seconds below")
+
+
+def plan_sums(
+    policy: Policy, batch: TokenBatch, memory: int, *, keeps_prompts: bool, metric: bool = False
+) -> SumsPlan | None:
+    """Plan the summed gradients that follow a table: of each prompt, or of two halves of them; None without weights.
+
+    Raises InputError where they do not fit into `memory` bytes.
+    """
+    if batch.advantages is None and batch.rewards is None:
+        return None
+    J, size = TokenJacobian(policy, batch, Resources(memory)), len(EDGES) - 1
+    if keeps_prompts:
+        return J.plan_gram(size, metric=metric)
+    return J.plan_gram(2 * size, pairs="within", metric=metric)
+
+
+def reserved_seconds(
+    sums: SumsPlan | None, minutes: Number, pass_seconds: float, *, keeps_prompts: bool, share: float = 1.0
+) -> float:
+    """Return the seconds of the minutes that are kept for summed gradients.
+
+    keeps_prompts: all that may be kept are. share: the part of the sums that the busiest process makes.
+    """
+    if sums is None:
+        return 0.0
+    most = 60 * AFTERWARDS * minutes
+    return most if keeps_prompts else min(most, sums.forward_passes * pass_seconds * share)
 
 
 def follows_rules(policy: Policy) -> bool:
