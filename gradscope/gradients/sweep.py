@@ -19,8 +19,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gradscope.gradients.attention import probability_bytes
 from gradscope.gradients.engine.recording import block_input
+from gradscope.gradients.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.hooks import first_tensor
 from gradscope.gradients.vectors import Take
 from gradscope.objective import choosing_places, gather_logprobs, most_logits
@@ -29,10 +29,6 @@ from gradscope.rollouts import TokenBatch
 
 OUTER = -1
 """The segment of all that is in no block: embeddings and head."""
-GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
-"""Bytes that the graph of a micro-batch may take on a device; cuda: assumed to be there beside the weights."""
-SAVED = 2
-"""Numbers that a graph holds for each input, output and probability in the blocks: .8 to 1.8 of six architectures."""
 TRIAL, CONTEXT = 8, 64
 """Tokens on which the segments are compared with the whole, and most tokens before them."""
 
@@ -193,11 +189,11 @@ class Sweep:
 
     def most_responses(self, length: int, most: int) -> int:
         """How many responses of this many tokens have a graph that fits GRAPH; `most` at most, one at least."""
-        return max(1, min(most, self._room // graph_bytes(self.model, self.blocks, 1, length)))
+        return max(1, min(most, graph_room(self.model) // graph_bytes(self.model, self.blocks, 1, length)))
 
     def is_needed(self, piece: TokenBatch) -> bool:
         """Whether the graph of the whole would not fit GRAPH, and the segments serve instead of it."""
-        if graph_bytes(self.model, self.blocks, *piece.input_ids.shape) <= self._room:
+        if graph_bytes(self.model, self.blocks, *piece.input_ids.shape) <= graph_room(self.model):
             return False
         if self._held is None:
             self._held = self.holds(piece)
@@ -250,10 +246,6 @@ class Sweep:
         return True
 
     @property
-    def _room(self) -> int:
-        return GRAPH.get(self._device.type, GRAPH["cuda"])
-
-    @property
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
@@ -277,16 +269,6 @@ class Sweep:
                 del block.forward
                 if forward is not None:
                     block.forward = forward
-
-
-def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int) -> int:
-    """Bound the bytes of a graph of the blocks over rows of this many tokens, with plain attention."""
-    config, parameters = model.config.get_text_config(), list(blocks.parameters())
-    visited = getattr(config, "num_experts_per_tok", None)
-    sides = sum(sum(p.shape) for p in parameters if p.dim() == 2)
-    sides += sum(sum(p.shape[1:]) * (visited or len(p)) for p in parameters if p.dim() == 3)  # [experts, rows, columns]
-    width = max(4, parameters[0].element_size())
-    return SAVED * (rows * length * sides * width + probability_bytes(model, rows, length))
 
 
 class _StandIn:

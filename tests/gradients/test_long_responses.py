@@ -2,12 +2,22 @@
 
 import pytest
 import torch
-from support.oracle import TrueFloat64
+import transformers
+from support.oracle import TrueFloat64, as_policy
 from support.policies import HIDDEN, VOCAB, make_batch, make_policy
 from torch import nn
 
 from analyses.benchmarks.token_gradients import allocated_peak
-from gradscope.gradients import Resources, TokenJacobian, Vectors, attention, sweep
+from gradscope.gradients import (
+    Resources,
+    TokenGradientMeter,
+    TokenJacobian,
+    Vectors,
+    attention,
+    graph_memory,
+    measuring,
+)
+from gradscope.gradients.engine.self_check import measure_plainly
 from gradscope.objective import batch_logprobs
 from gradscope.policy import Policy
 from gradscope.rollouts import Response, collate
@@ -23,7 +33,7 @@ def small_machine(monkeypatch):
     def shrink(tokens: int) -> None:
         monkeypatch.setattr(attention, "SCORES", {"cpu": 1, "cuda": 1})
         monkeypatch.setattr(attention, "PLAIN", 0)
-        monkeypatch.setattr(sweep, "GRAPH", {"cpu": 0, "cuda": 0})
+        monkeypatch.setattr(graph_memory, "GRAPH", {"cpu": 0, "cuda": 0})
         few = tokens * batch_logprobs.COPIES * VOCAB * 8
         monkeypatch.setattr(batch_logprobs, "LOGITS", {"cpu": few, "cuda": few})
 
@@ -91,3 +101,36 @@ def test_memory_grows_by_the_token(small_machine, name, product):
     assert third - second == pytest.approx(2 * (second - first), rel=0.05 if name == "qwen3_moe" else 0.01)
     # Some dozens of states for each token, where plain attention's probabilities are 24 KiB.
     assert third - second < 256 * 100 * HIDDEN * 4
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gemma3", "qwen3_moe"])
+def test_norms_along_the_graph_are_the_same_where_blocks_are_run_again(monkeypatch, name):
+    """And so are those of the self-check: it is the same arithmetic in the same order."""
+    policy = make_policy(name, torch.float64)
+    ids = torch.randint(4, VOCAB, (24,), generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([9, 17, 20, 23])
+    found = []
+    for room in (1 << 30, 0):
+        monkeypatch.setattr(graph_memory, "GRAPH", {"cpu": room, "cuda": room})
+        with measuring(policy.model):
+            meter = TokenGradientMeter(policy, ids, rules=False)
+            engine = meter.measure(ids, targets, torch.arange(4), temperature=1.0)
+            plain = measure_plainly(meter, ids, targets, temperature=1.0)
+        found.append([engine.act_grad_norm, engine.param_grad_norm, torch.tensor([p.act_grad_norm for p in plain])])
+    for whole, again in zip(*found, strict=True):
+        assert torch.equal(whole, again)
+
+
+def test_a_block_more_costs_its_input_alone_where_blocks_are_run_again(monkeypatch):
+    """Of 256 tokens: a graph holds some 3,600 bytes of each in a block, its input is 128."""
+    monkeypatch.setattr(graph_memory, "GRAPH", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(attention, "PLAIN", 0)
+    ids, peaks = torch.randint(4, VOCAB, (256,), generator=torch.Generator().manual_seed(0)), []
+    for blocks in (4, 12):
+        sizes = {"n_embd": HIDDEN, "n_layer": blocks, "n_head": 4, "vocab_size": VOCAB, "n_positions": 256}
+        policy = as_policy(transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)))
+        with measuring(policy.model, 256):
+            meter = TokenGradientMeter(policy, ids[:24], rules=False)
+            targets = torch.tensor([254, 255])
+            peaks.append(allocated_peak(lambda m=meter, t=targets: measure_plainly(m, ids, t, temperature=1.0)))
+    assert peaks[1] - peaks[0] <= 8 * 256 * 2 * 4 * HIDDEN

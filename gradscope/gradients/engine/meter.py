@@ -29,6 +29,7 @@ from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_spe
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_before
+from gradscope.gradients.graph_memory import recomputing
 from gradscope.objective import TokenStatistics, logit_gradient
 from gradscope.policy import Policy, arithmetic_dtype
 
@@ -262,7 +263,7 @@ class TokenGradientMeter:
         for parameter in parameters:
             parameter.requires_grad_(True)
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), recomputing(self.model, self.blocks, int(targets[-1])):
                 logits = logits_at(self.model, ids[: targets[-1]], targets - 1)
                 each = logits.unbind()
             errors = logit_gradient(logits, ids[targets], temperature=temperature)

@@ -20,6 +20,7 @@ from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.recording import block_input
 from gradscope.gradients.engine.results import FAST_TOLERANCES, FLOOR, TOLERANCES, SelfCheck, TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens
+from gradscope.gradients.graph_memory import recomputing
 from gradscope.gradients.hooks import first_tensor
 from gradscope.objective import logit_gradient
 from gradscope.policy import arithmetic_dtype, float_parameters, takes
@@ -161,16 +162,18 @@ def measure_plainly(
             norms[SCALED, name] = _norm(parameter.grad.to(scale) * scale)
         parameter.grad = None
 
-    kept = {"logits_to_keep": length - int(targets.min()) + 1} if takes(model, "logits_to_keep") else {}
+    alone = takes(model, "logits_to_keep")
+    kept = {"logits_to_keep": (targets - 1).to(ids.device)} if alone else {}
     before = {name: parameter.grad for name, parameter in parameters.items()}
     try:
         for name, parameter in parameters.items():
             parameter.requires_grad_(True)
             parameter.grad = None
             handles.append(parameter.register_post_accumulate_grad_hook(partial(take, name)))
-        with torch.enable_grad(), _layer_edges(meter) as edges:
+        blocks = recomputing(model, meter.blocks, length)
+        with torch.enable_grad(), _layer_edges(meter) as edges, blocks:
             logits = model(input_ids=ids[None, :length], use_cache=False, **kept).logits
-            each = logits[0, targets - 1 - length].unbind()
+            each = (logits[0] if alone else logits[0, targets - 1]).unbind()
         for layer, edge in enumerate(edges):
             handles.append(edge.node.register_prehook(partial(_take_edge, norms, layer, edge.output_nr)))
         found = []
