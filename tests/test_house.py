@@ -67,6 +67,11 @@ def test_no_test_imports_another(repository):
         assert not [name for name in names if name.split(".")[-1].startswith("test_")], path
 
 
+def test_every_test_file_has_a_name_of_its_own(repository):
+    names = [path.name for path in (repository / "tests").rglob("test_*.py")]  # else pytest takes one for the other
+    assert sorted(names) == sorted(set(names))
+
+
 def test_no_submodule_bears_the_name_of_a_public_function(repository):
     functions = {name for name in gradscope.__all__ if name not in ROOMS}
     assert functions.isdisjoint(path.stem for path in (repository / "gradscope").iterdir())

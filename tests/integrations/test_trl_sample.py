@@ -25,7 +25,7 @@ pytestmark = needs_trl
 
 SAME = 1e-4
 """Two programs' products of gradients in float32, relatively."""
-BINS = ["p0-25", "p25-50", "p50-75", "p75-100"]
+INTERVALS = ["p0-25", "p25-50", "p50-75", "p75-100"]
 SHARES = ["token_share", "grad_share", "right_direction_positive", "right_direction_negative"]
 MANY = [f"w{i} w{i + 1}" for i in range(4, 36)]
 SIXTEEN = {"prompts": MANY, "num_generations": 2, "per_device_train_batch_size": 32}
@@ -173,7 +173,7 @@ def test_a_samples_shares_are_those_of_some_of_the_prompts(checkpoint, tmp_path,
     (row,) = callback.rows
     assert (row["measured_prompts"], row["num_prompts"]) == (2, 4)
     assert row["num_tokens"] == sum(int(part["completion_mask"].sum()) for part in recorder.steps[0]["window"])
-    assert all(math.isnan(row[f"{name}_{end}/{a}"]) for name in SHARES for end in ("lower", "upper") for a in BINS)
+    assert all(math.isnan(row[f"{name}_{end}/{a}"]) for name in SHARES for end in ("lower", "upper") for a in INTERVALS)
     counts, products = sums_by_prompt(trainer, recorder.steps[0])
     norm = trainer.state.log_history[0]["grad_norm"]
     assert products.sum() == pytest.approx(norm**2, rel=SAME)
@@ -183,7 +183,7 @@ def test_a_samples_shares_are_those_of_some_of_the_prompts(checkpoint, tmp_path,
         with np.errstate(invalid="ignore"):  # two prompts without advantages
             grad_share = np.where(counts[pair].sum(0) > 0, products[pair].sum(0), np.nan) / products[pair].sum()
         wanted = [*token_share, *grad_share, 4 / 2 * products[pair].sum() / norm**2, counts[pair].sum()]
-        logged = [row[f"{name}/{a}"] for name in SHARES[:2] for a in BINS]
+        logged = [row[f"{name}/{a}"] for name in SHARES[:2] for a in INTERVALS]
         logged += [row["grad_projection"], row["measured_tokens"]]
         fits.append(np.allclose(logged, wanted, rtol=10 * SAME, atol=10 * SAME, equal_nan=True))
     assert sum(fits) == 1
@@ -200,7 +200,7 @@ def test_all_prompts_say_what_is_measured_without_a_budget(checkpoint, tmp_path,
     assert all(torch.equal(a, b) for a, b in zip(plain.model.parameters(), trainer.model.parameters(), strict=True))
     for row, wanted in zip(callback.rows, whole.rows, strict=True):
         for name in SHARES:
-            for a in BINS:
+            for a in INTERVALS:
                 close = pytest.approx(wanted[f"{name}/{a}"], rel=1e-3, abs=SAME, nan_ok=True)
                 assert [row[f"{name}{end}/{a}"] for end in ("", "_lower", "_upper")] == [close] * 3
         assert row["grad_projection"] == pytest.approx(1, abs=SAME)
@@ -226,7 +226,7 @@ def test_weights_in_bfloat16_are_measured_by_sums(checkpoint, tmp_path, monkeypa
     train(trainer)
     (row,) = callback.rows
     assert row["grad_projection"] == pytest.approx(1, abs=0.05)  # of 160 sums in eight bits
-    assert sum(row[f"grad_share/{a}"] for a in BINS) == pytest.approx(1, abs=1e-6)
+    assert sum(row[f"grad_share/{a}"] for a in INTERVALS) == pytest.approx(1, abs=1e-6)
 
 
 def test_another_gradient_than_the_measured_one_is_warned_of_where_all_prompts_were(checkpoint, tmp_path, monkeypatch):
