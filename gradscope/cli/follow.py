@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +35,8 @@ SHARE = 10
 """Looks take at most one part in so many of the time."""
 QUIET = 30.0
 """Seconds without a change after which files are taken as written."""
+TRIES = 3
+"""How often a checkpoint is tried whose files, or whose log's, change as they are read."""
 PATIENCE = 24 * 3600.0
 """Seconds without anything new that end the following of a run which does not say that it has ended."""
 
@@ -98,6 +101,7 @@ class Following:
         self._waiting: dict[int, str] = {}
         self._deleted: set[int] = set()
         self._told: set[str] = set()
+        self._tries: Counter[int] = Counter()
 
     def follow(self) -> None:
         """Diagnose what is there and what comes, until the run has ended; SystemExit(1) if a checkpoint failed."""
@@ -184,7 +188,11 @@ class Following:
         return still and newest is not None and is_last_checkpoint(found[newest]) and self._is_still(found[newest])
 
     def _is_still(self, folder: Path) -> bool:
-        return self._watch.is_still(folder, (path for path in folder.rglob("*") if path.is_file()))
+        return self._watch.is_still(folder, _files_in(folder))
+
+    def _files_of(self, folder: Path) -> Files:
+        """State of all that a diagnosis reads."""
+        return state_of([*_files_in(folder), *self._log_files()])
 
     def _is_ready(self, step: int, folder: Path, *, over: bool) -> bool:
         """Whether a checkpoint is whole and its rollouts are there; if not, what it waits for is told."""
@@ -225,24 +233,24 @@ class Following:
 
     def _log_files(self) -> list[Path]:
         try:
-            return list_files(self.rollouts)
+            return [] if self.rollouts is None else list_files(self.rollouts)
         except (InputError, OSError):
             return []
 
     def _diagnose(self, step: int, folder: Path) -> None:
         """Make the page of a checkpoint and the trend's; what one checkpoint causes ends nothing."""
-        name, started = self._waiting[step], time.monotonic()
+        name, started, files = self._waiting[step], time.monotonic(), self._files_of(folder)
         self._say(f"{name}: diagnosing")
         try:
             self.diagnose(str(model_of_step(folder) or folder), self.out / name)
         except Exception as error:
             if not isinstance(error, InputError | SelfCheckError | OSError) and not is_out_of_memory(error):
                 raise
-            if folder.is_dir():
-                self._fail(step, name, first_line(error))
+            self._tries[step] += 1
+            if self._files_of(folder) != files and self._tries[step] < TRIES:
+                self._say(f"{name}: to be tried again, for its files changed as they were read ({first_line(error)})")
             else:
-                self._deleted.add(step)
-                self._fail(step, name, "it was deleted while it was diagnosed")
+                self._fail(step, name, first_line(error))
         else:
             self.done[step] = self.out / name
             self._say(f"{name}: diagnosed in {(time.monotonic() - started) / 60:.1f} min")
@@ -262,8 +270,10 @@ class Following:
         return False
 
     def _count(self) -> str:
-        words = f"{len(self.done)} checkpoints diagnosed"
-        return words + (f", {len(self.failed)} not" if self.failed else "")
+        waiting = sum(map(self._is_open, self._waiting))
+        words = f"{len(self.done)} checkpoint{'' if len(self.done) == 1 else 's'} diagnosed"
+        words += f", {len(self.failed)} not" if self.failed else ""
+        return words + (f", {waiting} waiting" if waiting else "")
 
     def _tell(self, words: str) -> bool:
         """Say once what is waited for."""
@@ -277,6 +287,13 @@ class Following:
         print(line, flush=True)
         with (self.out / LOG).open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {line}\n")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return [path for path in folder.rglob("*") if path.is_file()]
+    except OSError:  # it is being deleted
+        return []
 
 
 def _likeness(folder: Path) -> tuple[bool, int, str]:

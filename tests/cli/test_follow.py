@@ -21,6 +21,7 @@ from support.pages import BRIEF, native_rows, read_page, write_rows
 from support.policies import save_checkpoint
 
 from gradscope.cli import follow
+from gradscope.errors import InputError
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -191,6 +192,48 @@ def test_a_checkpoint_waits_for_its_own_step_until_the_log_has_passed_it(command
     assert seen == [False, True] and "the rollouts of step 4 in" in log_of(out)
     assert json.loads((out / "checkpoint-3" / "manifest.json").read_text())["rollouts"]["other_step"]
     assert ended.status == 0 and "nothing new came for 24 h" in log_of(out)  # checkpoint-3 is not the run's last
+
+
+@pytest.mark.parametrize("torn", [1, 9])
+def test_rollouts_that_change_as_they_are_read_are_read_again_a_few_times(torn, writer, tmp_path, monkeypatch):
+    """The log gets a line after each reading, and the first `torn` readings met half of one."""
+    monkeypatch.setattr(follow, "time", Clock())
+    writer.whole(20)(), writer.rollouts(21)()
+    log, read = writer.run / "log" / "step-21.jsonl", []
+
+    def diagnose(model: str, folder: Path) -> None:
+        read.append(model)
+        write_rows(log, native_rows(step=21) * (1 + len(read)))
+        if len(read) <= torn:
+            raise InputError("half a line")
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps({"model": {"path": model}}))
+
+    known = {"write": lambda *_: None, "asked": {}}
+    following = follow.Following(writer.run, writer.run / "log", tmp_path / "out", diagnose, **known)
+    if torn < follow.TRIES:
+        following.follow()
+        assert len(read) == torn + 1 and [*following.done] == [20] and not following.failed
+    else:
+        with pytest.raises(SystemExit) as stopped:
+            following.follow()
+        assert stopped.value.code == 1 and len(read) == follow.TRIES and [*following.failed] == [20]
+
+
+def test_a_checkpoint_that_is_deleted_as_it_is_read_is_no_fault(writer, tmp_path, monkeypatch):
+    monkeypatch.setattr(follow, "time", Clock())
+    writer.whole(3)(), writer.whole(20)()
+
+    def diagnose(model: str, folder: Path) -> None:
+        if model.endswith("-3"):
+            shutil.rmtree(model)
+            raise InputError("it holds no config.json")
+        folder.mkdir()
+        (folder / "manifest.json").write_text(json.dumps({"model": {"path": model}}))
+
+    following = follow.Following(writer.run, None, tmp_path / "out", diagnose, write=lambda *_: None, asked={})
+    following.follow()  # and so with status 0
+    assert [*following.done] == [20] and [*following.failed] == [3]
 
 
 def test_a_run_that_cannot_be_followed_is_refused_in_one_line(saved, tmp_path, capsys, monkeypatch):
