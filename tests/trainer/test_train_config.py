@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from support.refusals import refused
 
-from gradscope.errors import InputError
 from gradscope.objective import PAPER, LossSettings
 from gradscope.trainer import TrainConfig
 
@@ -23,56 +22,37 @@ def test_the_defaults_are_the_papers_for_knights_and_knaves():
     assert (config.reweight_alpha, config.lopti_eta, config.mask_probs, config.control) == (None, None, None, None)
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("steps", [0, -1]),
-        ("epochs", [0]),
-        ("questions_per_step", [0]),
-        ("group_size", [0, 1]),
-        ("max_new_tokens", [0]),
-        ("mini_batch_size", [0]),
-        ("micro_batch_size", [0]),
-        ("lora_rank", [0]),
-        ("sampling_batch_size", [0]),
-        ("save_every", [0]),
-        ("keep_checkpoints", [0]),
-        ("kl_coef", [-0.1, NAN, INF]),
-        ("warmup_steps", [-1]),
-        ("weight_decay", [-0.1, NAN, INF]),
-        ("seed", [-1]),
-        ("temperature", [0.0, -1.0, NAN, INF]),
-        ("learning_rate", [0, -1e-6, NAN, INF]),
-        ("max_grad_norm", [0, NAN, INF]),
-        ("lora_alpha", [0, NAN]),
-        ("clip_ratio_low", [-0.1, 1.1, NAN]),
-        ("clip_ratio_high", [-0.1, NAN]),
-        ("clip_ratio_c", [1.0, NAN]),
-        ("reweight_alpha", [-0.1, 1.1, NAN]),
-        ("lopti_eta", [-0.1, 1.1, NAN]),
-        ("mask_probs", [(0.5, 0.5), (0.5, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 1.0), (0.0, NAN)]),
-        ("vllm_memory", [0.0, 1.1, NAN]),
-        ("micro_batch_size", [10**20, 2**31]),
-        ("group_size", [10**20]),
-        ("questions_per_step", [10**20]),
-        ("seed", [2**64]),
-        ("lora_rank", [2**31]),
-        ("learning_rate", [1e39, 2_000_000]),
-        ("clip_ratio_high", [1e300]),
-        ("clip_ratio_c", [1e300]),
-        ("kl_coef", [1e300]),
-        ("lora_alpha", [1e300]),
-    ],
-)
-def test_a_value_that_means_nothing_is_refused_in_one_line_that_names_field_and_value(name, values):
-    for value in values:
-        with pytest.raises(InputError) as caught:
-            TrainConfig(**{name: value})
-        message = str(caught.value)
-        assert "\n" not in message
+COUNTS = ("epochs", "questions_per_step", "max_new_tokens", "mini_batch_size", "micro_batch_size", "lora_rank")
+COUNTS += ("sampling_batch_size", "save_every", "keep_checkpoints")
+REFUSED = {
+    **{name: [0] for name in COUNTS},
+    **{name: [-0.1, 1.1, NAN] for name in ("clip_ratio_low", "reweight_alpha", "lopti_eta")},
+    "steps": [0, -1],
+    "group_size": [0, 1, 10**20],
+    "questions_per_step": [0, 10**20],
+    "micro_batch_size": [0, 10**20, 2**31],
+    "lora_rank": [0, 2**31],
+    "lora_alpha": [0, NAN, 1e300],
+    "warmup_steps": [-1],
+    "weight_decay": [-0.1, NAN, INF],
+    "seed": [-1, 2**64],
+    "temperature": [0.0, -1.0, NAN, INF],
+    "learning_rate": [0, -1e-6, NAN, INF, 1e39, 2_000_000],
+    "max_grad_norm": [0, NAN, INF],
+    "kl_coef": [-0.1, NAN, INF, 1e300],
+    "clip_ratio_high": [-0.1, NAN, 1e300],
+    "clip_ratio_c": [1.0, NAN, 1e300],
+    "mask_probs": [(0.5, 0.5), (0.5, 0.2), (-0.1, 0.5), (0.5, 1.1), (NAN, 1.0), (0.0, NAN)],
+    "vllm_memory": [0.0, 1.1, NAN],
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_value_that_means_nothing_is_refused_in_one_line_that_names_field_and_value(name):
+    for value in REFUSED[name]:
         # alpha, eta: the words of the function that refuses them.
-        assert name.rpartition("_")[2] in message
-        assert str(value) in message
+        with refused(name.rpartition("_")[2], value):
+            TrainConfig(**{name: value})
 
 
 def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
@@ -105,9 +85,8 @@ def test_a_step_of_too_many_responses_and_a_mask_of_every_token_are_refused():
 def test_a_value_of_another_type_is_refused_with_the_type_that_is_wanted(name, value, wanted):
     config = TrainConfig()
     object.__setattr__(config, name, value)
-    with refused(name, repr(value), type(value).__name__, wanted) as caught:
+    with refused(name, repr(value), type(value).__name__, wanted):
         config.__post_init__()
-    assert str(caught.value).startswith(f"{name} is {value!r}")
 
 
 def test_whole_numbers_for_floats_and_a_path_for_the_model_are_taken():
