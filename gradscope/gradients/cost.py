@@ -24,9 +24,17 @@ from torch import nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.chunks import ROWS
-from gradscope.gradients.engine.decoder.body import kept_bytes, probs_bytes, row_bytes
+from gradscope.gradients.engine.decoder.body import (
+    block_bytes,
+    kept_bytes,
+    probs_bytes,
+    row_bytes,
+    seen_bytes,
+    strip_bytes,
+)
 from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
+from gradscope.gradients.engine.norms import factor_pays
 from gradscope.gradients.gram import SumsPlan
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
@@ -156,39 +164,71 @@ class Responses:
         return cls(lengths, reaches, tuple(np.concatenate(picked).tolist()), sum(counts))
 
 
-def measure_flops(shape: ModelShape, found: Responses, *, rules: bool) -> dict[str, float]:
+def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: int = 1 << 30) -> dict[str, float]:
     """Count the FLOPs of a measurement, by part: those of `gradient_flops`, forward passes and factors.
 
     statistics: the pass that finds the intervals. forward: another one, for the activations, with the measured tokens'
-    logits; along the graph, one for each chunk of tokens. factors: QR of the linear layers' inputs and, by rules,
-    attention's probabilities.
+    logits; where these do not fit the memory, and along the graph, one more for each wave or chunk of tokens. factors:
+    QR of the linear layers' inputs and, by rules, attention's probabilities.
     """
     reach = np.asarray(found.reaches, dtype=np.float64)
-    factors = sum(2 * reach * inside * np.minimum(reach, inside) for _, inside in shape.linear_layers)
-    factors = factors + rules * 4 * shape.query_width * reach**2
-    chunks = 1 if rules else 1 + sum(found.prefixes) / ROWS / max(1, len(reach))
+    tokens = len(found.prefixes) / max(1, len(reach))  # of a response
+    wave, keeps = np.full_like(reach, tokens), np.ones_like(reach, dtype=bool)
+    if rules:
+        keeps = np.array([_keeps_blocks(shape, int(n), memory) for n in found.reaches], dtype=bool)
+        wave = np.where(keeps, tokens, np.clip(memory / (4 * shape.hidden * reach), 1, max(1, tokens)))
+    factors = np.zeros_like(reach)
+    for outputs, inside in shape.linear_layers:
+        pays = [not rules or factor_pays(n, inside, outputs, w) for n, w in zip(reach, wave, strict=True)]
+        factors += np.array(pays, dtype=bool) * 2 * reach * inside * np.minimum(reach, inside)
+    factors *= np.maximum(1, tokens / wave)
+    if rules:  # Probabilities that do not fit are made for each chunk, in strips that leave out half of them.
+        again = probs_bytes(shape.heads, reach) > memory
+        factors += shape.query_width * reach**2 * (4 + again * np.maximum(1, tokens * reach / ROWS))
+        passes = 1 + ~keeps * np.ceil(tokens / wave)
+    else:
+        passes = np.full_like(reach, 1 + sum(found.prefixes) / ROWS / max(1, len(reach)))
+    each = [forward_flops(shape, [n]) for n in found.reaches]
     return {
         "statistics": forward_flops(shape, found.lengths, found.targets),
-        "forward": chunks * forward_flops(shape, found.reaches) + 2 * shape.hidden * shape.vocab * len(found.prefixes),
-        "factors": float(shape.layers * np.sum(factors)),
+        "forward": float(passes @ each) + 2 * shape.hidden * shape.vocab * len(found.prefixes),
+        "factors": float(shape.layers * factors.sum()),
         **gradient_flops(shape, found.prefixes, rules=rules),
     }
 
 
-def measure_bytes(shape: ModelShape, found: Responses, *, memory: int, weights: int) -> dict[str, float]:
+def _keeps_blocks(shape: ModelShape, length: int, memory: int) -> bool:
+    """Return whether what all blocks leave of a response is kept, as `DecoderBody` does."""
+    widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
+    return shape.layers * block_bytes(*widths, length, norms=2) <= memory
+
+
+def measure_bytes(
+    shape: ModelShape, found: Responses, *, memory: int, weights: int, device: str = "cpu"
+) -> dict[str, float]:
     """Bound the bytes in memory while the longest response is measured, by part.
 
-    memory: `chunk_memory` of `measure`; weights: bytes of the parameters. Responses that are measured together leave no
-    more than `memory` between them.
+    memory: `chunk_memory` of `measure`; weights: bytes of the parameters; device: its type. Responses that are measured
+    together leave no more than `memory` between them. Of a response, what its blocks leave is kept if it fits the
+    memory; else the inputs of all, the activations of one, and what flows back for the tokens of a wave. That grows
+    linearly with length; what does not is at most three times `memory`.
     """
     longest = max(found.reaches, default=0)
     widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
-    probs = probs_bytes(shape.layers * shape.heads, longest)
-    probs = probs if probs <= memory else probs_bytes(2 * shape.heads, longest)
+    held = shape.layers if _keeps_blocks(shape, longest, memory) else 1
+    probs = probs_bytes(held * shape.heads, longest)
+    response = held * kept_bytes(*widths, longest, norms=2) + (probs if probs <= memory else 0)
+    rows = sum(found.prefixes)
+    each = row_bytes(shape.hidden, shape.mlp_width, shape.heads, device=device)
+    carried = max(each * min(rows, longest), min(memory, each * min(rows, longest * ROWS)))
+    carried += 0 if probs <= memory else strip_bytes(shape.heads, longest, device=device)
+    if held < shape.layers:
+        delta = 4 * shape.hidden
+        response += shape.layers * delta * longest + max(delta * longest, min(memory, delta * rows))
+        # A block that is made again, as it is recorded, and what the MLP's slopes are made with.
+        carried = max(carried, seen_bytes(*widths, longest, norms=2) + 4 * shape.mlp_width * longest)
     logits = LOGIT_BYTES * shape.vocab * min(longest, logit_rows(shape.vocab, memory))
-    carried = row_bytes(shape.hidden, shape.mlp_width, shape.heads) * min(sum(found.prefixes), longest * ROWS)
-    response = shape.layers * kept_bytes(*widths, longest, norms=2) + probs
-    return {"weights": weights, "response": response, "logits or chunk": max(logits, min(memory, carried))}
+    return {"weights": weights, "response": response, "logits or tokens": max(logits, carried)}
 
 
 @dataclass(frozen=True)
@@ -349,8 +389,8 @@ def plan_batch(
 
     def plan(chosen: np.ndarray, draw: str) -> Plan:
         found = Responses.of(batch, chosen)
-        flops = measure_flops(shape, found, rules=rules)
-        memory = measure_bytes(shape, found, memory=chunk_memory, weights=size)
+        flops = measure_flops(shape, found, rules=rules, memory=chunk_memory)
+        memory = measure_bytes(shape, found, memory=chunk_memory, weights=size, device=policy.device.type)
         return Plan(policy, shape, found, prompts, draw, rules, flops, speed, memory, sums)
 
     minutes = settings.minutes

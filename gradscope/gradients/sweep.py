@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from gradscope.gradients.engine.recording import block_input
+from gradscope.gradients.engine.recording import BlockCall, block_input, replace_input
 from gradscope.gradients.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.hooks import first_tensor
 from gradscope.gradients.vectors import Take
@@ -44,7 +44,7 @@ class Passed:
     temperatures: Float[Tensor, " K"]
     hidden: list[Float[Tensor, "b n hidden"] | None] = field(default_factory=list)
     """The input of each block, and the output of the last; None where it is no longer needed."""
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]] | None] = field(default_factory=list)
+    calls: list[BlockCall | None] = field(default_factory=list)
     """What else each block was called with."""
     outputs: list[Any] = field(default_factory=list)
     """What each block returned beside the hidden states, which stand there as None."""
@@ -144,7 +144,7 @@ class Sweep:
         def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             # A copy: a block may add to its input in place.
             passed.hidden.append(block_input(args, kwargs).detach().clone())
-            passed.calls.append(_replace_input(args, kwargs, None))
+            passed.calls.append(BlockCall.of(args, kwargs))
 
         def leave(_block: nn.Module, _args: Any, output: Any) -> None:
             if len(passed.outputs) == len(self.blocks) - 1:
@@ -163,8 +163,7 @@ class Sweep:
     def run_block(self, passed: Passed, index: int) -> tuple[Tensor, Tensor]:
         """(leaf, output): hidden states before a block and after it, with a graph between them."""
         leaf = passed.hidden[index].detach().requires_grad_(True)
-        args, kwargs = _replace_input(*passed.calls[index], leaf.clone())
-        return leaf, first_tensor(self.blocks[index](*args, **kwargs))
+        return leaf, passed.calls[index].again(self.blocks[index], leaf.clone())
 
     def run_tail(self, passed: Passed) -> tuple[Tensor, Float[Tensor, " K"]]:
         """(leaf, log π of the kept tokens): hidden states after the last block, and what the head makes of them."""
@@ -219,7 +218,7 @@ class Sweep:
             if not hidden.requires_grad:
                 hidden = hidden.detach().requires_grad_(True)
             entered.append(hidden)
-            return _replace_input(args, kwargs, hidden)
+            return replace_input(args, kwargs, hidden)
 
         passed = self.record(piece)
         if len(passed.hidden) != len(self.blocks) + 1:
@@ -284,12 +283,6 @@ def _put_first(output: Any, hidden: Tensor | None) -> Any:
     if not isinstance(output, (tuple, list)):
         return hidden
     return (hidden, *output[1:])
-
-
-def _replace_input(
-    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 def _shorten(piece: TokenBatch) -> TokenBatch:

@@ -28,6 +28,7 @@ from gradscope.gradients import (
     MeasureSettings,
     ModelShape,
     TokenGradientMeter,
+    attention,
     cost,
     forward_flops,
     gradient_flops,
@@ -45,10 +46,10 @@ TARGETS = torch.arange(88, 128)
 WHOLE = Responses((127,), (127,), tuple(TARGETS.tolist()), len(TARGETS))
 
 
-def make_wide(kind: type, **settings) -> Policy:
+def make_wide(kind: type, layers: int = 4, **settings) -> Policy:
     """A policy of width 256 and random weights."""
     torch.manual_seed(0)
-    config = kind(vocab_size=VOCAB, hidden_size=256, num_hidden_layers=4, num_attention_heads=4, **settings)
+    config = kind(vocab_size=VOCAB, hidden_size=256, num_hidden_layers=layers, num_attention_heads=4, **settings)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     return Policy(model, None, find_blocks(model))
 
@@ -149,6 +150,25 @@ def test_predicted_memory_is_what_the_allocator_hands_out_within_a_factor_of_two
     found = Responses((reach,), (reach,), tuple(targets.tolist()), len(targets))
     predicted = measure_bytes(ModelShape.of(policy.model), found, memory=memory, weights=0)
     assert 0.5 < sum(predicted.values()) / peak < 2
+
+
+@pytest.mark.parametrize("layers", [3, 9])
+def test_memory_grows_with_length_as_the_formula_says(layers, monkeypatch):
+    """Where neither activations nor attention fit the memory; a bound within a third of what is allocated."""
+    monkeypatch.setattr(attention, "PLAIN", 0)
+    monkeypatch.setattr(attention, "SCORES", {"cpu": 1 << 14, "cuda": 1})
+    policy = make_wide(Qwen2Config, layers=layers, num_key_value_heads=2, intermediate_size=768)
+    memory, bounds = 1 << 20, []
+    for length in (512, 1024, 1536):
+        ids = torch.randint(4, VOCAB, (length,), generator=torch.Generator().manual_seed(0))
+        targets = torch.arange(length - 4, length)
+        with measuring(policy.model, length):
+            meter = TokenGradientMeter(policy, ids[:32], memory=memory)
+            peak = allocated_peak(lambda: meter.measure(ids, targets, torch.arange(4), temperature=1.0))  # noqa: B023
+        found = Responses((length - 1,), (length - 1,), tuple(targets.tolist()), 4)
+        bounds.append(sum(measure_bytes(ModelShape.of(policy.model), found, memory=memory, weights=0).values()))
+        assert peak < bounds[-1] < 4 / 3 * peak
+    assert bounds[2] - bounds[1] == pytest.approx(bounds[1] - bounds[0], rel=0.01)
 
 
 @pytest.mark.parametrize("each", [None, 2])

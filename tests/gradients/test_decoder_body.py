@@ -80,8 +80,9 @@ def clip_later(mlp: modeling_llama.LlamaMLP, x: Tensor) -> Tensor:
     return mlp.down_proj(torch.cat([hidden[:, :LATE], hidden[:, LATE:].clamp(-0.3, 0.3)], 1))
 
 
+@pytest.mark.parametrize("memory", [1 << 30, 1], ids=["kept", "computed again"])
 @pytest.mark.parametrize("habit", [windowed, chunked, sharper_later, capped_later, clip_later])
-def test_a_habit_that_begins_after_the_probe_sends_longer_sequences_along_the_graph(habit, monkeypatch):
+def test_a_habit_that_begins_after_the_probe_sends_longer_sequences_along_the_graph(habit, memory, monkeypatch):
     policy = make_policy("llama", torch.float64)
     if habit is clip_later:
         for layer in policy.model.model.layers:
@@ -94,13 +95,26 @@ def test_a_habit_that_begins_after_the_probe_sends_longer_sequences_along_the_gr
         monkeypatch.setattr(modeling_llama, "eager_attention_forward", attend)
     ids, targets = text()
     with TrueFloat64(), measuring(policy.model):
-        meter = TokenGradientMeter(policy, ids)
+        meter = TokenGradientMeter(policy, ids, memory=memory)
         assert meter.decoder is not None
         for length in (LATE, len(ids)):
             some = targets[targets < length]
             everything = torch.arange(len(some))
             ours = meter.measure(ids[:length], some, everything, temperature=1.0)
             assert largest_error(ours, brute_force(policy, ids[:length], some)) < TRUE_FLOAT64
+
+
+@pytest.mark.parametrize("memory", [1 << 30, 1], ids=["kept", "computed again"])
+def test_what_stands_between_two_blocks_sends_longer_sequences_along_the_graph(memory):
+    def change(_block, args, kwargs):
+        late = torch.arange(args[0].shape[1]) >= LATE
+        return (args[0] * (1 + late)[:, None], *args[1:]), kwargs
+
+    policy = make_policy("llama", torch.float64)
+    policy.blocks[1].register_forward_pre_hook(change, with_kwargs=True)
+    with TrueFloat64():
+        error, ruled = error_and_path(policy, *text(), memory=memory)
+    assert ruled and error < TRUE_FLOAT64
 
 
 def positional(block: modeling_llama.LlamaDecoderLayer, hidden_states, attention_mask=None, **kwargs):
@@ -192,7 +206,7 @@ def test_a_bfloat16_policy_goes_by_rules_and_passes_the_self_check(name):
         meter = TokenGradientMeter(policy, ids)
         assert meter.decoder is not None
         stack = Stack.of([SequenceTokens(ids, targets, torch.arange(len(targets)))])
-        with meter.decoder.recording() as seen:
+        with meter.decoder.recording(stack) as seen:
             head = meter.head.measure(stack)
         assert meter.decoder.follow(stack, head, [*seen]) is not None
         assert check_engine(meter, [SequenceTokens(ids, targets, torch.tensor([0, 5, 10]))]).tokens == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random as chance
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from gradscope.gradients.engine.chunks import (
     neighbours,
 )
 from gradscope.gradients.engine.decoder.rules import (
+    Rows,
     attention_backward,
     attention_backward_at,
     linear_backward,
@@ -108,6 +110,16 @@ def attend(
     return [q, k, v], [torch.stack(probs, 1), torch.stack(slopes, 1) if slopes else None], outputs
 
 
+def of_strips(probs: Tensor, slopes: Tensor | None) -> Callable[[int, int], Rows]:
+    """The rows of a strip, out of the whole."""
+
+    def rows(start: int, end: int) -> Rows:
+        p, slope = plain(probs, slopes)
+        return p[:, :, start:end, :end], slope if slope is None else slope[:, :, start:end, :end]
+
+    return rows
+
+
 def plain(*tensors: Tensor | None) -> list[Tensor | None]:
     return [t if t is None else t.detach() for t in tensors]
 
@@ -117,7 +129,7 @@ def plain(*tensors: Tensor | None) -> list[Tensor | None]:
 def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups, cap):
     inputs, probs, outputs = attend(9, heads, groups, cap=cap)
     delta = random(BATCH, 9, TOKENS, heads, WIDTH, seed=5)
-    ours = attention_backward(delta, *plain(*probs, outputs, *inputs), scaling=SCALING)
+    ours = attention_backward(delta, of_strips(*probs), *plain(outputs, *inputs), scaling=SCALING)
     for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
@@ -129,7 +141,7 @@ def test_attention_backward_is_autograds_for_every_sharing_of_keys(heads, groups
 def test_strips_of_attention_leave_nothing_out(n, window, cap):
     inputs, probs, outputs = attend(n, 2, 1, window, cap=cap)
     delta = random(BATCH, n, 2, 2, WIDTH, seed=5)
-    ours = attention_backward(delta, *plain(*probs, outputs, *inputs), scaling=SCALING)
+    ours = attention_backward(delta, of_strips(*probs), *plain(outputs, *inputs), scaling=SCALING)
     for a, b in zip(ours, gradients(outputs, inputs, delta), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
@@ -144,7 +156,8 @@ def test_attention_backward_at_one_position_of_each_token_is_autograds(heads, gr
     rows = random(BATCH, 4, heads, WIDTH, seed=5)
     delta = random(BATCH, 9, 4, heads, WIDTH) * 0
     delta[at] = rows
-    q, k, v = attention_backward_at(rows, positions, *plain(*probs, outputs, *inputs), scaling=SCALING)
+    of_positions = [p if p is None else p.detach().transpose(1, 2)[at[:2]].transpose(1, 2) for p in probs]
+    q, k, v = attention_backward_at(rows, positions, of_positions, *plain(outputs, *inputs), scaling=SCALING)
     expected_q, expected_k, expected_v = gradients(outputs, inputs, delta)
     torch.testing.assert_close(q, expected_q[at], **CLOSE)
     torch.testing.assert_close(k, expected_k, **CLOSE)
@@ -156,7 +169,7 @@ def test_attention_that_sees_one_key_alone_sends_nothing_to_queries_and_keys():
     inputs, probs, outputs = attend(40, 2, 1, sharpness=1e6)
     assert (probs[0].max(-1).values == 1).all()
     delta = random(BATCH, 40, TOKENS, 2, WIDTH, seed=5)
-    q, k, v = attention_backward(delta, *plain(*probs, outputs, *inputs), scaling=SCALING)
+    q, k, v = attention_backward(delta, of_strips(*probs), *plain(outputs, *inputs), scaling=SCALING)
     assert q.abs().max() < 1e-14 and k.abs().max() < 1e-14
     torch.testing.assert_close(v, gradients(outputs, inputs, delta)[2], **CLOSE)
 

@@ -8,6 +8,7 @@ What the rules need of a sequence's inputs is made once and shared by all of its
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,8 +161,14 @@ class GraphSequence:
     seen: Recorder | None = None
     """The body's pass, where it was made before; it is left as it is."""
 
-    def measure(self, chunk: Chunk) -> Measured:
+    wave_rows = 0
+    """Of chunks that are carried through a block together: each is by itself."""
+
+    def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
         """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
+        return [self._measure(chunk) for chunk in chunks]
+
+    def _measure(self, chunk: Chunk) -> Measured:
         picks, positions = chunk.picks[0], chunk.positions[0]
         recorder = self.seen or self.body.record(self.ids[: chunk.length])
         self.factors.compare(recorder.calls)

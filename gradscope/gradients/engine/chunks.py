@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -134,6 +134,23 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Spa
             end += 1
         parts = (slice(max(0, len(tokens) - end), len(tokens) - start) for tokens in lengths[:batch])
         yield Span(tuple(parts), longest)
+
+
+def waves(spans: Iterable[Span], rows: int) -> Iterator[list[Span]]:
+    """Gather chunks that are carried through a block together: as many as have no more than these rows, or one.
+
+    >>> spans = [Span((slice(start, start + 2),), 10) for start in (4, 2, 0)]
+    >>> [len(wave) for wave in waves(spans, 40)]
+    [2, 1]
+    """
+    wave: list[Span] = []
+    for span in spans:
+        if wave and sum(each.rows for each in [*wave, span]) > rows:
+            yield wave
+            wave = []
+        wave.append(span)
+    if wave:
+        yield wave
 
 
 def group_sequences(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from jaxtyping import Float, Int
@@ -41,9 +41,10 @@ class HeadPass:
     split_cotangents: list[Tensor]
     """Gradient at each split point, at the target's own position, [m, width]."""
     local: dict[str, tuple[Call, Tensor, Tensor]]
-    """Module → (call, gradient at its output, its input), both at the target's own position, [m, width]."""
+    """Module → (call without its inputs, gradient at its output, its input), both at the target's own position, [m,
+    width]."""
     calls: list[Call]
-    """Calls of every claimed module, over the whole stack."""
+    """Calls of every claimed module, over the whole stack, if they were to be kept."""
 
 
 class Head:
@@ -58,13 +59,16 @@ class Head:
         self.rows = logit_rows(policy.vocab_size, memory)
         """Positions whose logits fit the memory."""
 
-    def measure(self, stack: Stack) -> HeadPass:
-        """Run one pass for all targets, or several if their logits would not fit the memory."""
+    def measure(self, stack: Stack, *, keep_calls: bool = False) -> HeadPass:
+        """Run one pass for all targets, or several if their logits would not fit the memory.
+
+        keep_calls: return the calls of every claimed module, whose inputs over the whole stack lie in memory.
+        """
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
         places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
         fits = len(stack.ids) * places <= self.rows
         split = [everything] if fits else everything.split(max(1, self.rows // len(stack.ids)))
-        parts = [self._measure_part(stack, part) for part in split]
+        parts = [self._measure_part(stack, part, keep_calls=keep_calls) for part in split]
         if len(parts) == 1:
             return parts[0]
         return HeadPass(
@@ -115,13 +119,14 @@ class Head:
             return metric.at_one_position(call.module, delta, inputs)
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
-    def _measure_part(self, stack: Stack, part: Int[Tensor, " k"]) -> HeadPass:
+    def _measure_part(self, stack: Stack, part: Int[Tensor, " k"], *, keep_calls: bool) -> HeadPass:
         """Measure these of the stack's targets."""
         sequences, positions, token_ids, temperature = (
             values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
         )
         targets_at = _TargetRows(sequences, positions, length=stack.ids.shape[1])
-        with Recorder(self.model, self.blocks, self.ownership, self.split_point, "head") as recorder:
+        parts = self.model, self.blocks, self.ownership, self.split_point
+        with Recorder(*parts, "head", keep_all=keep_calls) as recorder:
             logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
         seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
         for few in parts_at_once(logits):
@@ -138,13 +143,18 @@ class Head:
         splits, length = len(recorder.splits), stack.ids.shape[1]
         hidden = [streams_last(d, length) for d in deltas[: splits + 1]]
         rows = [None if d is None else targets_at.rows(d).to(size) for d in (*hidden, *deltas[splits + 1 :])]
+        # Neither the inputs over the whole stack nor the graph shall lie in memory.
         local = {
-            call.name: (call, row, self._local_inputs(call, targets_at).to(size))
+            call.name: (
+                replace(call, inputs=call.inputs.new_empty(0, call.inputs.shape[-1]), edge=None),
+                row,
+                self._local_inputs(call, targets_at).to(size),
+            )
             for call, row in zip(calls, rows[splits + 1 :], strict=True)
             if row is not None
         }
         last = rows[splits].norm(dim=1)
-        return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls)
+        return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls if keep_calls else [])
 
     def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
         """Return the logits of every sequence, at least at these positions: [B, u or n, vocab]."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from itertools import accumulate, pairwise
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
-from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours
+from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours, waves
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
 from gradscope.gradients.engine.head import Head, HeadPass, logits_at, unit_errors
 from gradscope.gradients.engine.metric import Metric
@@ -182,17 +182,18 @@ class TokenGradientMeter:
         # A module that a prefix does not call has no gradient there.
         square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
         scaled = None if self.metric is None else torch.zeros_like(head.last_norm)
-        for span in neighbours([s.lengths for s in sequences], self._limits(body.body)):
-            chunk = Chunk.of(span, picks, positions, self.device)
-            measured = body.measure(chunk)
-            tokens = chunk.values(chunk.picks)
-            act[tokens, :-1] = chunk.values(measured.layers)
-            for name, values in measured.squares.items():
-                square[name][tokens] = chunk.values(values).to(act)
-            if measured.scaled is not None:
-                scaled[tokens] = chunk.values(measured.scaled).to(act)
-            for name, values in self._measure_general(sequences[0], tokens, scaled).items():
-                square[name][tokens] = values.to(act)
+        spans = neighbours([s.lengths for s in sequences], self._limits(body.body))
+        for wave in waves(spans, body.wave_rows):
+            chunks = [Chunk.of(span, picks, positions, self.device) for span in wave]
+            for chunk, measured in zip(chunks, body.measure(chunks), strict=True):
+                tokens = chunk.values(chunk.picks)
+                act[tokens, :-1] = chunk.values(measured.layers)
+                for name, values in measured.squares.items():
+                    square[name][tokens] = chunk.values(values).to(act)
+                if measured.scaled is not None:
+                    scaled[tokens] = chunk.values(measured.scaled).to(act)
+                for name, values in self._measure_general(sequences[0], tokens, scaled).items():
+                    square[name][tokens] = values.to(act)
         called = set(square)
         self._add_head(square, head)
         if scaled is not None:
@@ -207,13 +208,12 @@ class TokenGradientMeter:
     def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
         """Run the head's pass; return it and the body's sequences (None if sequences must be measured one by one)."""
         if self.decoder is not None:
-            with self.decoder.recording() as seen:
-                # Without the calls, whose inputs would lie in memory for nothing.
-                head = replace(self.head.measure(stack), calls=[])
+            with self.decoder.recording(stack) as seen:
+                head = self.head.measure(stack)
             followed = self.decoder.follow(stack, head, seen)
             if followed is not None or len(stack.ids) > 1:
                 return head, followed
-        head, (ids,) = self.head.measure(stack), stack.ids
+        head, (ids,) = self.head.measure(stack, keep_calls=True), stack.ids
         factors = Factors(len(ids))
         factors.remember(head.calls)
         return head, GraphSequence(self.graph, ids, head, factors)
@@ -295,7 +295,7 @@ class TokenGradientMeter:
         targets = [torch.tensor(sorted({n // 2, n - 1})) for n in lengths]
         both = [SequenceTokens(here[:n], at, torch.arange(len(at))) for n, at in zip(lengths, targets, strict=True)]
         stack = Stack.of(both, torch.promote_types(self.model.dtype, torch.float32), self.device)
-        with self.decoder.recording() as recorded:
+        with self.decoder.recording(stack) as recorded:
             head = self.head.measure(stack)
         rules = self.decoder.follow(stack, head, recorded)
         if rules is None:
@@ -312,7 +312,7 @@ class TokenGradientMeter:
         tolerance = 1e-3 if arithmetic_dtype(self.model) in (torch.float32, torch.float64) else 0.15
         found = []
         for body, chunk in zip((rules, graph), chunks, strict=True):
-            measured = body.measure(chunk)
+            (measured,) = body.measure([chunk])
             square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
             square |= {name: chunk.values(values) for name, values in measured.squares.items()}
             self._add_head(square, head)

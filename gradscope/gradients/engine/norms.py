@@ -8,6 +8,7 @@ each token's log π with respect to the module's output at every position of the
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -18,23 +19,51 @@ from gradscope.gradients.engine.products import Product, multiply_exactly
 Squares = dict[str, Float[Tensor, "B K"]]
 """Squared norms of token gradients, by module."""
 
-NARROWEST, WIDEST = 28, 128
-"""Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
+
+@dataclass(frozen=True)
+class Widths:
+    """Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
+
+    narrowest: int
+    narrowest_queries: int
+    """In attention, whose loop has many operations."""
+    widest: int
 
 
-def strip_width(n: int, narrowest: int = NARROWEST) -> int:
-    """Return the width of a strip: a quarter of n positions, within NARROWEST and WIDEST."""
-    return min(-(-n // min(4, max(1, n // narrowest))), WIDEST)
+WIDTHS = {"cpu": Widths(28, 56, 128), "cuda": Widths(128, 256, 512)}
+"""By device. cuda: assumed, see analyses/gpu/QUEUE.md."""
+QR_SLOWNESS = 2
+"""Times as long as a matrix product's that a FLOP of QR takes: 1.5 to 2.5 on one core at widths of 512 to 2,048; of a
+GPU it is assumed."""
 
 
-def strips(n: int, narrowest: int = NARROWEST) -> Iterator[tuple[int, int]]:
-    """Return (start, end) of each strip of n positions.
+def widths_of(device: torch.device | str) -> Widths:
+    """Return the widths of strips on a device, or on one of this type."""
+    kind = device if isinstance(device, str) else device.type
+    return WIDTHS.get(kind, WIDTHS["cuda"])
 
-    >>> list(strips(72))
+
+def strips(n: int, device: torch.device, *, queries: bool = False) -> Iterator[tuple[int, int]]:
+    """Return (start, end) of each strip of n positions: a quarter of them, within the device's widths.
+
+    >>> list(strips(72, torch.device("cpu")))
     [(0, 36), (36, 72)]
     """
-    width = max(1, strip_width(n, narrowest))
+    widths = widths_of(device)
+    narrowest = widths.narrowest_queries if queries else widths.narrowest
+    width = max(1, min(-(-n // min(4, max(1, n // narrowest))), widths.widest))
     return ((start, min(start + width, n)) for start in range(0, n, width))
+
+
+def factor_pays(n: int, inside: int, outputs: int, tokens: int) -> bool:
+    """Return whether `prefix_factor` of n inputs of this width saves more than it takes, for so many tokens.
+
+    A product with the factor skips its zeros, n · c less half of c² for c = min(n, inside) columns, in place of n ·
+    inside; QR takes 2 m c² − ⅔ c³ FLOPs, m the greater one of n and inside.
+    """
+    columns, most = min(n, inside), max(n, inside)
+    saved = tokens * outputs * (2 * n * inside - columns * (2 * n - columns + 1))
+    return saved > QR_SLOWNESS * (2 * most * columns**2 - 2 * columns**3 / 3)
 
 
 def prefix_factor(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tensor, "*B n r"]:
@@ -43,25 +72,36 @@ def prefix_factor(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tenso
     With Aᵀ = Q R, L = Rᵀ is lower trapezoidal, so L[:m, :min(m, r)] is the factor of the first m positions too. A
     Gram matrix would serve as well but loses half of the digits.
     """
-    a = inputs.to(torch.promote_types(inputs.dtype, torch.float32))
-    if bias:
-        a = torch.cat([a, torch.ones_like(a[..., :1])], dim=-1)
+    a = with_ones(inputs.to(torch.promote_types(inputs.dtype, torch.float32)), bias=bias)
     return torch.linalg.qr(a.mT, mode="r").R.mT.contiguous()
 
 
+def with_ones(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tensor, "*B n e"]:
+    """Return the inputs, for a bias with a column of ones."""
+    return torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=-1) if bias else inputs
+
+
 def linear_square_norms(
-    delta: Float[Tensor, "B n K out"], factor: Float[Tensor, "B n r"], *, multiply: Product = multiply_exactly
+    delta: Float[Tensor, "B n K out"],
+    factor: Float[Tensor, "B n r"],
+    *,
+    triangular: bool = True,
+    multiply: Product = multiply_exactly,
 ) -> Float[Tensor, "B K"]:
     """Return the squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
 
     factor: of the module's inputs, by `prefix_factor`; lower triangular, it is taken in strips of columns, each without
-    its zeros.
+    its zeros. Or, not triangular, the inputs themselves with a column of ones for a bias.
     """
     (batch, _, tokens, width), rows = delta.shape, delta.flatten(2)
     if not factor.shape[2]:  # a module that was called on no row, such as an expert without tokens
         return delta.new_zeros(batch, tokens)
-    parts = [multiply(factor[:, start:, start:end].mT, rows[:, start:]) for start, end in strips(factor.shape[2])]
-    norms = torch.cat([torch.linalg.vector_norm(part.view(batch, -1, width), dim=2) for part in parts], 1)
+    norms = []
+    for start, end in strips(factor.shape[2], factor.device):
+        first = start if triangular else 0
+        part = multiply(factor[:, first:, start:end].mT, rows[:, first:])
+        norms.append(torch.linalg.vector_norm(part.view(batch, -1, width), dim=2))
+    norms = torch.cat(norms, 1)
     return torch.linalg.vector_norm(norms.view(batch, -1, tokens), dim=1).square()
 
 

@@ -44,12 +44,30 @@ class Call:
         return self.inputs.ndim >= 3 and self.inputs.shape[:2] == (1, length)
 
 
+@dataclass(frozen=True)
+class BlockCall:
+    """How a block was called, beside its hidden states: enough to run it again."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockCall:
+        return cls(*replace_input(args, kwargs, None))
+
+    def again(self, block: nn.Module, hidden: Tensor) -> Tensor:
+        """Run the block on these hidden states; return those that it leaves."""
+        args, kwargs = replace_input(self.args, self.kwargs, hidden)
+        return first_tensor(block(*args, **kwargs))
+
+
 class Recorder:
     """A context in which forward passes of the model are recorded.
 
     part="head": the graph is cut open at the split point, so that a backward pass ends there.
     part="body": the graph starts at the embeddings; the split point's tensors are kept to start a backward pass from.
     split_point: name of the module whose input is the split point; None: the split point is the last block's output.
+    keep_all: of the head's pass, also the calls before the split point, whose inputs lie in memory.
     """
 
     def __init__(
@@ -59,14 +77,11 @@ class Recorder:
         ownership: Ownership,
         split_point: str | None,
         part: Literal["head", "body"],
+        *,
+        keep_all: bool = True,
     ) -> None:
-        self.model, self.blocks, self.ownership, self.split_point, self.part = (
-            model,
-            blocks,
-            ownership,
-            split_point,
-            part,
-        )
+        self.model, self.blocks, self.ownership, self.split_point = model, blocks, ownership, split_point
+        self.part, self.keep_all = part, keep_all
         self.calls: list[Call] = []
         self.splits: list[Tensor] = []
         """Head: the leaves that it was cut at. Body: what they stand for. [the last block's input, the split point's
@@ -115,7 +130,7 @@ class Recorder:
             return None
         leaf = hidden.detach().requires_grad_(True)
         self.splits.append(leaf)
-        return ((leaf, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": leaf})
+        return replace_input(args, kwargs, leaf)
 
     def _enter_split_point(self, _module: nn.Module, args: tuple[Any, ...]) -> Any:
         if self.part == "body":
@@ -136,7 +151,7 @@ class Recorder:
             output = output.detach().requires_grad_(True)
             replaced = output.clone()
         edge = get_gradient_edge(output) if output.requires_grad else None
-        if edge is not None or self.part == "head":
+        if edge is not None or (self.part == "head" and self.keep_all):
             # Of a policy over several devices, a module is called with what the one before it left on its own.
             self.calls.append(Call(name, module, args[0].detach().to(output.device), edge, output.numel()))
         return replaced
@@ -169,6 +184,13 @@ def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
             "not known; name another ModuleList with --blocks"
         )
     return hidden
+
+
+def replace_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a block's call with other hidden states."""
+    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 def streams_last(hidden: Tensor, length: int, *, axis: int = 0) -> Tensor:

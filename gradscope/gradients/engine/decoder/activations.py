@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from gradscope.gradients.attention import Band
 from gradscope.gradients.engine.decoder.parts import DecoderBlock, Matrix, Norm
-from gradscope.gradients.engine.norms import prefix_factor
-from gradscope.gradients.engine.recording import block_input
-from gradscope.gradients.hooks import forward_hooks
+from gradscope.gradients.engine.decoder.probabilities import Probabilities
+from gradscope.gradients.engine.norms import factor_pays, prefix_factor, with_ones
+from gradscope.gradients.engine.recording import BlockCall, block_input
+from gradscope.gradients.hooks import first_tensor, forward_hooks
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Seen:
 
     hidden: Tensor | None = None
     """[B, n, d]: the block's input."""
+    call: BlockCall | None = None
+    """How the block was called; None: not yet."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
     """By module."""
@@ -32,6 +35,8 @@ class Seen:
     mask: Any = None
     """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal; a
     Band, where attention goes in strips. Or a thing of another kind, which is not understood."""
+    accounted: Bool[Tensor, ""] | None = None
+    """Whether `check` found what the rules assume, where that was looked at before the parts were let go."""
 
     def put_positions_first(self, head_norms: list[str]) -> None:
         """Give norms of heads the layout [B, n, heads, c], if they were called with [B, heads, n, c]."""
@@ -40,30 +45,43 @@ class Seen:
                 if values[name].ndim == 4 and values[name].shape[1] != self.hidden.shape[1]:
                     values[name] = values[name].transpose(1, 2)
 
+    def let_go(self) -> None:
+        """Keep what it takes to run the block again, and no more."""
+        self.inputs, self.outputs, self.rotary, self.mask = {}, {}, (), None
+
 
 @contextmanager
-def record_blocks(model: nn.Module, blocks: list[DecoderBlock]) -> Iterator[list[Seen]]:
-    """Record a forward pass through the blocks."""
-    seen = [Seen() for _ in blocks]
-    owner = {part.name: s for b, s in zip(blocks, seen, strict=True) for part in (*b.matrices, *b.norms)}
-    head_norms = {b.name: [norm.name for norm in b.head_norms] for b in blocks}
-    by_block = {b.name: s for b, s in zip(blocks, seen, strict=True)}
-    by_attention = {b.attention: s for b, s in zip(blocks, seen, strict=True)}
+def record_blocks(
+    model: nn.Module, blocks: list[DecoderBlock], leave: Callable[[DecoderBlock, Seen, Tensor], None] | None = None
+) -> Iterator[list[Seen]]:
+    """Record the first forward pass through the blocks.
 
-    def leave(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    leave: called with each block that is done, its record, and its output.
+    """
+    seen = {block.name: Seen() for block in blocks}
+    by_block = {block.name: block for block in blocks}
+    by_attention = {block.attention: seen[block.name] for block in blocks}
+    owner = {part.name: seen[b.name] for b in blocks for part in (*b.matrices, *b.norms)}
+
+    def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        own = seen.get(name) or by_attention.get(name) or owner[name]
+        if own.call is not None:  # Logits may take several passes, and a norm of the head is called for its slopes.
+            return
         if name in by_block:
-            by_block[name].hidden = block_input(args, kwargs).detach()
-            by_block[name].put_positions_first(head_norms[name])
+            own.hidden, own.call = block_input(args, kwargs).detach(), BlockCall.of(args, kwargs)
+            own.put_positions_first([norm.name for norm in by_block[name].head_norms])
+            if leave is not None:
+                leave(by_block[name], own, first_tensor(output).detach())
         elif name in by_attention:
             angles = kwargs.get("position_embeddings")
             angles = angles if isinstance(angles, (tuple, list)) else ()
-            by_attention[name].rotary = tuple(a.detach() for a in angles if isinstance(a, Tensor))
-            by_attention[name].mask = kwargs.get("attention_mask")
-        elif name not in owner[name].inputs:  # A norm of the head is called again, with other weights, for its slopes.
-            owner[name].inputs[name], owner[name].outputs[name] = args[0].detach(), output.detach()
+            own.rotary = tuple(a.detach() for a in angles if isinstance(a, Tensor))
+            own.mask = kwargs.get("attention_mask")
+        elif name not in own.inputs:
+            own.inputs[name], own.outputs[name] = args[0].detach(), output.detach()
 
-    with forward_hooks(model, [*owner, *by_block, *by_attention], leave):
-        yield seen
+    with forward_hooks(model, [*owner, *by_block, *by_attention], record):
+        yield [*seen.values()]
 
 
 class BlockActivations:
@@ -71,8 +89,7 @@ class BlockActivations:
 
     Tensors are [B, n, …] over the whole sequences, with an axis [B, n, 1, …] for tokens where they meet what flows
     back; float32, or float64 of such a policy.
-    keep_probs: hold attention's probabilities, B · H · n² numbers (of capped scores twice as many), instead of making
-    them for every chunk of tokens.
+    keep_probs: hold attention's probabilities instead of making them for every chunk of tokens; see `Probabilities`.
     """
 
     def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
@@ -96,38 +113,38 @@ class BlockActivations:
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
         self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
         """Slopes of activation(gate) ∘ up: by gate, and by up, which is activation(gate); [B, n, 1, MLP's width]."""
-        self._factors: dict[tuple[str, bool], Tensor] = {}
-        self._kept = self._attend(*self.queries.shape[:2]) if keep_probs else None
+        self._factors: dict[tuple[str, bool], tuple[Tensor, bool]] = {}
+        scores = {"scaling": block.scaling, "cap": block.cap}
+        self.probs = Probabilities(self.queries, self.keys, seen.mask, **scores, keep=keep_probs)
 
-    def prepare(self, *, last: bool, keep_inputs: bool = False) -> None:
-        """Compute what the backward pass needs and free the rest. last: the last block, where only keys and values have
-        gradients over the whole prefix. keep_inputs: of all matrices, whose gradients will be formed.
+    def prepare(self, tokens: int, *, last: bool, keep_inputs: bool = False) -> None:
+        """Compute what the backward pass of so many tokens of a sequence needs, and free the rest.
+
+        last: the last block, where only keys and values have gradients over the whole prefix. keep_inputs: of all
+        matrices, whose gradients will be formed.
         """
-        for matrix in (self.block.key, self.block.value) if last else self.block.matrices:
-            self.factor(matrix, 1)
+        used, outputs = (self.block.key, self.block.value) if last else self.block.matrices, defaultdict(int)
+        for matrix in used:
+            outputs[self.block.inputs[matrix.name]] += matrix.module.out_features
+        for matrix in used:
+            if (key := self.block.inputs[matrix.name]) not in self._factors:
+                inputs, (n, width) = self.inputs(matrix), self.inputs(matrix).shape[1:]
+                triangular = factor_pays(n, width, outputs[key], tokens)
+                make = prefix_factor if triangular else with_ones
+                self._factors[key] = make(inputs, bias=key[1]), triangular
         kept = [self.block.query.name] if last else []
         kept = [matrix.name for matrix in self.block.matrices] if keep_inputs else kept
-        self._seen = Seen(inputs={name: self._seen.inputs[name] for name in kept}, mask=self._seen.mask)
+        self._seen = Seen(inputs={name: self._seen.inputs[name] for name in kept})
         del self.hidden
         if last:
             del self.mlp_norm, self.gate_slope, self.activated, self.attention_end, self.mlp_end
 
-    def attention(self, batch: int, n: int) -> tuple[Float[Tensor, "b H n n"], Float[Tensor, "b H n n"] | None]:
-        """Return attention's probabilities within the first n positions of the first `batch` sequences, and the slopes
-        of capped scores (None if scores are not capped).
+    def factor(self, matrix: Matrix, n: int) -> tuple[Float[Tensor, "B n r"], bool]:
+        """Return a factor of the module's inputs at the first n positions, with ones for a bias: `prefix_factor`'s, or
+        the inputs themselves; and whether it is triangular.
         """
-        if self._kept is None:
-            return self._attend(batch, n)
-        probs, slopes = (values if values is None else values[:batch, :, :n, :n] for values in self._kept)
-        return probs, slopes
-
-    def factor(self, matrix: Matrix, n: int) -> Float[Tensor, "B n r"]:
-        """Return the lower triangular factor of the module's inputs at the first n positions, with ones for a bias."""
-        key = self.block.inputs[matrix.name]
-        if key not in self._factors:
-            self._factors[key] = prefix_factor(self.inputs(matrix), bias=key[1])
-        made = self._factors[key]
-        return made[:, :n, : min(n, made.shape[2])]
+        made, triangular = self._factors[self.block.inputs[matrix.name]]
+        return made[:, :n, : min(n, made.shape[2]) if triangular else None], triangular
 
     def inputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
         """Return the module's input."""
@@ -136,20 +153,6 @@ class BlockActivations:
     def outputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
         """Return what the module returned."""
         return self._seen.outputs[part.name].to(self.dtype)
-
-    def _attend(self, batch: int, n: int) -> tuple[Tensor, Tensor | None]:
-        groups, keys = self.keys.shape[2], self.keys[:batch, :n].permute(0, 2, 3, 1)
-        queries = self.queries[:batch, :n].unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4)
-        scores, slopes = self.block.scaling * (queries @ keys[:, :, None]).flatten(1, 2), None
-        if (cap := self.block.cap) is not None:
-            parts = (scores / cap).tanh_()
-            scores, slopes = cap * parts, 1 - parts.square()
-        mask = Band() if self._seen.mask is None else self._seen.mask
-        if isinstance(mask, Band):
-            mask = ~mask.hides(slice(0, n), slice(0, n), scores.device)[None, None]
-        mask = mask[:batch, :, :n, :n]
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-        return scores.softmax(-1), slopes
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
         """Return the norm's normalised input and inverse rms over each head, if it has one, and the rotated heads [B,

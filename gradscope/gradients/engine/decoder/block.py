@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from jaxtyping import Float, Int
@@ -53,9 +54,8 @@ class BlockBackward:
         block, a = self.block, self.a
         sequences, tokens = (torch.arange(count, device=positions.device) for count in positions.shape)
         at = sequences[:, None], positions
-        q, k, v = attention_backward_at(
-            attended.unflatten(2, (-1, block.head_dim)), positions, *self._attention(), scaling=block.scaling
-        )
+        probs, heads = a.probs.at(positions, self.n), attended.unflatten(2, (-1, block.head_dim))
+        q, k, v = attention_backward_at(heads, positions, probs, *self._heads(), scaling=block.scaling)
         # As a prefix of one position, another for each token.
         q = self._unrotate(q[:, None], block.query_norm, a.query_norm, lambda t: t[at].transpose(1, 2))
         inputs = a.inputs(block.query)[at]
@@ -81,7 +81,8 @@ class BlockBackward:
         block, a = self.block, self.a
         heads = self._linear(self._end(delta, block.attention_end, a.attention_end), block.output)
         heads = heads.unflatten(3, (-1, block.head_dim))
-        q, k, v = attention_backward(heads, *self._attention(), scaling=block.scaling, multiply=self.multiply)
+        probs = partial(a.probs.strip, self.batch)
+        q, k, v = attention_backward(heads, probs, *self._heads(), scaling=block.scaling, multiply=self.multiply)
         q = self._unrotate(q, block.query_norm, a.query_norm, self._first)
         back = self._linear(q, block.query, into=self._through_keys_and_values(k, v))
         return self._norm(back, block.attention_norm, self._prefix(a.attention_norm), residual=delta)
@@ -105,7 +106,7 @@ class BlockBackward:
         return delta if norm is None else self._norm(delta, norm, self._prefix(seen))
 
     def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "B n K inputs"]:
-        self.squares[matrix.name] = linear_square_norms(delta, self._factor(matrix), multiply=self.multiply)
+        self.squares[matrix.name] = self._square_norms(delta, matrix)
         if self.metric is not None:
             self.scaled.append(self.metric.linear(matrix.module, delta, self._first(self.a.inputs(matrix))))
         return linear_backward(delta, matrix.module.weight, into=into, multiply=self.multiply)
@@ -119,12 +120,13 @@ class BlockBackward:
             self.scaled.append(self.metric.vector(norm.weight, scale))
         return back
 
-    def _factor(self, matrix: Matrix) -> Float[Tensor, "B n r"]:
-        return self.a.factor(matrix, self.n)[: self.batch]
+    def _square_norms(self, delta: Tensor, matrix: Matrix) -> Float[Tensor, "B K"]:
+        factor, triangular = self.a.factor(matrix, self.n)
+        return linear_square_norms(delta, factor[: self.batch], triangular=triangular, multiply=self.multiply)
 
-    def _attention(self) -> list[Tensor | None]:
+    def _heads(self) -> list[Tensor]:
         a = self.a
-        return [*a.attention(self.batch, self.n), *map(self._first, (a.attended, a.queries, a.keys, a.values))]
+        return [*map(self._first, (a.attended, a.queries, a.keys, a.values))]
 
     def _prefix(self, seen: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self._first(seen[0]), self._first(seen[1])

@@ -7,10 +7,13 @@ its graph gives; any other goes by `engine.autograd`, and so does a sequence on 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from gradscope.gradients.engine.chunks import ROWS, START_PART, Chunk, Limits
 from gradscope.gradients.engine.decoder.activations import BlockActivations, Seen, record_blocks
@@ -20,7 +23,7 @@ from gradscope.gradients.engine.decoder.parts import DecoderBlock, find_decoder_
 from gradscope.gradients.engine.embeddings import TableNorms
 from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.metric import Metric
-from gradscope.gradients.engine.norms import WIDEST, square_norms
+from gradscope.gradients.engine.norms import square_norms, widths_of
 from gradscope.gradients.engine.ownership import Ownership
 from gradscope.gradients.engine.products import Product, multiply_exactly
 from gradscope.gradients.engine.results import Measured
@@ -61,15 +64,20 @@ def chunk_limits(
     return Limits(min(rows, fit), start, shared)
 
 
-def row_bytes(hidden: int, mlp: int | float, heads: int, *, strip: int = WIDEST) -> int | float:
+def row_bytes(hidden: int, mlp: int | float, heads: int, *, device: str = "cpu") -> int | float:
     """Return the most bytes that one token carries at one position: through an MLP, or a strip of attention's queries.
     """
-    return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * strip)
+    return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * widths_of(device).widest)
 
 
 def probs_bytes(heads: int, length: int) -> int:
     """Return the bytes of attention's probabilities of a sequence. heads: of all blocks together, capped ones twice."""
     return 4 * heads * length**2
+
+
+def strip_bytes(heads: int, length: int, *, device: str = "cpu") -> int:
+    """Return the most bytes that the making of a strip of these probabilities takes."""
+    return 4 * 3 * heads * widths_of(device).widest * length
 
 
 def seen_bytes(
@@ -93,6 +101,14 @@ def kept_bytes(
     return 4 * length * (norms * hidden + 2 * (query + key + mlp) + factors)
 
 
+def block_bytes(
+    hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
+) -> int | float:
+    """Return the most bytes per sequence of a block's activations, as they are recorded and as they are kept."""
+    widths = hidden, query, key, mlp
+    return max(seen_bytes(*widths, length, norms=norms), kept_bytes(*widths, length, norms=norms))
+
+
 def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
     """Return how many sequences of this length fit: one token of each within the rows, all their logits and what they
     leave within the memory.
@@ -105,8 +121,9 @@ def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, me
 class DecoderBody:
     """Measures the body of a common decoder; `find` makes it.
 
-    table: name of the embedding. memory: bytes that attention's probabilities may take if they are to be kept from one
-    chunk of tokens to the next, and that sequences beside one another may leave.
+    table: name of the embedding. memory: bytes that all blocks' activations may take if they are to be kept, and so may
+    attention's probabilities; that sequences beside one another may leave; and that what flows back may take between
+    two blocks.
     """
 
     def __init__(
@@ -137,25 +154,76 @@ class DecoderBody:
             return None
         return cls(policy, ownership, blocks, tables[0], memory)
 
+    def recording(self, stack: Stack) -> AbstractContextManager[list[Seen]]:
+        """Return a context in which the head's forward pass records the blocks' activations.
+
+        Where they do not fit the memory, a block is accounted for as soon as it is done, and its input alone is kept.
+        """
+        keeps = self.keeps_blocks(*stack.ids.shape)
+        return record_blocks(self.model, self.blocks, None if keeps else self._accountant())
+
     def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
         """Return the sequences after the head's forward pass; None if the blocks did anything that the rules do not
         cover.
 
         Takes from `seen` block by block, so that what is not needed any more does not stay.
         """
+        if not self.keeps_blocks(*stack.ids.shape):
+            if not torch.stack([one.accounted for one in seen]).all():
+                return None
+            attention = getattr(self.model.config, "_attn_implementation", None)
+            return DecoderStack(self, stack, head, partial(self._make_again, seen, attention), self._wave_rows)
         if not all(map(is_complete, self.blocks, seen)):
             return None
         keep, activations, consistent = self.keeps_probs(*stack.ids.shape), [], []
+        tokens = -(-len(stack.positions) // len(stack.ids))
         for block in self.blocks:
             one = BlockActivations(block, seen.pop(0), keep_probs=keep)
             consistent.append(account_for(one, seen[0].hidden.to(one.dtype) if seen else None))
-            one.prepare(last=not seen, keep_inputs=self.metric is not None)
+            one.prepare(tokens, last=not seen, keep_inputs=self.metric is not None)
             activations.append(one)
-        return DecoderStack(self, stack, head, activations) if bool(torch.stack(consistent).all()) else None
+        activations.reverse()
+        known = bool(torch.stack(consistent).all())
+        return DecoderStack(self, stack, head, lambda _tokens: iter(activations)) if known else None
 
-    def recording(self) -> AbstractContextManager[list[Seen]]:
-        """Return a context in which the head's forward pass records the blocks' activations."""
-        return record_blocks(self.model, self.blocks)
+    def _accountant(self) -> Callable[[DecoderBlock, Seen, Tensor], None]:
+        """Return what accounts for each block that is done, in order, and lets its parts go."""
+        before: Tensor | None = None
+
+        @torch.no_grad()
+        def account(block: DecoderBlock, seen: Seen, output: Tensor) -> None:
+            nonlocal before
+            seen.accounted = torch.tensor(False, device=output.device)
+            if is_complete(block, seen):
+                one, last = BlockActivations(block, seen, keep_probs=False), block is self.blocks[-1]
+                seen.accounted = account_for(one, None if last else output.to(one.dtype))
+            if before is not None:  # Nothing may stand between two blocks.
+                seen.accounted &= (seen.hidden == before).all()
+            before = output
+            seen.let_go()
+
+        return account
+
+    def _make_again(self, seen: list[Seen], attention: str | None, tokens: int) -> Iterator[BlockActivations]:
+        """Yield the blocks' activations from the last one on, each made from the block's input when its turn comes.
+
+        attention: the kind that the blocks had. tokens: of a sequence, that each is used for.
+        """
+        for block, one in zip(reversed(self.blocks), reversed(seen), strict=True):
+            self.model.config._attn_implementation = attention  # which passes of other lengths may have changed
+            with record_blocks(self.model, [block]) as (again,):
+                one.call.again(self.model.get_submodule(block.name), one.hidden)
+            keep = probs_bytes(_heads(block), one.hidden.shape[1]) * len(one.hidden) <= self.memory
+            made = BlockActivations(block, again, keep_probs=keep)
+            del again
+            made.prepare(tokens, last=block is self.blocks[-1], keep_inputs=self.metric is not None)
+            yield made
+            del made
+
+    @property
+    def _wave_rows(self) -> int:
+        """Return how many positions × tokens of what flows back between two blocks fit the memory."""
+        return self.memory // (4 * self._widths[0])
 
     def limits(self, rows: int | None, memory: int) -> Limits:
         """Return chunk limits. rows: most positions × tokens, or None (`chunk_limits`); memory: bytes that they may
@@ -176,21 +244,33 @@ class DecoderBody:
     def bytes_per_row(self) -> int:
         hidden = max(block.query.module.in_features for block in self.blocks)
         mlp = max(block.down.module.in_features for block in self.blocks)
-        return row_bytes(hidden, mlp, max(block.heads for block in self.blocks))
-
-    @property
-    def _heads(self) -> int:
-        """Return the number of heads of all blocks, as `probs_bytes` counts them."""
-        return sum(block.heads * (1 if block.cap is None else 2) for block in self.blocks)
+        heads = max(block.heads for block in self.blocks)
+        return row_bytes(hidden, mlp, heads, device=self.model.device.type)
 
     def keeps_probs(self, batch: int, length: int) -> bool:
-        return batch * probs_bytes(self._heads, length) <= self.memory
+        """Return whether the probabilities of all blocks are kept from one chunk of tokens to the next."""
+        return batch * probs_bytes(sum(map(_heads, self.blocks)), length) <= self.memory
+
+    def keeps_blocks(self, batch: int, length: int) -> bool:
+        """Return whether the activations of all blocks are kept."""
+        each = block_bytes(*self._widths, length, norms=self._norms)
+        return batch * len(self.blocks) * each <= self.memory
+
+    @property
+    def _norms(self) -> int:
+        """Return the number of norms of the residual stream's width in a block."""
+        return len(self.blocks[0].norms) - len(self.blocks[0].head_norms)
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
         """Return how many sequences of this length fit; see the module's function."""
-        norms = len(self.blocks[0].norms) - len(self.blocks[0].head_norms)
-        kept = len(self.blocks) * seen_bytes(*self._widths, length, norms=norms) + probs_bytes(self._heads, length)
+        kept = len(self.blocks) * seen_bytes(*self._widths, length, norms=self._norms)
+        kept += probs_bytes(sum(map(_heads, self.blocks)), length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
+
+
+def _heads(block: DecoderBlock) -> int:
+    """Return the number of a block's heads as `probs_bytes` counts them."""
+    return block.heads * (1 if block.cap is None else 2)
 
 
 @dataclass(frozen=True)
@@ -200,26 +280,52 @@ class DecoderStack:
     body: DecoderBody
     stack: Stack
     head: HeadPass
-    activations: list[BlockActivations]
+    backwards: Callable[[int], Iterator[BlockActivations]]
+    """Number of a sequence's tokens → the blocks' activations, from the last one on."""
+    wave_rows: int = 0
+    """Positions × tokens of chunks that are carried through a block together; 0: each is by itself."""
 
     @torch.no_grad()
-    def measure(self, chunk: Chunk) -> Measured:
+    def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
         """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; undefined at places without a token."""
-        body, picks, squares, scaled, layers = self.body, chunk.picks, {}, [], []
-        residual, attended = (rows[picks] for rows in self.head.split_cotangents)
-        batch, delta = len(picks), None
-        for activations in reversed(self.activations):
-            backward = BlockBackward(activations, batch, chunk.length, body.multiply, body.metric)
-            if delta is None:
-                delta = backward.through_attention_at(residual, attended, chunk.positions)
-            else:
-                delta = backward.through_block(delta)
-            squares |= backward.squares
-            scaled += backward.scaled
-            layers.append(square_norms(delta).sqrt())
-        ids, table = self.stack.ids[:batch, : chunk.length], body.model.get_submodule(body.table)
-        norms = TableNorms(body.ownership, body.table, table, self.head)
-        squares[body.table] = norms.squares(ids, delta, picks)
+        carried = [_Carried(self, chunk) for chunk in chunks]
+        for activations in self.backwards(sum(chunk.picks.shape[1] for chunk in chunks)):
+            for one in carried:
+                one.carry(activations)
+            del activations  # before the next one is made
+        return [one.measured() for one in carried]
+
+
+class _Carried:
+    """What flows back for a chunk of tokens, and what was measured on its way."""
+
+    def __init__(self, of: DecoderStack, chunk: Chunk) -> None:
+        self._of, self._chunk = of, chunk
+        self._delta: Tensor | None = None
+        self._squares: dict[str, Tensor] = {}
+        self._scaled: list[Tensor] = []
+        self._layers: list[Tensor] = []
+
+    def carry(self, activations: BlockActivations) -> None:
+        """Carry it from a block's output to its input."""
+        body, chunk = self._of.body, self._chunk
+        backward = BlockBackward(activations, len(chunk.picks), chunk.length, body.multiply, body.metric)
+        if self._delta is None:
+            residual, attended = (rows[chunk.picks] for rows in self._of.head.split_cotangents)
+            self._delta = backward.through_attention_at(residual, attended, chunk.positions)
+        else:
+            self._delta = backward.through_block(self._delta)
+        self._squares |= backward.squares
+        self._scaled += backward.scaled
+        self._layers.append(square_norms(self._delta).sqrt())
+
+    def measured(self) -> Measured:
+        """Return what was measured, with the embedding, at which it has arrived."""
+        body, head, (batch, _) = self._of.body, self._of.head, (picks := self._chunk.picks).shape
+        ids, table = self._of.stack.ids[:batch, : self._chunk.length], body.model.get_submodule(body.table)
+        norms = TableNorms(body.ownership, body.table, table, head)
+        squares = self._squares | {body.table: norms.squares(ids, self._delta, picks)}
+        scaled = self._scaled
         if body.metric is not None:
-            scaled.append(norms.squares(ids, delta, picks, body.metric))
-        return Measured(torch.stack(layers[::-1], 2), squares, sum(scaled) if scaled else None)
+            scaled = [*scaled, norms.squares(ids, self._delta, picks, body.metric)]
+        return Measured(torch.stack(self._layers[::-1], 2), squares, sum(scaled) if scaled else None)

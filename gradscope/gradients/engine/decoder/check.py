@@ -69,9 +69,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
         yield a.outputs(block.attention_norm), a.inputs(matrix)
     for matrix in (block.gate, block.up):
         yield a.outputs(block.mlp_norm), a.inputs(matrix)
-    batch, n, groups, _ = a.keys.shape
-    probs = a.attention(batch, n)[0].unflatten(1, (groups, -1))
-    yield (probs @ a.values.transpose(1, 2)[:, :, None]).flatten(1, 2).transpose(1, 2), a.attended
+    yield a.probs.attend(a.values), a.attended
     for matrix, end in ((block.output, block.attention_end), (block.down, block.mlp_end)):
         if end is not None:
             yield a.outputs(matrix), a.inputs(end)

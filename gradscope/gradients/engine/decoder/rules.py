@@ -7,6 +7,8 @@ factor of one large matrix product. H query heads share G heads of keys and valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -14,8 +16,9 @@ from torch import Tensor
 from gradscope.gradients.engine.norms import strips
 from gradscope.gradients.engine.products import Product, multiply_exactly
 
-NARROWEST_QUERIES = 56
-"""Fewest queries of a strip in `attention_backward`, whose loop has many operations."""
+Rows = tuple[Float[Tensor, "B H m n"], Float[Tensor, "B H m n"] | None]
+"""Attention's probabilities of m queries over n keys, and derivatives of capped scores, cap · tanh(score / cap), by the
+scores (None if scores are not capped)."""
 
 
 def linear_backward(
@@ -70,8 +73,7 @@ def rotary_backward(
 
 def attention_backward(
     delta: Float[Tensor, "B n K H c"],
-    probs: Float[Tensor, "B H n n"],
-    slopes: Float[Tensor, "B H n n"] | None,
+    probs: Callable[[int, int], Rows],
     attended: Float[Tensor, "B n H c"],
     queries: Float[Tensor, "B n H c"],
     keys: Float[Tensor, "B n G c"],
@@ -83,50 +85,51 @@ def attention_backward(
     """Carry δ through o = P v, P = softmax(scaling · q kᵀ) with causal zeros; return ∂/∂q, ∂/∂k and ∂/∂v.
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
-    to its own end: what is later has no probability. The last comes first, as its keys are all.
-    slopes: derivatives of capped scores, cap · tanh(score / cap), by the scores; they multiply S.
+    to its own end: what is later has no probability.
+    probs: (start, end) → P of these queries, over the last ones of the keys before `end`, and slopes, which multiply S.
     """
     batch, n, tokens, heads, width = delta.shape
     groups = batch * keys.shape[2]
     share = batch * heads // groups
     back_q, back_k, back_v = torch.empty_like(delta), None, None
     k, v = (t.transpose(1, 2).reshape(groups, n, width) for t in (keys, values))
-    for start, end in reversed([*strips(n, NARROWEST_QUERIES)]):
+    for start, end in reversed([*strips(n, delta.device, queries=True)]):
         count = end - start
         rows = count * share
         d = delta[:, start:end].permute(0, 3, 1, 2, 4).contiguous()  # [B, H, positions, K, c]
-        p = probs[:, :, start:end, :end]
+        p, slopes = probs(start, end)
+        seen = slice(end - p.shape[3], end)
         o, q = (t[:, start:end].transpose(1, 2) for t in (attended, queries))
         # S = scaling · P ∘ (δ vᵀ − δ·o)
         inner = (d * o[:, :, :, None]).sum(-1, keepdim=True)
-        s = multiply(d.view(groups, rows * tokens, width), v[:, :end].mT).view(batch, heads, count, tokens, end)
-        factor = scaling * p if slopes is None else scaling * p * slopes[:, :, start:end, :end]
+        s = multiply(d.view(groups, rows * tokens, width), v[:, seen].mT).view(batch, heads, count, tokens, -1)
+        factor = scaling * p if slopes is None else scaling * p * slopes
         s = s.sub_(inner).mul_(factor[:, :, :, None])
         # ∂/∂q = S k
-        back = multiply(s.view(groups, rows * tokens, end), k[:, :end]).view(batch, heads, count, tokens, width)
+        back = multiply(s.view(groups, rows * tokens, -1), k[:, seen]).view(batch, heads, count, tokens, width)
         back_q[:, start:end] = back.permute(0, 2, 3, 1, 4)
         # ∂/∂k = Sᵀ q
-        back = multiply(s.view(groups, rows, tokens * end).mT, q.reshape(groups, rows, width))
-        back_k = _add_prefix(back_k, back.view(batch, -1, tokens, end, width).permute(0, 3, 2, 1, 4))
+        back = multiply(s.view(groups, rows, -1).mT, q.reshape(groups, rows, width))
+        back_k = _add_part(back_k, back.view(batch, -1, tokens, p.shape[3], width).permute(0, 3, 2, 1, 4), seen)
         # ∂/∂v = Pᵀ δ
-        back = multiply(p.reshape(groups, rows, end).mT, d.view(groups, rows, tokens * width))
-        back_v = _add_prefix(back_v, back.view(batch, -1, end, tokens, width).permute(0, 2, 3, 1, 4))
+        back = multiply(p.reshape(groups, rows, -1).mT, d.view(groups, rows, tokens * width))
+        back_v = _add_part(back_v, back.view(batch, -1, p.shape[3], tokens, width).permute(0, 2, 3, 1, 4), seen)
+        del p, slopes, factor, s, back  # before the next strip's are made
     return back_q, back_k, back_v
 
 
-def _add_prefix(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"]) -> Tensor:
-    """Add the part to the first m positions of the sum in place; start the sum with it if None."""
+def _add_part(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"], seen: slice) -> Tensor:
+    """Add the part to these positions of the sum, in place; None: to nothing, the last positions coming first."""
     if total is None:
-        return part.contiguous()
-    total[:, : part.shape[1]] += part
+        return part.contiguous() if seen.start == 0 else torch.nn.functional.pad(part, (0,) * 6 + (seen.start, 0))
+    total[:, seen] += part
     return total
 
 
 def attention_backward_at(
     delta: Float[Tensor, "B K H c"],
     positions: Int[Tensor, "B K"],
-    probs: Float[Tensor, "B H n n"],
-    slopes: Float[Tensor, "B H n n"] | None,
+    probs: Rows,
     attended: Float[Tensor, "B n H c"],
     queries: Float[Tensor, "B n H c"],
     keys: Float[Tensor, "B n G c"],
@@ -137,13 +140,14 @@ def attention_backward_at(
     """Carry δ at one position per token: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
 
     In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
+    probs: P of these positions over all n keys, and slopes.
     """
     groups, sequence = keys.shape[2], torch.arange(len(delta), device=delta.device)[:, None]
     at = sequence, positions
     d, o, q = (t.unflatten(2, (groups, -1)).transpose(1, 2) for t in (delta, attended[at], queries[at]))
     p, slope = (
-        t if t is None else t[sequence, :, positions].unflatten(2, (groups, -1)).transpose(1, 2)  # [B, G, K, share, n]
-        for t in (probs, slopes)
+        t if t is None else t.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, G, K, share, n]
+        for t in probs
     )
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
     inner = (d * o).sum(-1, keepdim=True)
