@@ -193,8 +193,7 @@ def _forward_mode(
     numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
 ) -> Float[Tensor, "K Q"]:
     upcast = {name: p for name, p in parameters.items() if p.dtype != tangents[name].dtype}
-    if not upcast:
-        return _along(numbers, parameters, tangents)
+    # Dual numbers, not torch.func: it refuses the hooks by which inputs require gradients under checkpointing.
     with dual_level(), moving((p, tangents[name]) for name, p in upcast.items()):
         duals = {name: make_dual(p, tangents[name]) for name, p in parameters.items() if name not in upcast}
         return unpack_dual(numbers(duals)).tangent

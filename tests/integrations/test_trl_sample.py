@@ -229,6 +229,19 @@ def test_weights_in_bfloat16_are_measured_by_sums(checkpoint, tmp_path, monkeypa
     assert sum(row[f"grad_share/{a}"] for a in INTERVALS) == pytest.approx(1, abs=1e-6)
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_with_adapters_it_is_the_adapters_gradient(checkpoint, tmp_path, monkeypatch, checkpointing):
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    settings = {"beta": 0.1, "move": 0.02, "max_steps": 1, "gradient_checkpointing": checkpointing}
+    trainer = make_trainer(checkpoint, tmp_path, peft=lora, **settings, **SIXTEEN)
+    callback, _ = watch(trainer, monkeypatch, budget=0.15, step=1e9)
+    train(trainer)
+    (row,) = callback.rows
+    assert row["measured_prompts"] == row["num_prompts"]
+    assert row["grad_projection"] == pytest.approx(1, abs=SAME)
+
+
 def test_another_gradient_than_the_measured_one_is_warned_of_where_all_prompts_were(checkpoint, tmp_path, monkeypatch):
     base = import_trl().GRPOTrainer
 
