@@ -18,7 +18,7 @@ from torch.func import functional_call
 from gradscope.errors import InputError, first_line
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.vectors import Vectors, vector_bytes
-from gradscope.objective import Quantity, kept_numbers
+from gradscope.objective import Quantity, kept_numbers, most_logits
 from gradscope.policy import is_upcast, moving
 from gradscope.rollouts import TokenBatch
 
@@ -62,7 +62,7 @@ def changes_along(
     model, arguments = kept.model, (kept, vectors, batch.num_tokens, micro_batch, pieces)
     with torch.inference_mode(False), torch.no_grad(), measuring(model, batch.width), _still_padding(model):
         try:
-            if _fits_together(model, vectors):
+            if _fits_together(model, vectors, batch):
                 with suppress(NotImplementedError, RuntimeError):  # what vmap does not know; memory is tried again
                     return _changes_together(*arguments), "forward mode"
             return _changes(_forward_mode, *arguments), "forward mode"
@@ -147,8 +147,10 @@ def _changes(
     return changes
 
 
-def _fits_together(model: nn.Module, vectors: Vectors) -> bool:
+def _fits_together(model: nn.Module, vectors: Vectors, batch: TokenBatch) -> bool:
     count = min(TOGETHER, int(vectors.rows.any(1).sum()))
+    if int(batch.response_mask.sum(1).max()) > most_logits(model, 6):  # a response of several parts is enough at a time
+        return False
     return count > 1 and not is_upcast(model) and count * vector_bytes(model) <= TANGENTS
 
 

@@ -113,7 +113,7 @@ class Sweep:
         The head sees each row's tokens alone: rows that share none cost no more than one of all.
         """
         for row, own in enumerate(weights):
-            for kept in own.nonzero()[:, 0].split(most_logits(self.model)):
+            for kept in own.nonzero()[:, 0].split(most_logits(self.model, 4)):
                 if len(kept):
                     leaf, logprobs = self.run_tail(passed.only(kept.to(self._device)))
                     yield row, leaf, logprobs, own[kept]

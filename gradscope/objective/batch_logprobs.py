@@ -41,8 +41,6 @@ Quantity = Literal["logprob", "entropy"]
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 """Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
-COPIES = 6
-"""Tensors as large as the logits that exist at once where tokens go through the head in parts."""
 
 Found = TypeVar("Found", Tensor, TokenStatistics)
 
@@ -85,7 +83,7 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
 
     The piece starts at column 0, as `micro_batches` makes it. The result is on the model's device.
     """
-    return _compute_kept(model, piece, lambda logits, ids, at: gather_logprobs(logits, ids, temperature=at))
+    return _compute_kept(model, piece, lambda logits, ids, at: gather_logprobs(logits, ids, temperature=at), copies=4)
 
 
 def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
@@ -100,7 +98,7 @@ def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity])
         made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=at), "entropy": entropies}
         return torch.stack([made[name]() for name in names], -1)
 
-    return _compute_kept(model, piece, compute)
+    return _compute_kept(model, piece, compute, copies=6)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
@@ -123,7 +121,7 @@ def batch_statistics(
     """Compute log π, log(1−π) and entropy of every kept token, [B, S] each and on the CPU; 0 elsewhere."""
     pieces = micro_batches(batch, micro_batch_size, by_group=can_pack(model))
     dealt = processes.deal(pieces, empty_piece(batch))
-    found = [_compute_kept(model, piece, _statistics) for _, piece in dealt]
+    found = [_compute_kept(model, piece, _statistics, copies=2) for _, piece in dealt]
     return gather_statistics(model, batch, dealt, found, device, processes)
 
 
@@ -159,9 +157,11 @@ def join_statistics(parts: Sequence[TokenStatistics]) -> TokenStatistics:
     return TokenStatistics(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenStatistics)))
 
 
-def _compute_kept(model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor, Tensor, Tensor], Found]) -> Found:
-    """Compute what (logits [k, N], ids, temperatures) say of the kept tokens, of no more at a time than may be."""
-    size = most_logits(model)
+def _compute_kept(
+    model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor, Tensor, Tensor], Found], *, copies: int
+) -> Found:
+    """Compute what (logits [k, N], ids, temperatures) say of the kept tokens, of no more of them at a time than fit."""
+    size = most_logits(model, copies)
     if piece.num_tokens <= size:
         return compute(*_kept_logits(model, piece))
     parts = zip(*(values.split(size) for values in _kept_logits(model, piece, hidden=True)), strict=True)
@@ -175,9 +175,9 @@ def _compute_kept(model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor
     return torch.cat(found) if isinstance(found[0], Tensor) else join_statistics(found)
 
 
-def most_logits(model: nn.Module) -> int:
-    """Return how many tokens' logits fit LOGITS, with all that is made of them."""
-    size = COPIES * _logit_bytes(model)
+def most_logits(model: nn.Module, copies: int) -> int:
+    """Return how many tokens' logits fit LOGITS; copies: see `fitting_size`."""
+    size = copies * _logit_bytes(model)
     return max(1, LOGITS.get(_device(model).type, LOGITS["cuda"]) // size) if size else sys.maxsize
 
 

@@ -34,7 +34,7 @@ def small_machine(monkeypatch):
         monkeypatch.setattr(attention, "SCORES", {"cpu": 1, "cuda": 1})
         monkeypatch.setattr(attention, "PLAIN", 0)
         monkeypatch.setattr(graph_memory, "GRAPH", {"cpu": 0, "cuda": 0})
-        few = tokens * batch_logprobs.COPIES * VOCAB * 8
+        few = tokens * 6 * VOCAB * 8
         monkeypatch.setattr(batch_logprobs, "LOGITS", {"cpu": few, "cuda": few})
 
     return shrink
