@@ -83,7 +83,7 @@ def _sketch(vectors: Tensor, slices: dict[str, slice], size: int, seed: int) -> 
         for number, part in enumerate(slices.values()):
             sketcher.add(own[part], number, into)
     parts = np.stack([block_products(block) for block in out.chunk(BLOCKS, dim=2)])
-    plan = SumsPlan("sketches", 1 << 40, size, BLOCKS, 0.0)
+    plan = SumsPlan("sketches", 4, 1 << 40, size, BLOCKS, 0.0)
     return Gram(parts, parts.sum((1, 3)), plan, tuple(range(len(vectors))))
 
 

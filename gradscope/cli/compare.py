@@ -6,20 +6,38 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import tyro
 
 from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags
 from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
+from gradscope.diagnosis import compare_cost
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings, read_table
-from gradscope.objective import make_weighting, spell_out
-from gradscope.policy import find_optimizer_file, find_policy_state, optimizer_hash
+from gradscope.gradients import MeasureSettings, SumsPlan, plan_sums, read_table
+from gradscope.objective import COMPARED, make_weighting, spell_out
+from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
+from gradscope.rollouts import TokenBatch
 from gradscope.runs import plain_json, write_parquet, write_text
 
 TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
 FIGURE = "figures/compare.png"
+
+
+@dataclass(frozen=True)
+class MeasureCompared(MeasureOwn):
+    """Measure what weightings are then compared on."""
+
+    figures: bool = False
+    rows: int = 0
+    """Of weights."""
+
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
+        return plan_sums(policy, batch, memory, keeps_prompts=True)
+
+    def passes_after(self) -> float:
+        return compare_cost(self.rows, metric=self.settings.metric is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +82,15 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
-        read = self.reading | {"optimizer_state": self.optimizer_state}
-        read |= {"overwrite": self.overwrite, "figures": False, "gradient_memory": self.gradient_memory}
-        read["max_grad_norm"] = self.max_grad_norm
-        measured = MeasureOwn(self.model, self.rollouts, self.out, self.settings, **read | self.loading)
+        read = self.reading | {"optimizer_state": self.optimizer_state, "max_grad_norm": self.max_grad_norm}
+        read |= {"overwrite": self.overwrite, "gradient_memory": self.gradient_memory, "rows": self._rows}
+        measured = MeasureCompared(self.model, self.rollouts, self.out, self.settings, **read | self.loading)
         self._compare(measured.measure())
+
+    @property
+    def _rows(self) -> int:
+        """Rows of weights, at most: two of a weighting of two steps."""
+        return sum(len(spell_out(name)) for name in self.weightings or COMPARED) + 2
 
     def _compare(self, measured: Measured) -> None:
         processes, asked = measured.resources.processes, self._asked(measured)
@@ -99,17 +121,28 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
     def _find_state(self, measured: Measured) -> Path | None:
         return self.optimizer_state or find_policy_state(measured.policy)
 
+    def _fitting_prompts(self, measured: Measured) -> list[int]:
+        """Return the prompts that are compared on: all that were looked at, or as many as the time left allows."""
+        prompts = read_table(measured.folder)["group"].unique()
+        if measured.left is None:
+            return prompts.tolist()
+        passes = compare_cost(self._rows, metric=measured.settings.metric is not None)
+        each = passes * measured.folder.manifest["pass_seconds"] / len(prompts)
+        (fits,) = measured.resources.processes.gather([max(2, int(measured.left / each))])[:1]
+        return np.random.default_rng(self.settings.seed).permutation(prompts)[:fits].tolist()
+
     def _write(self, measured: Measured, asked: dict[str, Any]) -> None:
         from gradscope.plots import plot_comparison, save_figure
         from gradscope.updates import SGD, ComparisonSettings, compare, describe
 
         folder, policy = measured.folder, measured.policy
+        table, chosen = read_table(folder), self._fitting_prompts(measured)
         state, step, notes = read_step(policy, self._find_state(measured), asked=self.optimizer_state is not None)
         found = compare(
             policy,
-            measured.batch,
+            measured.batch.of_prompts(chosen),
             self.weightings or None,
-            table=read_table(measured.folder),
+            table=table[table["group"].isin(chosen)].reset_index(drop=True),
             optimizer_state=state,
             settings=ComparisonSettings(
                 loss=self.settings.loss,
@@ -122,6 +155,9 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         )
         if not measured.resources.processes.is_main:
             return
+        if measured.settings.minutes is not None:
+            told = f"Compared on {len(chosen):,} of {folder.manifest['prompts']['of']:,} prompts, drawn at random"
+            notes = [*notes, f"{told}: as many as the minutes allow."]
         with folder.writing():
             folder.stage()
             write_text(folder.staged / TABLE, found.statistics().to_csv(index=False))

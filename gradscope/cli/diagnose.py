@@ -37,7 +37,7 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTERWARDS, MeasureSettings, check_settings, describe_seconds, read_table
+from gradscope.gradients import AFTER, MeasureSettings, check_settings, describe_seconds, read_table
 from gradscope.policy import (
     ADAPTER_CONFIG,
     EMBEDDED,
@@ -264,33 +264,29 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print what measuring takes, and all that follows it."""
-        from gradscope.diagnosis import PARTS, Minutes, fit_parts, part_costs, stage_costs
+        from gradscope.diagnosis import part_costs, stage_costs
 
         plan = self._measure(model, rollouts, None).make_plan()
-        policy = plan.policy
+        policy, minutes, own = plan.policy, plan.minutes, sum(plan.seconds.values())
         print(plan)
-        if plan.sums is None:
-            return
-        _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
-        known = {"sums": plan.sums.forward_passes, "metric": step is not None}
-        parts = part_costs(policy, self._diagnosis_settings(), step or SGD, **known)
-        made, tokens = parts, plan.responses.targets
-        if (minutes := self.settings.minutes) is not None:
-            known = {"wanted": self.influence_tokens, "tokens": tokens, "least": tokens / plan.prompts}
-            limit = Minutes(AFTERWARDS * minutes, plan.pass_seconds, spent=1.0)
-            made = fit_parts(parts, limit, **known)
-        told = {stage: plan.pass_seconds * passes for stage, passes in stage_costs(made).items()}
-        print(f"What diagnose adds to the table, {sum(stage_costs(made).values()):.0f} forward passes over the batch:")
-        for part, seconds in (told | {"together": sum(told.values())}).items():
+        made = {}
+        if plan.sums is not None:
+            _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+            known = {"sums": plan.sums.forward_passes, "metric": step is not None}
+            made = stage_costs(part_costs(policy, self._diagnosis_settings(), step or SGD, **known))
+        told = {stage: plan.pass_seconds * passes for stage, passes in made.items()}
+        for part, seconds in told.items():
             print(f"    {part:<28}{describe_seconds(seconds)}")
-        if left := [PARTS[part] for part in parts if part not in made]:
-            print(f"Left out, for want of time: {', '.join(left)}.")
+        if minutes is not None:
+            print(f"In all {minutes:g} min: what of this is made, and of how many prompts, the first responses tell.")
+        else:
+            print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""
         minutes = None if measured is None else measured.settings.minutes
         return DiagnosisSettings(
-            minutes=None if minutes is None else AFTERWARDS * minutes,
+            minutes=minutes,
             loss=self.settings.loss,
             seed=self.settings.seed,
             gradient_memory=self.gradient_memory,
@@ -324,11 +320,14 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(f"the optimizer's state of {model} is gone since it was measured; start again")
         if step is not None:
             step = replace(step, max_grad_norm=self.max_grad_norm)
+        own = {"gradient_memory": measured.resources.vectors}
+        if measured.left is not None:
+            own["minutes"] = max(1.0, measured.left - AFTER) / 60
         found = diagnose(
             policy,
             batch,
             read_table(measured.folder),
-            settings=replace(self._diagnosis_settings(measured), step=step, gradient_memory=measured.resources.vectors),
+            settings=replace(self._diagnosis_settings(measured), step=step, **own),
             optimizer_state=state,
             processes=measured.resources.processes,
             progress=command_progress(),

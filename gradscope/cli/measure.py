@@ -11,6 +11,7 @@ import shlex
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -39,13 +40,11 @@ from gradscope.gradients import (
     Stopwatch,
     SumsPlan,
     TableMeasurement,
-    largest_share,
     measure_into,
     measure_key,
     plan_batch,
     plan_sums,
     read_table,
-    reserved_seconds,
     settle_minutes,
 )
 from gradscope.policy import (
@@ -75,6 +74,13 @@ class Measured:
     folder: RunFolder
     resources: Resources
     """Those of what follows, the same in all processes."""
+    watch: Stopwatch
+    """Runs since this measurement began, with what earlier runs of it took."""
+
+    @property
+    def left(self) -> float | None:
+        """Seconds of the minutes that are left; None where none are set."""
+        return None if self.settings.minutes is None else max(1.0, 60 * self.settings.minutes - self.watch.seconds())
 
 
 @dataclass(frozen=True)
@@ -91,9 +97,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
-    chunk_memory: int = 1 << 30
+    chunk_memory: int | None = None
     """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
-    only."""
+    only. None: 1 GiB, on a GPU 4."""
     gradient_memory: MemoryFlag = None
     """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
     or as sketches, whose error is said."""
@@ -128,7 +134,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if self.figures:
             asked = {"contexts": self.constants, "gradient_memory": self.gradient_memory}
             found, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
-            add_summary(*found, table, measured.settings, resources=measured.resources, **asked)
+            deadline = None if measured.left is None else monotonic() + measured.left
+            resources = replace(measured.resources, deadline=deadline)
+            add_summary(*found, table, measured.settings, resources=resources, **asked)
         if self.figures and measured.resources.processes.is_main:
             texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
             print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
@@ -145,7 +153,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--out is missing; give the folder of the run")
         if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
-        if not 1 <= self.chunk_memory < 2**63:
+        if self.chunk_memory is not None and not 1 <= self.chunk_memory < 2**63:
             raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
         watch, (processes, device) = Stopwatch(), join_launch(self.device)
         resources = Resources(self.gradient_memory, self.chunk_memory, processes=processes, progress=command_progress())
@@ -170,10 +178,12 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                 print_notes(dump.remarks)
         facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, log)}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
-        hooks = Hooks(print, partial(self._reserve, measurement, sums), partial(judge_sample, measurement))
-        known = {"asked": self.settings, "overwrite": self.overwrite, "hooks": hooks}
-        measure_into(measurement, folder, facts=facts, watch=watch, **known)
-        return Measured(policy, measurement.batch, measurement.settings, folder, resources)
+        measurement.watch, measurement.follows, measurement.passes = watch, sums, self.passes_after()
+        hooks = Hooks(print, partial(judge_sample, measurement))
+        measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
+        if measurement.statistics is None and measurement.settings.minutes is not None:  # finished before
+            watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
+        return Measured(policy, measurement.batch, measurement.settings, folder, resources, watch)
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
         """Return the settings for this policy on a device of this type."""
@@ -204,13 +214,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         own = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
         return plan_sums(policy, batch, memory, **own) if self.figures else None
 
-    def _reserve(self, measurement: TableMeasurement, sums: SumsPlan | None, pass_seconds: float) -> float:
-        """Return the seconds of the minutes that are reserved for summed gradients."""
-        batch = measurement.batch
-        prompts = batch.group_ids[batch.response_mask.any(1)].unique()
-        share = largest_share(len(prompts), measurement.processes.count)
-        own = {"keeps_prompts": self.keeps_prompts, "share": share}
-        return reserved_seconds(sums, measurement.settings.minutes, pass_seconds, **own)
+    def passes_after(self) -> float | None:
+        """Return the forward passes of all that follows the table; None: of summed gradients alone."""
+        return None
 
     def _check_constants(self) -> None:
         if self.theory and not self.figures:
@@ -229,9 +235,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             policy, device = self.outline(self.model), torch.device(find_device(self.device))
         batch = self.read(policy).batch
         settings = self.settle(policy, device.type if self.flops is None else "cuda")
-        memory = Resources(self.gradient_memory).settle(device).vectors
-        sums = self.plan_sums(policy, batch, memory)
-        known = {"sums": sums, "keeps_prompts": self.keeps_prompts, "chunk_memory": self.chunk_memory}
+        resources = Resources(self.gradient_memory, self.chunk_memory).settle(device)
+        known = {"sums": self.plan_sums(policy, batch, resources.vectors), "chunk_memory": resources.activations}
         with command_progress().stage("trying how fast this machine is"):
             return plan_batch(policy, batch, settings, speed=self.flops, **known)
 

@@ -2,7 +2,7 @@
 
 from gradscope.diagnosis.diagnose import diagnose
 from gradscope.diagnosis.gradients import Pairs, cosine_matrix, gradient_rows
-from gradscope.diagnosis.minutes import SUMS, Minutes, fit_parts, part_costs, stage_costs
+from gradscope.diagnosis.minutes import SUMS, Minutes, compare_cost, part_costs, stage_costs
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
@@ -24,9 +24,9 @@ from gradscope.diagnosis.words import CERTAIN, findings
 
 __all__ = [
     "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "SUMS", "THEORY", "Diagnosis", "DiagnosisSettings", "Finding",
-    "Minutes", "Pairs", "PromptSums", "Summary", "TokenViewer", "Verdict", "add_summary", "cosine_matrix", "decide",
-    "diagnose", "direction_rows", "findings", "fit_parts", "gradient_rows", "influence_rows", "interval_summary",
-    "join_rows", "judge_sample", "make_report", "make_trend_report", "one_row", "part_costs", "sampling_error",
-    "shares_by", "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer",
-    "write_figures", "write_report",
+    "Minutes", "Pairs", "PromptSums", "Summary", "TokenViewer", "Verdict", "add_summary", "compare_cost",
+    "cosine_matrix", "decide", "diagnose", "direction_rows", "findings", "gradient_rows", "influence_rows",
+    "interval_summary", "join_rows", "judge_sample", "make_report", "make_trend_report", "one_row", "part_costs",
+    "sampling_error", "shares_by", "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares",
+    "trend_changes", "viewer", "write_figures", "write_report",
 ]  # fmt: skip

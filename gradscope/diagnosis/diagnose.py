@@ -35,6 +35,7 @@ from gradscope.diagnosis.minutes import (
 )
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
 from gradscope.diagnosis.page.contents import make_report
+from gradscope.diagnosis.precision import sampling_error
 from gradscope.diagnosis.result import (
     LARGE,
     PARTS,
@@ -56,18 +57,17 @@ from gradscope.gradients import (
     ADAMW,
     MeasureSettings,
     Resources,
+    Stopwatch,
     SumsPlan,
     TableMeasurement,
     TokenJacobian,
     describe_seconds,
     fill_table,
     largest_share,
-    measuring,
     note_logged,
     statistics_of,
 )
 from gradscope.intervals import assign_intervals, interval_labels
-from gradscope.objective import batch_statistics
 from gradscope.policy import AdamWState, Policy, PolicyLike, return_freed_memory
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
@@ -127,6 +127,7 @@ def diagnose(
         known = {"optimizer_state": metric, "resources": Resources(progress=progress)}
         with TableMeasurement(policy, batch, sample, edges=settings.edges, **known) as measurement:
             table, logged = fill_table(measurement), measurement.notes
+    whole, batch = batch, batch.of_prompts(table["group"].unique())
     check_table(table, batch, settings)
     batch = steps.with_advantages(batch, table)
     if logged is None and processes.is_main:
@@ -150,6 +151,7 @@ def diagnose(
     with progress.stage(COMPARISON):
         comparison = compare_weightings(task)
     informative = count_informative_prompts(table)
+    error = sampling_error(table, task.labels, seed=settings.seed)
     known = strike_bounds if informative < VERDICT_PROMPTS else lambda part: part
     rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows])
     if comparison is not None:
@@ -164,6 +166,9 @@ def diagnose(
         num_prompts=table["group"].nunique(),
         num_responses=table["response"].nunique(),
         num_informative_prompts=informative,
+        of_prompts=len(whole.group_ids[whole.response_mask.any(1)].unique()),
+        of_tokens=whole.num_tokens,
+        precision=None if error is None else error.in_words(),
         settings=settings,
         step=task.step,
         parameters=policy.parameters_in_words,
@@ -233,18 +238,16 @@ class Task:
         self.note(kind, f"Left out: {PARTS[part]} ({why}).")
 
     def affords(self, part: str, forward_passes: float) -> bool:
-        """Return whether so many forward passes fit into the minutes, which they then take; if not, a note says so."""
-        fits = self.minutes.take(forward_passes)
+        """Return whether so many forward passes fit into the minutes; if not, a note says so."""
+        fits = forward_passes <= self.minutes.left
         if not fits:
             self.run_out(part, forward_passes)
         return fits
 
     def run_out(self, part: str, forward_passes: float) -> None:
         """Leave a part out for want of time."""
-        seconds = self.minutes.pass_seconds
-        wanted, limit = (self.minutes.spent + forward_passes) * seconds, 60 * self.minutes.limit
-        why = f"about {forward_passes:.0f} forward passes over the batch, of {seconds:.3g} s each: gradients and steps "
-        why += f"would take {describe_seconds(wanted)} with it, and have {describe_seconds(limit)}"
+        seconds, left = (self.minutes.pass_seconds * passes for passes in (forward_passes, self.minutes.left))
+        why = f"it would take {describe_seconds(seconds)}, and {describe_seconds(left)} of the minutes are left"
         self.leave_out(part, "minutes", why)
 
     def attempt(self, part: str, make: Callable[[], Made]) -> Made | None:
@@ -270,12 +273,12 @@ class Task:
 
 
 def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSettings) -> Minutes:
-    processes = J.resources.processes
+    processes, watch = J.resources.processes, Stopwatch()
     if settings.minutes is None or not has_gradient(table):
         return Minutes(settings.minutes)
     with J.resources.progress.stage("timing a forward pass"):
-        (seconds,) = processes.gather([_time_pass(J.policy, J.batch)] if processes.is_main else [])
-    return Minutes(settings.minutes, seconds, spent=1.0)
+        (seconds,) = processes.gather([_time_pass(J.alone())] if processes.is_main else [])
+    return Minutes(settings.minutes, seconds, watch)
 
 
 def _first_notes(task: Task, logged: Sequence[Note]) -> list[Note]:
@@ -297,12 +300,13 @@ def _plan_parts(task: Task) -> dict[str, float]:
     return stage_costs(part_costs(task.policy, task.settings, task.step, **known))
 
 
-def _time_pass(policy: Policy, batch: TokenBatch) -> float:
-    """Seconds of a forward pass, response by response: as a table's statistics are made, which costs rest on."""
-    start = perf_counter()
-    with measuring(policy.model, batch.width):
-        batch_statistics(policy.model, batch, micro_batch_size=1, device=policy.device)
-    return perf_counter() - start
+def _time_pass(J: TokenJacobian) -> float:
+    """Return the seconds of a forward pass, by the longest response's."""
+    lengths = J.batch.attention_mask.sum(1) * J.batch.response_mask.any(1)
+    longest = int(lengths.argmax())
+    one, start = J.select([longest]).moved(), perf_counter()
+    _ = one.statistics
+    return (perf_counter() - start) * float(lengths.sum() / lengths[longest])
 
 
 @dataclass(frozen=True)
@@ -411,14 +415,19 @@ def sum_gradients(task: Task) -> GradientPart:
     way = task.settings.gradient_way
     plan = J.plan_gram(size, metric=metric is not None, way=way)
     once = plan.forward_passes * largest_share(len(J.prompts), task.processes.count)
-    task.minutes.spent += once
-    metric = metric if metric is not None and task.affords("adamw_sums", once) else None
-    found = J.gram(weights, metric=metric, way=way)
+    metric = metric if metric is not None and task.affords("adamw_sums", 2 * once) else None
+    found = J.until(task.minutes.deadline).gram(weights, metric=metric, way=way)
+    if len(found.groups) < len(J.prompts):
+        task.note(
+            "fewer-sums",
+            f"Summed gradients are of {len(found.groups)} of the {len(J.prompts)} prompts, drawn at random: more would "
+            "have taken longer than the minutes.",
+        )
     if found.plan.way != "whole":
         task.note("inexact", f"{str(found.plan).capitalize()}.")
     return_freed_memory()
     by_prompt = task.table.groupby("group")["interval"].value_counts().unstack(fill_value=0)
-    counts = by_prompt.reindex(columns=range(size), fill_value=0).to_numpy(np.float64)
+    counts = by_prompt.reindex(found.groups, columns=range(size), fill_value=0).to_numpy(np.float64)
     made = {name: own for name, own in (("raw", found), ("adamw", found.scaled)) if own is not None}
     rows = [
         gradients.gradient_rows(own, counts, task.labels, metric=name, **task.resampling(2))
@@ -432,7 +441,8 @@ def sum_gradients(task: Task) -> GradientPart:
     elif metric is not None:
         task.leave_out("adamw_energy", "impossible", "the table has no norms in it; measure with metric adamw")
     cosines = {name: gradients.cosine_matrix(own.products) for name, own in made.items()}
-    totals = None if found.totals is None else found.totals.rows
+    partial_sums = len(found.groups) < len(J.prompts)
+    totals = None if found.totals is None or partial_sums else found.totals.rows
     return GradientPart(tuple(rows), cosines, totals, found.plan)
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
+from time import monotonic
 
 from gradscope.diagnosis.result import LARGE, DiagnosisSettings
-from gradscope.gradients import BACKWARD, FORWARD_MODE
+from gradscope.gradients import BACKWARD, FORWARD_MODE, Stopwatch
 from gradscope.objective import COMPARED, PAPER, LossSettings
 from gradscope.policy import Policy
 from gradscope.updates import StepSettings
@@ -16,25 +17,28 @@ STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
 """Part → stage of a run; the others are of the summed gradients."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Minutes:
-    """A budget for gradients and steps, counted in forward passes over the batch."""
+    """A budget for gradients and steps, by the wall clock; costs are in forward passes over the batch."""
 
     limit: int | float | None
     """None: as long as it takes."""
     pass_seconds: float = 0.0
     """Seconds of a forward pass, where there is a limit to keep to."""
-    spent: float = 0.0
-    """Forward passes that are planned so far."""
+    watch: Stopwatch = field(default_factory=Stopwatch)
+    """Runs since the diagnosis began."""
 
-    def allow(self, forward_passes: float) -> bool:
-        return self.limit is None or (self.spent + forward_passes) * self.pass_seconds <= 60 * self.limit
+    @property
+    def left(self) -> float:
+        """Forward passes that still fit."""
+        if self.limit is None:
+            return inf
+        return max(0.0, 60 * self.limit - self.watch.seconds()) / max(self.pass_seconds, 1e-9)
 
-    def take(self, forward_passes: float) -> bool:
-        """Return whether so many fit, which are then spent."""
-        fits = self.allow(forward_passes)
-        self.spent += forward_passes * fits
-        return fits
+    @property
+    def deadline(self) -> float | None:
+        """On the clock of `time.monotonic`; None: there is none."""
+        return None if self.limit is None else monotonic() + 60 * self.limit - self.watch.seconds()
 
     def fit_influence(self, cost: float, wanted: int, *, tokens: int, least: float) -> int | None:
         """Return tokens of the step whose movement is split by source, fewer than wanted where that on all takes too
@@ -43,12 +47,8 @@ class Minutes:
         cost: forward passes for all tokens. least: tokens of a prompt, for whole ones are taken; None: not even one
         fits.
         """
-        in_time = inf if self.limit is None else tokens * (60 * self.limit / self.pass_seconds - self.spent) / cost
-        budget = wanted if in_time == inf else min(wanted, max(0, int(in_time)))
-        if budget < min(wanted, least):
-            return None
-        self.spent += cost * min(1.0, budget / tokens)
-        return budget
+        budget = wanted if self.left == inf else min(wanted, int(tokens * self.left / cost))
+        return None if budget < min(wanted, least) else budget
 
 
 def update_cost(num_passes: int = 1) -> float:
@@ -63,9 +63,10 @@ def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_interv
     return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
 
 
-def compare_cost(*, metric: bool) -> float:
-    """Return the forward passes that `compare` without named weightings takes at most. metric: AdamW's is known."""
-    rows = len(COMPARED) + 2  # two of them take two steps
+def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool) -> float:
+    """Return the forward passes that `compare` takes at most with so many rows of weights, two of a weighting of two
+    steps; by default those that it makes where none are named. metric: AdamW's is known.
+    """
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
 
@@ -96,24 +97,3 @@ def stage_costs(parts: dict[str, float]) -> dict[str, float]:
     for part, cost in parts.items():
         stages[STAGES.get(part, SUMS)] += cost
     return {stage: cost for stage, cost in stages.items() if cost}
-
-
-def fit_parts(
-    parts: dict[str, float], minutes: Minutes, *, wanted: int | None, tokens: int, least: float
-) -> dict[str, float]:
-    """Return those of `part_costs` that a run in so many minutes makes, as it chooses them, and what they cost there.
-
-    wanted, tokens, least: see `Minutes.fit_influence`.
-    """
-    made = {}
-    for part, cost in parts.items():
-        before, fits = minutes.spent, part == SUMS  # the plain ones are always made
-        if fits:
-            minutes.spent += cost
-        elif part == "influence":
-            fits = minutes.fit_influence(cost, wanted, tokens=tokens, least=least) is not None
-        else:
-            fits = minutes.take(cost)
-        if fits:
-            made[part] = minutes.spent - before
-    return made

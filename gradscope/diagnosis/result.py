@@ -291,6 +291,12 @@ class Diagnosis:
     """The one that was used for steps, predicted or taken."""
     parameters: str = "all parameters"
     """What ‖g‖ and G_a are over, in words."""
+    of_prompts: int | None = None
+    """Prompts of the whole batch, of which `num_prompts` were looked at; None: as many."""
+    of_tokens: int | None = None
+    """Tokens of the whole batch; None: those of the table."""
+    precision: str | None = None
+    """What a larger sample of tokens would add: `precision.sampling_error` in words; None: all were measured."""
     num_informative_prompts: int | None = None
     """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
     left_out: tuple[str, ...] = ()
@@ -330,8 +336,10 @@ class Diagnosis:
     """`make_report` of this diagnosis, its policy and its batch; None for one that was put together by hand."""
 
     def __post_init__(self) -> None:
-        if self.num_informative_prompts is None:
-            object.__setattr__(self, "num_informative_prompts", self.num_prompts)
+        known = {"num_informative_prompts": self.num_prompts, "of_prompts": self.num_prompts}
+        for name, value in (known | {"of_tokens": len(self.table)}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     @property
     def prompts(self) -> str:

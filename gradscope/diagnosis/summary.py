@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
+from time import monotonic
 
 import numpy as np
 import pandas as pd
@@ -13,6 +14,7 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.gradients import (
+    BACKWARD,
     LAYER,
     LOGITS,
     PARAMETERS,
@@ -24,7 +26,7 @@ from gradscope.gradients import (
     statistics_of,
     sum_intervals,
 )
-from gradscope.intervals import interval_labels, summarize
+from gradscope.intervals import EDGES, interval_labels, summarize
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
 from gradscope.resampling import Resampling, Seed
@@ -155,16 +157,18 @@ def summarize_measurement(
     table: pd.DataFrame,
     settings: MeasureSettings,
     *,
+    prompts: int | None = None,
     contexts: int = 0,
     resources: Resources | None = None,
 ) -> Summary:
     """Compute the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
-    it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts
-    (`layer_constants`; its time grows fast with model and context). resources: of the summed gradients.
+    it was measured at. prompts: sum the gradients of so many, drawn at random; None: of all in the table. contexts:
+    compute the constants of Eq. 3 at so many tokens' contexts (`layer_constants`; its time grows fast with model and
+    context). resources: of the summed gradients.
     """
-    resources = (resources or Resources()).settle(policy.device)
+    resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
         # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
@@ -172,6 +176,8 @@ def summarize_measurement(
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
         known = replace(batch, advantages=resolve_advantages(batch))
         J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch, resources.processes))
+        if prompts is not None and prompts < len(J.prompts):
+            J = J.of_prompts(np.random.default_rng(settings.seed).permutation(J.prompts.numpy())[:prompts])
         gradients = sum_intervals(J, settings.loss, intervals=intervals)
     rng = np.random.default_rng(settings.seed)
     constants = None
@@ -266,7 +272,8 @@ def add_summary(
     Of several processes, which call it together, all sum gradients, and the main one goes on.
 
     Args:
-        resources: settled, of the summed gradients.
+        resources: settled, of the summed gradients; before the deadline so many prompts' are made as the seconds of
+            scoring them tell.
         contexts: see `summarize_measurement`.
         gradient_memory: the bytes for vectors as they were asked for, which with the contexts tell these figures from
             others.
@@ -280,13 +287,24 @@ def add_summary(
             if processes.is_main:
                 held.enter_context(folder.writing())
                 folder.stage()
-        contexts = contexts if processes.is_main else 0
-        summary = summarize_measurement(policy, batch, table, settings, contexts=contexts, resources=resources)
+        asked = {"prompts": _fitting_prompts(folder, resources), "contexts": contexts if processes.is_main else 0}
+        resources = replace(resources, deadline=None)
+        summary = summarize_measurement(policy, batch, table, settings, resources=resources, **asked)
         if not processes.is_main:
             return
         write_figures(folder.staged / FIGURES, policy, table, summary, progress=resources.progress)
         told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
         folder.publish(folder.manifest | {"figures": drawn, **told})
+
+
+def _fitting_prompts(folder: RunFolder, resources: Resources) -> int | None:
+    """Return how many prompts' gradients are summed before the deadline, two at least; None: all."""
+    if resources.deadline is None:
+        return None
+    manifest, passes = folder.manifest, 2 + BACKWARD * 2 * (len(EDGES) - 1)  # of two halves of the prompts
+    each = passes * manifest["pass_seconds"] / manifest["prompts"]["looked_at"]
+    left = max(0.0, resources.deadline - monotonic())
+    return resources.processes.gather([max(2, int(left / each))])[0]
 
 
 def write_figures(

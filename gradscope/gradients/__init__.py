@@ -16,7 +16,6 @@ from gradscope.gradients.cost import (
     gradient_flops,
     plan_batch,
     plan_sums,
-    reserved_seconds,
 )
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
@@ -49,16 +48,17 @@ from gradscope.gradients.sample import (
     token_sizes,
     weighted_quantiles,
 )
-from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_minutes
+from gradscope.gradients.settings import MeasureSettings, check_settings, settle_minutes
+from gradscope.gradients.shared_minutes import AFTER
 from gradscope.gradients.sketches import Sketcher
 from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.timed_rounds import Stopwatch, describe_seconds
 from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [
-    "ADAMW", "AFTERWARDS", "BACKWARD", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS", "SAMPLING_PROBABILITY",
-    "TABLE", "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings",
-    "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement",
+    "ADAMW", "AFTER", "BACKWARD", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS", "SAMPLING_PROBABILITY", "TABLE",
+    "ContradictionWarning", "Derivative", "Gram", "Hooks", "IntervalGradients", "MeasureSettings", "ModelShape",
+    "Plan", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement",
     "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations",
     "capture_gradients", "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table",
     "first_tensor", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",

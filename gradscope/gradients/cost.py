@@ -12,7 +12,6 @@ The formula is within a factor of 1.25 of what torch counts in the engine's prod
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -38,7 +37,8 @@ from gradscope.gradients.engine.norms import factor_pays
 from gradscope.gradients.gram import SumsPlan
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.settings import AFTERWARDS, MeasureSettings, check_settings, settle_sample
+from gradscope.gradients.settings import MeasureSettings, check_settings, settle_sample
+from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seconds
 from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.timed_rounds import describe_seconds
 from gradscope.intervals import EDGES, assign_intervals
@@ -307,6 +307,10 @@ class Plan:
     """Bytes at most, by part."""
     sums: SumsPlan | None
     """How summed gradients are made; None where the rollouts have no weights."""
+    minutes: Number | None = None
+    """To which all is fitted; None: everything is done, as long as it takes."""
+    shares: Shares | None = None
+    """What fits into them."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -324,7 +328,10 @@ class Plan:
     @property
     def sums_seconds(self) -> float:
         """Seconds of computing summed gradients once; 0 if there are none."""
-        return 0.0 if self.sums is None else self.sums.forward_passes * self.pass_seconds
+        if self.sums is None:
+            return 0.0
+        part = 1.0 if self.shares is None else self.shares.summed / self.shares.scored
+        return part * self.sums.forward_passes * self.pass_seconds
 
     @property
     def floor(self) -> float:
@@ -368,13 +375,12 @@ def plan_batch(
     speed: Speed | Number | None = None,
     chunk_memory: int = 1 << 30,
     sums: SumsPlan | None = None,
-    keeps_prompts: bool = False,
 ) -> Plan:
     """Predict the cost of measuring this batch.
 
     speed: FLOP/s of a machine that is not here, for which the policy may be without weights; None: a pilot measures a
-    few of the tokens here. sums: how summed gradients will be made; keeps_prompts: whether all of the minutes that are
-    kept for them are. Raises InputError for what `measure` would refuse, as far as it can be seen without weights.
+    few of the tokens here. sums: how summed gradients will be made. Raises InputError for what `measure` would refuse,
+    as far as it can be seen without weights.
     """
     check_settings(settings)
     check_batch(policy, batch)
@@ -400,15 +406,18 @@ def plan_batch(
     if minutes is None:
         return plan(chosen, draw)
 
-    def left(each: int) -> float:
-        """Return by how many seconds `each` tokens per interval, and summed gradients, exceed the minutes."""
-        own = plan(*choose_tokens(batch, each, settings.seed))
-        kept = reserved_seconds(sums, minutes, own.pass_seconds, keeps_prompts=keeps_prompts)
-        return sum(own.seconds.values()) + kept - 60 * minutes
-
-    fitting = bisect_right(range(2, batch.num_tokens + 1), 0.0, key=left)
-    chosen, draw = choose_tokens(batch, 1 + fitting, settings.seed)
-    return plan(chosen, f"{draw}; as many as {minutes:g} min allow by the seconds below")
+    whole = plan(np.ones(batch.num_tokens, dtype=bool), "every token")
+    scoring = whole.pass_seconds / prompts
+    measuring = sum(whole.seconds.values()) - whole.pass_seconds - speed.preparation
+    summing = 0.0 if sums is None else sums.forward_passes * scoring
+    prices = Prices(scoring, (len(EDGES) - 1) * measuring / batch.num_tokens, summing)
+    left = 60 * minutes - speed.preparation - (AFTER if sums is not None else 0.0)
+    shares = share_seconds(left, prices, prompts=prompts, tokens=batch.num_tokens)
+    order = np.random.default_rng([settings.seed, 1]).permutation(batch.group_ids.unique().numpy())
+    batch = batch.of_prompts(order[: shares.scored])
+    chosen, draw = choose_tokens(batch, shares.measured, settings.seed)
+    looked = f"{shares.scored:,} of {prompts:,} prompts; of theirs {draw}"
+    return replace(plan(chosen, looked), minutes=minutes, shares=shares)
 
 
 def plan_sums(
@@ -424,19 +433,6 @@ def plan_sums(
     if keeps_prompts:
         return J.plan_gram(size, metric=metric)
     return J.plan_gram(2 * size, pairs="within", metric=metric)
-
-
-def reserved_seconds(
-    sums: SumsPlan | None, minutes: Number, pass_seconds: float, *, keeps_prompts: bool, share: float = 1.0
-) -> float:
-    """Return the seconds of the minutes that are kept for summed gradients.
-
-    keeps_prompts: all that may be kept are. share: the part of the sums that the busiest process makes.
-    """
-    if sums is None:
-        return 0.0
-    most = 60 * AFTERWARDS * minutes
-    return most if keeps_prompts else min(most, sums.forward_passes * pass_seconds * share)
 
 
 def follows_rules(policy: Policy) -> bool:

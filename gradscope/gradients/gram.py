@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from math import ceil
+from time import monotonic
 from typing import Literal
 
 import numpy as np
@@ -58,6 +59,8 @@ class SumsPlan:
     """How the vectors behind a Gram are made."""
 
     way: Way
+    rows: int
+    """Of weights."""
     memory: int
     """Budget, bytes."""
     sketch_size: int | None
@@ -123,8 +126,8 @@ def plan_gram(
         )
     cost = 1 + BACKWARD * rows
     if fits[0] == "whole":
-        return SumsPlan("whole", memory, None, 1, cost)
-    return SumsPlan("sketches", memory, size, blocks, cost + 1)  # block by block, each is run once more
+        return SumsPlan("whole", rows, memory, None, 1, cost)
+    return SumsPlan("sketches", rows, memory, size, blocks, cost + 1)  # block by block, each is run once more
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +152,7 @@ class Gram:
     @classmethod
     def exact(cls, products: Float[np.ndarray, "n R n R"]) -> Gram:
         """The Gram of known inner products of all pairs."""
-        plan = SumsPlan("whole", products.nbytes, None, 1, 0.0)
+        plan = SumsPlan("whole", products.shape[1], products.nbytes, None, 1, 0.0)
         return cls(products[None], products.sum((0, 2))[None], plan, tuple(range(len(products))))
 
     @property
@@ -187,6 +190,8 @@ class GroupSums:
         processes = resources.processes
         self.mine = deal_by_cost(range(len(costs)), costs, processes.count)[processes.rank]
         """Numbers of the groups whose vectors this process makes."""
+        if resources.deadline is not None:
+            self.mine = np.random.default_rng(SEED).permutation(self.mine).tolist()
 
     def plan(self, pairs: Pairs, *, metric: bool = False, way: Way | None = None) -> SumsPlan:
         """Choose the way by the memory that it takes; raises InputError where none fits."""
@@ -263,6 +268,10 @@ class GroupSums:
         for shared in (kept, sketches, torch.from_numpy(within), *(v.rows for v in (totals, total) if v is not None)):
             if shared is not None:
                 together.sum(shared)
+        if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came before the last group
+            kept, sketches = (None if vectors is None else vectors[made] for vectors in (kept, sketches))
+            within = within[:, made]
+            self._narrow(made)
         if pairs == "all":
             return self._all(plan, kept, totals), kept
         if kept is None:
@@ -293,8 +302,23 @@ class GroupSums:
                 yield group, vectors
 
     def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
+        self._made: list[int] = []
+        started = monotonic()
         for group in track(self.mine, "gradients", self.resources.progress, unit="prompts"):
+            if self._made and self.resources.deadline is not None:
+                each = (monotonic() - started) / len(self._made)
+                if monotonic() + each / 2 > self.resources.deadline:
+                    break
             yield group, self._pieces[group]
+            self._made.append(group)
+
+    def _narrow(self, made: list[int]) -> None:
+        """Have no group but these from now on."""
+        places = {group: place for place, group in enumerate(made)}
+        self.mine = [places[group] for group in self._made]
+        self._pieces = [self._pieces[group] for group in made]
+        self.groups = tuple(self.groups[group] for group in made)
+        self.resources = replace(self.resources, deadline=None)
 
     def _whole(self) -> Iterator[tuple[int, Float[Tensor, "R P"]]]:
         found, slices = zero_vectors(self.model, len(self.weights)), flat_slices(self.model)

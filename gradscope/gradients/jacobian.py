@@ -106,13 +106,14 @@ class TokenJacobian:
         """The tokens of some responses, in this order; itself where they are all."""
         if torch.equal(torch.as_tensor(rows), torch.arange(len(self.batch))):
             return self
-        known = self._known if self._known is not None else vars(self).get("statistics")
+        known = self._found_statistics
         if known is not None:
             known = TokenStatistics(*(getattr(known, name)[rows] for name in vars(known)))
-        some = self._like(self.batch.select(rows), self.resources, known)
-        if "meter" in vars(self):  # was made
-            some.meter = self.meter
-        return some
+        return self._share_meter(self._like(self.batch.select(rows), self.resources, known))
+
+    def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenJacobian:
+        """The tokens of some prompts; every response stays in its row of the batch."""
+        return self._share_meter(self._like(self.batch.of_prompts(prompts), self.resources, self._found_statistics))
 
     def moved(self) -> TokenJacobian:
         """The same tokens at the weights as they are now."""
@@ -122,8 +123,13 @@ class TokenJacobian:
         """The same tokens, for this process by itself."""
         if self.resources.processes.count == 1:
             return self
-        resources = replace(self.resources, processes=ALONE)
-        return self._like(self.batch, resources, self._known)
+        return self._share_meter(self._like(self.batch, replace(self.resources, processes=ALONE), self._known))
+
+    def until(self, deadline: float | None) -> TokenJacobian:
+        """The same tokens, with sums by group that end when `time.monotonic` is there; None: they end when all is done.
+        """
+        resources = replace(self.resources, deadline=deadline)
+        return self._share_meter(self._like(self.batch, resources, self._found_statistics))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -279,6 +285,15 @@ class TokenJacobian:
     ) -> TokenJacobian:
         model = self.policy or self.model
         return TokenJacobian(model, batch, resources, statistics=statistics, precision=self._precision)
+
+    def _share_meter(self, some: TokenJacobian) -> TokenJacobian:
+        if "meter" in vars(self):  # was made
+            some.meter = self.meter
+        return some
+
+    @property
+    def _found_statistics(self) -> TokenStatistics | None:
+        return self._known if self._known is not None else vars(self).get("statistics")
 
     @property
     def _blocks(self) -> nn.ModuleList:

@@ -26,8 +26,8 @@ from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
 from gradscope.gradients.settings import BUDGET, EACH_PROMPT, MeasureKeywords, MeasureSettings
-from gradscope.gradients.table import TableMeasurement, join_responses
-from gradscope.gradients.timed_rounds import PILOT, Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
+from gradscope.gradients.table import WORTHWHILE, TableMeasurement, join_responses
+from gradscope.gradients.timed_rounds import Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs, rollouts_hash
@@ -94,10 +94,11 @@ def measure(
     measurement = TableMeasurement(
         policy, batch, asked, edges=edges, tokens=tokens, optimizer_state=state, resources=resources
     )
+    measurement.watch = watch
     if out is None:
         with measurement:
             _warn(measurement)
-            return fill_table(measurement, watch)
+            return fill_table(measurement)
     if not policy.path:
         raise InputError("a run is told from others by its policy's files, and this policy has none; leave out `out`")
     known = dict.fromkeys(READING) | {"rollouts": batch.digest()}
@@ -113,15 +114,15 @@ def measure(
     folder = RunFolder(out, measure_key(policy, measurement.settings, known))
     log = {"path": path and str(path), "sha256": None if path is None else rollouts_hash(path)}
     facts = {"model": policy.path, "rollouts": log | {"notes": list(batch.notes)}}
-    measure_into(measurement, folder, facts=facts, watch=watch)
+    measure_into(measurement, folder, facts=facts)
     _warn(measurement)
     return read_table(folder)
 
 
-def fill_table(measurement: TableMeasurement, watch: Stopwatch | None = None) -> pd.DataFrame:
-    """`measure`, of a measurement that was entered: the table of all processes. watch: started with the run."""
+def fill_table(measurement: TableMeasurement) -> pd.DataFrame:
+    """`measure`, of a measurement that was entered: the table of all processes."""
     parts = Memory()
-    if rounds := _fill(measurement, parts, watch or Stopwatch()):
+    if rounds := _fill(measurement, parts):
         return join_responses(join_rounds(measurement, rounds))
     frames = dict(measurement.processes.gather([*parts.items()]))
     return join_responses(frames[row] for row in range(len(measurement.batch)))
@@ -186,8 +187,6 @@ class Hooks:
 
     tell: Callable[[str], None] = lambda text: None
     """Gets a line, in the main process."""
-    reserve: Callable[[float], float] = lambda pass_seconds: 0.0
-    """Seconds of the minutes for what follows the table, by those of a forward pass over the batch."""
     judge: Callable[[pd.DataFrame, Callable[[float], float] | None], str | None] = lambda table, seconds: None
     """Says how much a sample leaves open. Gets the table's SUMMARIZED columns, and the seconds of a run with so many
     times the tokens."""
@@ -198,7 +197,6 @@ def measure_into(
     folder: RunFolder,
     *,
     facts: dict[str, Any],
-    watch: Stopwatch,
     asked: MeasureSettings | None = None,
     overwrite: bool = False,
     hooks: Hooks = Hooks(),
@@ -207,7 +205,6 @@ def measure_into(
 
     Args:
         facts: `model`, the policy's name, and what else the manifest tells of files.
-        watch: started with the run.
         asked: the settings as the user gave them; None: the measurement's.
         overwrite: whether a run with another key is replaced.
 
@@ -217,12 +214,14 @@ def measure_into(
     processes, asked = measurement.processes, measurement.asked if asked is None else asked
     with processes.together():
         found = folder.status(overwrite=overwrite) if processes.is_main else None
-    if processes.gather([found])[0] == "finished":
+    status = processes.gather([found])[0]
+    if status == "finished":
         with processes.together():
             folder.check(TABLE)
         if processes.is_main:
             hooks.tell(f"already measured with these arguments: {folder.folder / TABLE}")
         return
+    rounds = _finished_rounds(measurement, folder) if status == "unfinished" else []
     with measurement, ExitStack() as held:  # checks itself, before anything is written
         with processes.together():
             if processes.is_main:
@@ -230,13 +229,13 @@ def measure_into(
                 if folder.begin(overwrite=overwrite):
                     hooks.tell(f"taking up the unfinished run in {folder.folder}")
                 _announce(measurement, asked, hooks.tell)
-        rounds = _fill(measurement, folder, watch, hooks)
+        rounds = _fill(measurement, folder, hooks, rounds)
         if processes.is_main:
             parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(len(measurement.batch))
             write_parquet_parts(folder.staged / TABLE, parts)
             names = parquet.read_schema(folder.staged / TABLE).names
             table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in names])
-            sample = _describe_sample(measurement, asked, table, rounds, watch, hooks)
+            sample = _describe_sample(measurement, asked, table, rounds, hooks)
             folder.publish(_manifest(measurement, folder.key, table, **facts) | {"sample": sample})
             hooks.tell(f"{len(table):,} tokens of {len(measurement.batch)} responses: {folder.folder / TABLE}")
             if not isinstance(sample, str) and "error" in sample:
@@ -254,9 +253,10 @@ def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Calla
         "--tokens-per-interval none measures them all",
     )
     if settings.minutes is not None:
+        whole = " (--minutes none takes all)" if asked.minutes is None else ""
         tell(
-            f"measuring as large a sample of the {tokens:,} tokens as {settings.minutes:g} minutes allow, loading and "
-            f"preparation among them{f' ({whole})' if asked.minutes is None else ''}"
+            f"looking at {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, at as large a sample of "
+            f"their {tokens:,} tokens as {settings.minutes:g} minutes allow, loading among them{whole}"
         )
     if settings.fast:
         tell(describe_speedup(measurement.meter.speedup))
@@ -276,16 +276,25 @@ def describe_speedup(speedup: float) -> str:
     return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
 
 
+def _finished_rounds(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
+    """Return the rounds of an interrupted run, whose prompts are looked at again and whose seconds count."""
+    finished = []
+    if measurement.settings.minutes is not None and measurement.processes.is_main:
+        while parts.has_part(len(finished)):
+            finished.append(Round.of_part(parts.read_part(len(finished))))
+    rounds = measurement.processes.gather(finished)
+    if rounds:
+        measurement.num_prompts, measurement.watch.earlier = rounds[-1].prompts, rounds[-1].spent
+    return rounds
+
+
 def _fill(
-    measurement: TableMeasurement,
-    parts: Parts,
-    watch: Stopwatch,
-    hooks: Hooks = Hooks(),
+    measurement: TableMeasurement, parts: Parts, hooks: Hooks = Hooks(), rounds: Sequence[Round] = ()
 ) -> list[Round]:
     """Measure the missing parts; with minutes, return all rounds, those of an interrupted run included."""
     processes, missing = measurement.processes, []
     if measurement.settings.minutes is not None:
-        return _fill_rounds(measurement, parts, watch, hooks)
+        return _fill_rounds(measurement, parts, hooks, list(rounds))
     if processes.is_main:
         missing = [row for row in range(len(measurement.batch)) if not parts.has_part(row)]
     with processes.together():
@@ -308,19 +317,17 @@ def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) ->
                     advance(counts[row])
 
 
-def _fill_rounds(measurement: TableMeasurement, parts: Parts, watch: Stopwatch, hooks: Hooks) -> list[Round]:
+def _fill_rounds(
+    measurement: TableMeasurement, parts: Parts, hooks: Hooks, rounds: list[Round]
+) -> list[Round]:
     """Measure the remaining rounds, write each when it ends, and return all."""
-    finished, processes = [], measurement.processes
-    while processes.is_main and parts.has_part(len(finished)):
-        finished.append(Round.of_part(parts.read_part(len(finished))))
-    rounds = processes.gather(finished)
-    if not rounds and processes.is_main and watch.seconds() > 60 * measurement.settings.minutes:
+    processes = measurement.processes
+    if measurement.least is not None and processes.is_main:
         hooks.tell(
-            f"preparation alone took {describe_seconds(watch.seconds())}: {PILOT} tokens of each interval are measured "
-            "all the same; give more minutes for more"
+            f"loading and a few responses took {describe_seconds(60 * measurement.least / WORTHWHILE)}: "
+            f"{measurement.settings.minutes:g} minutes are too few to keep to; give {measurement.least:.2g} or more"
         )
-    reserve = hooks.reserve(measurement.pass_seconds)
-    for done in measure_rounds(measurement, watch, tuple(rounds), reserve=reserve):
+    for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
         if processes.is_main:
             parts.write_part(len(rounds), done.to_part())
         rounds.append(done)
@@ -348,6 +355,7 @@ def _manifest(
             "parameters_on_the_general_path": list(meter.ownership.general),
         },
         "logged": list(measurement.notes),
+        "prompts": {"looked_at": int(table["group"].nunique()), "of": measurement.all_prompts},
         "tokens": len(table),
         "tokens_measured": int(table[PARAMETERS].notna().sum()),
     }
@@ -359,7 +367,6 @@ def _describe_sample(
     asked: MeasureSettings,
     table: pd.DataFrame,
     rounds: list[Round],
-    watch: Stopwatch,
     hooks: Hooks,
 ) -> dict[str, Any] | str:
     """Describe, for the manifest, which tokens were measured, why, and what the sample leaves open."""
@@ -371,7 +378,7 @@ def _describe_sample(
         why = reasons.get(asked.tokens_per_interval, "asked for")
     else:
         each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
-        times = {"preparing": watch.seconds() - measuring, "measuring": measuring}
+        times = {"preparing": measurement.watch.seconds() - measuring, "measuring": measuring}
         why = "minutes" if asked.minutes is not None else "minutes, the default of a large policy"
     sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
     if times is not None:

@@ -17,21 +17,24 @@ class Resources:
 
     vectors: int | None = None
     """Bytes for vectors as long as the parameters; None: a sixth of what is free."""
-    activations: int = 1 << 30
-    """Bytes that one batched backward pass of `row_norms` may carry."""
+    activations: int | None = None
+    """Bytes that one batched backward pass of `row_norms` may carry; None: 1 GiB, on a GPU 4."""
     micro_batch: int = 8
     """Most responses in one forward pass. Fewer go together where their logits would take too much memory."""
     processes: Processes = ALONE
     """Share the work; every process gets the result."""
+    deadline: float | None = None
+    """On the clock of `time.monotonic`, when `gram` ends: after the group at hand, of groups in random order."""
     progress: bool | Progress = SILENT
     """Where stages are reported; True: on stderr."""
 
     def __post_init__(self) -> None:
         for name in ("activations", "micro_batch"):
-            if getattr(self, name) < 1:
-                raise InputError(f"{name} is {getattr(self, name)}; give 1 or more")
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InputError(f"{name} is {value}; give 1 or more")
 
     def settle(self, device: torch.device) -> Resources:
         """Fill in what is None for a model on this device. All processes call it together."""
         vectors = gradient_budget(device, self.processes) if self.vectors is None else self.vectors
-        return replace(self, vectors=vectors, progress=settle_progress(self.progress))
+        activations = (1 if device.type == "cpu" else 4) << 30 if self.activations is None else self.activations
+        return replace(self, vectors=vectors, activations=activations, progress=settle_progress(self.progress))

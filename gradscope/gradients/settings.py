@@ -29,8 +29,6 @@ CHOSEN_HERE = (None, "auto", "enough")
 """Values of tokens_per_interval that are no number."""
 LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
 """Parameters above which a policy is large, by the kind of device."""
-AFTERWARDS = 0.6
-"""Largest share of the minutes reserved for summed gradients after the table."""
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,11 @@ from math import ceil
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
+SCATTERED = 64
+"""Rows that a GPU adds up at a time."""
 BLOCKS = 32
 """Blocks of coordinates, which the jackknife leaves out in turn."""
 
@@ -35,11 +37,40 @@ class Sketcher:
         signs = torch.from_numpy(2 * draw.integers(0, 2, self.size, dtype=np.int8) - 1).to(into)
         rows = ceil(len(gradient) / self.size)
         # Shifts that differ, as far as there are: rows of one shift and much alike would add what no sign takes off.
-        shifts = np.resize(draw.permutation(self.size)[:rows], rows).tolist()
-        turned = (2 * draw.integers(0, 2, rows) - 1).tolist()
-        for row, shift, sign in zip(gradient.split(self.size), shifts, turned, strict=True):
-            # One sign for each place in a row, besides the row's own: rows of equal sign would meet in every shift.
-            values = row.to(into) * signs[: len(row)]
-            fits = min(len(values), self.size - shift)
-            into[shift : shift + fits].add_(values[:fits], alpha=sign)
-            into[: len(values) - fits].add_(values[fits:], alpha=sign)
+        shifts = np.resize(draw.permutation(self.size)[:rows], rows)
+        turned = 2 * draw.integers(0, 2, rows) - 1
+        add = scatter_rows if into.device.type == "cuda" else add_rows
+        add(gradient, signs, torch.from_numpy(shifts), torch.from_numpy(turned), into)
+
+
+def add_rows(
+    gradient: Float[Tensor, " p"],
+    signs: Float[Tensor, " k"],
+    shifts: Int[Tensor, " rows"],
+    turned: Int[Tensor, " rows"],
+    into: Float[Tensor, " k"],
+) -> None:
+    """Add rows of k numbers to `into`, each times the signs of its places and its own, turned round by its shift."""
+    for row, shift, sign in zip(gradient.split(len(into)), shifts.tolist(), turned.tolist(), strict=True):
+        # One sign for each place in a row, besides the row's own: rows of equal sign would meet in every shift.
+        values = row.to(into) * signs[: len(row)]
+        fits = min(len(values), len(into) - shift)
+        into[shift : shift + fits].add_(values[:fits], alpha=sign)
+        into[: len(values) - fits].add_(values[fits:], alpha=sign)
+
+
+def scatter_rows(
+    gradient: Float[Tensor, " p"],
+    signs: Float[Tensor, " k"],
+    shifts: Int[Tensor, " rows"],
+    turned: Int[Tensor, " rows"],
+    into: Float[Tensor, " k"],
+) -> None:
+    """Do the same with few large operations: of a GPU, which took longer to start a row's four than to do them."""
+    size, (shifts, turned) = len(into), (values.to(into.device) for values in (shifts, turned))
+    for start in range(0, len(gradient), step := SCATTERED * size):
+        part = gradient[start : start + step]
+        place = torch.arange(len(part), device=into.device)
+        row = start // size + place // size
+        place %= size
+        into.index_add_(0, (place + shifts[row]) % size, part.to(into) * signs[place] * turned[row].to(into))

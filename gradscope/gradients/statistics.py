@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import inf
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,12 +15,14 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.gradients.columns import describe_tokens, refuse_infinite_weights
 from gradscope.gradients.engine.chunks import POSITION_COST
-from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.logged_logprobs import refuse_foreign_logprobs
 from gradscope.intervals import assign_intervals
 from gradscope.objective import LossSettings, TokenStatistics
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Processes, Progress, track
+
+if TYPE_CHECKING:
+    from gradscope.gradients.engine.meter import TokenGradientMeter
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,11 @@ from gradscope.gradients.columns import (
 )
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
+from gradscope.gradients.forward_mode import BACKWARD
+from gradscope.gradients.gram import SumsPlan
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import note_logged
+from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.settings import (
@@ -43,13 +46,17 @@ from gradscope.gradients.settings import (
     settle_batch,
     settle_sample,
 )
-from gradscope.gradients.statistics import find_statistics
+from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seconds
+from gradscope.gradients.statistics import BatchStatistics, find_statistics
+from gradscope.gradients.timed_rounds import Stopwatch
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, square_norm
 from gradscope.rollouts import Note, TokenBatch
 from gradscope.runs import track
 
 Number = int | float
+WORTHWHILE = 3
+"""Times the seconds of loading and pilot that the minutes should have."""
 GRADIENT_RESPONSES = 4
 """Responses in a forward pass of the whole batch's gradient."""
 
@@ -98,6 +105,22 @@ class TableMeasurement:
         self._optimizer_state = optimizer_state if settings.metric == "adamw" else None
         self.sample: TokenSample | None = None
         """The order in which tokens are drawn, if not all are measured; set on entering."""
+        self.watch = Stopwatch()
+        """Runs since the beginning, where minutes are given."""
+        self.follows: SumsPlan | None = None
+        """How gradients are summed after the table, within the same minutes."""
+        self.passes: float | None = None
+        """Forward passes that all takes which follows the table; None: those of the sums."""
+        self.all_prompts = len(self.J.prompts)
+        """That there are."""
+        self.statistics: BatchStatistics | None = None
+        """Of the tokens of the prompts that are looked at; None before entering."""
+        self.num_prompts: int | None = None
+        """How many prompts are looked at; None before entering: as many as the minutes allow."""
+        self.reserve = 0.0
+        """Seconds of the minutes for what follows the table; set on entering."""
+        self.least: float | None = None
+        """Minutes that loading and the pilot ask for, where fewer are given."""
 
     @property
     def num_tokens(self) -> int:
@@ -107,9 +130,13 @@ class TableMeasurement:
     def __enter__(self) -> TableMeasurement:
         with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
             stack.enter_context(self.J.frozen())
+            self._probabilities: np.ndarray | None = None
+            self._scale: Float[Tensor, " P"] | None = None
             self.meter = self.J.meter
             if self.settings.fast and self.meter.precision is None:
                 raise no_fast_mode(self.policy)
+            if self.settings.minutes is not None:
+                self._look_at_prompts()
             start = perf_counter()
             self.statistics = find_statistics(
                 self.meter,
@@ -124,17 +151,45 @@ class TableMeasurement:
                 self.notes = note_logged(self.policy, self.batch, self.statistics.columns)
             self.pass_seconds = self.processes.gather([seconds])[0]
             generator = np.random.default_rng(self.settings.seed)
-            self._probabilities: np.ndarray | None = None
             measured, self._scale = self._draw(generator), self._find_scale()
             self._select(measured)
-            if self.settings.self_check:
-                with self.progress.stage("self-check"):
-                    self.check = self._self_check(generator)
+            if self.settings.self_check and self.check is None:
+                self.check = self._self_check(self.J, self.statistics, generator)
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
+
+    def _look_at_prompts(self) -> None:
+        """Keep as many prompts as the minutes allow, whole and in random order, and time for what follows."""
+        order = torch.from_numpy(np.random.default_rng([self.settings.seed, 1]).permutation(self.J.prompts.numpy()))
+        with self.processes.together(), self.progress.stage("timing a few responses"):
+            mine = [self._share_minutes(order)] if self.processes.is_main else []
+        shares, self.reserve, self.least, self.check = self.processes.gather(mine)[0]
+        if self.num_prompts is None:
+            self.num_prompts = shares.scored
+        if self.num_prompts < len(order):
+            self.J = self.J.of_prompts(order[: self.num_prompts])
+            self.batch = self.J.batch
+
+    def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, float | None, SelfCheck | None]:
+        """Return what fits into the minutes, the seconds of what follows, the least minutes, if there are fewer, and
+        the self-check, which is of the first prompt.
+        """
+        total, check = 60 * self.settings.minutes, None
+        asked = (self.settings.loss, self.edges, self.follows)
+        pilot = run_pilot(self.J.alone(), order, *asked, passes=self.passes)
+        if self.settings.self_check:
+            check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
+        spent, each = self.watch.seconds(), self.processes.count
+        after = AFTER if self.follows is not None else 0.0
+        metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # its second moments take in the gradient
+        prices = replace(pilot.prices, scoring=pilot.prices.scoring * (1 + metric))
+        prices = Prices(*(seconds / each for seconds in vars(prices).values()))
+        shares = share_seconds(total - spent - after, prices, prompts=len(order), tokens=self.num_tokens)
+        reserve = after + prices.summing * shares.summed
+        return shares, reserve, WORTHWHILE * spent / 60 if total < WORTHWHILE * spent else None, check
 
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
         """Measure one group. Return a DataFrame per response, empty if it keeps no token."""
@@ -207,13 +262,14 @@ class TableMeasurement:
         """Measure these of the kept tokens from now on."""
         self.row_norms = self.J.row_norms(torch.from_numpy(measured), scale=self._scale)
 
-    def _self_check(self, generator: np.random.Generator) -> SelfCheck:
+    def _self_check(self, J: TokenJacobian, known: BatchStatistics, generator: np.random.Generator) -> SelfCheck:
         """Compare some tokens of every non-empty interval with plain autograd. Raises SelfCheckError."""
-        known, size = self.statistics, sum(p.numel() for p in self.policy.model.parameters())
-        chosen = choose_checked(known.intervals, known.responses, known.prefixes, generator, parameters=size)
-        rows = self.J.row_norms(torch.from_numpy(chosen), scale=self._scale)
-        with rows.engine() as meter:
-            return check_engine(meter, [sequence for sequence in rows.sequences if sequence.lengths])
+        size = sum(p.numel() for p in J.model.parameters())
+        with self.progress.stage("self-check"):
+            chosen = choose_checked(known.intervals, known.responses, known.prefixes, generator, parameters=size)
+            rows = J.row_norms(torch.from_numpy(chosen), scale=self._scale)
+            with rows.engine() as meter:
+                return check_engine(meter, [sequence for sequence in rows.sequences if sequence.lengths])
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """Return one response's rows of the table."""

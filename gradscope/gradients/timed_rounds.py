@@ -37,28 +37,35 @@ class Round:
     each: int
     """Measured tokens of each interval after this round."""
     seconds: float
+    spent: float
+    """Seconds from the beginning of the first run to the end of the round."""
+    prompts: int
+    """Looked at."""
     norms: pd.DataFrame
     """`TableMeasurement.measure_more` of all processes, by the place of the token in the table."""
 
     def to_part(self) -> pd.DataFrame:
         """Return the round as one DataFrame, to be written to a file."""
-        return self.norms.rename_axis("place").reset_index().assign(each=self.each, seconds=self.seconds)
+        told = {"each": self.each, "seconds": self.seconds, "spent": self.spent, "prompts": self.prompts}
+        return self.norms.rename_axis("place").reset_index().assign(**told)
 
     @classmethod
     def of_part(cls, part: pd.DataFrame) -> Round:
         """Read the round back from what `to_part` returned."""
-        norms = part.set_index("place").drop(columns=["each", "seconds"])
-        return cls(int(part["each"].iloc[0]), float(part["seconds"].iloc[0]), norms)
+        each, seconds, spent, prompts = (part[name].iloc[0] for name in ("each", "seconds", "spent", "prompts"))
+        norms = part.set_index("place").drop(columns=["each", "seconds", "spent", "prompts"])
+        return cls(int(each), float(seconds), float(spent), int(prompts), norms)
 
 
 class Stopwatch:
-    """Seconds since it was made."""
+    """Seconds since it was made, and those of earlier runs of the same."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._start = clock, clock()
+        self.earlier = 0.0
 
     def seconds(self) -> float:
-        return self._clock() - self._start
+        return self.earlier + self._clock() - self._start
 
 
 def describe_seconds(seconds: float) -> str:
@@ -80,6 +87,8 @@ class GrowingMeasurement(Protocol):
     settings: MeasureSettings
     processes: Processes
     sample: TokenSample
+    reserve: float
+    num_prompts: int
 
     def measure_more(self, previous: int, each: int) -> pd.DataFrame: ...
 
@@ -92,19 +101,16 @@ def measure_rounds(
     measurement: GrowingMeasurement,
     watch: Stopwatch,
     finished: Sequence[Round] = (),
-    *,
-    reserve: float = 0.0,
 ) -> Iterator[Round]:
     """Yield the rounds after the finished ones, as they come; all processes iterate together.
 
-    watch: started with the measurement; that of the main process counts. reserve: seconds of the minutes that are for
-    what comes after the table.
+    watch: started with the measurement; that of the main process counts.
     """
     processes, rounds = measurement.processes, list(finished)
-    earlier = sum(done.seconds for done in finished)
     while True:
         with processes.together():
-            mine = [_next_size(measurement, rounds, earlier + watch.seconds() + reserve)] if processes.is_main else []
+            seconds = watch.seconds() + measurement.reserve
+            mine = [_next_size(measurement, rounds, seconds)] if processes.is_main else []
         each = processes.gather(mine)[0]
         if each is None:
             return
@@ -112,7 +118,8 @@ def measure_rounds(
         with processes.together():
             norms = measurement.measure_more(previous, each)
         norms = pd.concat(processes.gather([norms])).sort_index()
-        rounds.append(Round(each, watch.seconds() - start, norms))
+        now = watch.seconds()
+        rounds.append(Round(each, now - start, now, measurement.num_prompts, norms))
         yield rounds[-1]
 
 

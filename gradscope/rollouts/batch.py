@@ -145,6 +145,16 @@ class TokenBatch:
         rows = torch.as_tensor(rows)
         return replace(self, **{name: value[rows] for name, value in self.tensors().items()})
 
+    def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenBatch:
+        """Return the batch with the tokens of these prompts alone kept: every response stays in its row.
+
+        >>> batch = collate([Response([5], [7]), Response([6], [7, 8])])
+        >>> batch.of_prompts(batch.group_ids[:1]).response_mask.any(1).tolist()
+        [True, False]
+        """
+        own = torch.isin(self.group_ids, torch.as_tensor(prompts))
+        return replace(self, response_mask=self.response_mask & own[:, None])
+
     def deal(self, prompts: Int[Tensor, " p"], count: int, generator: torch.Generator) -> list[TokenBatch]:
         """Deal the prompts at random to at most `count` batches of (almost) equally many prompts, whole prompts each.
         """

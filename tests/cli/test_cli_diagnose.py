@@ -17,7 +17,7 @@ from support.policies import make_model, make_tokenizer, save_checkpoint
 from support.training import train
 
 from gradscope.cli.optimizer import read_step
-from gradscope.diagnosis import PARTS, DiagnosisSettings, diagnose
+from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.gradients import measure
 from gradscope.policy import load_policy, read_adamw_state, read_optimizer_file
 from gradscope.rollouts import read_rollouts
@@ -289,5 +289,4 @@ def test_a_plan_is_printed_for_each_checkpoint_and_nothing_is_written(job, tmp_p
     assert told.count("FLOP") >= 2 and "Left out" not in told
     assert not (tmp_path / "out").exists()
     run("diagnose", *command[1:], "--plan", "--flops", "1e13", "--minutes", "1e-9")
-    left = capsys.readouterr().out.partition("Left out")[2]
-    assert all(PARTS[part] in left for part in ("actual_step", "influence", "comparison"))
+    assert "In all 1e-09 min" in capsys.readouterr().out

@@ -37,6 +37,7 @@ from gradscope.gradients import (
     plan_batch,
 )
 from gradscope.gradients.cost import Responses, follows_rules, measure_bytes, measure_flops
+from gradscope.gradients.shared_minutes import Shares
 from gradscope.policy import Policy, find_blocks, outline_policy
 
 FACTOR = 1.25
@@ -184,16 +185,19 @@ def test_a_plan_counts_the_tokens_that_the_table_will_have_measured(policy, batc
         assert len(found.prefixes) <= 4 * each
 
 
-@pytest.mark.parametrize("minutes", [1e-9, 1e-3, 1e9])
-def test_a_plan_of_minutes_takes_the_largest_sample_that_fits(policy, batch, minutes):
+@pytest.mark.parametrize("minutes", [1e-9, 0.5, 1e9])
+def test_a_plan_of_minutes_looks_at_what_fits(policy, batch, minutes):
     speed = 1e8
     plan = plan_batch(policy, batch, MeasureSettings(minutes=minutes), speed=speed)
-    seconds = [
-        sum(plan_batch(policy, batch, MeasureSettings(tokens_per_interval=each), speed=speed).seconds.values())
-        for each in range(1, batch.num_tokens + 1)
-    ]
-    fitting = max(1, sum(own <= 60 * minutes for own in seconds))
-    assert sum(plan.seconds.values()) == seconds[fitting - 1]
+    whole = plan_batch(policy, batch, MeasureSettings(), speed=speed)
+    prompts = len(batch.group_ids.unique())
+    if minutes == 1e9:
+        assert plan.seconds == whole.seconds and plan.shares.scored == prompts
+    elif minutes == 1e-9:
+        assert plan.shares == Shares(1, 1, 1) and len(plan.responses.prefixes) <= 4
+    else:
+        assert sum(plan.seconds.values()) <= 60 * minutes
+        assert len(plan.responses.prefixes) <= 4 * plan.shares.measured
 
 
 MISTAKEN = {"granite_embedding", "granite_residual", "smollm3_without_angles", "helium", "ernie4_5"}

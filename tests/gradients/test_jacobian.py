@@ -289,3 +289,34 @@ def test_what_does_not_fit_is_refused_in_one_line():
         with pytest.raises(InputError) as caught:
             call()
         assert "\n" not in str(caught.value)
+
+
+class Ticking:
+    """A clock that goes a second at every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+@pytest.mark.parametrize("pairs", ["all", "within"])
+@pytest.mark.parametrize("way", ["whole", "sketches"])
+@pytest.mark.parametrize("late", [0.0, 5.0])
+def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way, pairs, late):
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    weights = make_weights(batch)
+    moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
+    state = AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+    monkeypatch.setattr("gradscope.gradients.gram.monotonic", Ticking())
+    late = TokenJacobian(policy, batch, Resources(deadline=late)).gram(weights, pairs=pairs, way=way, metric=state)
+    assert 1 <= len(late.groups) < len(batch.group_ids.unique())
+    some = batch.of_prompts(late.groups)
+    kept = torch.isin(groups_of(batch), torch.tensor(late.groups))
+    alone = TokenJacobian(policy, some).gram(weights[:, kept], pairs=pairs, way=way, metric=state)
+    assert late.groups == alone.groups
+    for ours, theirs in ((late, alone), (late.scaled, alone.scaled)):
+        assert distance(ours.products, theirs.products) < 1e-10 and distance(ours.total, theirs.total) < 1e-10

@@ -12,7 +12,7 @@ from support.refusals import refused
 from gradscope.diagnosis import gradient_rows
 from gradscope.gradients import Gram, Resources, SumsPlan, block_products, interval_gradients
 from gradscope.gradients.gram import Sizes, plan_gram
-from gradscope.gradients.sketches import BLOCKS, Sketcher
+from gradscope.gradients.sketches import BLOCKS, Sketcher, add_rows, scatter_rows
 from gradscope.policy import AdamWState
 
 
@@ -45,13 +45,26 @@ def plant_vectors(prompts: int = 8, intervals: int = 4, size: int = 6000) -> np.
     return signal / 4 + rng.normal(size=(prompts, intervals, size))
 
 
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 5000])
+def test_a_gpus_way_of_adding_rows_is_the_loops(length):
+    generator, size = torch.Generator().manual_seed(length), 64
+    rows = -(-length // size)
+    gradient = torch.randn(length, generator=generator, dtype=torch.float64)
+    signs, turned = (torch.randint(0, 2, (n,), generator=generator) * 2 - 1 for n in (size, rows))
+    shifts, found = torch.randint(0, size, (rows,), generator=generator), []
+    for add in (add_rows, scatter_rows):
+        found.append(torch.ones(size, dtype=torch.float64))
+        add(gradient, signs.double(), shifts, turned, found[-1])
+    torch.testing.assert_close(*found, rtol=0, atol=1e-13)
+
+
 def sketch_products(vectors: np.ndarray, seed: int, size: int = 512) -> Gram:
     sketcher, out = Sketcher(size, seed=seed), torch.zeros(*vectors.shape[:2], size, dtype=torch.float64)
     for prompt, rows in enumerate(vectors):
         for a, vector in enumerate(rows):
             sketcher.add(torch.from_numpy(vector), 0, out[prompt, a])
     parts = np.stack([block_products(block) for block in out.chunk(BLOCKS, dim=2)])
-    plan = SumsPlan("sketches", 1 << 40, size, BLOCKS, 10.0)
+    plan = SumsPlan("sketches", 4, 1 << 40, size, BLOCKS, 10.0)
     return Gram(parts, parts.sum((1, 3)), plan, tuple(range(len(vectors))))
 
 

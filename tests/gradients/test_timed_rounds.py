@@ -12,11 +12,15 @@ from support.refusals import refused
 
 from gradscope import measure
 from gradscope.cli import commands as cli
-from gradscope.gradients import MeasureSettings, Stopwatch, TableMeasurement, settle_minutes
+from gradscope.gradients import MeasureSettings, Stopwatch, TableMeasurement, TokenJacobian, settle_minutes
+from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
+from gradscope.gradients.shared_minutes import APART, FEWEST, Prices, share_seconds
 from gradscope.gradients.table import join_responses
 from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
+from gradscope.intervals import EDGES
+from gradscope.objective import PAPER
 from gradscope.runs import ALONE, RunFolder
 
 
@@ -40,6 +44,7 @@ class Pretended:
         rng = np.random.default_rng(0)
         self.settings, self.processes, self.clock = MeasureSettings(minutes=minutes), ALONE, clock
         self.sample = TokenSample(np.arange(4000) % 4, 4, np.ones(4000), rng)
+        self.reserve, self.num_prompts = 0.0, 100
         self.prefix, self.rate, self.believed, self.true = rng.integers(50, 200, 4000), rate, believed, true
 
     def _positions(self, previous: int, each: int, shared: float) -> float:
@@ -63,9 +68,10 @@ def run_pretended(minutes: float, *, preparing: float = 30.0, finished=(), **spe
     """(rounds, seconds in all)."""
     clock = Clock()
     watch, job = Stopwatch(clock), Pretended(clock, minutes, **speed)
+    watch.earlier = finished[-1].spent if finished else 0.0
     clock.now += preparing
     rounds = [*finished, *measure_rounds(job, watch, tuple(finished))]
-    return rounds, watch.seconds() + sum(done.seconds for done in finished)
+    return rounds, watch.seconds()
 
 
 @pytest.mark.parametrize("minutes", [1.0, 3.0, 10.0])
@@ -96,8 +102,49 @@ def test_a_stopped_run_goes_on_with_the_time_that_its_rounds_left(tmp_path):
     part = whole[1].to_part()
     part.to_parquet(tmp_path / "part.parquet", index=False)
     read = Round.of_part(pd.read_parquet(tmp_path / "part.parquet"))
-    assert (read.each, read.seconds) == (whole[1].each, whole[1].seconds)
+    assert (read.each, read.seconds, read.spent, read.prompts) == (
+        whole[1].each,
+        whole[1].seconds,
+        whole[1].spent,
+        100,
+    )
     pd.testing.assert_frame_equal(read.norms, whole[1].norms, check_names=False)
+
+
+# How seconds are shared.
+
+
+@pytest.mark.parametrize("seconds", [60.0, 540.0, 5000.0, 1e6])
+@pytest.mark.parametrize("prices", [Prices(2.0, 1.5, 20.0), Prices(0.05, 0.01, 0.5), Prices(5.0, 3.0, 0.0)])
+def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, prices):
+    prompts, tokens = 64, 400
+    found = share_seconds(seconds, prices, prompts=prompts, tokens=tokens)
+
+    def cost(m, k, s):
+        return m * prices.scoring + k * prices.measuring + s * prices.summing
+
+    def variance(m, k, s):
+        return 1 / m + APART / k + 1 / s
+
+    m, k, s = (np.array(list(range(1, n + 1))) for n in (prompts, tokens, prompts))
+    m, k, s = m[:, None, None], k[None, :, None], s[None, None]
+    fits = (cost(m, k, s) <= seconds) & (s <= m)
+    floors = fits & (m >= FEWEST) & (s >= FEWEST)
+    best = np.where(floors if floors.any() else fits, variance(m, k, s), np.inf).min()
+    own = variance(found.scored, found.measured, found.summed)
+    assert cost(found.scored, found.measured, found.summed) <= seconds or own == variance(1, 1, 1)
+    # Whole numbers: each may be one below the best, and summed prompts are among the scored ones.
+    more = variance(found.scored + 1, found.measured + 1, found.summed + 1)
+    assert more <= best * (1 + 1e-9) or own == pytest.approx(best)
+
+
+def test_a_pilot_prices_all_that_follows(policy):
+    batch = make_batch(policy)
+    order = batch.group_ids.unique()
+    J = TokenJacobian(policy, batch)
+    found = run_pilot(J, order, PAPER, EDGES, J.plan_gram(4))
+    assert min(vars(found.prices).values()) > 0 and found.J.prompts.tolist() == [int(order[0])]
+    assert run_pilot(J, order, PAPER, EDGES, None).prices.summing == 0
 
 
 # A real policy.
@@ -115,7 +162,8 @@ def test_the_table_of_rounds_is_that_of_a_sample_of_as_many(policy):
     with TableMeasurement(policy, batch, settings) as measurement:
         rounds = []
         for previous, each in ((0, 1), (1, 3)):
-            rounds.append(Round(each, 1.0, measurement.measure_more(previous, each)))
+            norms = measurement.measure_more(previous, each)
+            rounds.append(Round(each, 1.0, 1.0, measurement.num_prompts, norms))
         table = join_responses(join_rounds(measurement, rounds))
         assert measurement.cost_of_more(0, 3) > measurement.cost_of_more(1, 3) > 0
     expected = measure(policy, batch, tokens_per_interval=3, seed=1, self_check=False, per_module=True)
@@ -128,7 +176,9 @@ def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_firs
     full = measure(policy, batch, self_check=False)
     pd.testing.assert_frame_equal(measure(policy, batch, minutes=60, self_check=False), full, rtol=1e-5)
     few = measure(policy, batch, minutes=1e-6, self_check=False)
-    pd.testing.assert_frame_equal(few, measure(policy, batch, tokens_per_interval=PILOT, self_check=False), rtol=1e-5)
+    assert few["group"].nunique() == 1
+    of_one = measure(policy, batch.of_prompts(few["group"].unique()), tokens_per_interval=PILOT, self_check=False)
+    pd.testing.assert_frame_equal(few, of_one, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +220,8 @@ def test_the_command_goes_on_where_it_was_stopped_and_tells_what_it_measured(job
     flags = ["--device", "cpu", "--no-figures", "--no-self-check", "--minutes"]
     cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "short")])
     said, manifest = capsys.readouterr().out, json.loads((tmp_path / "short" / "manifest.json").read_text())
-    assert "preparation alone took" in said and f"{PILOT} tokens of each interval" in said
+    assert "minutes are too few to keep to" in said
+    assert manifest["prompts"]["looked_at"] == 1 < manifest["prompts"]["of"]
     sample = manifest["sample"]
     assert (sample["tokens_per_interval"], sample["why"], sample["drawn"]) == (PILOT, "minutes", "proportional")
     assert [done["tokens_per_interval"] for done in sample["rounds"]] == [PILOT] and sample["seconds"]["measuring"] > 0
@@ -185,14 +236,14 @@ def test_the_command_goes_on_where_it_was_stopped_and_tells_what_it_measured(job
     measured = table.index[table["param_grad_norm"].notna()]
     names = [name for name in table if name.startswith(("act_grad_norm", "param_grad_norm"))]
     norms = table.loc[measured, names].assign(param_grad_norm=np.float32(7.0))
-    folder.write_part(0, Round(PILOT, 5.0, norms).to_part())
+    folder.write_part(0, Round(PILOT, 5.0, 9.0, 1, norms).to_part())
     cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "stopped")])
     assert "taking up the unfinished run" in capsys.readouterr().out
     found = pd.read_parquet(tmp_path / "stopped" / "tokens.parquet")
     assert (found.loc[measured, "param_grad_norm"] == 7).all() and found["param_grad_norm"].count() == len(measured)
     pd.testing.assert_frame_equal(found.drop(columns="param_grad_norm"), table.drop(columns="param_grad_norm"))
     seconds = json.loads((tmp_path / "stopped" / "manifest.json").read_text())["sample"]["seconds"]
-    assert seconds["measuring"] == 5.0
+    assert seconds["measuring"] == 5.0 and seconds["preparing"] > 4.0
     assert not folder.partial.exists()
     # Finished.
     cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "stopped")])

@@ -145,4 +145,7 @@ def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
     measured = int(d.table[PARAMETERS].notna().sum())
     sampled = f" ({measured:,} measured, drawn with known chances)" if measured < len(d.table) else ""
     told = f"{len(d.table):,} tokens{sampled} of {d.num_responses:,} responses to {d.prompts}"
+    if d.num_prompts < d.of_prompts:
+        told = f"looked at {d.num_prompts:,} of {d.of_prompts:,} prompts, drawn at random, {measured:,} of "
+        told += f"{d.of_tokens:,} tokens exactly; {d.num_responses:,} responses to {d.prompts}"
     return f"{told}; temperature {temperatures}"

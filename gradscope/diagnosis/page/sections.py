@@ -12,7 +12,7 @@ from pandas.api.types import is_numeric_dtype
 
 from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.format import bits_words, name_interval, number_words, share_words, times_words
+from gradscope.diagnosis.format import as_sentence, bits_words, name_interval, number_words, share_words, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
@@ -151,6 +151,10 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
         "Each probability interval's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
         "gradient (what is left after they cancel)."
     )
+    if d.precision is not None:
+        caption += f" {as_sentence(d.precision)}"
+    if d.num_prompts < d.of_prompts:
+        caption += f" More minutes look at more of the {d.of_prompts:,} prompts; what is theirs goes with 1/√prompts."
     draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
     drawn = sheets.figure("shares", draw, caption, bars=OVER_PROMPTS)
     return drawn if isinstance(drawn, Figure) else None

@@ -1,0 +1,98 @@
+"""A short pilot on the real policy: what scoring, measuring and summing a prompt take here, by the wall clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from gradscope.gradients.engine.chunks import POSITION_COST
+from gradscope.gradients.shared_minutes import Prices
+from gradscope.gradients.statistics import BatchStatistics, find_statistics
+from gradscope.objective import LossSettings
+from gradscope.runs import ALONE
+
+if TYPE_CHECKING:
+    from gradscope.gradients.gram import SumsPlan
+    from gradscope.gradients.jacobian import TokenJacobian
+
+TOKENS = 4
+"""Tokens that get a backward pass."""
+
+
+@dataclass(frozen=True)
+class Pilot:
+    """What was tried, and its prices."""
+
+    J: TokenJacobian
+    """Of the first prompt's responses."""
+    statistics: BatchStatistics
+    prices: Prices
+
+
+def run_pilot(
+    J: TokenJacobian,
+    order: Int[Tensor, " n"],
+    loss: LossSettings,
+    edges: Sequence[float],
+    follows: SumsPlan | None,
+    *,
+    passes: float | None = None,
+) -> Pilot:
+    """Score the first prompt's responses, measure a few of their tokens, sum the gradients of three responses.
+
+    Args:
+        order: the prompts, as they will be looked at.
+        follows: how gradients will be summed; None: they will not.
+        passes: forward passes that all takes which follows; None: the sums alone.
+    """
+    lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
+    first = (kept & (J.batch.group_ids == order[0])).nonzero()[:, 0]
+    a_prompt = float(lengths[kept].sum()) / len(order)
+    few = J.select(first)
+    known, scoring = _time(lambda: find_statistics(few.meter, few.batch, loss, edges=edges, processes=ALONE))
+    scoring /= float(lengths[first].sum())
+    picked = np.zeros(few.num_tokens, dtype=bool)
+    picked[np.linspace(0, few.num_tokens - 1, min(TOKENS, few.num_tokens)).astype(int)] = True
+    _, measuring = _time(lambda: [*few.row_norms(torch.from_numpy(picked))])
+    ends = [J.batch.sequence(row)[1] for row in kept.nonzero()[:, 0].tolist()]
+    reach = np.mean([int(own[-1]) for own in ends])
+    # In a sample of few tokens each has a response of its own, which is run forwards for it.
+    one = float(torch.cat(ends).double().mean()) + POSITION_COST * reach
+    measuring *= (len(edges) - 1) * one / known.backward_cost(picked)
+    summing = 0.0
+    if follows is not None:
+        more = 0.0 if passes is None else max(0.0, passes - follows.forward_passes)
+        summing = _time_sums(J, order, follows, scoring) + more * scoring * a_prompt
+    return Pilot(few, known, Prices(scoring * a_prompt, measuring, summing))
+
+
+def _time_sums(J: TokenJacobian, order: Int[Tensor, " n"], follows: SumsPlan, scoring: float) -> float:
+    """Return the seconds of a prompt's summed gradients; scoring: those of a position in a forward pass."""
+    lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
+    rows = [int((kept & (J.batch.group_ids == prompt)).nonzero()[0]) for prompt in order[:2]]
+    seconds = [_time(lambda count=count: _sum(J.select(rows[:count]), follows))[1] for count in (1, len(rows))]
+    # The first one also prepares what is prepared once.
+    last, positions = rows[-1], float(lengths[kept].sum()) / len(order)
+    took = seconds[1] - seconds[0] if len(rows) > 1 and seconds[1] > seconds[0] else seconds[1] / len(rows)
+    passes = follows.forward_passes * scoring * float(lengths[last])
+    return max(0.0, took - passes) + min(1.0, took / passes) * follows.forward_passes * scoring * positions
+
+
+def _sum(J: TokenJacobian, follows: SumsPlan) -> None:
+    """Sum the gradients of as many rows of weights as `follows` has, each of other tokens, by prompt."""
+    weights = torch.zeros(follows.rows, J.num_tokens)
+    weights[torch.arange(J.num_tokens) % follows.rows, torch.arange(J.num_tokens)] = 1.0
+    J.gram(weights, way=follows.way)
+
+
+def _time(make: Callable[[], object]) -> tuple[object, float]:
+    start = perf_counter()
+    made = make()
+    return made, perf_counter() - start
