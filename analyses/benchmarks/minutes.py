@@ -1,0 +1,95 @@
+"""Whether `gradscope diagnose --minutes N` takes N minutes, what it then knows, and whether that holds the truth.
+
+    python -m analyses.benchmarks.minutes MODEL ROLLOUTS --minutes 10 --seeds 0 1 2 3 4 \
+        --truth EXHAUSTIVE/data/statistics.csv --name "SmolLM2-135M-Instruct, 16 prompts"
+
+A row per seed: minutes asked and taken by the wall clock (the whole command, loading included), CPU minutes, the load
+of the machine, prompts looked at, tokens measured (`each`: in the interval that has fewest), memory at most, and each
+interval's share of the gradient energy with its bounds. `held`: how many of these shares' intervals have in them what a
+diagnosis of every token found.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import tyro
+
+from analyses.common.script import exit_with
+
+TABLE = Path("figures/minutes.csv")
+SHARE = "squared_share"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is run."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    rollouts: Annotated[Path, tyro.conf.Positional]
+    minutes: float = 10.0
+    seeds: tuple[int, ...] = (0,)
+    truth: Path | None = None
+    """statistics.csv of a diagnosis of every token."""
+    name: str | None = None
+    """Of the policy and the batch in the table; none: the model."""
+    threads: int = 2
+    work: Path = Path("work/minutes")
+    """Where the diagnoses are written."""
+    out: Path = TABLE
+
+
+def diagnose(options: Options, seed: int) -> dict[str, Any]:
+    """Run the command once; what it took and found."""
+    folder = options.work / f"seed-{seed}"
+    shutil.rmtree(folder, ignore_errors=True)
+    own = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    command = [sys.executable, "-m", "gradscope", "diagnose", options.model, "--rollouts", str(options.rollouts)]
+    command += ["--minutes", str(options.minutes), "--seed", str(seed), "--out", str(folder)]
+    start, loads = time.monotonic(), [os.getloadavg()[0]]
+    process = subprocess.Popen(command, env={**os.environ, **own})
+    _, status, usage = os.wait4(process.pid, 0)
+    taken = time.monotonic() - start
+    loads.append(os.getloadavg()[0])
+    if status:
+        raise SystemExit(f"the diagnosis of seed {seed} ended with {os.waitstatus_to_exitcode(status)}")
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    found = pd.read_csv(folder / "data" / "statistics.csv")
+    summed = found[(found["statistic"] == "gradient_share") & (found["metric"] == "raw")]
+    shares = found[(found["statistic"] == SHARE) & (found["metric"] == "raw")].reset_index(drop=True)
+    row = {"batch": options.name or options.model, "seed": seed, "asked": options.minutes, "taken": taken / 60}
+    row |= {"cpu": (usage.ru_utime + usage.ru_stime) / 60, "load": max(loads)}
+    row |= {"prompts": manifest["prompts"]["looked_at"], "of_prompts": manifest["prompts"]["of"]}
+    tokens = pd.read_parquet(folder / "tokens.parquet", columns=["interval", "param_grad_norm"])
+    each = tokens.dropna()["interval"].value_counts().min()
+    row |= {"tokens": manifest["tokens"], "measured": manifest["tokens_measured"], "each": each}
+    row |= {"summed_width": (summed["upper"] - summed["lower"]).max(), "gib": usage.ru_maxrss / 2**20}
+    for place, share in shares.iterrows():
+        row |= {f"share_{place}": share["value"], f"lower_{place}": share["lower"], f"upper_{place}": share["upper"]}
+    if options.truth is not None:
+        known = pd.read_csv(options.truth)
+        true = known[(known["statistic"] == SHARE) & (known["metric"] == "raw")]["value"].to_numpy()
+        row["held"] = int(((shares["lower"] <= true) & (true <= shares["upper"])).sum())
+    return row
+
+
+def main(options: Options) -> None:
+    for seed in options.seeds:
+        table = pd.DataFrame([diagnose(options, seed)])
+        if options.out.is_file():
+            table = pd.concat([pd.read_csv(options.out), table], ignore_index=True)
+        table.round(4).to_csv(options.out, index=False)
+        print(table.to_string(index=False), flush=True)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
