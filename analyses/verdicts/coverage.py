@@ -5,7 +5,8 @@
 A cell is a world, a truth, a design of the sample, so many prompts and measured tokens of each probability interval.
 Worlds: three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy),
 and every NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the
-batch, whose tokens alone are drawn, or of the world, from whose prompts the batch is drawn, too, with replacement. Of
+batch, whose tokens alone are drawn; of the world, from whose prompts the batch is drawn, too, with replacement; or of
+a whole batch of four times as many prompts (of all, where there are fewer), some of which are looked at (--whole). Of
 each statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it says in which part of the draws there
 is a confidence interval, and which part of these hold the truth: of all probability intervals, and of the worst that
 has one in a tenth of the draws. `before` are percentiles of redrawn prompts, for two prompts or more. Probability
@@ -59,7 +60,7 @@ class Cell:
 
     world: str
     truth: str
-    """batch or prompts."""
+    """batch, prompts or whole."""
     design: str
     prompts: int
     each: int | None
@@ -171,16 +172,22 @@ def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, s
         everything = np.ones(len(own["norm"]))
         return statistics_of(own, everything > 0, everything, size)[0](np.ones((1, size)))[0]
 
+    if cell.truth == "whole":
+        rows = rows[: 4 * cell.prompts]
+        index = np.concatenate(rows)
+        world = {name: values[index] for name, values in world.items()}
+        world["group"] = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+        rows = np.split(np.arange(len(index)), np.cumsum(np.bincount(world["group"]))[:-1])
     truth = true(world, len(rows))
     hits = {"after": [], "before": []}
     # Of too few prompts there is no interval, whatever is drawn.
     for number in range(before if short_of(cell.prompts) else draws):
-        if cell.truth == "prompts" or number % BATCHES == 0:
-            picks = rng.integers(len(rows), size=cell.prompts)
+        if cell.truth != "batch" or number % BATCHES == 0:
+            picks = rng.choice(len(rows), cell.prompts, replace=cell.truth != "whole")
             index = np.concatenate([rows[pick] for pick in picks])
             own = {name: values[index] for name, values in world.items()}
             own["group"] = np.repeat(np.arange(cell.prompts), [len(rows[pick]) for pick in picks])
-            wanted = truth if cell.truth == "prompts" else true(own, cell.prompts)
+            wanted = true(own, cell.prompts) if cell.truth == "batch" else truth
         for method, (value, lower, upper) in intervals_of(own, cell, rng, resamples * (number < before)).items():
             hit = np.where(np.isnan(lower), np.nan, (lower <= wanted) & (wanted <= upper))
             hits[method].append(np.where(np.isnan(value) | np.isnan(wanted), -1.0, hit))
@@ -197,6 +204,14 @@ def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
         often = printed.sum(0) >= max(0.1 * len(found), 1)
         each = [part[printed[:, a], a].mean() for a in np.flatnonzero(often)]
         yield row | {"worst_interval": min(each, default=np.nan)}
+
+
+def list_whole_cells(worlds: list[str]) -> Iterator[Cell]:
+    """Where minutes look at some of a batch's prompts."""
+    for world in worlds:
+        for prompts in (6, 8, 12):
+            for each in (16, 32, 100):
+                yield Cell(world, "whole", "proportional", prompts, each)
 
 
 def list_cells(worlds: list[str]) -> Iterator[Cell]:
@@ -216,11 +231,13 @@ def main(
     before: int = 2000,
     resamples: int = 400,
     processes: int = 2,
+    whole: bool = False,
 ) -> None:
-    """tables: folder of measured tables; before: draws of each cell for the intervals before; resamples: of these."""
+    """tables: folder of measured tables; before: draws of each cell for the intervals before; resamples: of these;
+    whole: only the cells of whole batches."""
     worlds = {kind: plant(kind, np.random.default_rng(number)) for number, kind in enumerate(PLANTED)}
     worlds |= {path.stem: read(path) for path in sorted(tables.glob("*.parquet"))} if tables else {}
-    cells, rows = list(list_cells(list(worlds))), []
+    cells, rows = list((list_whole_cells if whole else list_cells)(list(worlds))), []
     with Pool(processes) as pool:
         jobs = [pool.apply_async(partial(cover, cell, worlds[cell.world], draws, before, resamples)) for cell in cells]
         for job in tqdm(jobs, "cells"):

@@ -368,3 +368,18 @@ def test_a_weight_without_bound_is_refused_by_its_token(policy, batch, table):
     endless.loc[3, "weight"] = -np.inf
     with refused(f"position {endless.at[3, 'position']} of response {endless.at[3, 'response']}"):
         diagnose(policy, batch, endless)
+
+
+def test_a_table_of_some_prompts_is_diagnosed_as_the_batch_of_these(policy, batch):
+    """What minutes leave unlooked at: the same numbers as of a batch without it, and the page says how much it is."""
+    prompts = batch.group_ids.unique()[:-1]
+    some = batch.select(torch.isin(batch.group_ids, prompts).nonzero()[:, 0])
+    table = measure(policy, batch.of_prompts(prompts), loss=QUICK.loss, self_check=False)
+    settings = replace(QUICK, compare=False)
+    found, alone = diagnose(policy, batch, table, settings=settings), diagnose(policy, some, settings=settings)
+    pd.testing.assert_frame_equal(found.statistics, alone.statistics, rtol=1e-4)
+    assert (found.num_prompts, found.of_prompts) == (len(prompts), len(batch.group_ids.unique()))
+    assert found.of_tokens == batch.num_tokens > len(table)
+    told = found.report().page.subtitle
+    assert f"looked at {len(prompts)} of {found.of_prompts} prompts" in told
+    assert "looked at" not in alone.report().page.subtitle
