@@ -138,7 +138,8 @@ def diagnose(
     J = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))
     task = Task(J, table, settings, step, saved, metric, _settle_minutes(J, table, settings))
     task.notes.extend(_first_notes(task, logged or ()))
-    progress.plan(_plan_parts(task))
+    if settings.minutes is None:  # else the clock plans
+        progress.plan(_plan_parts(task))
     with processes.together(), progress.stage(TOKENS):
         token_part = describe_tokens(task) if processes.is_main else TokenPart()
         tried = try_other_temperatures(task) if processes.is_main else None

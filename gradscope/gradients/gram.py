@@ -303,14 +303,20 @@ class GroupSums:
 
     def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
         self._made: list[int] = []
-        started = monotonic()
-        for group in track(self.mine, "gradients", self.resources.progress, unit="prompts"):
-            if self._made and self.resources.deadline is not None:
-                each = (monotonic() - started) / len(self._made)
-                if monotonic() + each / 2 > self.resources.deadline:
-                    break
-            yield group, self._pieces[group]
-            self._made.append(group)
+        deadline, begun, progress = self.resources.deadline, monotonic(), self.resources.progress
+        if deadline is None:
+            for group in track(self.mine, "gradients", progress, unit="prompts"):
+                yield group, self._pieces[group]
+                self._made.append(group)
+            return
+        with progress.stage("gradients of as many prompts as fit", max(1.0, deadline - begun), "seconds") as advance:
+            for group in self.mine:
+                spent = monotonic() - begun
+                if self._made and begun + spent * (1 + 0.5 / len(self._made)) > deadline:
+                    return
+                yield group, self._pieces[group]
+                self._made.append(group)
+                advance(monotonic() - begun - spent)
 
     def _narrow(self, made: list[int]) -> None:
         """Have no group but these from now on."""

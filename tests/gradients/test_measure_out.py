@@ -88,7 +88,7 @@ def test_python_goes_on_where_the_command_was_stopped_and_the_other_way_round(jo
 
 
 def test_a_sample_of_minutes_goes_on_after_its_last_round(job, tmp_path, monkeypatch):
-    settings = {"minutes": 0.02, "self_check": False}
+    settings = {"minutes": 60.0, "self_check": False}
     stop_after(1, monkeypatch, lambda: measure(*job, out=tmp_path, **settings))
     first = RunFolder(tmp_path, {}).read_part(0)
     table = measure(*job, out=tmp_path, **settings)
