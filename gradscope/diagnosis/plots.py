@@ -135,8 +135,8 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Draw headline numbers over training steps, a panel each, with 95 % bands: statistics with a column step.
 
-    A number of an interval names it; where a column other_step is True, the point is hollow. Raises InputError where
-    none of them is there.
+    A number of an interval names it; where a column other_step is True, the point is hollow; one without a band, of too
+    few prompts or tokens, is a cross beside the line. Raises InputError where none of them is there.
     """
     require(trend, ["step", *COLUMNS], what="the trend")
     chosen = []
@@ -150,10 +150,13 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     figure, panels = new_panels(len(chosen), width=2.4, height=2.0)
     ink = interval_colors(max(4, len(labels)))[0]
     for ax, (statistic, interval, rows) in zip(panels, chosen, strict=True):
-        ax.fill_between(rows["step"], rows["lower"], rows["upper"], color=ink, alpha=0.2, lw=0)
-        ax.plot(rows["step"], rows["value"], "-", color=ink)
+        known = rows["lower"].notna().to_numpy()
+        steps, values, *bounds = (rows.loc[known, name] for name in ("step", "value", "lower", "upper"))
+        ax.fill_between(steps, *bounds, color=ink, alpha=0.2, lw=0)
+        ax.plot(steps, values, "-", color=ink)
+        ax.plot(rows["step"][~known], rows["value"][~known], "x", color=ink, alpha=0.6, ms=5)
         foreign = rows["other_step"].to_numpy(dtype=bool) if "other_step" in rows else np.zeros(len(rows), dtype=bool)
-        for part, inside in ((~foreign, ink), (foreign, "white")):
+        for part, inside in ((known & ~foreign, ink), (known & foreign, "white")):
             ax.plot(rows["step"][part], rows["value"][part], "o", color=ink, mfc=inside, ms=4)
         for level in {"bits": (0.0,), "share": (0.5,) if statistic.startswith("right") else (0.0,)}[
             rows["unit"].iat[0]

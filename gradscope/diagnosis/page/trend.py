@@ -51,7 +51,8 @@ def make_trend_report(
         "trend_drawn",
         lambda: plot_trend(trend, labels),
         f"Headline numbers at {which}; bands are 95 % over redrawn "
-        "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's.",
+        "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's; crosses: of too "
+        "few prompts or tokens for an interval.",
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
     at = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
