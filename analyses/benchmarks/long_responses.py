@@ -1,0 +1,114 @@
+"""Memory and time of one long response: what each product with the Jacobian takes, against its length.
+
+    python -m analyses.benchmarks.long_responses --out figures/benchmark_long_responses.csv
+
+Policy M of `token_gradients` with random weights; one response of n tokens, the first 64 its prompt. Peak memory is
+what is allocated at most beside the policy, by the profiler's records; time is CPU time of one thread, of a run of its
+own. `plain`, for short ones, is vjp as it is without any of it: plain attention, and one graph of everything.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import pandas as pd
+import torch
+import tyro
+from matplotlib.figure import Figure
+
+from analyses.benchmarks.token_gradients import SIZES, allocated_peak, make_policy
+from gradscope.gradients import TokenJacobian, Vectors, attention, graph_memory
+from gradscope.plots import finish, new_panels, paper_style, save_figure
+from gradscope.rollouts import Response, collate
+
+PROMPT = 64
+PLAIN = 4096
+"""Tokens from which on the plain way is left out: its memory grows with their square."""
+EVERYTHING = 1 << 60
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the benchmark."""
+
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    products: tuple[str, ...] = ("statistics", "norm", "jvp", "vjp", "plain")
+    out: Path | None = None
+    """CSV to write; the figure is written beside it."""
+
+
+def make_product(name: str, length: int) -> Callable[[], object]:
+    """One product on one response, made ready."""
+    policy = make_policy("M")
+    policy.model.config.max_position_embeddings = length
+    ids = torch.randint(0, SIZES["M"]["vocab_size"], (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    J = TokenJacobian(policy, collate([Response(ids[:PROMPT], ids[PROMPT:])]))
+    if name == "statistics":
+        return lambda: J.statistics
+    if name == "norm":
+        last = torch.arange(J.num_tokens) == J.num_tokens - 1
+        return lambda: list(J.row_norms(last))
+    if name == "jvp":
+        vector = Vectors.zeros(policy.model, 1, None)
+        vector.rows.fill_(1e-3)
+        return lambda: J.jvp(vector)
+    return lambda: J.vjp(torch.ones(1, J.num_tokens))
+
+
+def table(options: Options) -> pd.DataFrame:
+    """A row for each product and length."""
+    rows = []
+    for length in options.lengths:
+        for name in options.products:
+            if name == "plain" and length >= PLAIN:
+                continue
+            everything_fits = name == "plain"
+            with (
+                patch.object(attention, "PLAIN", EVERYTHING) if everything_fits else nullcontext(),
+                patch.dict(graph_memory.GRAPH, cpu=EVERYTHING) if everything_fits else nullcontext(),
+            ):
+                product, start = make_product(name, length), time.process_time()
+                product()
+                seconds = time.process_time() - start
+                peak = allocated_peak(make_product(name, length))
+            rows.append({"product": name, "length": length, "peak_mb": peak / 2**20, "cpu_s": seconds})
+            print(rows[-1], flush=True)
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw(table: pd.DataFrame) -> Figure:
+    """Memory and time against length, a line for each product."""
+    figure, axes = new_panels(2, width=3.2, height=2.6)
+    for ax, (column, label) in zip(axes, {"peak_mb": "peak memory, MB", "cpu_s": "CPU seconds"}.items(), strict=True):
+        for name, rows in table.groupby("product", sort=False):
+            ax.plot(rows.length, rows[column], "o-", ms=3, label=name)
+        lengths = sorted(table.length.unique())
+        ax.set(xscale="log", yscale="log", xlabel="tokens of the response", ylabel=label)
+        ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
+        ax.yaxis.set_major_formatter("{x:,g}")
+        ax.minorticks_off()
+        finish(ax, table)
+    axes[1].legend()
+    return figure
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(1)
+    found = table(options)
+    print(found.round({"peak_mb": 0, "cpu_s": 2}).to_string(index=False))
+    if options.out:
+        save_figure(draw(found), options.out.with_suffix(".png"), found)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
