@@ -61,7 +61,7 @@ than 5 % of the time for n < 6."""
 MANY = 50
 """Clusters from which percentiles of redrawn clusters suffice."""
 FEWEST_DRAWN = 4
-"""Clusters that suffice where they were drawn from a known number of them, and the interval is about these."""
+"""Fewest clusters where they were drawn from a known number of them, which the interval is about."""
 FEWEST_TOKENS = 4
 """Least worth of a sample (`sample_worth`), in tokens of equal amounts, for an interval."""
 CHUNK = 256
@@ -212,7 +212,7 @@ def ratio_of_sample(
 
     parts: [clusters, n]; wholes: [clusters, n or 1]. Returns [3, n]: values and lower and upper bounds by
     `jackknife`, which are NaN with fewer than `FEWEST_DRAWN` or where nothing varies, and the value itself where all
-    were drawn. Either sum is estimated without bias, their ratio up to one of the order of one over those drawn.
+    were drawn. Either sum is estimated without bias, their ratio with one of the order of one over those drawn.
 
     >>> ratio_of_sample(np.array([[1.0], [3.0]]), np.array([[2.0], [6.0]]), 2).tolist()
     [[0.5], [0.5], [0.5]]

@@ -4,7 +4,7 @@
 
 Functions count in the order of their first call, once each, as someone reads them who follows the execution; loops
 therefore add nothing. A return is a step into a file that was entered and left before. `--list` prints the way itself.
-Of what a batch should go through once (COUNTED), all calls count.
+For what a batch should go through only once (COUNTED), every call counts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def trace(call: Callable[[], object]) -> tuple[object, Counter[CodeType]]:
 
 
 def describe(name: str, seen: Counter[CodeType], *, way: bool) -> str:
-    """One line: how many files, functions, returns and calls; with `way` the files in their order below it."""
+    """Summarize in one line how many files, functions, returns and calls; `way`: list the files in order below it."""
     steps = [file for file, _ in groupby(Path(code.co_filename).relative_to(PACKAGE).as_posix() for code in seen)]
     calls = {own: sum(count for code, count in seen.items() if code.co_name == own) for own in COUNTED}
     line = f"{name}: {len(set(steps))} files, {len(seen)} functions, {len(steps) - len(set(steps))} returns; "

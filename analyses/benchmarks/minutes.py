@@ -1,11 +1,11 @@
-"""Whether `gradscope diagnose --minutes N` takes N minutes, what it then knows, and whether that holds the truth.
+"""Tries whether `gradscope diagnose --minutes N` takes N minutes, and how much and how truly it then knows.
 
     python -m analyses.benchmarks.minutes MODEL ROLLOUTS --minutes 10 --seeds 0 1 2 3 4 \
         --truth EXHAUSTIVE/data/statistics.csv --name "SmolLM2-135M-Instruct, 16 prompts"
 
 A row per seed: minutes asked and taken by the wall clock (the whole command, loading included), CPU minutes, the load
 of the machine, prompts looked at, tokens measured (`each`: in the interval that has fewest), memory at most, and each
-interval's share of the gradient energy with its bounds. `held`: how many of these shares' intervals have in them what a
+interval's share of the gradient energy with its bounds. `held`: how many of these shares' bounds enclose what a
 diagnosis of every token found.
 """
 
@@ -32,7 +32,7 @@ SHARE = "squared_share"
 
 @dataclass(frozen=True)
 class Options:
-    """What is run."""
+    """What to run."""
 
     model: Annotated[str, tyro.conf.Positional]
     rollouts: Annotated[Path, tyro.conf.Positional]
@@ -41,7 +41,7 @@ class Options:
     truth: Path | None = None
     """statistics.csv of a diagnosis of every token."""
     name: str | None = None
-    """Of the policy and the batch in the table; none: the model."""
+    """What the table calls the policy and the batch; none: the model."""
     threads: int = 2
     work: Path = Path("work/minutes")
     """Where the diagnoses are written."""
@@ -49,7 +49,7 @@ class Options:
 
 
 def diagnose(options: Options, seed: int) -> dict[str, Any]:
-    """Run the command once; what it took and found."""
+    """Run the command once; return what it took and found."""
     folder = options.work / f"seed-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     own = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}

@@ -38,7 +38,7 @@ STAGES = {
     "gradscope.diagnosis:make_report": "report",
     "gradscope.diagnosis:write_report": "report",
 }
-"""Function or method, by the module where its caller finds it → the stage that a call of it is."""
+"""Function or method, by the module where its caller finds it → the stage that its calls count as."""
 
 
 class Clock:

@@ -63,7 +63,7 @@ OURS, TRL = "gradscope", "TRL"
 SETTINGS = ((0.0, 1), (0.001, 2))
 """KL coefficient and optimizer steps per batch; the second is the preset's."""
 LOW_SHARES = (0.2, 0.3, 0.4)
-"""Of low-probability tokens, where η is set by them."""
+"""Shares of low-probability tokens that η is set to give."""
 PARTS = ("sampling", "old", "reference", "training", REST)
 DIGITS = 3
 
@@ -139,7 +139,7 @@ def time_parts(preset: TrainConfig, folder: Path, *, rounds: int) -> pd.DataFram
 
 
 def compare_lopti(config: TrainConfig, shares: Sequence[float], *, rounds: int) -> pd.DataFrame:
-    """A row for plain, and one for Lopti at each share of low tokens; without shares at η = ½."""
+    """Time plain training and Lopti at each share of low tokens, a row each; without shares, at η = ½."""
     policy = load_policy(config.model, dtype="float32", device="cpu")
     drawn = {name: getattr(config, name) for name in ("task", "temperature", "max_new_tokens")}
     with finishing():

@@ -1,10 +1,11 @@
-"""Where the time of an exact token gradient's norm goes on a GPU, by part of the engine, in milliseconds a token.
+"""Profiles exact norms of token gradients on a GPU, by part of the engine, in milliseconds a token.
 
     python -m analyses.gpu.profile_engine --sizes 0.5b --lengths 2048 --modes exact tf32 --out figures/gpu_profile.csv
 
-A policy with random weights of a real size measures 96 tokens of one sequence, three times: to warm up, as it is
-(`whole`), and with a wait before and after each part, whose time is its own without the parts within it; those add up
-to `waited`. `floor`: the FLOPs of `gradient_flops` at the device's speed for products of the mode, measured here.
+On a policy of real size with random weights, 96 tokens of one sequence are measured three times: to warm up,
+undisturbed (`whole`), and waiting for the device before and after each part. A part's time leaves out the parts within
+it, and all of them add up to `waited`. `floor`: the FLOPs of `gradient_flops` at the speed of a large product in this
+mode, measured on the same device.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ TOKENS = 96
 
 @dataclass(frozen=True)
 class Options:
-    """What is profiled."""
+    """What to profile."""
 
     sizes: tuple[Size, ...] = ("0.5b",)
     lengths: tuple[int, ...] = (2048,)
@@ -98,7 +99,7 @@ def wait(device: torch.device) -> None:
 
 
 def time_parts(measure: Callable[[], Any], meter: TokenGradientMeter) -> dict[str, float]:
-    """Seconds by part, with a wait around each."""
+    """Return the seconds of each part, waiting for the device before and after it."""
     clock = Clock(meter.device)
     with ExitStack() as stack:
         for place, name in PARTS.items():
@@ -112,7 +113,7 @@ def time_parts(measure: Callable[[], Any], meter: TokenGradientMeter) -> dict[st
 
 
 def product_speed(device: torch.device, mode: str) -> float:
-    """FLOP/s of a large product of the mode."""
+    """Return the FLOP/s of a large product in this mode."""
     dtype = torch.bfloat16 if mode == "bfloat16" else torch.float32
     torch.set_float32_matmul_precision("high" if mode == "tf32" else "highest")
     try:

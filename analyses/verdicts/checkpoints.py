@@ -37,7 +37,7 @@ COLUMNS += ["interval", "sampling_probability", "logit_grad_norm", "act_grad_nor
 
 
 def measure_checkpoint(checkpoint: Path, kept: Path, each: int) -> pd.DataFrame:
-    """The sampled table of all prompts, `each` tokens of an interval, part by part, unless it was measured before."""
+    """Return the sampled table of all prompts, `each` tokens per interval; measure it in parts unless it is there."""
     if not kept.is_file():
         policy, parts, size = gradscope.load_policy(checkpoint), [], PROMPTS // PARTS
         for part in tqdm(range(PARTS), str(checkpoint)):

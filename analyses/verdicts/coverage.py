@@ -6,16 +6,17 @@ A cell is a world, a truth, a design of the sample, so many prompts and measured
 Worlds: three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy),
 and every NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the
 batch, whose tokens alone are drawn; of the world, from whose prompts the batch is drawn, too, with replacement; or of
-a whole batch of four times as many prompts (of all, where there are fewer), some of which are looked at (--whole). Of
-each statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it says in which part of the draws there
-is a confidence interval, and which part of these hold the truth: of all probability intervals, and of the worst that
-has one in a tenth of the draws. `before` are percentiles of redrawn prompts, for two prompts or more. Probability
-intervals that a batch lacks are left out.
+a whole batch of four times as many prompts (of all, where there are fewer), some of which are looked at (--whole). For
+each statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it gives the fraction of the draws that
+have a confidence interval, and the fraction of these that hold the truth: over all probability intervals, and for the
+worst of those that have one in a tenth of the draws. `before`: percentiles of redrawn prompts, from two prompts on.
+Probability intervals that a batch lacks are left out.
 
-figures/verdicts_coverage.csv is of 2,000 draws a cell (200 before, of 200 resamples), and of two tables of 60 prompts:
-the embedded policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 733 cells with intervals 3 are
-below .93: one is .925, and two are of single draws; before, 1,060 of 1,275. In the worst probability interval alone
-it is .86 to .93 in 20 cells, nearly all of the embedded policy, a few of whose norms are ten times what their 1−π says.
+figures/verdicts_coverage.csv is of 2,000 draws a cell (`before`: 200, with 200 resamples each), and of two tables of 60
+prompts: the embedded policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 733 cells with intervals
+3 are below .93: one is .925, and two are of single draws; `before`, 1,060 of 1,275. In the worst probability interval
+alone it is .86 to .93 in 20 cells, nearly all of the embedded policy, a few of whose norms are ten times what their 1−π
+says.
 """
 
 from __future__ import annotations
@@ -96,9 +97,9 @@ def read(path: Path) -> Columns:
 
 
 def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: int) -> tuple[Evaluate, list[np.ndarray]]:
-    """Evaluate, as `token_shares` and `summarize` do, what weighted prompts say: a function [draws, 3·INTERVALS].
+    """Return a function of prompts' weights that evaluates [draws, 3·INTERVALS] as `token_shares` and `summarize` do.
 
-    Beside it: sums [prompts, INTERVALS] of tokens, measured ones, energy and (1−π)².
+    With it come sums [prompts, INTERVALS], first of tokens, measured ones, energy and (1−π)².
     """
     cell = own["group"] * INTERVALS + own["interval"]
 
@@ -130,7 +131,7 @@ def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: in
 
 
 def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: int) -> dict[str, np.ndarray]:
-    """[3, 3·INTERVALS] of one sample of a batch, after and, with resamples, before."""
+    """Return values and bounds [3, 3·INTERVALS] from one sample of a batch: `after` and, with resamples, `before`."""
     design = "proportional" if cell.design == "all" else cell.design
     taken, chances = np.ones(len(own["norm"]), dtype=bool), np.ones(len(own["norm"]))
     if cell.each is not None:
@@ -163,7 +164,7 @@ def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: 
 
 
 def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, seed: int = 0) -> list[dict]:
-    """Rows of a cell, one per statistic and method; before: draws of the percentiles, so many resamples each."""
+    """Return a cell's rows, one per statistic and method. before: draws for `before`, each with this many resamples."""
     entropy = [seed, cell.prompts, cell.each or 0, *map(ord, cell.world + cell.truth + cell.design)]
     rng = np.random.default_rng(entropy)
     rows = np.split(np.argsort(world["group"], kind="stable"), np.cumsum(np.bincount(world["group"]))[:-1])
@@ -195,7 +196,10 @@ def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, s
 
 
 def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
-    """found: [draws, 3·INTERVALS], 1 where the truth is held, NaN without bounds, −1 where there is no number."""
+    """Yield a cell's rows.
+
+    found: [draws, 3·INTERVALS], 1 where the truth is held, NaN without bounds, −1 where there is no number.
+    """
     for name, part in zip(STATISTICS, np.split(found, len(STATISTICS), axis=1), strict=True):
         known, printed = part != -1, (part != -1) & ~np.isnan(part)
         row = vars(cell) | {"statistic": name, "method": method, "draws": len(found)}
@@ -207,7 +211,7 @@ def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
 
 
 def list_whole_cells(worlds: list[str]) -> Iterator[Cell]:
-    """Where minutes look at some of a batch's prompts."""
+    """Yield the cells in which some of a batch's prompts are looked at, as `--minutes` does."""
     for world in worlds:
         for prompts in (6, 8, 12):
             for each in (16, 32, 100):
@@ -233,7 +237,7 @@ def main(
     processes: int = 2,
     whole: bool = False,
 ) -> None:
-    """tables: folder of measured tables; before: draws of each cell for the intervals before; resamples: of these;
+    """tables: folder of measured tables; before: draws of each cell for `before`; resamples: of each of these;
     whole: only the cells of whole batches."""
     worlds = {kind: plant(kind, np.random.default_rng(number)) for number, kind in enumerate(PLANTED)}
     worlds |= {path.stem: read(path) for path in sorted(tables.glob("*.parquet"))} if tables else {}

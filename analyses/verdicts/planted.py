@@ -137,13 +137,13 @@ def judge_gradients(world: GradientWorld, prompts: int, rng: np.random.Generator
 
 
 def token_shares_of(tokens: np.ndarray, rng: np.random.Generator) -> pd.DataFrame:
-    """Rows of a batch whose tokens alone are known, by prompt and interval."""
+    """Return the rows, by prompt and interval, of a batch of which only the tokens are known."""
     rows = token_shares(PromptSums(tokens, tokens, tokens, tokens), LABELS, seed=rng)
     return rows[rows["statistic"].isin(["token_share", "dominance_index", "squared_share", "largest_share"])]
 
 
 def judge_movement(world: MovementWorld, prompts: int, rng: np.random.Generator) -> Iterator[Judged]:
-    """Influence of the lowest interval on the highest, and directions."""
+    """Judge the influence of the lowest interval on the highest, and the directions."""
     table = world.sample(prompts, rng)
     rows, influence = influence_rows(table, LABELS, seed=rng)
     moved, _ = direction_rows(table, "actual", LABELS, seed=rng)

@@ -29,7 +29,7 @@ class TokenWorld:
     power: float
     """Norms go as (1−π)^power."""
     lift: np.ndarray
-    """Log of each interval's further factor."""
+    """Log of a further factor of each interval."""
     by_class: np.ndarray
     """Log of each class's further factor."""
     by_position: float
@@ -123,7 +123,7 @@ class GradientWorld:
         return along / along.sum()
 
     def has_signal(self) -> np.ndarray:
-        """Whether E g_a is not 0: of each interval and, last, of all together."""
+        """Whether E g_a is not 0: for each interval and, last, for all together."""
         return np.append((self.means != 0).any(1), (self.means.sum(0) != 0).any())
 
 
@@ -147,7 +147,7 @@ class MovementWorld:
         return MovementWorld(sizes, float(rng.uniform(0, 0.5)), right, float(rng.uniform(0, 0.8)))
 
     def sample(self, prompts: int, rng: np.random.Generator) -> pd.DataFrame:
-        """Contributions and directions of the top interval's tokens."""
+        """Draw contributions and directions of the top interval's tokens."""
         counts = np.maximum(2, rng.poisson(60 * np.exp(0.4 * rng.standard_normal(prompts))))
         group = np.repeat(np.arange(prompts), counts)
         common = np.exp(0.5 * rng.standard_normal(prompts))[group]

@@ -31,7 +31,7 @@ class MeasureCompared(MeasureOwn):
 
     figures: bool = False
     rows: int = 0
-    """Of weights."""
+    """Rows of weights, at most."""
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
         return plan_sums(policy, batch, memory, keeps_prompts=True)
@@ -89,7 +89,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
 
     @property
     def _rows(self) -> int:
-        """Rows of weights, at most: two of a weighting of two steps."""
+        """Rows of weights, at most: two for a weighting of two steps."""
         return sum(len(spell_out(name)) for name in self.weightings or COMPARED) + 2
 
     def _compare(self, measured: Measured) -> None:

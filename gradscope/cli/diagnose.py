@@ -101,7 +101,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Compare what each token weighting would change; none: of policies below 100 M parameters."""
     follow: bool = False
     """MODEL is the folder of a run: diagnose each of its checkpoints once it and its rollouts are there, until the run
-    has ended or nothing new came for a day. --minutes are of each."""
+    has ended or nothing new has come for a day. --minutes applies to each."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
@@ -157,21 +157,21 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         self._diagnosis_settings().check()
 
     def _check_followed(self) -> None:
-        """InputError for what a run that is followed cannot have."""
+        """Raise InputError for arguments that do not go with --follow."""
         if len(self.model) > 1:
-            raise InputError(f"--follow is of one run, and {len(self.model)} folders are given; give the run's")
+            raise InputError(f"--follow takes the folder of one run, and {len(self.model)} are given; give one")
         run = Path(self.model[0])
         is_alone = run.is_dir() and not list_step_folders(run) and model_of_step(run) is not None
         if is_alone or self.model[0] in EMBEDDED:
-            raise InputError(f"{run} is a checkpoint, and --follow is of a run; give the folder that its trainer fills")
+            raise InputError(f"{run} is a checkpoint, and --follow takes a run; give the folder that its trainer fills")
         single = {"--plan": self.plan, "--step": self.step is not None}
         single |= {"--optimizer-state": self.optimizer_state is not None}
         if given := [flag for flag, is_given in single.items() if is_given]:
-            raise InputError(f"{given[0]} is of one checkpoint, and --follow of all of a run; leave one out")
+            raise InputError(f"{given[0]} concerns one checkpoint, and --follow all of a run; leave one out")
         if self.format is not None and self.format not in READERS:
             raise InputError(f"rollout format {self.format!r} is not known; use one of {', '.join(sorted(READERS))}")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("--follow is of one process; leave the launcher out")
+            raise InputError("--follow runs in one process; leave the launcher out")
 
     def _follow(self) -> None:
         trend_folder(self.out, [], overwrite=self.overwrite)
@@ -278,7 +278,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         for part, seconds in told.items():
             print(f"    {part:<28}{describe_seconds(seconds)}")
         if minutes is not None:
-            print(f"In all {minutes:g} min: what of this is made, and of how many prompts, the first responses tell.")
+            print(f"In all {minutes:g} min: the first responses decide what of this is made, and of how many prompts.")
         else:
             print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
 

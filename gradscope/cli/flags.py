@@ -136,7 +136,7 @@ class MeasuredPolicyFlags(PolicyFlags):
         return super().loading | {"params": self.params, "device_map": self.device_map, "blocks": self.blocks}
 
     def outline(self, model: str) -> Policy:
-        """The policy without weights, for a plan of a machine that is not here."""
+        """Return the policy without weights, to plan for a machine that is not here."""
         from gradscope.policy import find_whole, outline_policy
 
         quiet_transformers()

@@ -1,8 +1,8 @@
-"""`gradscope diagnose --follow`: the checkpoints of a run are diagnosed as they appear, and the trend's page grows.
+"""`gradscope diagnose --follow`: diagnoses a run's checkpoints as they appear, and the trend's page grows.
 
-OUT/follow.json    what is followed, and with which arguments; with others it is not gone on
+OUT/follow.json    what is followed, and with which arguments; others are refused
 OUT/follow.log     what was waited for, and what was done when
-OUT/NAME/          a checkpoint's page; that it is there is the memory of what is done
+OUT/NAME/          a checkpoint's page; if it is there, the checkpoint is done
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ FOLLOWED, LOG = "follow.json", "follow.log"
 EVERY = 10.0
 """Seconds between two looks at the run; more where a look takes long."""
 SHARE = 10
-"""Looks take at most one part in so many of the time."""
+"""Looks take at most one part in this many of the time."""
 QUIET = 30.0
-"""Seconds without a change after which files are taken as written."""
+"""Seconds without a change after which files count as written."""
 TRIES = 3
-"""How often a checkpoint is tried whose files, or whose log's, change as they are read."""
+"""How often a checkpoint is tried whose files, or those of its log, change while they are read."""
 PATIENCE = 24 * 3600.0
-"""Seconds without anything new that end the following of a run which does not say that it has ended."""
+"""Seconds without anything new after which a run that does not say that it has ended is given up."""
 
 Files = tuple[tuple[str, int, int], ...]
 """Names, sizes and times."""
 
 
 class Watch:
-    """Since when the files of each place have been as they are now."""
+    """Remembers since when the files of each place have been as they are now."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[Files, float]] = {}
@@ -53,7 +53,7 @@ class Watch:
         """When something was last seen to change."""
 
     def is_still(self, place: Path, files: Iterable[Path]) -> bool:
-        """Look at a place's files; whether nothing has changed there for QUIET seconds."""
+        """Look at a place's files; return whether nothing has changed there for QUIET seconds."""
         now, found = time.monotonic(), state_of(files)
         before, since = self._seen.get(place, ((), now))
         if place not in self._seen or found != before:
@@ -63,7 +63,7 @@ class Watch:
 
 
 def state_of(files: Iterable[Path]) -> Files:
-    """What tells a change of files without reading them; those that vanish meanwhile are left out."""
+    """Return what reveals a change of files without reading them; files that vanish meanwhile are left out."""
     found = []
     for file in files:
         try:
@@ -85,7 +85,7 @@ class Following:
     diagnose: Callable[[str, Path], object]
     """Makes the page of a checkpoint in a folder."""
     write: Callable[[list[str], list[Path], list[str]], object]
-    """Makes the trend's page of checkpoints whose pages are in folders, with notes."""
+    """Makes the trend's page of checkpoints, from the folders of their pages, with notes."""
     asked: dict[str, Any]
     """All arguments that change a number."""
     format: str | None = None
@@ -109,7 +109,7 @@ class Following:
         with locked(self.out / ".following"):
             self._remember()
             self._say(f"following {self.run}; this log: {self.out / LOG}")
-            self._write()  # a killed one may not have
+            self._write()  # an earlier run that was killed may not have
             try:
                 ended = self._loop()
                 self._write()
@@ -121,7 +121,7 @@ class Following:
             raise SystemExit(1)
 
     def _remember(self) -> None:
-        """Find what was diagnosed before; InputError if that was of another run, or with other arguments."""
+        """Find what was diagnosed before; raise InputError if that was of another run, or with other arguments."""
         key = json.loads(json.dumps(plain_json(self.asked), default=str))
         earlier = read_json(self.out / FOLLOWED)
         if earlier is not None and not self.overwrite:
@@ -142,7 +142,7 @@ class Following:
         while True:
             started, found = time.monotonic(), self._find()
             self._count_deleted(found)
-            for step in self._deleted & found.keys():  # written again, as a run that goes on does
+            for step in self._deleted & found.keys():  # written again, as a resumed run does
                 self._deleted.remove(step)
                 del self.failed[step]
             over = self._is_over(found)
@@ -163,10 +163,10 @@ class Following:
             time.sleep(max(EVERY, SHARE * (time.monotonic() - started)))
 
     def _find(self) -> dict[int, Path]:
-        """Step → folder of the checkpoints; of several of one step, one with a model, of the shortest name."""
+        """Find step → checkpoint folder; of several of one step, one with a model, then the shortest name."""
         found: dict[int, list[Path]] = {}
         for folder in list_step_folders(self.run):
-            if not folder.name.startswith("tmp"):  # transformers renamed what it had written, once
+            if not folder.name.startswith("tmp"):  # older transformers wrote there, then renamed
                 found.setdefault(named_step(folder), []).append(folder)
         best = {step: min(folders, key=_likeness) for step, folders in found.items() if len(folders) > 1}
         return {step: folders[0] for step, folders in found.items()} | best
@@ -175,7 +175,7 @@ class Following:
         return step not in self.done and step not in self.failed
 
     def _count_deleted(self, found: dict[int, Path]) -> None:
-        """Trainers keep the newest few checkpoints."""
+        """Report checkpoints that were deleted before their turn: trainers keep the newest few."""
         for step, name in self._waiting.items():
             if self._is_open(step) and step not in found:
                 self._deleted.add(step)
@@ -191,11 +191,11 @@ class Following:
         return self._watch.is_still(folder, _files_in(folder))
 
     def _files_of(self, folder: Path) -> Files:
-        """State of all that a diagnosis reads."""
+        """Return the state of all files that a diagnosis reads."""
         return state_of([*_files_in(folder), *self._log_files()])
 
     def _is_ready(self, step: int, folder: Path, *, over: bool) -> bool:
-        """Whether a checkpoint is whole and its rollouts are there; if not, what it waits for is told."""
+        """Whether a checkpoint is whole and its rollouts are there; if not, say what it waits for."""
         name = self._waiting[step]
         if not self._is_still(folder):
             return self._tell(f"{name}: waiting until its files have not changed for {QUIET:.0f} s")
@@ -211,7 +211,7 @@ class Following:
         return rollouts is None or self._tell(f"{name}: waiting for {rollouts}")
 
     def _missing_rollouts(self, step: int) -> str | None:
-        """What the log lacks for a checkpoint; None if it has its step, or has passed it by."""
+        """Return what the log lacks for a checkpoint; None if it has its step, or has gone past it."""
         files = self._log_files()
         if not files:
             return f"rollouts: {self.rollouts} is not there yet, or empty"
@@ -229,7 +229,7 @@ class Following:
             return f"the rollouts of step {wanted} in {self.rollouts}, which are being written"
         if still or (last is not None and last > wanted):
             return None
-        return f"the rollouts in {self.rollouts} to have not changed for {QUIET:.0f} s"
+        return f"the rollouts in {self.rollouts} to stay unchanged for {QUIET:.0f} s"
 
     def _log_files(self) -> list[Path]:
         try:
@@ -238,7 +238,7 @@ class Following:
             return []
 
     def _diagnose(self, step: int, folder: Path) -> None:
-        """Make the page of a checkpoint and the trend's; what one checkpoint causes ends nothing."""
+        """Make the page of a checkpoint and the trend's; a checkpoint that fails does not end the following."""
         name, started, files = self._waiting[step], time.monotonic(), self._files_of(folder)
         self._say(f"{name}: diagnosing")
         try:
@@ -248,7 +248,7 @@ class Following:
                 raise
             self._tries[step] += 1
             if self._files_of(folder) != files and self._tries[step] < TRIES:
-                self._say(f"{name}: to be tried again, for its files changed as they were read ({first_line(error)})")
+                self._say(f"{name}: will be tried again: its files changed while they were read ({first_line(error)})")
             else:
                 self._fail(step, name, first_line(error))
         else:
@@ -276,7 +276,7 @@ class Following:
         return words + (f", {waiting} waiting" if waiting else "")
 
     def _tell(self, words: str) -> bool:
-        """Say once what is waited for."""
+        """Say once what is waited for; return False."""
         if words not in self._told:
             self._told.add(words)
             self._say(words)

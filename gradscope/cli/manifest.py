@@ -30,7 +30,7 @@ def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
 def refuse_reread(folder: RunFolder, dump: Dump, sha256: str, *, table: str) -> None:
     """Raise InputError if the folder's run has the same files and settings, but was read differently.
 
-    sha256: of the rollouts now. table: name of the folder's token table, which tells what was taken otherwise.
+    sha256: of the rollouts now. table: name of the folder's token table, which tells what was read differently.
     """
     manifest = folder.manifest or {}
     earlier, now = (

@@ -75,11 +75,11 @@ class Measured:
     resources: Resources
     """Those of what follows, the same in all processes."""
     watch: Stopwatch
-    """Runs since this measurement began, with what earlier runs of it took."""
+    """Seconds since this measurement began, with those that earlier runs of it took."""
 
     @property
     def left(self) -> float | None:
-        """Seconds of the minutes that are left; None where none are set."""
+        """Seconds left of the minutes; None if no minutes are set."""
         return None if self.settings.minutes is None else max(1.0, 60 * self.settings.minutes - self.watch.seconds())
 
 
@@ -98,8 +98,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
     chunk_memory: int | None = None
-    """Bytes that one batched backward may take, or what responses measured together leave; changes speed and memory
-    only. None: 1 GiB, on a GPU 4."""
+    """Bytes that one batched backward pass may take, and the activations of responses measured together; changes speed
+    and memory only. None: 1 GiB, on a GPU 4."""
     gradient_memory: MemoryFlag = None
     """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
     or as sketches, whose error is said."""
@@ -215,7 +215,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         return plan_sums(policy, batch, memory, **own) if self.figures else None
 
     def passes_after(self) -> float | None:
-        """Return the forward passes of all that follows the table; None: of summed gradients alone."""
+        """Return the forward passes of everything that follows the table; None: summed gradients alone."""
         return None
 
     def _check_constants(self) -> None:

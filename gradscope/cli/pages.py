@@ -110,7 +110,7 @@ def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunF
 def write_trend(
     models: Sequence[str], folders: Sequence[Path], notes: Sequence[str] = (), *, out: Path, overwrite: bool
 ) -> None:
-    """The page of several checkpoints, from the statistics of each; notes: on what is not among them."""
+    """Write the page of several checkpoints, from the statistics of each; notes: on those that are not among them."""
     from gradscope.diagnosis import make_trend_report, write_report
 
     for folder in folders:

@@ -239,7 +239,7 @@ class Task:
         self.note(kind, f"Left out: {PARTS[part]} ({why}).")
 
     def affords(self, part: str, forward_passes: float) -> bool:
-        """Return whether so many forward passes fit into the minutes; if not, a note says so."""
+        """Return whether this many forward passes fit into the minutes; if not, add a note."""
         fits = forward_passes <= self.minutes.left
         if not fits:
             self.run_out(part, forward_passes)
@@ -283,7 +283,7 @@ def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSe
 
 
 def _first_notes(task: Task, logged: Sequence[Note]) -> list[Note]:
-    """What must be known of the rollouts before any number; warnings come first."""
+    """Return what must be known of the rollouts before any number; warnings come first."""
     told = (*logged, *task.batch.without_notes("on-policy").notes)  # of that the table knows more
     first = [note for kind in WARNINGS for note in told if note.kind == kind]
     whole = {"second_moments": task.metric is not None, "whole_state": task.saved is not None}
@@ -302,7 +302,7 @@ def _plan_parts(task: Task) -> dict[str, float]:
 
 
 def _time_pass(J: TokenJacobian) -> float:
-    """Return the seconds of a forward pass, by the longest response's."""
+    """Return the seconds of a forward pass over the batch, judged by the longest response's."""
     lengths = J.batch.attention_mask.sum(1) * J.batch.response_mask.any(1)
     longest = int(lengths.argmax())
     one, start = J.select([longest]).moved(), perf_counter()

@@ -26,7 +26,7 @@ class Minutes:
     pass_seconds: float = 0.0
     """Seconds of a forward pass, where there is a limit to keep to."""
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """Runs since the diagnosis began."""
+    """Counts since the diagnosis began."""
 
     @property
     def left(self) -> float:
@@ -37,7 +37,7 @@ class Minutes:
 
     @property
     def deadline(self) -> float | None:
-        """On the clock of `time.monotonic`; None: there is none."""
+        """The minutes' end on the clock of `time.monotonic`; None: there is none."""
         return None if self.limit is None else monotonic() + 60 * self.limit - self.watch.seconds()
 
     def fit_influence(self, cost: float, wanted: int, *, tokens: int, least: float) -> int | None:
@@ -64,8 +64,8 @@ def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_interv
 
 
 def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool) -> float:
-    """Return the forward passes that `compare` takes at most with so many rows of weights, two of a weighting of two
-    steps; by default those that it makes where none are named. metric: AdamW's is known.
+    """Return the most forward passes that `compare` takes for this many rows of weights, two for a weighting of two
+    steps; by default for the weightings that it compares where none are named. metric: whether AdamW's is known.
     """
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)

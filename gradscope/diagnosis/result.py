@@ -292,7 +292,7 @@ class Diagnosis:
     parameters: str = "all parameters"
     """What ‖g‖ and G_a are over, in words."""
     of_prompts: int | None = None
-    """Prompts of the whole batch, of which `num_prompts` were looked at; None: as many."""
+    """Prompts of the whole batch, of which `num_prompts` were looked at; None: all were."""
     of_tokens: int | None = None
     """Tokens of the whole batch; None: those of the table."""
     precision: str | None = None

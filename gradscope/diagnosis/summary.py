@@ -269,13 +269,13 @@ def add_summary(
 ) -> None:
     """Add figures and summary to the folder of a finished measurement, unless they are there.
 
-    Of several processes, which call it together, all sum gradients, and the main one goes on.
+    Several processes call it together: all sum gradients, then the main one draws and writes.
 
     Args:
-        resources: settled, of the summed gradients; before the deadline so many prompts' are made as the seconds of
-            scoring them tell.
+        resources: settled, for the summed gradients; with a deadline, those of as many prompts as should fit, judged by
+            the seconds that scoring took.
         contexts: see `summarize_measurement`.
-        gradient_memory: the bytes for vectors as they were asked for, which with the contexts tell these figures from
+        gradient_memory: the bytes for vectors as they were asked for; these and the contexts tell figures apart from
             others.
     """
     drawn, processes = {"constants": contexts, "gradient_memory": gradient_memory}, resources.processes
@@ -298,7 +298,7 @@ def add_summary(
 
 
 def _fitting_prompts(folder: RunFolder, resources: Resources) -> int | None:
-    """Return how many prompts' gradients are summed before the deadline, two at least; None: all."""
+    """Return how many prompts' gradients are to be summed before the deadline, at least two; None: all."""
     if resources.deadline is None:
         return None
     manifest, passes = folder.manifest, 2 + BACKWARD * 2 * (len(EDGES) - 1)  # of two halves of the prompts

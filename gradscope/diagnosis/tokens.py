@@ -204,11 +204,11 @@ def shares_by(
     """Compute where Σ‖w·g‖² is: a row per value of each driver of `add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper: confidence intervals that hold all of a driver's shares together in 95 %, for the
-    largest is looked for. A measured token counts for as many as `scaled_squares` says. The square columns are NaN
+    squared_lower, squared_upper: simultaneous 95 % confidence bounds on all of a driver's shares, since the largest
+    is picked. A measured token counts for as many as `scaled_squares` says. The square columns are NaN
     where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
 
-    Rows are of `PRINTABLE` measured tokens at least: kinds of fewer are "other", and there are fewer classes.
+    A row has at least `PRINTABLE` measured tokens: rarer kinds become "other", and there are fewer classes.
     """
     squares, drawn = scaled_squares(table), sampling_probabilities(table)
     amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2

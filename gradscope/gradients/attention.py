@@ -1,9 +1,9 @@
-"""Causal attention in strips of queries, whose scores are made anew for the backward pass: memory linear in length.
+"""Causal attention in strips of queries, whose scores are recomputed for the backward pass: memory linear in length.
 
-Plain attention keeps its probabilities, [heads, n, n] in each block: at 8,192 tokens and 9 heads 2.4 GB a block. Here a
-strip of queries meets all keys that it sees, and its probabilities are gone when the next strip comes; the backward
-pass makes them again from queries and keys, as FlashAttention's does. Each row of scores is whole in its strip, and all
-is plain operations of torch: several gradients flow back at once (vmap), and tangents forward.
+Plain attention keeps its probabilities, [heads, n, n] in each block: at 8,192 tokens and 9 heads, 2.4 GB a block in
+float32. Here each strip of queries meets all keys that it sees, and its probabilities are freed before the next strip;
+the backward pass recomputes them from queries and keys, as FlashAttention's does. A row of scores is whole within its
+strip, and everything is plain torch operations, so several gradients flow back at once (vmap), and tangents forward.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ took, forward and backward with 9 heads of 64 on one core, 1.25 times as long at
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
 """Scores of a strip. cpu: at 2,048 and 4,096 tokens a quarter or four times as many take as long; cuda: assumed."""
 SHORTEST = 16
-"""Queries of a strip at least."""
+"""Fewest queries of a strip."""
 TOLERANCE = 1e-4
-"""Relative to the largest logit, what strips may be off plain attention in the trial; in float32 rounding is 1e-6."""
+"""How far strips may be off plain attention in the trial, relative to the largest logit; float32 rounding is 1e-6."""
 HARMLESS = {"sliding_window", "position_ids", "cache_position"}
-"""Arguments, beside switches, that plain attention does not look at: masks say it, and rotated queries."""
+"""Arguments, beside switches, that plain attention ignores: masks and rotated queries already hold what they say."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Band:
         return distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
 
     def strips(self, length: int, rows: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-        """Yield the positions of some queries and of all keys that they see; rows: of scores for each query."""
+        """Yield each strip's queries, as positions, and all keys that they see. rows: of scores for each query."""
         seen = length if self.window is None else min(length, self.window)
         size = max(SHORTEST, SCORES.get(device.type, SCORES["cuda"]) // (rows * seen))
         for start in range(0, length, size):
@@ -63,7 +63,7 @@ def attend(
     scaling: float,
     softcap: float | None = None,
 ) -> Float[Tensor, "B n H V"]:
-    """Return softmax(scaling · q kᵀ) v over the keys in the band, differentiable backward, batched and forward.
+    """Return softmax(scaling · q kᵀ) v over the keys in the band, differentiable backward, under vmap, and forward.
 
     H / G neighbouring heads share keys and values. softcap: c of c · tanh(scores / c).
     """
@@ -88,7 +88,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Float[Tensor, "B n H V"]) -> tuple[Tensor | None, ...]:
         states, (_, scaling, _) = ctx.saved_tensors, ctx.settings
         heads, groups = (tensor.shape[1] for tensor in states[:2])
-        # Made of the gradient, which has one more axis under vmap.
+        # Made from the gradient, which has one more axis under vmap.
         back, keys_back, values_back = (gradient.new_zeros(tensor.shape) for tensor in states)
         for s in _strips(*states, *ctx.settings):
             arrived = _together(_part(gradient, 1, s.at).transpose(1, 2), groups)
@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Strip:
-    """Some queries, those of heads that share their keys after one another, and all keys that they see."""
+    """Some queries, with those of heads that share keys one after another, and all keys that they see."""
 
     at: slice
     """Their positions."""
@@ -127,14 +127,14 @@ class _Strip:
     probs: Float[Tensor, "B G q k"]
     """In float32 at least."""
     slopes: Float[Tensor, "B G q k"] | None
-    """Of capped scores."""
+    """Derivatives of capped scores; None: they are not capped."""
 
     def weigh(self, weights: Float[Tensor, "B G r c"], rows: Float[Tensor, "B G c V"]) -> Float[Tensor, "B G r V"]:
         """Sum rows by weights in the rows' precision, as plain attention does."""
         return weights.to(rows.dtype) @ rows
 
     def through_softmax(self, change: Float[Tensor, "B G q k"]) -> Float[Tensor, "B G q k"]:
-        """Multiply by the softmax's derivative, which is symmetric; in place."""
+        """Multiply by the softmax's derivative, which is symmetric, in place."""
         return change.sub_((change * self.probs).sum(-1, keepdim=True)).mul_(self.probs)
 
 
@@ -149,7 +149,7 @@ def _strips(
             scores = (scores / softcap).tanh_()
             slopes = 1 - scores.square()
             scores = scores.mul_(softcap)
-        # Views: all heads of a group at once. Of a band without a window only keys among the queries are hidden.
+        # Views: all heads of a group at once. A band without a window hides only keys among the queries.
         first = seen.start if band.window is not None else at.start
         some = scores.view(batch, heads, -1, scores.shape[-1])[..., first - seen.start :]
         some.masked_fill_(band.hides(at, slice(first, seen.stop), query.device), -torch.inf)
@@ -166,7 +166,7 @@ def _part(values: Tensor, axis: int, where: slice) -> Tensor:
 
 
 def _together(states: Float[Tensor, "B H q D"], groups: int) -> Float[Tensor, "B G r D"]:
-    """Put the queries of heads that share their keys after one another."""
+    """Put the queries of heads that share their keys one after another."""
     return states.reshape(len(states), groups, -1, states.shape[-1])
 
 
@@ -176,9 +176,9 @@ def _apart(states: Float[Tensor, "B G r V"], heads: int) -> Float[Tensor, "B q H
 
 @contextmanager
 def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
-    """Let each pass over long sequences go in strips, others stay plain; the model's attention is plain before.
+    """Let passes over long sequences attend in strips; others stay plain, as the model's attention must be before.
 
-    length: tokens of the longest sequence that will come. Of short ones no model is asked whether it `can_strip`.
+    length: tokens of the longest sequence that will come; if it is short, `can_strip` is not asked.
     """
     if probability_bytes(model, 1, length) <= PLAIN or not can_strip(model):
         yield
@@ -213,8 +213,8 @@ _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 def can_strip(model: nn.Module) -> bool:
     """Return whether this model, whose attention is plain, computes the same in strips: tried once on a few tokens.
 
-    It takes attention and masks that transformers dispatches by name, causal or within a window, with nothing about it
-    that plain attention of queries, keys and values does not know, such as sinks, biases or dropout.
+    It needs attention and masks that transformers dispatches by name, causal or within a window, and nothing beyond
+    plain attention of queries, keys and values, such as sinks, biases or dropout.
     """
     if model not in _tried:
         _tried[model] = getattr(model, "_supports_attention_backend", False) and _try(model)
@@ -255,7 +255,7 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "B n H V"], None]:
-    """Attend as transformers asks for it."""
+    """Attend in strips, called as transformers calls its attention functions."""
     unknown = [n for n, value in others.items() if not (value is None or isinstance(value, bool) or n in HARMLESS)]
     if dropout or unknown or not isinstance(attention_mask, Band):
         raise NotImplementedError(f"{type(module).__name__} wants {unknown or 'another kind of attention'}")

@@ -168,11 +168,11 @@ def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: i
     """Count the FLOPs of a measurement, by part: those of `gradient_flops`, forward passes and factors.
 
     statistics: the pass that finds the intervals. forward: another one, for the activations, with the measured tokens'
-    logits; where these do not fit the memory, and along the graph, one more for each wave or chunk of tokens. factors:
-    QR of the linear layers' inputs and, by rules, attention's probabilities.
+    logits; where activations do not fit the memory, and by autograd, one more for each wave or chunk of tokens.
+    factors: QR of the linear layers' inputs and, by rules, attention's probabilities.
     """
     reach = np.asarray(found.reaches, dtype=np.float64)
-    tokens = len(found.prefixes) / max(1, len(reach))  # of a response
+    tokens = len(found.prefixes) / max(1, len(reach))  # per response
     wave, keeps = np.full_like(reach, tokens), np.ones_like(reach, dtype=bool)
     if rules:
         keeps = np.array([_keeps_blocks(shape, int(n), memory) for n in found.reaches], dtype=bool)
@@ -182,7 +182,7 @@ def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: i
         pays = [not rules or factor_pays(n, inside, outputs, w) for n, w in zip(reach, wave, strict=True)]
         factors += np.array(pays, dtype=bool) * 2 * reach * inside * np.minimum(reach, inside)
     factors *= np.maximum(1, tokens / wave)
-    if rules:  # Probabilities that do not fit are made for each chunk, in strips that leave out half of them.
+    if rules:  # Probabilities that do not fit are recomputed for each chunk, in strips that leave out half.
         again = probs_bytes(shape.heads, reach) > memory
         factors += shape.query_width * reach**2 * (4 + again * np.maximum(1, tokens * reach / ROWS))
         passes = 1 + ~keeps * np.ceil(tokens / wave)
@@ -198,7 +198,7 @@ def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: i
 
 
 def _keeps_blocks(shape: ModelShape, length: int, memory: int) -> bool:
-    """Return whether what all blocks leave of a response is kept, as `DecoderBody` does."""
+    """Return whether all blocks' activations of a response are kept, as `DecoderBody` decides."""
     widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
     return shape.layers * block_bytes(*widths, length, norms=2) <= memory
 
@@ -209,9 +209,9 @@ def measure_bytes(
     """Bound the bytes in memory while the longest response is measured, by part.
 
     memory: `chunk_memory` of `measure`; weights: bytes of the parameters; device: its type. Responses that are measured
-    together leave no more than `memory` between them. Of a response, what its blocks leave is kept if it fits the
-    memory; else the inputs of all, the activations of one, and what flows back for the tokens of a wave. That grows
-    linearly with length; what does not is at most three times `memory`.
+    together keep no more than `memory` of activations between them. A response's activations in all blocks are kept if
+    they fit the memory; else the inputs of all blocks, the activations of one, and what flows back for a wave of
+    tokens. That grows linearly with length; what does not is at most three times `memory`.
     """
     longest = max(found.reaches, default=0)
     widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
@@ -225,7 +225,7 @@ def measure_bytes(
     if held < shape.layers:
         delta = 4 * shape.hidden
         response += shape.layers * delta * longest + max(delta * longest, min(memory, delta * rows))
-        # A block that is made again, as it is recorded, and what the MLP's slopes are made with.
+        # A block that is computed again, as it is recorded, and what its MLP's slopes are computed from.
         carried = max(carried, seen_bytes(*widths, longest, norms=2) + 4 * shape.mlp_width * longest)
     logits = LOGIT_BYTES * shape.vocab * min(longest, logit_rows(shape.vocab, memory))
     return {"weights": weights, "response": response, "logits or tokens": max(logits, carried)}
@@ -308,7 +308,7 @@ class Plan:
     sums: SumsPlan | None
     """How summed gradients are made; None where the rollouts have no weights."""
     minutes: Number | None = None
-    """To which all is fitted; None: everything is done, as long as it takes."""
+    """What everything is fitted to; None: everything is done, however long it takes."""
     shares: Shares | None = None
     """What fits into them."""
 
@@ -380,7 +380,7 @@ def plan_batch(
 
     speed: FLOP/s of a machine that is not here, for which the policy may be without weights; None: a pilot measures a
     few of the tokens here. sums: how summed gradients will be made. Raises InputError for what `measure` would refuse,
-    as far as it can be seen without weights.
+    as far as can be seen without weights.
     """
     check_settings(settings)
     check_batch(policy, batch)

@@ -149,7 +149,7 @@ def _changes(
 
 def _fits_together(model: nn.Module, vectors: Vectors, batch: TokenBatch) -> bool:
     count = min(TOGETHER, int(vectors.rows.any(1).sum()))
-    if int(batch.response_mask.sum(1).max()) > most_logits(model, 6):  # a response of several parts is enough at a time
+    if int(batch.response_mask.sum(1).max()) > most_logits(model, 6):  # a response in several parts is enough at a time
         return False
     return count > 1 and not is_upcast(model) and count * vector_bytes(model) <= TANGENTS
 
@@ -195,7 +195,7 @@ def _forward_mode(
     numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
 ) -> Float[Tensor, "K Q"]:
     upcast = {name: p for name, p in parameters.items() if p.dtype != tangents[name].dtype}
-    # Dual numbers, not torch.func: it refuses the hooks by which inputs require gradients under checkpointing.
+    # Dual numbers, not torch.func, which refuses the hooks by which inputs require gradients under checkpointing.
     with dual_level(), moving((p, tangents[name]) for name, p in upcast.items()):
         duals = {name: make_dual(p, tangents[name]) for name, p in parameters.items() if name not in upcast}
         return unpack_dual(numbers(duals)).tangent

@@ -60,7 +60,7 @@ class SumsPlan:
 
     way: Way
     rows: int
-    """Of weights."""
+    """Rows of weights."""
     memory: int
     """Budget, bytes."""
     sketch_size: int | None
@@ -319,7 +319,7 @@ class GroupSums:
                 advance(monotonic() - begun - spent)
 
     def _narrow(self, made: list[int]) -> None:
-        """Have no group but these from now on."""
+        """Keep only these groups from now on."""
         places = {group: place for place, group in enumerate(made)}
         self.mine = [places[group] for group in self._made]
         self._pieces = [self._pieces[group] for group in made]

@@ -14,7 +14,7 @@ from gradscope.gradients.attention import probability_bytes
 GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
 """Bytes that a graph may take on a device; cuda: assumed to be there beside the weights."""
 SAVED = 2
-"""Numbers that a graph holds for each input, output and probability in the blocks: .8 to 1.8 of six architectures."""
+"""Numbers that a graph holds for each input, output and probability in the blocks; six architectures hold .8 to 1.8."""
 
 
 def graph_room(model: nn.Module) -> int:
@@ -34,9 +34,9 @@ def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int)
 
 @contextmanager
 def recomputing(model: nn.Module, blocks: nn.ModuleList, length: int) -> Iterator[None]:
-    """Let a forward pass over so many tokens hold the blocks' inputs alone, where the whole graph would not fit.
+    """Let a forward pass over this many tokens hold only the blocks' inputs, where the whole graph would not fit.
 
-    Each backward pass then runs each block once more, with hooks and all that it has at that time.
+    Each backward pass then runs each block once more, with the hooks that it has by then.
     """
     if graph_bytes(model, blocks, 1, length) <= graph_room(model):
         yield

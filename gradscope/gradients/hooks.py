@@ -129,7 +129,7 @@ def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Ite
 
 @contextmanager
 def measuring(model: nn.Module, length: int = 0) -> Iterator[None]:
-    """Freeze the parameters, switch dropout off and attention to the plain implementation; all comes back as it was.
+    """Freeze the parameters, switch dropout off and attention to the plain implementation; restore all afterwards.
 
     Plain ("eager") attention and experts are the ones whose backward can carry many tokens' gradients at once, and
     the only ones that apply every soft cap. Passes over long sequences attend in strips, which do both, where the model

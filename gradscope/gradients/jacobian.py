@@ -103,7 +103,7 @@ class TokenJacobian:
             return batch_statistics(self.model, self.batch, **settings)
 
     def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
-        """The tokens of some responses, in this order; itself where they are all."""
+        """Return the Jacobian of some responses' tokens, in this order; itself if they are all."""
         if torch.equal(torch.as_tensor(rows), torch.arange(len(self.batch))):
             return self
         known = self._found_statistics
@@ -112,7 +112,7 @@ class TokenJacobian:
         return self._share_meter(self._like(self.batch.select(rows), self.resources, known))
 
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenJacobian:
-        """The tokens of some prompts; every response stays in its row of the batch."""
+        """Return the Jacobian of some prompts' tokens; every response stays in its row of the batch."""
         return self._share_meter(self._like(self.batch.of_prompts(prompts), self.resources, self._found_statistics))
 
     def moved(self) -> TokenJacobian:
@@ -126,7 +126,7 @@ class TokenJacobian:
         return self._share_meter(self._like(self.batch, replace(self.resources, processes=ALONE), self._known))
 
     def until(self, deadline: float | None) -> TokenJacobian:
-        """The same tokens, with sums by group that end when `time.monotonic` is there; None: they end when all is done.
+        """Return the same Jacobian, whose sums by group end when `time.monotonic` gets there; None: when all is done.
         """
         resources = replace(self.resources, deadline=deadline)
         return self._share_meter(self._like(self.batch, resources, self._found_statistics))
@@ -161,14 +161,14 @@ class TokenJacobian:
     def row_norms(
         self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Float[Tensor, " P"] | None = None
     ) -> RowNorms:
-        """Choose rows to measure the exact norm of: over all parameters, by module and at every layer's activations.
+        """Choose rows to be measured: exact norms over all parameters, by module and at every layer's activations.
 
         Args:
             tokens: which are measured; None: all. The others are NaN.
             scale: what each entry of a row is multiplied by for `scaled_grad_norm`, such as AdamW's metric.
 
         Raises:
-            InputError: this is of a bare module, whose blocks are not known, or the engine cannot measure the model.
+            InputError: the model is a bare module, whose blocks are not known, or the engine cannot measure the model.
         """
         return RowNorms(self, torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens, scale)
 
@@ -287,7 +287,7 @@ class TokenJacobian:
         return TokenJacobian(model, batch, resources, statistics=statistics, precision=self._precision)
 
     def _share_meter(self, some: TokenJacobian) -> TokenJacobian:
-        if "meter" in vars(self):  # was made
+        if "meter" in vars(self):  # it was made
             some.meter = self.meter
         return some
 
@@ -301,7 +301,7 @@ class TokenJacobian:
 
     @cached_property
     def _sweep(self) -> Sweep | None:
-        """None where the blocks of a bare module are not known."""
+        """The network block by block; None where the blocks of a bare module are not known."""
         try:
             return Sweep(self.model, self._blocks)
         except InputError:

@@ -120,7 +120,7 @@ def measure(
 
 
 def fill_table(measurement: TableMeasurement) -> pd.DataFrame:
-    """`measure`, of a measurement that was entered: the table of all processes."""
+    """Measure what was entered, as `measure` does; return the table of all processes."""
     parts = Memory()
     if rounds := _fill(measurement, parts):
         return join_responses(join_rounds(measurement, rounds))
@@ -256,7 +256,7 @@ def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Calla
         whole = " (--minutes none takes all)" if asked.minutes is None else ""
         tell(
             f"looking at {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, at as large a sample of "
-            f"their {tokens:,} tokens as {settings.minutes:g} minutes allow, loading among them{whole}"
+            f"their {tokens:,} tokens as {settings.minutes:g} minutes allow, loading included{whole}"
         )
     if settings.fast:
         tell(describe_speedup(measurement.meter.speedup))

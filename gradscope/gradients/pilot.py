@@ -50,7 +50,7 @@ def run_pilot(
     Args:
         order: the prompts, as they will be looked at.
         follows: how gradients will be summed; None: they will not.
-        passes: forward passes that all takes which follows; None: the sums alone.
+        passes: forward passes of everything that follows the table; None: of the sums alone.
     """
     lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
     first = (kept & (J.batch.group_ids == order[0])).nonzero()[:, 0]
@@ -74,11 +74,11 @@ def run_pilot(
 
 
 def _time_sums(J: TokenJacobian, order: Int[Tensor, " n"], follows: SumsPlan, scoring: float) -> float:
-    """Return the seconds of a prompt's summed gradients; scoring: those of a position in a forward pass."""
+    """Return the seconds of a prompt's summed gradients; scoring: seconds of a position in a forward pass."""
     lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
     rows = [int((kept & (J.batch.group_ids == prompt)).nonzero()[0]) for prompt in order[:2]]
     seconds = [_time(lambda count=count: _sum(J.select(rows[:count]), follows))[1] for count in (1, len(rows))]
-    # The first one also prepares what is prepared once.
+    # The first one also pays for what is prepared once.
     last, positions = rows[-1], float(lengths[kept].sum()) / len(order)
     took = seconds[1] - seconds[0] if len(rows) > 1 and seconds[1] > seconds[0] else seconds[1] / len(rows)
     passes = follows.forward_passes * scoring * float(lengths[last])

@@ -45,8 +45,8 @@ class RowNorms:
     def share(self, rows: Sequence[int]) -> list[list[int]]:
         """Return the groups with any of `rows` that this process measures; all processes compute the same split.
 
-        They cost about the same, as far as whole groups allow. A response is taken to cost what its measured tokens
-        have before them, in tokens.
+        The processes' shares cost about the same, as far as whole groups allow. A response's cost is taken to be the
+        tokens that its measured tokens have before them, summed.
         """
         wanted, processes = set(rows), self._jacobian.resources.processes
         indices = [index for index, group in enumerate(self.groups) if wanted & set(group)]
@@ -54,7 +54,7 @@ class RowNorms:
         return [self.groups[index] for index in deal_by_cost(indices, costs, processes.count)[processes.rank]]
 
     def measure(self, group: Sequence[int]) -> list[TokenGradients]:
-        """Measure some responses at once. Beside others a response's numbers are the same but for rounding."""
+        """Measure some responses at once; a response's numbers do not depend on the others, but for rounding."""
         with self.engine() as meter:
             return meter.measure_together([self.sequences[row] for row in group])
 

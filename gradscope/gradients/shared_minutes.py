@@ -1,9 +1,9 @@
 """How minutes are shared: prompts that are scored, tokens that are measured, prompts whose gradients are summed.
 
-Three variances decide the widths of the intervals that a page shows, in units of that between prompts: 1/m of m scored
-prompts, APART/k of k tokens measured in each interval of π, both in a share of Σ‖w·g‖², and 1/s of s prompts whose
-gradients are summed, in a share of the summed gradient. Their sum is smallest where each number is in proportion to
-√(variance of one / price of one), as far as there are so many.
+Three variances decide how wide a page's confidence intervals are. In units of the variance between prompts, a share of
+Σ‖w·g‖² has 1/m from m scored prompts and APART/k from k tokens measured in each interval of π; a share of the summed
+gradient has 1/s from the s prompts whose gradients are summed. The sum of the three is smallest where each number is in
+proportion to √(variance of one / price of one), as far as there are that many.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from math import sqrt
 
 APART = 4.0
-"""Variance of one measured token's part in the mean norm of an interval, in parts of that of one prompt's. Of every
-token of 16 prompts of SmolLM2-135M-Instruct, 500 drawn in each interval: 3.9."""
+"""Variance that one measured token gives the mean norm of an interval, over that which one prompt gives it.
+Found: 3.9, from every token of 16 prompts of SmolLM2-135M-Instruct, 500 drawn in each interval."""
 FEWEST = 6
-"""Prompts below which there is no interval (`resampling.short_of`)."""
+"""Prompts below which there is no confidence interval (`resampling.short_of`)."""
 AFTER = 8.0
 """Seconds of what is neither scored, measured nor summed: the self-check, a page."""
 HALVINGS = 60
@@ -26,11 +26,11 @@ class Prices:
     """Seconds that each takes, by the wall clock."""
 
     scoring: float
-    """A prompt's responses in a forward pass, in the mean."""
+    """A prompt's responses in a forward pass, on average."""
     measuring: float
     """One token of each interval."""
     summing: float
-    """A prompt's summed gradients, in the mean."""
+    """A prompt's summed gradients, on average."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def share_seconds(seconds: float, prices: Prices, *, prompts: int, tokens: int) 
         "summed": _Number(1.0, prices.summing, fewest, prompts),
     }
     found = _divide(seconds, apart)
-    if found["summed"] >= found["scored"]:  # of those that are scored: both are one number
+    if found["summed"] >= found["scored"]:  # summed prompts are among the scored: both become one number
         both = _Number(2.0, prices.scoring + prices.summing, fewest, prompts)
         found = _divide(seconds, {"scored": both, "measured": apart["measured"]})
     return Shares(int(found["scored"]), int(found["measured"]), int(found.get("summed", found["scored"])))
@@ -78,7 +78,7 @@ class _Number:
     price: float
     """Seconds of one."""
     least: int
-    """Given up where the least of all together take longer than there is."""
+    """Given up where the least of all numbers together take longer than there is."""
     most: int
 
     def at(self, scale: float, *, floor: bool) -> float:
@@ -87,7 +87,7 @@ class _Number:
 
 
 def _divide(seconds: float, numbers: dict[str, _Number]) -> dict[str, float]:
-    """Return the numbers whose variances have the smallest sum of those that take so many seconds together."""
+    """Return the numbers with the smallest sum of variances among those that together take this many seconds."""
 
     def cost(scale: float, floor: bool) -> float:
         return sum(number.price * number.at(scale, floor=floor) for number in numbers.values())

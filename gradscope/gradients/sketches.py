@@ -50,7 +50,7 @@ def add_rows(
     turned: Int[Tensor, " rows"],
     into: Float[Tensor, " k"],
 ) -> None:
-    """Add rows of k numbers to `into`, each times the signs of its places and its own, turned round by its shift."""
+    """Add rows of k numbers to `into`, each times the signs of its places and its own sign, rotated by its shift."""
     for row, shift, sign in zip(gradient.split(len(into)), shifts.tolist(), turned.tolist(), strict=True):
         # One sign for each place in a row, besides the row's own: rows of equal sign would meet in every shift.
         values = row.to(into) * signs[: len(row)]
@@ -66,7 +66,7 @@ def scatter_rows(
     turned: Int[Tensor, " rows"],
     into: Float[Tensor, " k"],
 ) -> None:
-    """Do the same with few large operations: of a GPU, which took longer to start a row's four than to do them."""
+    """Do the same with a few large operations: a GPU took longer to launch a row's four than to run them."""
     size, (shifts, turned) = len(into), (values.to(into.device) for values in (shifts, turned))
     for start in range(0, len(gradient), step := SCATTERED * size):
         part = gradient[start : start + step]

@@ -50,7 +50,7 @@ class Passed:
     """What each block returned beside the hidden states, which stand there as None."""
 
     def only(self, tokens: Int[Tensor, " k"]) -> Passed:
-        """The same pass, of these of the kept tokens."""
+        """Return the same pass with only these of the kept tokens."""
         return replace(self, **{name: getattr(self, name)[tokens] for name in ("places", "token_ids", "temperatures")})
 
 
@@ -108,7 +108,7 @@ class Sweep:
     def _tails(
         self, passed: Passed, weights: Float[Tensor, "R K"]
     ) -> Iterator[tuple[int, Tensor, Float[Tensor, " k"], Float[Tensor, " k"]]]:
-        """(row, hidden states before the head, log π and weights of some of its tokens), of rows that weigh any.
+        """Yield (row, hidden states before the head, log π, weights) of some tokens at a time, for rows that weigh any.
 
         The head sees each row's tokens alone: rows that share none cost no more than one of all.
         """
@@ -134,7 +134,7 @@ class Sweep:
 
     @torch.no_grad()
     def record(self, piece: TokenBatch) -> Passed:
-        """One forward pass without a graph and without logits."""
+        """Run one forward pass without a graph and without logits."""
         row, column = piece.response_mask.nonzero().unbind(1)
         ids = piece.input_ids.to(self._device)
         kept = (piece.input_ids[row, column], piece.temperature[row])
@@ -187,11 +187,11 @@ class Sweep:
         raise RuntimeError("the first block was not reached")
 
     def most_responses(self, length: int, most: int) -> int:
-        """How many responses of this many tokens have a graph that fits GRAPH; `most` at most, one at least."""
+        """Return how many responses of this many tokens have a graph that fits GRAPH: from one up to `most`."""
         return max(1, min(most, graph_room(self.model) // graph_bytes(self.model, self.blocks, 1, length)))
 
     def is_needed(self, piece: TokenBatch) -> bool:
-        """Whether the graph of the whole would not fit GRAPH, and the segments serve instead of it."""
+        """Return whether the graph of the whole would not fit GRAPH, so that the segments must serve instead."""
         if graph_bytes(self.model, self.blocks, *piece.input_ids.shape) <= graph_room(self.model):
             return False
         if self._held is None:

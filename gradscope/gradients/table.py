@@ -56,7 +56,7 @@ from gradscope.runs import track
 
 Number = int | float
 WORTHWHILE = 3
-"""Times the seconds of loading and pilot that the minutes should have."""
+"""How many times as long as loading and the pilot the minutes should be."""
 GRADIENT_RESPONSES = 4
 """Responses in a forward pass of the whole batch's gradient."""
 
@@ -106,21 +106,21 @@ class TableMeasurement:
         self.sample: TokenSample | None = None
         """The order in which tokens are drawn, if not all are measured; set on entering."""
         self.watch = Stopwatch()
-        """Runs since the beginning, where minutes are given."""
+        """Counts from the beginning, where minutes are given."""
         self.follows: SumsPlan | None = None
         """How gradients are summed after the table, within the same minutes."""
         self.passes: float | None = None
-        """Forward passes that all takes which follows the table; None: those of the sums."""
+        """Forward passes of everything that follows the table; None: of the sums alone."""
         self.all_prompts = len(self.J.prompts)
-        """That there are."""
+        """Number of prompts of the batch."""
         self.statistics: BatchStatistics | None = None
-        """Of the tokens of the prompts that are looked at; None before entering."""
+        """Statistics of the tokens of the prompts that are looked at; None before entering."""
         self.num_prompts: int | None = None
         """How many prompts are looked at; None before entering: as many as the minutes allow."""
         self.reserve = 0.0
         """Seconds of the minutes for what follows the table; set on entering."""
         self.least: float | None = None
-        """Minutes that loading and the pilot ask for, where fewer are given."""
+        """Minutes that loading and the pilot call for, where fewer are given."""
 
     @property
     def num_tokens(self) -> int:
@@ -162,7 +162,7 @@ class TableMeasurement:
         self._stack.close()
 
     def _look_at_prompts(self) -> None:
-        """Keep as many prompts as the minutes allow, whole and in random order, and time for what follows."""
+        """Keep as many prompts as the minutes allow, whole and in random order, and reserve time for what follows."""
         order = torch.from_numpy(np.random.default_rng([self.settings.seed, 1]).permutation(self.J.prompts.numpy()))
         with self.processes.together(), self.progress.stage("timing a few responses"):
             mine = [self._share_minutes(order)] if self.processes.is_main else []
@@ -184,7 +184,7 @@ class TableMeasurement:
             check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
         spent, each = self.watch.seconds(), self.processes.count
         after = AFTER if self.follows is not None else 0.0
-        metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # its second moments take in the gradient
+        metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
         prices = replace(pilot.prices, scoring=pilot.prices.scoring * (1 + metric))
         prices = Prices(*(seconds / each for seconds in vars(prices).values()))
         shares = share_seconds(total - spent - after, prices, prompts=len(order), tokens=self.num_tokens)

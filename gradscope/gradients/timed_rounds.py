@@ -40,7 +40,7 @@ class Round:
     spent: float
     """Seconds from the beginning of the first run to the end of the round."""
     prompts: int
-    """Looked at."""
+    """Prompts looked at."""
     norms: pd.DataFrame
     """`TableMeasurement.measure_more` of all processes, by the place of the token in the table."""
 
@@ -58,7 +58,7 @@ class Round:
 
 
 class Stopwatch:
-    """Seconds since it was made, and those of earlier runs of the same."""
+    """Counts seconds since it was made, on top of those of earlier runs of the same measurement."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._start = clock, clock()
@@ -104,7 +104,7 @@ def measure_rounds(
 ) -> Iterator[Round]:
     """Yield the rounds after the finished ones, as they come; all processes iterate together.
 
-    watch: started with the measurement; that of the main process counts.
+    watch: started with the measurement; the main process's counts.
     """
     processes, rounds = measurement.processes, list(finished)
     while True:

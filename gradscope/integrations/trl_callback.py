@@ -31,7 +31,7 @@ Number = int | float
 TOLERANCE = 0.01
 """Relative difference of the measured and the trainer's own gradient norm beyond which a warning is due."""
 HELD = 1 << 62
-"""Bytes for the intervals' vectors: where training fits, they lie beside it and not in a file."""
+"""Bytes for the intervals' vectors, without limit: they lie in memory beside the training, never in a file."""
 WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
 """Methods of the trainer that are looked at from outside while it trains."""
 
@@ -53,23 +53,23 @@ class GradScopeCallback(TrainerCallback):
     weights so small, that float32 rounds the trainer's by as much. With Lopti both are of its first pass, if η is one
     of the edges. What is undefined (an interval without tokens) is left out of the log and NaN in the file.
 
-    RLOOTrainer is measured too: it keeps π_old of whole responses alone, so that its intervals are of the policy
-    before the step. With a trainer that has a `reweight_alpha` or a `weighting`, that is in the weights. A cost of
-    every measured step: three forward passes and a backward pass per interval; memory: a vector as long as the weights
-    per interval, one more with LoRA. Nothing about the training changes. How much time it took is printed at the end.
+    RLOOTrainer is measured too: it keeps π_old only of whole responses, so its intervals are those of the policy before
+    the step. A trainer's `reweight_alpha` or `weighting` is in the weights. Each measured step costs three forward
+    passes and a backward pass per interval, and in memory a vector as long as the weights per interval, one more with
+    LoRA. Nothing about the training changes. How much time measuring took is printed at the end.
     A new run in the same folder starts the file anew, a resumed one goes on with it. Several processes measure
     together, and the numbers are of all their responses.
 
-    budget: share of the wall time since training began, measuring included, that measuring may take. Of a due step as
-    many prompts are then measured as the account allows at the price of those before, drawn at random, each with all
-    its responses in the step; where it allows none, the next step that it allows one of is due. The first step prices
-    them by one prompt, whatever that takes. A prompt costs five forward passes (two, if it has no advantage and the
-    loss no KL), and memory one vector; with weights below float32 both are as without a budget. Logged are the shares,
-    estimated for the whole step, from four prompts on with bounds of 95 % confidence, grad_share_lower/a,
-    grad_share_upper/a and so on; measured_prompts of num_prompts, measured_tokens of num_tokens. grad_projection, with
-    bounds, stands for grad_norm_ratio: the length of G along the trainer's own, over its norm, which is 1 on average; a
-    warning is due where all prompts were measured. Norms of intervals and cosines, which are no sums over prompts, are
-    left out.
+    budget: share of the wall time since training began, measuring included, that measuring may take. When a step is
+    due, as many prompts are measured as the account allows at the price of those before, drawn at random, each with all
+    its responses in the step; if it allows none, the next step of which it allows one is due. In the first step one
+    prompt is measured whatever it takes, and sets the price. A prompt costs five forward passes (two, if it has no
+    advantage and the loss no KL), and in memory one vector; with weights below float32 both are as without a budget.
+    Logged are the shares, estimated for the whole step, from four prompts on with 95 % confidence bounds,
+    grad_share_lower/a, grad_share_upper/a and so on; measured_prompts of num_prompts, measured_tokens of num_tokens.
+    grad_projection, with bounds, takes the place of grad_norm_ratio: the length of the measured G along the trainer's
+    own, over the trainer's norm, 1 on average; it can warn only where all prompts were measured. Norms of intervals and
+    cosines, which are not sums over prompts, are left out.
 
     edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
     measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
@@ -191,7 +191,7 @@ class GradScopeCallback(TrainerCallback):
         self._warn(number, ratio, own, "grad_norm_ratio")
 
     def _warn(self, number: int, ratio: float, own: float, name: str) -> None:
-        """Warn of another gradient than the trainer's: once, and again where it becomes much worse."""
+        """Warn that the measured gradient is not the trainer's: once, and again where it becomes much worse."""
         if abs(ratio - 1) > self._tolerated and self.trainer.accelerator.is_main_process:
             self._tolerated = 2 * abs(ratio - 1)
             warnings.warn(
@@ -248,7 +248,7 @@ class GradScopeCallback(TrainerCallback):
         self.seconds += (spent := time.perf_counter() - started)
         if isinstance(step, StepSample):
             self._cost += step.measured_cost
-            # The dearer of all steps and the last: what a price too low overspends is spent; what is left can be later.
+            # The higher of all steps' price and the last one's: what too low a price overspends is not won back.
             self._price = max(self.seconds / self._cost, (self._spent + spent) / step.measured_cost)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -39,12 +39,12 @@ class StepMeasurement:
     numbers: dict[str, float] = field(default_factory=dict)
 
     def norm_of(self, intervals: Sequence[bool]) -> float:
-        """‖Σ G_a‖ over some of the intervals."""
+        """Return ‖Σ G_a‖ over some of the intervals."""
         chosen = np.asarray(intervals, dtype=float)
         return math.sqrt(max(chosen @ self.products @ chosen, 0.0))
 
     def rounding_of(self, intervals: Sequence[bool]) -> float:
-        """About how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the intervals."""
+        """Return about how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the intervals."""
         return relative_rounding(*(self.sizes @ np.asarray(intervals, dtype=float)))
 
     def finish(self, device: torch.device) -> None:
@@ -114,17 +114,16 @@ def rounding_sizes(
     denominators: Float[Tensor, " B"],
     before: TokenStatistics,
 ) -> Float[Tensor, "2 intervals B S"]:
-    """|w|/D · (1 − π) of each token, which its gradient is made of, and max(1, |w|)/D.
+    """Return |w|/D · (1 − π) of each token, which scales its gradient, and max(1, |w|)/D.
 
-    By the 2⁻²⁴-th part of the second a trainer in float32 may err: it makes 1 − π of π, and weights near 0 of ratios
-    near 1.
+    A trainer in float32 may err by 2⁻²⁴ of the second: it computes 1 − π from π, and weights near 0 from ratios near 1.
     """
     amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
     return torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)])
 
 
 def relative_rounding(left: float, whole: float) -> float:
-    """About how much, relatively, float32 rounds a trainer's own gradient; sums of `rounding_sizes`."""
+    """Return about how much, relatively, float32 rounds a trainer's own gradient, from sums of `rounding_sizes`."""
     return 2**-24 * whole / left if left else math.inf
 
 
@@ -149,7 +148,7 @@ def agree(count: int, device: torch.device) -> int:
 
 
 def name_intervals(edges: Sequence[Number]) -> list[str]:
-    """Probability intervals by their edges in percent, as names of scalars.
+    """Name probability intervals by their edges in percent, for names of scalars.
 
     >>> name_intervals((0, 0.25, 1))
     ['p0-25', 'p25-100']

@@ -1,8 +1,9 @@
 """Some prompts of an optimizer step: how many a budget of time allows, and what they say of the whole step.
 
-The trainer's own gradient G = Σ_p Σ_a u_{p,a} is known, so that ⟨u_{p,a}, G⟩, what prompt p's tokens of interval a have
-of it, needs no other prompt: the derivative of each of its tokens' log π along G. Every logged share is a ratio of two
-sums of such numbers over prompts. Drawn at random, all alike, some prompts estimate either sum without bias.
+The trainer's own gradient G = Σ_p Σ_a u_{p,a} is known, so ⟨u_{p,a}, G⟩, the part in it of prompt p's tokens of
+interval a, needs no other prompt: only the derivative of each of its tokens' log π along G. Every logged share is a
+ratio of two sums of such numbers over prompts. A random sample of prompts, all equally likely, estimates either sum
+without bias.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def affordable(share: Number, elapsed: float, spent: float, price: float) -> int
     """Return how many prompts may be measured now.
 
     share: of the wall time since training began, measuring included, that measuring may take. elapsed, spent: seconds
-    until now, of all and of measuring. price: seconds of a prompt.
+    until now, in all and of measuring. price: seconds of a prompt.
 
     >>> affordable(0.2, elapsed=100.0, spent=10.0, price=2.5)  # 12.5 s more would make it 22.5 of 112.5 s
     5
@@ -89,9 +90,9 @@ class StepSample:
         counts[:, rank] = torch.tensor([len(own), batch.num_tokens])
         counts = add_over_processes(counts, self._device).long()
         self.num_prompts, self.num_tokens = counts.sum(1).tolist()
-        """Of the step, in all processes."""
+        """Prompts and tokens of the step, in all processes."""
         self._numbers = range(first := int(counts[0, :rank].sum()), first + len(own))
-        """Of this process's prompts among all."""
+        """Numbers of this process's prompts among all."""
         costs = torch.zeros(2, self.num_prompts, dtype=torch.float64)
         for number, rows in zip(self._numbers, self._rows, strict=True):
             costs[:, number] = batch.attention_mask[rows].sum()
@@ -99,7 +100,7 @@ class StepSample:
             idle = idle and not batch.advantages[rows][batch.response_mask[rows]].any()
             costs[0, number] *= 1 if idle else 1 + self._derivative
         self._costs = add_over_processes(costs, self._device)
-        """About the forward passes over positions that each prompt takes before the step, and after it."""
+        """Positions that forward passes run over for each prompt, about: before the step, and after it."""
         self._order = torch.from_numpy(np.random.default_rng(list(seed)).permutation(self.num_prompts))
         self.measured_prompts = 0
         self._sums = torch.zeros(self.num_prompts, len(KINDS), len(edges) - 1, dtype=torch.float64)
@@ -108,7 +109,7 @@ class StepSample:
 
     @property
     def mean_cost(self) -> float:
-        """Of a prompt, on average over all: a prompt without advantages has no gradient, and is cheap."""
+        """Cost of a prompt, on average over all: one without advantages has no gradient, and is cheap."""
         return float(self._costs.sum(0).mean())
 
     @property
@@ -117,7 +118,7 @@ class StepSample:
 
     @property
     def owed(self) -> float:
-        """Cost of what is still to be measured, after the step, in that of what was measured."""
+        """Cost of what is still to be measured, after the step, over that of what was measured."""
         before, after = self._costs[:, self._drawn].sum(1).tolist()
         return after / before
 
@@ -126,7 +127,7 @@ class StepSample:
         return self._order[: self.measured_prompts]
 
     def measure(self, count: int) -> None:
-        """Measure so many more prompts, as far as they are before the step."""
+        """Measure this many more prompts, as far as can be done before the step."""
         drawn = self._order[self.measured_prompts :][:count].tolist()
         self.measured_prompts += len(drawn)
         mine = [number for number in drawn if number in self._numbers]
@@ -160,7 +161,7 @@ class StepSample:
                 self._add(f"moved_{name}", prompts, asked & (change != 0))
 
     def estimate(self, trained_norm: float, tolerance: float) -> dict[str, float]:
-        """Estimate the whole step's numbers, each with the bounds of its interval of 95 %.
+        """Estimate the whole step's numbers, each with 95 % confidence bounds.
 
         trained_norm: ‖G‖. tolerance: relative rounding of it beyond which nothing is compared with it.
         """
@@ -199,7 +200,7 @@ class StepSample:
         if not self._narrow:
             self._add("product", prompts, amounts * part.spread(part.jvp(direction).logprob[0]))
             return
-        for number in prompts.unique():  # in narrow arithmetic sums are better than each token's derivative
+        for number in prompts.unique():  # below float32, sums are more exact than each token's derivative
             own = (prompts == number).nonzero()[:, 0]
             piece = part.select(own)
             products = piece.vjp(piece.kept(amounts[:, own])).rows @ direction.rows[0]
@@ -207,7 +208,7 @@ class StepSample:
 
 
 def _unit_gradient(model: nn.Module) -> Vectors:
-    """G/‖G‖ of the parameters' `.grad`; 0 where ‖G‖ is 0 or not finite."""
+    """Return G/‖G‖ of the parameters' `.grad`; 0 where ‖G‖ is 0 or not finite."""
     direction = Vectors.zeros(model, 1)
     for name, parameter in float_parameters(model):
         if parameter.grad is not None:
@@ -227,7 +228,7 @@ def _interval_masks(part: TokenJacobian, edges: Sequence[Number]) -> Bool[Tensor
 
 
 def _spread(values: Float[Tensor, "b S"], rows: Int[Tensor, " b"], count: int) -> Float[Tensor, "B S"]:
-    """Put rows at their places among so many, 0 elsewhere."""
+    """Put rows at their places among `count`, 0 elsewhere."""
     return values.new_zeros(count, values.shape[1]).index_copy_(0, rows, values)
 
 

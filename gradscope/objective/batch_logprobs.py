@@ -37,7 +37,7 @@ Piece = tuple[Int[Tensor, " _"], TokenBatch]
 """Rows of a batch, and the micro-batch that they make."""
 
 Quantity = Literal["logprob", "entropy"]
-"""Of a token's distribution, in nats at its temperature."""
+"""Numbers of a token's distribution, in nats at its temperature."""
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 """Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
@@ -87,7 +87,7 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
 
 
 def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
-    """Compute what is named of every kept token, differentiable and from one forward pass; else as `kept_logprobs`."""
+    """Compute the named numbers of every kept token, differentiably in one forward pass; else like `kept_logprobs`."""
 
     def compute(logits: Float[Tensor, "k N"], ids: Int[Tensor, " k"], at: Float[Tensor, " k"]) -> Float[Tensor, "k Q"]:
         def entropies() -> Float[Tensor, " k"]:
@@ -153,14 +153,14 @@ def _statistics(
 
 
 def join_statistics(parts: Sequence[TokenStatistics]) -> TokenStatistics:
-    """Put the statistics of parts of the tokens after one another."""
+    """Put the statistics of parts of the tokens one after another."""
     return TokenStatistics(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenStatistics)))
 
 
 def _compute_kept(
     model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor, Tensor, Tensor], Found], *, copies: int
 ) -> Found:
-    """Compute what (logits [k, N], ids, temperatures) say of the kept tokens, of no more of them at a time than fit."""
+    """Apply `compute` to (logits [k, N], ids, temperatures) of the kept tokens, no more of them at a time than fit."""
     size = most_logits(model, copies)
     if piece.num_tokens <= size:
         return compute(*_kept_logits(model, piece))
@@ -184,7 +184,7 @@ def most_logits(model: nn.Module, copies: int) -> int:
 def finish(model: nn.Module, hidden: Float[Tensor, "k hidden"]) -> Float[Tensor, "k N"]:
     """Return the logits of hidden states that are the head's input.
 
-    By a pass over one token, of which the head sees them instead: what the model does with logits is done to these.
+    Runs the model on one token and shows the head these states instead: what the model does to logits is done to these.
     """
     with _showing(model, lambda _: hidden):
         return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=_device(model)), use_cache=False).logits[0]
@@ -195,7 +195,7 @@ def _kept_logits(
 ) -> tuple[Float[Tensor, "K N"], Int[Tensor, " K"], Float[Tensor, " K"]]:
     """Compute the logits at the kept tokens, row by row, with the tokens' ids and temperatures.
 
-    hidden: the head's input there [K, hidden] instead, without calling it on anything.
+    hidden: return the head's input there [K, hidden] instead, without calling the head on anything.
     """
     device, width = _device(model), piece.input_ids.shape[1]
     # Places are made on the CPU, where a micro-batch comes from: a GPU would have to be waited for.

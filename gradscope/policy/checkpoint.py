@@ -120,7 +120,7 @@ def list_step_folders(run: Path) -> list[Path]:
 
 
 def model_of_step(folder: Path) -> Path | None:
-    """Return what to load of a step's folder: itself where its weights are in shards, else the outermost model in it.
+    """Return what to load from a step's folder: itself if its weights are in shards, else the outermost model in it.
     """
     return folder if find_weights(folder) is not None else _model_within(folder)
 
@@ -178,15 +178,15 @@ def checkpoint_step(path: str | Path) -> int | None:
 
 
 def checkpoint_name(path: str | Path) -> str:
-    """Return a name for what is made of a checkpoint, other than of others of its run: the step's folder if there is
-    one, else its own.
+    """Return a name for what is made of a checkpoint, distinct within its run: that of the step's folder if there is
+    one, else of its own.
 
     >>> checkpoint_name("runs/verl/global_step_20/actor/huggingface"), checkpoint_name("models/final")
     ('global_step_20', 'final')
     """
     folder = Path(os.path.abspath(path))
     home = homes_of(folder)[-1]
-    # "." and ".." have names, too; and no link of a page may hold what makes an address of a file's name.
+    # "." and ".." have names, too; and a page's link must not hold what turns a file's name into a URL.
     return re.sub(r"[:\\]", "_", (folder if named_step(home) is None else home).name) or "checkpoint"
 
 

@@ -24,8 +24,8 @@ DESCRIPTIONS = ("config.json", ADAPTER_CONFIG, STATE)
 def missing_part(folder: Path) -> str | None:
     """Return what the folder of a checkpoint lacks by what its own files say; None if it is whole.
 
-    Lengths are known of safetensors and of torch's archives, names of shards from their index, and the order in which
-    transformers and torch.distributed.checkpoint write. What has none of these is taken as it is.
+    It goes by the lengths that safetensors and torch's archives state, the shards that an index names, and the order in
+    which transformers and torch.distributed.checkpoint write. What has none of these is taken as it is.
     """
     try:
         model = model_of_step(folder)

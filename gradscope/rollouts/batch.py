@@ -146,7 +146,7 @@ class TokenBatch:
         return replace(self, **{name: value[rows] for name, value in self.tensors().items()})
 
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenBatch:
-        """Return the batch with the tokens of these prompts alone kept: every response stays in its row.
+        """Return the batch with only these prompts' tokens kept; every response stays in its row.
 
         >>> batch = collate([Response([5], [7]), Response([6], [7, 8])])
         >>> batch.of_prompts(batch.group_ids[:1]).response_mask.any(1).tolist()

@@ -183,7 +183,7 @@ def choose_step(known: Sequence[int], wanted: int) -> tuple[int, Note]:
         return own, Note(f"{_span(known)}; step {own} is taken, the one after this checkpoint's", "step")
     told = f"step {own} is taken, sampled by a different checkpoint: step {wanted}, this one's, is not there"
     if wanted > known[-1]:
-        told += " (a run logs it that goes one step beyond its last checkpoint)"
+        told += " (a run that goes one step beyond its last checkpoint logs it)"
     return own, Note(f"{_span(known)}; {told}", "other-step")
 
 

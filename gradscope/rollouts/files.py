@@ -71,7 +71,7 @@ def list_files(path: Path) -> list[Path]:
     """List a log's files: the file itself, or a folder's own files, or those of its step_N folders; numbers sort by
     size.
 
-    Of a folder with annotations/ (prime-rl's traces) these, and its stream; of one with DETAILS, what these hold.
+    For a folder with annotations/ (prime-rl's traces): these, and its stream; for one with DETAILS: what they hold.
     """
     if os.path.isfile(path):  # of a name that is too long, Path raises
         _check_suffix(path)

@@ -140,7 +140,7 @@ class LogSteps:
     known: tuple[int, ...]
     """Ascending, without steps all of whose rows the format leaves out; empty where the rows name none."""
     first_step: int
-    """Of `Dump.first_step`."""
+    """As `Dump.first_step`."""
     unfinished: int = 0
     """Files that the trainer has not finished, which are left out."""
 
@@ -169,8 +169,8 @@ def read_checkpoint_dump(
 ) -> Dump:
     """Read the responses that a checkpoint sampled, as `select_checkpoint_step` selects them.
 
-    Those alone are tokenized and batched, so that neither the length of a log nor what it grows by changes them.
-    checkpoint: how many steps it had taken. step: take that one instead. The others are those of `read_dump`.
+    Only those are tokenized and batched, so neither the length of a log nor what it grows by changes them.
+    checkpoint: how many steps it had taken. step: take that one instead. Other arguments are those of `read_dump`.
     """
     how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
     how["format"] = format

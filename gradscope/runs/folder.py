@@ -184,7 +184,7 @@ class RunFolder:
 
 
 def describe_difference(found: Any, wanted: dict[str, Any]) -> str:
-    """In words, what a run was made with that is not asked for now; found: its key, if that can be read."""
+    """Say what a run was made with that is not asked for now; found: its key, if that can be read."""
     found, wanted = _flatten(found if isinstance(found, dict) else {}), _flatten(wanted)
     changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
     values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])

@@ -122,7 +122,7 @@ def _class(token: str) -> str:
 
 
 def _quantile_classes(column: pd.Series, classes: int) -> pd.Categorical:
-    """Classes of equal counts whose edges are values that occur; a constant column is one class."""
+    """Cut a column into classes of equal counts, at values that occur; a constant column is one class."""
     values = column.to_numpy(np.float64)
     known = ~np.isnan(values)
     if not known.any():

@@ -37,8 +37,8 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoints/step-000020 under another name, rename it, and keep the newest `keep` in all (None: every one).
 
-    max_steps: of the whole run, so that its last checkpoint can be told. Raises OSError if it cannot be written, in all
-    processes; what there was before stays.
+    max_steps: of the whole run, by which its last checkpoint can be recognised. Raises OSError if it cannot be written,
+    in all processes; what there was before stays.
     """
     folder = out / CHECKPOINTS / f"step-{step:06d}"
     states = learner.processes.gather([_random_states()])

@@ -87,7 +87,7 @@ def make_dump(tmp_path, steps: list[int]) -> Dump:
     return read_dump(tmp_path / "token_exports")
 
 
-BEYOND = "(a run logs it that goes one step beyond its last checkpoint)"
+BEYOND = "(a run that goes one step beyond its last checkpoint logs it)"
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def make_trend_report(
     facts: Mapping[str, str] | None = None,
     title: str = "gradscope: over training",
 ) -> Report:
-    """Lay out the statistics of several checkpoints as a page; of a single one, where a run has no more yet.
+    """Lay out the statistics of several checkpoints as a page, or of a single one while a run has no more.
 
     trend: the statistics of each, one below the other, with a column `step` and, where it is known, `other_step`: True
     where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
@@ -131,7 +131,7 @@ SAID = {
 
 
 def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
-    """Return a finding for each followed number: its values at both ends and its largest change; of a single
+    """Return a finding for each followed number: its values at both ends and its largest change; for a single
     checkpoint, its value.
     """
     found = []

@@ -162,7 +162,7 @@ class GraphSequence:
     """The body's pass, where it was made before; it is left as it is."""
 
     wave_rows = 0
-    """Of chunks that are carried through a block together: each is by itself."""
+    """Positions × tokens of chunks that are carried through a block together: each chunk is by itself."""
 
     def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
         """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""

@@ -137,7 +137,7 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Spa
 
 
 def waves(spans: Iterable[Span], rows: int) -> Iterator[list[Span]]:
-    """Gather chunks that are carried through a block together: as many as have no more than these rows, or one.
+    """Group the chunks that are carried through a block together: up to this many rows in all, or a single chunk.
 
     >>> spans = [Span((slice(start, start + 2),), 10) for start in (4, 2, 0)]
     >>> [len(wave) for wave in waves(spans, 40)]

@@ -143,7 +143,7 @@ class Head:
         splits, length = len(recorder.splits), stack.ids.shape[1]
         hidden = [streams_last(d, length) for d in deltas[: splits + 1]]
         rows = [None if d is None else targets_at.rows(d).to(size) for d in (*hidden, *deltas[splits + 1 :])]
-        # Neither the inputs over the whole stack nor the graph shall lie in memory.
+        # Neither the inputs over the whole stack nor the graph may stay in memory.
         local = {
             call.name: (
                 replace(call, inputs=call.inputs.new_empty(0, call.inputs.shape[-1]), edge=None),

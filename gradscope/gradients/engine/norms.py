@@ -33,8 +33,8 @@ class Widths:
 WIDTHS = {"cpu": Widths(28, 56, 128), "cuda": Widths(128, 256, 512)}
 """By device. cuda: assumed, see analyses/gpu/QUEUE.md."""
 QR_SLOWNESS = 2
-"""Times as long as a matrix product's that a FLOP of QR takes: 1.5 to 2.5 on one core at widths of 512 to 2,048; of a
-GPU it is assumed."""
+"""How many times as long a FLOP of QR takes as one of a matrix product: 1.5 to 2.5 on one core at widths of 512 to
+2,048; assumed for a GPU."""
 
 
 def widths_of(device: torch.device | str) -> Widths:
@@ -56,10 +56,10 @@ def strips(n: int, device: torch.device, *, queries: bool = False) -> Iterator[t
 
 
 def factor_pays(n: int, inside: int, outputs: int, tokens: int) -> bool:
-    """Return whether `prefix_factor` of n inputs of this width saves more than it takes, for so many tokens.
+    """Return whether `prefix_factor` of n inputs of this width saves more than it takes, for this many tokens.
 
     A product with the factor skips its zeros, n · c less half of c² for c = min(n, inside) columns, in place of n ·
-    inside; QR takes 2 m c² − ⅔ c³ FLOPs, m the greater one of n and inside.
+    inside; QR takes 2 m c² − ⅔ c³ FLOPs, m the greater of n and inside.
     """
     columns, most = min(n, inside), max(n, inside)
     saved = tokens * outputs * (2 * n * inside - columns * (2 * n - columns + 1))
@@ -77,7 +77,7 @@ def prefix_factor(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tenso
 
 
 def with_ones(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tensor, "*B n e"]:
-    """Return the inputs, for a bias with a column of ones."""
+    """Return the inputs, with a column of ones if there is a bias."""
     return torch.cat([inputs, torch.ones_like(inputs[..., :1])], dim=-1) if bias else inputs
 
 

@@ -67,7 +67,7 @@ class Recorder:
     part="head": the graph is cut open at the split point, so that a backward pass ends there.
     part="body": the graph starts at the embeddings; the split point's tensors are kept to start a backward pass from.
     split_point: name of the module whose input is the split point; None: the split point is the last block's output.
-    keep_all: of the head's pass, also the calls before the split point, whose inputs lie in memory.
+    keep_all: keep, of the head's pass, also the calls before the split point, whose inputs lie in memory.
     """
 
     def __init__(

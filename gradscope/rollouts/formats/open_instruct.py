@@ -2,7 +2,7 @@
 
 prompt_idx counts the samples of a step in groups of the configured size, also where truncated ones were filtered out
 before: then one index stands for several prompts. What a tool said has log-probabilities of exactly 0, and an
-end-of-sequence token that was put into an empty response has NaN. {run}_metadata.jsonl beside it tells of the run.
+end-of-sequence token that was put into an empty response has NaN. {run}_metadata.jsonl beside it describes the run.
 """
 
 from __future__ import annotations

@@ -218,9 +218,9 @@ def compare_rows(
     saved: dict[str, Any] | None,
     metric: AdamWState | None,
 ) -> Comparison:
-    """`compare`, of the tokens of a Jacobian, whose advantages are the table's; without notes on the rollouts.
+    """Compare on the tokens of a Jacobian, with the table's advantages; without notes on the rollouts.
 
-    settings: with the step. saved: the state that real steps go on from.
+    settings: including the step. saved: the state that real steps go on from.
     """
     s, labels, notes = settings, interval_labels(settings.edges), _notes(table, settings.loss)
     chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
@@ -269,7 +269,7 @@ def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
 
 
 def _notes(table: pd.DataFrame, loss: LossSettings) -> list[Note]:
-    """What must be known of the tokens."""
+    """Return what must be known of the tokens."""
     notes = [Note(describe_off_policyness(table, loss), "off-policy")]
     if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
         words = (

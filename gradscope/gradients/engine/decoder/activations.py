@@ -34,9 +34,9 @@ class Seen:
     """(cos, sin), [1 or B, n, c] each."""
     mask: Any = None
     """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal; a
-    Band, where attention goes in strips. Or a thing of another kind, which is not understood."""
+    Band, where attention goes in strips. Anything else is not understood."""
     accounted: Bool[Tensor, ""] | None = None
-    """Whether `check` found what the rules assume, where that was looked at before the parts were let go."""
+    """Whether `check` found what the rules assume, if it looked before the parts were freed."""
 
     def put_positions_first(self, head_norms: list[str]) -> None:
         """Give norms of heads the layout [B, n, heads, c], if they were called with [B, heads, n, c]."""
@@ -46,7 +46,7 @@ class Seen:
                     values[name] = values[name].transpose(1, 2)
 
     def let_go(self) -> None:
-        """Keep what it takes to run the block again, and no more."""
+        """Free all but what it takes to run the block again."""
         self.inputs, self.outputs, self.rotary, self.mask = {}, {}, (), None
 
 
@@ -56,7 +56,7 @@ def record_blocks(
 ) -> Iterator[list[Seen]]:
     """Record the first forward pass through the blocks.
 
-    leave: called with each block that is done, its record, and its output.
+    leave: called after each block, with the block, its record and its output.
     """
     seen = {block.name: Seen() for block in blocks}
     by_block = {block.name: block for block in blocks}
@@ -89,7 +89,7 @@ class BlockActivations:
 
     Tensors are [B, n, …] over the whole sequences, with an axis [B, n, 1, …] for tokens where they meet what flows
     back; float32, or float64 of such a policy.
-    keep_probs: hold attention's probabilities instead of making them for every chunk of tokens; see `Probabilities`.
+    keep_probs: hold attention's probabilities instead of recomputing them for every chunk; see `Probabilities`.
     """
 
     def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
@@ -118,10 +118,10 @@ class BlockActivations:
         self.probs = Probabilities(self.queries, self.keys, seen.mask, **scores, keep=keep_probs)
 
     def prepare(self, tokens: int, *, last: bool, keep_inputs: bool = False) -> None:
-        """Compute what the backward pass of so many tokens of a sequence needs, and free the rest.
+        """Compute what the backward pass of this many tokens of a sequence needs, and free the rest.
 
-        last: the last block, where only keys and values have gradients over the whole prefix. keep_inputs: of all
-        matrices, whose gradients will be formed.
+        last: the last block, where only keys and values have gradients over the whole prefix. keep_inputs: keep
+        those of all matrices, whose gradients will be formed.
         """
         used, outputs = (self.block.key, self.block.value) if last else self.block.matrices, defaultdict(int)
         for matrix in used:

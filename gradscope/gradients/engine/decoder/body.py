@@ -31,8 +31,8 @@ from gradscope.gradients.engine.stack import Stack
 from gradscope.policy import Policy
 
 OVERHEAD = {"cpu": 6e7, "cuda": 6e10}
-"""FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: of some
-values the fastest at S and M of analyses/benchmarks/token_gradients.py; cuda: figures/gpu_chunks.csv, of an H200."""
+"""FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: the
+fastest of some values at S and M of analyses/benchmarks/token_gradients.py; cuda: figures/gpu_chunks.csv, an H200's."""
 WEIGHT_ROWS = 16
 """Rows of a product assumed to take as long as reading its weights; half or twice as many cost the same."""
 FETCHING = 140
@@ -76,7 +76,7 @@ def probs_bytes(heads: int, length: int) -> int:
 
 
 def strip_bytes(heads: int, length: int, *, device: str = "cpu") -> int:
-    """Return the most bytes that the making of a strip of these probabilities takes."""
+    """Return the most bytes that computing a strip of these probabilities takes."""
     return 4 * 3 * heads * widths_of(device).widest * length
 
 
@@ -121,9 +121,8 @@ def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, me
 class DecoderBody:
     """Measures the body of a common decoder; `find` makes it.
 
-    table: name of the embedding. memory: bytes that all blocks' activations may take if they are to be kept, and so may
-    attention's probabilities; that sequences beside one another may leave; and that what flows back may take between
-    two blocks.
+    table: name of the embedding. memory: bytes, for each of these by itself: all blocks' activations, if they are to be
+    kept; attention's probabilities, likewise; what sequences side by side keep; what flows back between two blocks.
     """
 
     def __init__(
@@ -157,7 +156,7 @@ class DecoderBody:
     def recording(self, stack: Stack) -> AbstractContextManager[list[Seen]]:
         """Return a context in which the head's forward pass records the blocks' activations.
 
-        Where they do not fit the memory, a block is accounted for as soon as it is done, and its input alone is kept.
+        Where they do not fit the memory, each block is accounted for as soon as it is done, and only its input is kept.
         """
         keeps = self.keeps_blocks(*stack.ids.shape)
         return record_blocks(self.model, self.blocks, None if keeps else self._accountant())
@@ -187,7 +186,7 @@ class DecoderBody:
         return DecoderStack(self, stack, head, lambda _tokens: iter(activations)) if known else None
 
     def _accountant(self) -> Callable[[DecoderBlock, Seen, Tensor], None]:
-        """Return what accounts for each block that is done, in order, and lets its parts go."""
+        """Return a callback that accounts for each block that is done, in order, and frees its parts."""
         before: Tensor | None = None
 
         @torch.no_grad()
@@ -205,9 +204,9 @@ class DecoderBody:
         return account
 
     def _make_again(self, seen: list[Seen], attention: str | None, tokens: int) -> Iterator[BlockActivations]:
-        """Yield the blocks' activations from the last one on, each made from the block's input when its turn comes.
+        """Yield the blocks' activations, last block first, each recomputed from the block's input when its turn comes.
 
-        attention: the kind that the blocks had. tokens: of a sequence, that each is used for.
+        attention: the implementation that the blocks had. tokens: how many of a sequence each is used for.
         """
         for block, one in zip(reversed(self.blocks), reversed(seen), strict=True):
             self.model.config._attn_implementation = attention  # which passes of other lengths may have changed
@@ -281,7 +280,7 @@ class DecoderStack:
     stack: Stack
     head: HeadPass
     backwards: Callable[[int], Iterator[BlockActivations]]
-    """Number of a sequence's tokens → the blocks' activations, from the last one on."""
+    """Number of a sequence's tokens → the blocks' activations, last block first."""
     wave_rows: int = 0
     """Positions × tokens of chunks that are carried through a block together; 0: each is by itself."""
 
@@ -307,7 +306,7 @@ class _Carried:
         self._layers: list[Tensor] = []
 
     def carry(self, activations: BlockActivations) -> None:
-        """Carry it from a block's output to its input."""
+        """Carry what flows back from a block's output to its input."""
         body, chunk = self._of.body, self._chunk
         backward = BlockBackward(activations, len(chunk.picks), chunk.length, body.multiply, body.metric)
         if self._delta is None:

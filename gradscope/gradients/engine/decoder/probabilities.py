@@ -1,4 +1,4 @@
-"""Attention's probabilities in a decoder's block: kept, or made again for a few queries at a time."""
+"""Attention's probabilities in a decoder's block: kept, or recomputed for a few queries at a time."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gradscope.gradients.engine.norms import strips
 class Probabilities:
     """softmax(scaling · q kᵀ) of B sequences, in which no query sees a later key.
 
-    Of a query that is asked for, all keys are there at once, so nothing needs to be known of its row beforehand;
-    FlashAttention, whose tiles have some of the keys, keeps each row's normaliser.
+    A query meets all its keys at once, so nothing need be known of its row beforehand; FlashAttention, whose tiles hold
+    some of the keys, keeps each row's normaliser.
     mask: [1 or B, 1 or H, n, n], added to the scores, or True where a key is seen; None: causal. cap: bound of the
     scores, cap · tanh(score / cap). keep: hold the probabilities, B · H · n² numbers (of capped scores twice as many).
     """
@@ -58,7 +58,7 @@ class Probabilities:
         return scores.softmax(-1), slopes
 
     def at(self, positions: Int[Tensor, "B K"], n: int) -> Rows:
-        """Return the rows of a query for each token, over the first n keys."""
+        """Return the row of one query for each token, over the first n keys."""
         sequences = torch.arange(len(positions), device=positions.device)[:, None]
         if self._kept is not None:
             return _change(self._kept, lambda values: values[sequences, :, positions, :n].transpose(1, 2))

@@ -85,7 +85,7 @@ def attention_backward(
     """Carry δ through o = P v, P = softmax(scaling · q kᵀ) with causal zeros; return ∂/∂q, ∂/∂k and ∂/∂v.
 
     ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
-    to its own end: what is later has no probability.
+    to its own end: later keys have no probability.
     probs: (start, end) → P of these queries, over the last ones of the keys before `end`, and slopes, which multiply S.
     """
     batch, n, tokens, heads, width = delta.shape
@@ -119,7 +119,7 @@ def attention_backward(
 
 
 def _add_part(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"], seen: slice) -> Tensor:
-    """Add the part to these positions of the sum, in place; None: to nothing, the last positions coming first."""
+    """Add the part to these positions of the sum, in place; total None: begin it, with the last positions."""
     if total is None:
         return part.contiguous() if seen.start == 0 else torch.nn.functional.pad(part, (0,) * 6 + (seen.start, 0))
     total[:, seen] += part
