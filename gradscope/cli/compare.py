@@ -32,12 +32,13 @@ class MeasureCompared(MeasureOwn):
     figures: bool = False
     rows: int = 0
     """Rows of weights, at most."""
+    take_steps: bool = False
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
         return plan_sums(policy, batch, memory, keeps_prompts=True)
 
     def passes_after(self) -> float:
-        return compare_cost(self.rows, metric=self.settings.metric is not None)
+        return compare_cost(self.rows, metric=self.settings.metric is not None, take_steps=self.take_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +85,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
         read = self.reading | {"optimizer_state": self.optimizer_state, "max_grad_norm": self.max_grad_norm}
         read |= {"overwrite": self.overwrite, "gradient_memory": self.gradient_memory, "rows": self._rows}
+        read["take_steps"] = self.take_steps
         measured = MeasureCompared(self.model, self.rollouts, self.out, self.settings, **read | self.loading)
         self._compare(measured.measure())
 
@@ -126,7 +128,8 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         prompts = read_table(measured.folder)["group"].unique()
         if measured.left is None:
             return prompts.tolist()
-        passes = compare_cost(self._rows, metric=measured.settings.metric is not None)
+        known = {"metric": measured.settings.metric is not None, "take_steps": self.take_steps}
+        passes = compare_cost(self._rows, **known)
         each = passes * measured.folder.manifest["pass_seconds"] / len(prompts)
         (fits,) = measured.resources.processes.gather([max(2, int(measured.left / each))])[:1]
         return np.random.default_rng(self.settings.seed).permutation(prompts)[:fits].tolist()
@@ -155,7 +158,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         )
         if not measured.resources.processes.is_main:
             return
-        if measured.settings.minutes is not None:
+        if len(chosen) < folder.manifest["prompts"]["of"]:
             told = f"Compared on {len(chosen):,} of {folder.manifest['prompts']['of']:,} prompts, drawn at random"
             notes = [*notes, f"{told}: as many as the minutes allow."]
         with folder.writing():

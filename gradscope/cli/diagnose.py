@@ -269,6 +269,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         plan = self._measure(model, rollouts, None).make_plan()
         policy, minutes, own = plan.policy, plan.minutes, sum(plan.seconds.values())
         print(plan)
+        if minutes is not None:
+            print(f"In all {minutes:g} min; steps and comparisons are made if any of them are left.")
+            return
         made = {}
         if plan.sums is not None:
             _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
@@ -277,10 +280,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         told = {stage: plan.pass_seconds * passes for stage, passes in made.items()}
         for part, seconds in told.items():
             print(f"    {part:<28}{describe_seconds(seconds)}")
-        if minutes is not None:
-            print(f"In all {minutes:g} min: the first responses decide what of this is made, and of how many prompts.")
-        else:
-            print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
+        print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""

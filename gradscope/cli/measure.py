@@ -183,7 +183,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
         if measurement.statistics is None and measurement.settings.minutes is not None:  # finished before
             watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
-        return Measured(policy, measurement.batch, measurement.settings, folder, resources, watch)
+        return Measured(policy, measurement.whole, measurement.settings, folder, resources, watch)
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
         """Return the settings for this policy on a device of this type."""

@@ -65,6 +65,7 @@ from gradscope.gradients import (
     fill_table,
     largest_share,
     note_logged,
+    plan_sums,
     statistics_of,
 )
 from gradscope.intervals import assign_intervals, interval_labels
@@ -118,16 +119,23 @@ def diagnose(
     settings = make_settings(DiagnosisSettings, "diagnose", vars(settings or DiagnosisSettings()) | changes)
     settings.check()
     progress = settle_progress(progress) if processes.is_main else SILENT
+    watch = Stopwatch()
     policy, batch = read_inputs(policy, batch)
     step, saved, metric = settle_step(policy.model, settings.step, optimizer_state)
     logged = None
     if table is None:
-        sample = {"tokens_per_interval": settings.tokens_per_interval, "seed": settings.seed, "loss": settings.loss}
-        sample = MeasureSettings(**sample, metric=metric and "adamw")
-        known = {"optimizer_state": metric, "resources": Resources(progress=progress)}
-        with TableMeasurement(policy, batch, sample, edges=settings.edges, **known) as measurement:
+        each = settings.tokens_per_interval if settings.minutes is None else None
+        sample = {"tokens_per_interval": each, "minutes": settings.minutes, "seed": settings.seed}
+        sample = MeasureSettings(**sample, loss=settings.loss, metric=metric and "adamw")
+        known = {"optimizer_state": metric, "resources": Resources(settings.gradient_memory, progress=progress)}
+        measurement = TableMeasurement(policy, batch, sample, edges=settings.edges, **known)
+        measurement.watch = watch
+        if settings.minutes is not None:
+            memory = Resources(settings.gradient_memory).settle(policy.device).vectors
+            measurement.follows = plan_sums(policy, batch, memory, keeps_prompts=True, metric=metric is not None)
+        with measurement:
             table, logged = fill_table(measurement), measurement.notes
-    whole, batch = batch, batch.of_prompts(table["group"].unique())
+    whole, batch = batch, batch.of_prompts(table["group"].unique()) if "group" in table else batch
     check_table(table, batch, settings)
     batch = steps.with_advantages(batch, table)
     if logged is None and processes.is_main:
@@ -136,7 +144,7 @@ def diagnose(
         settings.gradient_memory, micro_batch=settings.micro_batch_size, processes=processes, progress=progress
     )
     J = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))
-    task = Task(J, table, settings, step, saved, metric, _settle_minutes(J, table, settings))
+    task = Task(J, table, settings, step, saved, metric, _settle_minutes(J, table, settings, watch))
     task.notes.extend(_first_notes(task, logged or ()))
     if settings.minutes is None:  # else the clock plans
         progress.plan(_plan_parts(task))
@@ -169,6 +177,7 @@ def diagnose(
         num_informative_prompts=informative,
         of_prompts=len(whole.group_ids[whole.response_mask.any(1)].unique()),
         of_tokens=whole.num_tokens,
+        sums_prompts=gradient_part.prompts,
         precision=None if error is None else error.in_words(),
         settings=settings,
         step=task.step,
@@ -273,8 +282,8 @@ class Task:
         return {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
 
 
-def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSettings) -> Minutes:
-    processes, watch = J.resources.processes, Stopwatch()
+def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSettings, watch: Stopwatch) -> Minutes:
+    processes = J.resources.processes
     if settings.minutes is None or not has_gradient(table):
         return Minutes(settings.minutes)
     with J.resources.progress.stage("timing a forward pass"):
@@ -405,6 +414,8 @@ class GradientPart:
     totals: torch.Tensor | None = None
     """[A, P], the summed gradient of each interval's tokens, where it is at hand."""
     plan: SumsPlan | None = None
+    prompts: int | None = None
+    """Whose gradients are in it."""
 
 
 def sum_gradients(task: Task) -> GradientPart:
@@ -416,7 +427,12 @@ def sum_gradients(task: Task) -> GradientPart:
     way = task.settings.gradient_way
     plan = J.plan_gram(size, metric=metric is not None, way=way)
     once = plan.forward_passes * largest_share(len(J.prompts), task.processes.count)
-    metric = metric if metric is not None and task.affords("adamw_sums", 2 * once) else None
+    if metric is not None:
+        passes = (1 + (plan.way != "whole")) * once
+        # One decides for all: each has a clock of its own.
+        if not task.processes.gather([passes <= task.minutes.left])[0]:
+            task.run_out("adamw_sums", passes)
+            metric = None
     found = J.until(task.minutes.deadline).gram(weights, metric=metric, way=way)
     if len(found.groups) < len(J.prompts):
         task.note(
@@ -444,7 +460,7 @@ def sum_gradients(task: Task) -> GradientPart:
     cosines = {name: gradients.cosine_matrix(own.products) for name, own in made.items()}
     partial_sums = len(found.groups) < len(J.prompts)
     totals = None if found.totals is None or partial_sums else found.totals.rows
-    return GradientPart(tuple(rows), cosines, totals, found.plan)
+    return GradientPart(tuple(rows), cosines, totals, found.plan, len(found.groups))
 
 
 @dataclass(frozen=True)
@@ -481,16 +497,18 @@ def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
 def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     rows = steps.within_budget(task.batch, budget, generator=task.generator(4))
     batch = task.batch.select(rows)
-    if len(rows) < len(task.batch):
+    whole = batch.num_tokens == len(task.table)
+    if not whole:
+        within = f"influence_tokens = {budget:,}" if budget == task.settings.influence_tokens else "the minutes"
         task.note(
             "influence-sample",
             f"Influence between probability intervals is of a step on {batch.num_tokens:,} of {len(task.table):,} "
-            f"tokens (whole prompts within influence_tokens = {budget:,}, those with an advantage first).",
+            f"tokens (whole prompts within {within}, those with an advantage first).",
         )
     # The step's intervals are those of π_old, and its KL part is a source of its own.
     known = task.table[task.table["old_logprob"].notna()]
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
-    shared = len(rows) == len(task.batch) and same.all() and not task.table["kl_weight"].any()
+    shared = whole and same.all() and not task.table["kl_weight"].any()
     known = totals if shared else None
     J, given = task.jacobian.alone().select(rows), task.step_keywords()
     found = predict_step(J, edges=task.settings.edges, gradients=known, **given)

@@ -63,12 +63,13 @@ def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_interv
     return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
 
 
-def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool) -> float:
+def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: bool = False) -> float:
     """Return the most forward passes that `compare` takes for this many rows of weights, two for a weighting of two
     steps; by default for the weightings that it compares where none are named. metric: whether AdamW's is known.
     """
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
-    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0)
+    real = (rows + 1) * update_cost() * take_steps
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0) + real
 
 
 def part_costs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from gradscope.diagnosis.notes import has_gradient
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
-from gradscope.gradients import PARAMETERS, TableMeasurement, describe_seconds, sampling_probabilities
+from gradscope.gradients import PARAMETERS, TableMeasurement, sampling_probabilities
 from gradscope.intervals import interval_labels, summarize_cells
 from gradscope.resampling import Resampling, Seed
 
@@ -54,9 +54,8 @@ class SamplingError:
         fraction = self.measured / self.tokens
         return max(0.0, (1 / (times * fraction) - 1) / (1 / fraction - 1))
 
-    def in_words(self, seconds: Callable[[float], float] | None = None) -> str:
-        """Describe the error due to the sample. seconds: of a run with so many times the tokens; None: not mentioned.
-        """
+    def in_words(self) -> str:
+        """Describe the error due to the sample."""
         said = f"{self.quantity}: {self.value:.3g}"
         if not np.isfinite(self.lower):
             error = f" ± {self.standard_error:.2g}, a standard error," if np.isfinite(self.standard_error) else ""
@@ -70,8 +69,7 @@ class SamplingError:
         names = {4.0: "4 times as many tokens", np.inf: "all tokens"}
         bought = []
         for times in (4.0, np.inf) if 4 * self.measured < self.tokens else (np.inf,):
-            price = "" if seconds is None else f" (about {describe_seconds(seconds(times))})"
-            bought.append(f"{self.width(times):.2f} times as wide with {names[times]}{price}")
+            bought.append(f"{self.width(times):.2f} times as wide with {names[times]}")
         return f"{said}. It would be {', '.join(bought)}."
 
 
@@ -108,13 +106,11 @@ def sampling_error(
     return SamplingError(quantity, *found, error, _part(error, *found[1:]), **counts)
 
 
-def judge_sample(
-    measurement: TableMeasurement, table: pd.DataFrame, seconds: Callable[[float], float] | None
-) -> str | None:
-    """Say how much a measurement's sample leaves open; None where every token was measured. seconds: see `in_words`."""
+def judge_sample(measurement: TableMeasurement, table: pd.DataFrame) -> str | None:
+    """Say how much a measurement's sample leaves open; None where every token was measured."""
     rng = np.random.default_rng(measurement.settings.seed)
     error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
-    return None if error is None else error.in_words(seconds)
+    return None if error is None else error.in_words()
 
 
 def design_variances(

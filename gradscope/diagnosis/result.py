@@ -151,8 +151,9 @@ class DiagnosisSettings:
     gradient_way: Literal["whole", "sketches"] | None = None
     """How those of prompts and intervals are made, whatever it costs."""
     minutes: Number | None = None
-    """For summed gradients and steps, by a forward pass that is timed: exact ones, AdamW's metric and the steps are
-    left out, with a note, where they would take longer. The plain summed gradients are always made."""
+    """For all of it, the table among it where none is given. Some prompts are looked at and of fewer gradients are
+    summed, as many as fit; AdamW's metric, steps and the comparison are left out, with a note, where they would take
+    longer. None: everything, as long as it takes."""
     influence_tokens: int | None = 16_000
     """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
     actual_step: bool = True
@@ -295,6 +296,8 @@ class Diagnosis:
     """Prompts of the whole batch, of which `num_prompts` were looked at; None: all were."""
     of_tokens: int | None = None
     """Tokens of the whole batch; None: those of the table."""
+    sums_prompts: int | None = None
+    """Prompts whose gradients are summed; None: there are no sums."""
     precision: str | None = None
     """What a larger sample of tokens would add: `precision.sampling_error` in words; None: all were measured."""
     num_informative_prompts: int | None = None
@@ -347,6 +350,12 @@ class Diagnosis:
         served = self.num_informative_prompts
         of = "" if served == self.num_prompts else f" ({served:,} of them with an advantage)"
         return f"{self.num_prompts:,} prompt{'' if self.num_prompts == 1 else 's'}{of}"
+
+    @property
+    def summed_prompts(self) -> str:
+        """Which prompts the summed gradients are of."""
+        partial = self.sums_prompts is not None and self.sums_prompts < self.num_prompts
+        return f"{self.sums_prompts:,} of the {self.prompts}" if partial else self.prompts
 
     @property
     def few_prompts(self) -> str:

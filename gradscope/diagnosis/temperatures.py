@@ -56,7 +56,7 @@ def try_temperatures(
 
 def temperature_cost(batch: TokenBatch, intervals: int) -> float:
     """Forward passes over the batch that trying them takes: a measured token is about three of its response's."""
-    return len(TRIED) * (1 + 3 * EACH * intervals / len(batch))
+    return len(TRIED) * (1 + 3 * EACH * intervals / int(batch.response_mask.any(1).sum()))
 
 
 def temperature_words(tried: pd.DataFrame, label: str) -> str:

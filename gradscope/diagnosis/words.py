@@ -205,7 +205,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
             continue
         statement = (
             f"Tokens with {name_interval(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} "
-            f"of this batch's {words}"
+            f"of {'this batch' if d.sums_prompts in (None, d.of_prompts) else d.summed_prompts}'s {words}"
         )
         detail = (
             f"Share ⟨G_a, G⟩/‖G‖² by interval: {name_shares(d, 'gradient_share', metric)}. Cosine of "
@@ -226,7 +226,7 @@ def _signal(d: Diagnosis) -> list[Finding]:
     if not known:
         return []
     each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known)
-    detail = f"Signal fraction of ‖G_a‖², over {d.prompts}: {each}. "
+    detail = f"Signal fraction of ‖G_a‖², over {d.summed_prompts}: {each}. "
     detail += "Negative estimates arise by chance."
     clear = [name for name, row in known if compare(row) is Verdict.MORE]
     names, low = ", ".join(map(_group, clear)), d.labels[0]

@@ -358,6 +358,8 @@ class Plan:
             f"{'total':16}{sum(self.flops.values()):12.3g}{whole:12.3g}",
             f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, figures and summary.",
         ]
+        if self.minutes is not None:
+            lines.append(f"Fitted to {self.minutes:g} min: {self.shares.summed:,} prompts' gradients are summed.")
         if self.sums is not None:
             once, most = describe_seconds(self.sums_seconds), f"{self.sums.memory / 2**30:.1f} GiB"
             lines.append(f"{str(self.sums).capitalize()}: {once}; at most {most} beside the weights.")
@@ -388,7 +390,8 @@ def plan_batch(
         if not speed > 0:
             raise InputError(f"flops is {speed}; give FLOP/s above 0, such as 1e14")
         speed = Speed(f"a machine of {speed:.3g} FLOP/s", speed, speed)
-    prompts = len(batch.group_ids.unique())
+    ids = batch.group_ids[batch.response_mask.any(1)].unique()
+    prompts = len(ids)
     settings = settle_sample(settings, batch.num_tokens, num_prompts=prompts)
     rules, shape = follows_rules(policy), ModelShape.of(policy.model)
     size = sum(p.nbytes for p in policy.model.parameters())
@@ -413,7 +416,7 @@ def plan_batch(
     prices = Prices(scoring, (len(EDGES) - 1) * measuring / batch.num_tokens, summing)
     left = 60 * minutes - speed.preparation - (AFTER if sums is not None else 0.0)
     shares = share_seconds(left, prices, prompts=prompts, tokens=batch.num_tokens)
-    order = np.random.default_rng([settings.seed, 1]).permutation(batch.group_ids.unique().numpy())
+    order = np.random.default_rng([settings.seed, 1]).permutation(ids.numpy())
     batch = batch.of_prompts(order[: shares.scored])
     chosen, draw = choose_tokens(batch, shares.measured, settings.seed)
     looked = f"{shares.scored:,} of {prompts:,} prompts; of theirs {draw}"

@@ -220,6 +220,9 @@ class GroupSums:
         wanted = pairs == "within" if keeps_whole else totals
         sums = self._zeros(plan, len(self.weights)) if wanted else None
         total = self._zeros(plan, 1) if metric is not None else None
+        if metric is not None and not keeps_whole and (deadline := self.resources.deadline) is not None:
+            # A second pass of as long follows.
+            self.resources = replace(self.resources, deadline=(monotonic() + deadline) / 2)
         found, vectors = self._pass(plan, pairs, totals=sums, total=total, sketch=sketch)
         if metric is None:
             return found
@@ -269,9 +272,12 @@ class GroupSums:
             if shared is not None:
                 together.sum(shared)
         if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came before the last group
-            kept, sketches = (None if vectors is None else vectors[made] for vectors in (kept, sketches))
-            within = within[:, made]
-            self._narrow(made)
+            factor = self._narrow(made)
+            kept, sketches = (None if vectors is None else vectors[made] * factor for vectors in (kept, sketches))
+            within = within[:, made] * factor**2
+            for vectors in (totals, total):
+                if vectors is not None:
+                    vectors.rows.mul_(factor)
         if pairs == "all":
             return self._all(plan, kept, totals), kept
         if kept is None:
@@ -318,13 +324,19 @@ class GroupSums:
                 self._made.append(group)
                 advance(monotonic() - begun - spent)
 
-    def _narrow(self, made: list[int]) -> None:
-        """Keep only these groups from now on."""
+    def _narrow(self, made: list[int]) -> float:
+        """Keep only these groups from now on; return what their weights are multiplied by, as if a mean were of their
+        tokens alone.
+        """
+        count = sum(len(places) for group in made for places, _ in self._pieces[group])
+        factor = self.weights.shape[1] / count
+        self.weights = self.weights * factor
         places = {group: place for place, group in enumerate(made)}
         self.mine = [places[group] for group in self._made]
         self._pieces = [self._pieces[group] for group in made]
         self.groups = tuple(self.groups[group] for group in made)
         self.resources = replace(self.resources, deadline=None)
+        return factor
 
     def _whole(self) -> Iterator[tuple[int, Float[Tensor, "R P"]]]:
         found, slices = zero_vectors(self.model, len(self.weights)), flat_slices(self.model)

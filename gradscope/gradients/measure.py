@@ -69,6 +69,7 @@ def measure(
         settings: the fields of MeasureSettings, by name.
 
     Returns:
+        A row per token that response_mask keeps, with minutes of the prompts that were looked at:
         `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped tokens
         counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
         temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
@@ -187,9 +188,8 @@ class Hooks:
 
     tell: Callable[[str], None] = lambda text: None
     """Gets a line, in the main process."""
-    judge: Callable[[pd.DataFrame, Callable[[float], float] | None], str | None] = lambda table, seconds: None
-    """Says how much a sample leaves open. Gets the table's SUMMARIZED columns, and the seconds of a run with so many
-    times the tokens."""
+    judge: Callable[[pd.DataFrame], str | None] = lambda table: None
+    """Says how much a sample leaves open. Gets the table's SUMMARIZED columns."""
 
 
 def measure_into(
@@ -237,7 +237,8 @@ def measure_into(
             table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in names])
             sample = _describe_sample(measurement, asked, table, rounds, hooks)
             folder.publish(_manifest(measurement, folder.key, table, **facts) | {"sample": sample})
-            hooks.tell(f"{len(table):,} tokens of {len(measurement.batch)} responses: {folder.folder / TABLE}")
+            responses = table["response"].nunique()
+            hooks.tell(f"{len(table):,} tokens of {responses:,} responses: {folder.folder / TABLE}")
             if not isinstance(sample, str) and "error" in sample:
                 hooks.tell(sample["error"])
     processes.gather([None])  # the table is there
@@ -384,12 +385,5 @@ def _describe_sample(
     if times is not None:
         told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]
         sample |= {"seconds": times, "rounds": told}
-
-    def seconds(more: float) -> float:
-        """Return the seconds of a run that measures so many times the tokens."""
-        size = round(min(measurement.sample.largest, more * each))
-        costs = [measurement.cost_of_more(0, end) for end in (size, each)]
-        return times["preparing"] + times["measuring"] * costs[0] / costs[1]
-
-    error = hooks.judge(table, None if times is None else seconds)
+    error = hooks.judge(table)
     return sample if error is None else sample | {"error": error}

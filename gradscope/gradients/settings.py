@@ -42,8 +42,9 @@ class MeasureSettings:
     there are more than 50,000, else every one; enough: 25 for each prompt, from 500 to 12,500. The others keep their
     rows, with NaN in the columns that need a backward pass."""
     minutes: Number | None = None
-    """Measure as large a sample as fits in about so many minutes, including loading and preparation; not
-    together with a number of tokens per interval."""
+    """Keep to about so many minutes, loading and what follows the table included: look at as many prompts as fit, and
+    at as large a sample of their tokens; the table has no rows of other prompts. Not together with a number of tokens
+    per interval."""
     sample: Design = "proportional"
     """How a sample is drawn. proportional: chances grow with |w|·‖e − π‖ and ‖e − π‖, which are known of every token,
     and each measured token counts for 1 / its chance; stratified: equal chances within an interval."""

@@ -90,7 +90,9 @@ class TableMeasurement:
         """The settings in use, with "auto" and "enough" resolved."""
         self.asked = settings
         self.batch = settle_batch(settings, batch)
-        """The batch with the temperatures and advantages in use."""
+        """The batch with the temperatures and advantages in use, of the prompts that are looked at."""
+        self.whole = self.batch
+        """The same of all prompts."""
         _check_tokens(tokens, settings, batch.num_tokens)
         precision = fast_precision(policy.dtype, policy.device.type) if settings.fast else "exact"
         resources = replace(resources, vectors=1 << 62, micro_batch=GRADIENT_RESPONSES)
@@ -180,16 +182,17 @@ class TableMeasurement:
         total, check = 60 * self.settings.minutes, None
         asked = (self.settings.loss, self.edges, self.follows)
         pilot = run_pilot(self.J.alone(), order, *asked, passes=self.passes)
-        if self.settings.self_check:
+        if self.settings.self_check and self._optimizer_state is None:  # whose metric is not known yet
             check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
         spent, each = self.watch.seconds(), self.processes.count
         after = AFTER if self.follows is not None else 0.0
         metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
-        prices = replace(pilot.prices, scoring=pilot.prices.scoring * (1 + metric))
-        prices = Prices(*(seconds / each for seconds in vars(prices).values()))
+        prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
+        prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
         shares = share_seconds(total - spent - after, prices, prompts=len(order), tokens=self.num_tokens)
         reserve = after + prices.summing * shares.summed
-        return shares, reserve, WORTHWHILE * spent / 60 if total < WORTHWHILE * spent else None, check
+        least = WORTHWHILE * (spent - self.watch.earlier)
+        return shares, reserve, least / 60 if total < least else None, check
 
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
         """Measure one group. Return a DataFrame per response, empty if it keeps no token."""

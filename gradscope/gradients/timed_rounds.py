@@ -4,8 +4,8 @@ A first round of PILOT tokens of each interval tells how many seconds a unit of 
 backward pass carries for a token, and a sequence's forward pass, head and factors count for as many as in
 `engine.chunks`. Each further round takes at most the part STEP of the time that is left and measures at most GROWTH
 times as many as before, so that an estimate that is far off is mended by the next; there is none when less than the
-part ENOUGH of all minutes is left. The sample of a round holds those before it (`sample`): nothing is measured
-twice, and nothing that was measured is dropped.
+part ENOUGH of the seconds for measuring is left. The sample of a round holds those before it (`sample`): nothing is
+measured twice, and nothing that was measured is dropped.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _next_size(measurement: GrowingMeasurement, rounds: Sequence[Round], seconds
         return min(PILOT, largest)
     sizes = [0, *(done.each for done in rounds)]
     previous, left = sizes[-1], total - seconds
-    if previous >= largest or left < ENOUGH * total:
+    if previous >= largest or left < ENOUGH * (left + sum(done.seconds for done in rounds)):
         return None
     cost = sum(measurement.cost_of_more(*ends) for ends in pairwise(sizes))
     rate = sum(done.seconds for done in rounds) / cost

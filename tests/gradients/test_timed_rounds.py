@@ -37,14 +37,23 @@ class Clock:
 class Pretended:
     """A measurement of 4,000 tokens, each of which costs its own prefix: seconds pass on the clock alone."""
 
-    def __init__(self, clock: Clock, minutes: float, *, rate: float = 0.01, believed: float = 3.0, true: float = 3.0):
+    def __init__(
+        self,
+        clock: Clock,
+        minutes: float,
+        *,
+        rate: float = 0.01,
+        believed: float = 3.0,
+        true: float = 3.0,
+        reserve: float = 0.0,
+    ):
         """rate: seconds of a position. believed, true: positions that a token's sequence counts for, by the estimate
         and on the clock.
         """
         rng = np.random.default_rng(0)
         self.settings, self.processes, self.clock = MeasureSettings(minutes=minutes), ALONE, clock
         self.sample = TokenSample(np.arange(4000) % 4, 4, np.ones(4000), rng)
-        self.reserve, self.num_prompts = 0.0, 100
+        self.reserve, self.num_prompts = reserve, 100
         self.prefix, self.rate, self.believed, self.true = rng.integers(50, 200, 4000), rate, believed, true
 
     def _positions(self, previous: int, each: int, shared: float) -> float:
@@ -88,6 +97,12 @@ def test_minutes_are_kept_within_a_quarter_however_wrong_the_estimate_of_cost(mi
     # Nothing twice, and the sample of the last round in all.
     places = np.concatenate([done.norms.index for done in rounds])
     assert len(places) == len(set(places)) == 4 * sizes[-1]
+
+
+def test_a_small_part_of_the_minutes_is_measured_in_whole():
+    """Of 10 minutes 3 went into scoring and 6 are for sums."""
+    rounds, seconds = run_pretended(10.0, preparing=180.0, reserve=360.0, rate=0.001)
+    assert 0.75 * 60 <= seconds - 180.0 <= 1.25 * 60 and rounds[-1].each > PILOT
 
 
 def test_a_stopped_run_goes_on_with_the_time_that_its_rounds_left(tmp_path):

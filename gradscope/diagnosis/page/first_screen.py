@@ -30,8 +30,9 @@ def _summed(d: Diagnosis) -> str:
         return f"{words}; signal cannot be told from noise ({why})." if why else f"{words}."
     if compare(signal) is Verdict.MORE:
         return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
-    noise = f"The whole summed gradient cannot be told from noise on these {d.prompts}"
-    return f"{words}. {noise}: sample more of this checkpoint before you compare methods."
+    noise = f"The whole summed gradient cannot be told from noise on {d.summed_prompts}"
+    more = "sample more of this checkpoint" if d.sums_prompts in (None, d.of_prompts) else "give more minutes"
+    return f"{words}. {noise}: {more} before you compare weightings."
 
 
 def _next(d: Diagnosis) -> str:

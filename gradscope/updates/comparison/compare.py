@@ -201,6 +201,7 @@ def compare(
         known = {"optimizer_state": metric, "resources": Resources(progress=resources.progress)}
         with TableMeasurement(policy, batch, sample, edges=s.edges, **known) as measurement:
             table = fill_table(measurement)
+    batch = batch.of_prompts(table["group"].unique()) if "group" in table else batch
     if told := describe_reread(table, batch):
         raise InputError(f"the table's maker {told}; give a table that was measured of this batch")
     J = TokenJacobian(policy, _with_advantages(batch, table), resources)

@@ -56,7 +56,7 @@ def gains_on_unseen_prompts(
     four such prompts.
     """
     batch, progress = steps.jacobian.batch, steps.jacobian.resources.progress
-    prompts, counts = batch.group_ids.unique(return_counts=True)
+    prompts, counts = batch.group_ids[batch.response_mask.any(1)].unique(return_counts=True)
     prompts = prompts[counts > 1]
     if batch.rewards is None or batch.rewards.isnan().any() or len(prompts) < 4:
         return None
