@@ -341,7 +341,7 @@ def test_tokens_that_the_sampler_did_not_score_are_counted_in_a_note(case):
 
 
 def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypatch):
-    counts = {"forward": 0, "backward": 0, "derivative": 0}
+    counts = {"forward": 0, "backward": 0}
 
     def counted(name: str, make):
         def call(*arguments, **keywords):
@@ -352,15 +352,14 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
 
     monkeypatch.setattr("gradscope.gradients.forward_mode.TANGENTS", 0)  # each derivative by itself
     monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
-    monkeypatch.setattr(torch.func, "jvp", counted("derivative", torch.func.jvp))
     handle = case.policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
     weightings = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
     compare(case.policy, case.batch, weightings, table=case.table, settings=settle(), resources=Resources())
     handle.remove()
     prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     looks = len(case.batch)  # at log π_old, which are planted at some distance from log π
-    # A derivative runs the model itself; all prompts go together where they are not needed apart.
-    assert counts == {"forward": looks + prompts + rows, "backward": prompts * rows, "derivative": rows}
+    # A derivative is a forward pass; all prompts go together where they are not needed apart.
+    assert counts == {"forward": looks + prompts + rows, "backward": prompts * rows}
 
 
 class Nearly(Weighting):
