@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.decoders import COMMON, SANDWICHED
 from support.exact import TRUE_FLOAT64, assert_same, cached_policy, random_ids
+from support.gradients import raising
 from support.oracle import TrueFloat64, brute_force, largest_error
 from support.policies import LAYERS, make_policy
 from support.tiers import every
@@ -42,7 +43,7 @@ def measure(policy: Policy, sequences: list[SequenceTokens], memory: int) -> tup
     """(numbers of all targets, how often the first block ran)."""
     with measuring(policy.model, max(len(s.ids) for s in sequences)):
         meter = TokenGradientMeter(policy, random_ids(20), memory=memory)
-        assert meter.decoder is not None
+        meter.graph.record = raising(AssertionError("a sequence goes along the graph"))
         with Forwards(policy) as forwards:
             return meter.measure_together(sequences), forwards.count
 
