@@ -148,7 +148,7 @@ class TokenBatch:
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenBatch:
         """Return the batch with only these prompts' tokens kept; every response stays in its row.
 
-        >>> batch = collate([Response([5], [7]), Response([6], [7, 8])])
+        >>> batch = collate([Response([5], [7], group=0), Response([6], [7, 8], group=1)])
         >>> batch.of_prompts(batch.group_ids[:1]).response_mask.any(1).tolist()
         [True, False]
         """

@@ -247,6 +247,9 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
     d, text = found(name)
     case = SETTINGS[name]
     served = case.prompts - case.idle
+    if d.num_prompts < d.of_prompts:  # minutes for one
+        assert (d.num_prompts, d.of_prompts) == (1, case.prompts)
+        return
     assert (d.num_prompts, d.num_informative_prompts) == (case.prompts, served)
     own = text.partition("All numbers Every")[0]
     if d.comparison is not None:  # which counts what it would take
