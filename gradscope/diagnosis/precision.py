@@ -19,6 +19,8 @@ NORMAL = 1.959964
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 FEWEST = 8
 """Measured tokens of an interval that was sampled, below which their spread says nothing."""
+NEARLY_ALL = 0.9
+"""Part of the variance above which what the prompts leave cannot be told from nothing."""
 LITTLE = 0.1
 """Part of the variance below which a larger sample is not worth its time."""
 
@@ -63,6 +65,8 @@ class SamplingError:
         said += f" [{self.lower:.3g}, {self.upper:.3g}]"
         if not np.isfinite(self.part):
             return f"{said}, from too few tokens to say how much more of them would narrow it."
+        if self.part > NEARLY_ALL:  # an estimate: the prompts' own part is not known to be nothing
+            return f"{said}. Nearly all of this interval's variance is the sample of tokens': more would narrow it."
         said += f". {self.part:.0%} of this interval's variance is the sample of tokens', the rest the prompts'"
         if self.part < LITTLE:
             return f"{said}: more tokens would hardly narrow it."
