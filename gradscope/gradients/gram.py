@@ -163,6 +163,20 @@ class Gram:
     def total(self) -> Float[np.ndarray, "R R"]:
         return self.total_parts.sum(0)
 
+    @property
+    def by_module(self) -> dict[str, Float[np.ndarray, "R R"]]:
+        """What each module's own parameters add to `total`, in float64, from the totals as vectors.
+
+        A parameter that several modules share counts for the first. Raises InputError where the totals were not kept.
+        """
+        if self.totals is None:
+            raise InputError("inner products by module need the sums as vectors; give totals=True or a larger budget")
+        found: dict[str, np.ndarray] = {}
+        for name, part in self.totals.slices.items():
+            module = name.rpartition(".")[0]
+            found[module] = found.get(module, 0.0) + inner_products(self.totals.rows[:, part]).numpy()
+        return found
+
     def error(self, statistic: Statistic) -> np.ndarray:
         """Standard error that sketching gives a statistic of (products, total); 0 of whole vectors."""
         if len(self.parts) == 1:
