@@ -1,6 +1,6 @@
 """Prompts with a reward, one file per task, registered by name; a user adds a task in a file of their own."""
 
-from gradscope.tasks import arithmetic, knights_knaves, math
+from gradscope.tasks import arithmetic, knights_knaves, math, word_problems
 from gradscope.tasks.data import draw_questions
 from gradscope.tasks.registry import (
     Grade,
@@ -18,6 +18,8 @@ register(knights_knaves.knights_knaves_compact)
 register(math.math_chat)
 register(math.math_plain)
 register(arithmetic.arithmetic)
+register(word_problems.word_problems)
+register(word_problems.word_problems_plain)
 
 __all__ = [
     "Grade", "Question", "Task", "draw_questions", "get_task", "grade_response", "questions_hash", "register",
