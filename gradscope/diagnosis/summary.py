@@ -59,6 +59,8 @@ class Summary:
     """None where too few tokens were measured to say anything."""
     parameters: str = "all parameters"
     """What norms and sums are over, in words."""
+    of_prompts: int | None = None
+    """Prompts of the whole batch; None: sums are of all."""
 
     def __str__(self) -> str:
         table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
@@ -121,8 +123,12 @@ class Summary:
             f"{_percent(share)} by {tokens:.1%} of the tokens (π in {name})" for name, tokens, share in owned
         )
         halves = ", ".join(f"{cosine:.2f}" for _, cosine in _rows(table, "half_cosine"))
+        summed, whole = self.gradients.num_prompts, self.of_prompts
+        whose = "this batch's gradient"
+        if whole is not None and summed < whole:
+            whose = f"the gradient of {summed:,} of this batch's {whole:,} prompts, drawn at random"
         return [
-            f"Summed: of this batch's gradient (⟨G_a, G⟩/‖G‖²), {each}.",
+            f"Summed: of {whose} (⟨G_a, G⟩/‖G‖²), {each}.",
             f"Between two halves of the {self.gradients.num_prompts} prompts, G_a has cosines {halves or '–'}: where "
             "that is near 0, G_a may be mostly noise, and another batch would give another share (one split; "
             "`gradscope diagnose` gives the signal with an interval).",
@@ -168,6 +174,7 @@ def summarize_measurement(
     compute the constants of Eq. 3 at so many tokens' contexts (`layer_constants`; its time grows fast with model and
     context). resources: of the summed gradients.
     """
+    whole = len(batch.group_ids[batch.response_mask.any(1)].unique())
     resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
@@ -187,7 +194,7 @@ def summarize_measurement(
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
     except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
         theory = None
-    return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, parameters=over)
+    return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, over, whole)
 
 
 def add_constants(

@@ -59,6 +59,16 @@ def test_shares_of_the_gradient_are_those_of_the_networks_own_sums(summary):
     assert summary.intervals["gradient_share"].sum() == pytest.approx(1, rel=1e-5)
 
 
+def test_sums_of_some_prompts_are_said_to_be_of_so_many(policy, batch, table, summary):
+    whole = batch.group_ids.unique().tolist()
+    part = summarize_measurement(policy, batch, table, MeasureSettings(), prompts=len(whole) - 1)
+    looked = table[table["group"] != whole[0]]
+    for found in (part, summarize_measurement(policy, batch, looked, MeasureSettings())):
+        assert (found.gradients.num_prompts, found.of_prompts) == (len(whole) - 1, len(whole))
+        assert f"{len(whole) - 1} of this batch's {len(whole)} prompts" in found.sentences()
+    assert "prompts, drawn" not in summary.sentences()
+
+
 def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(policy, batch, table):
     part = table.copy()
     part.loc[(part["interval"] == 0) & (np.arange(len(part)) % 2 == 0), "param_grad_norm"] = np.nan
