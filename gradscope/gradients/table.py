@@ -180,12 +180,13 @@ class TableMeasurement:
         the self-check, which is of the first prompt.
         """
         total, check = 60 * self.settings.minutes, None
-        asked = (self.settings.loss, self.edges, self.follows)
+        follows = self.follows if self._is_weighted() else None
+        asked = (self.settings.loss, self.edges, follows)
         pilot = run_pilot(self.J.alone(), order, *asked, passes=self.passes)
         if self.settings.self_check and self._optimizer_state is None:  # whose metric is not known yet
             check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
         spent, each = self.watch.seconds(), self.processes.count
-        after = AFTER if self.follows is not None else 0.0
+        after = AFTER if self.follows is not None else 0.0  # a page is made all the same
         metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
         prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
         prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
@@ -193,6 +194,12 @@ class TableMeasurement:
         reserve = after + prices.summing * shares.summed
         least = WORTHWHILE * (spent - self.watch.earlier)
         return shares, reserve, least / 60 if total < least else None, check
+
+    def _is_weighted(self) -> bool:
+        """Return whether a token can have a weight: without advantages, and a reference, there is nothing to sum."""
+        advantages, loss = self.whole.advantages, self.settings.loss
+        pulled = loss.kl_coef > 0 and self.whole.ref_logprobs is not None
+        return pulled or (advantages is not None and bool(advantages[self.whole.response_mask].any()))
 
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
         """Measure one group. Return a DataFrame per response, empty if it keeps no token."""

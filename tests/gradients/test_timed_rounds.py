@@ -2,21 +2,30 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf, nan
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 from support.refusals import refused
 
 from gradscope import measure
 from gradscope.cli import commands as cli
-from gradscope.gradients import MeasureSettings, Stopwatch, TableMeasurement, TokenJacobian, settle_minutes
+from gradscope.gradients import (
+    MeasureSettings,
+    Stopwatch,
+    TableMeasurement,
+    TokenJacobian,
+    plan_sums,
+    settle_minutes,
+)
 from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
-from gradscope.gradients.shared_minutes import APART, FEWEST, Prices, share_seconds
+from gradscope.gradients.shared_minutes import AFTER, APART, FEWEST, Prices, share_seconds
 from gradscope.gradients.table import join_responses
 from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
@@ -194,6 +203,18 @@ def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_firs
     assert few["group"].nunique() == 1
     of_one = measure(policy, batch.of_prompts(few["group"].unique()), tokens_per_interval=PILOT, self_check=False)
     pd.testing.assert_frame_equal(few, of_one, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("advantage", "referred"), [(0.0, False), (1.0, False), (0.0, True)])
+def test_minutes_are_reserved_for_sums_where_a_token_can_have_a_weight(policy, advantage, referred):
+    batch = make_batch(policy)
+    known = {"advantages": torch.full(batch.input_ids.shape, advantage)}
+    known |= {"old_logprobs": None, "ref_logprobs": torch.full(batch.input_ids.shape, -1.0) if referred else None}
+    batch = replace(batch, **known)
+    measurement = TableMeasurement(policy, batch, MeasureSettings(minutes=5.0, self_check=False))
+    measurement.follows = plan_sums(policy, batch, 1 << 34, keeps_prompts=True)
+    with measurement:
+        assert (measurement.reserve > AFTER) == (advantage != 0 or referred)
 
 
 @pytest.mark.parametrize(
