@@ -343,5 +343,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 folder.stage()
                 write_report(folder.staged, report)
                 sums = None if found.sums is None else asdict(found.sums)
-                folder.publish(folder.manifest | {"diagnosis": drawn, "summed_gradients": sums})
+                told = {"summed_gradients": sums, "summed_prompts": found.sums_prompts}
+                folder.publish(folder.manifest | {"diagnosis": drawn, **told})
         print(f"{in_words(found)}\n{folder.folder / PAGE}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,10 @@ def write_trend(
     ]
     if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
         notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
+    summed = Counter(filter(None, (manifest.get("summed_prompts") for manifest in manifests)))
+    if len(summed) > 1:
+        each = ", ".join(f"{prompts:,} at {count} of the checkpoints" for prompts, count in sorted(summed.items()))
+        notes = [*notes, f"summed gradients differ in their number of prompts, {each}: a signal fraction grows with it"]
     rollouts = [manifest["rollouts"] for manifest in manifests]
     told = (note for dump in rollouts for note in dump["notes"] if note != dump.get("step_note"))
     notes = [*notes, *dict.fromkeys(told)]

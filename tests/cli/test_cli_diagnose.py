@@ -223,6 +223,13 @@ def test_several_checkpoints_have_a_page_each_and_one_of_the_trend_with_their_ve
     assert capsys.readouterr().out.count("already diagnosed") == 2
     again = pd.read_csv(out / "data" / "trend.csv", keep_default_na=False, dtype=str)
     pd.testing.assert_frame_equal(again, trend)
+    # Sums of other numbers of prompts, as minutes leave them, are counted.
+    manifest = json.loads((out / "checkpoint-3" / "manifest.json").read_text())
+    whole = manifest["summed_prompts"]
+    assert "differ in their number of prompts" not in read_page(out).text
+    (out / "checkpoint-3" / "manifest.json").write_text(json.dumps(manifest | {"summed_prompts": whole - 1}))
+    run("diagnose", *models, "--rollouts", rollouts, "--out", out, *BRIEF)
+    assert f"{whole - 1} at 1 of the checkpoints, {whole} at 1 of the checkpoints" in read_page(out).text
     # A page of one checkpoint has no place where the trend's is, nor the reverse.
     to = ("--rollouts", rollouts, "--out", out, *BRIEF)
     assert "give another --out, or --overwrite" in refusal(capsys, "diagnose", models[0], *to)
