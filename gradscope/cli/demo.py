@@ -1,23 +1,31 @@
-"""The command `gradscope demo`: the main job on the policy that comes along."""
+"""The command `gradscope demo`: the main job on the policy that comes along, or on another one."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from gradscope.cli.measure import Measure
 from gradscope.cli.sample import Sample
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings
+from gradscope.policy import EMBEDDED, find_checkpoint, load_tokenizer
 from gradscope.runs import RunFolder
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The main job on the embedded policy: sample Knights & Knaves responses, measure them, draw, print a summary."""
+    """The main job in small: sample a policy's responses, measure them, draw, print a summary.
+
+    The embedded policy answers Knights & Knaves puzzles; another one, which --policy names, word problems.
+    """
 
     out: Path = Path("demo-out")
     """Folder for rollouts_seed0.jsonl, tokens.parquet, manifest.json and figures/."""
+    policy: str = "embedded"
+    """The embedded policy, or a checkpoint folder: of a pretrained language model, of some hundred million parameters
+    for some five minutes on two cores. One with a chat template is asked in a chat."""
     seed: int = 0
     """Draws the questions, the responses and the tokens that are measured."""
     overwrite: bool = False
@@ -31,15 +39,19 @@ class Demo:
                 "--overwrite"
             )
         rollouts = self.out / f"rollouts_seed{self.seed}.jsonl"
+        is_own = self.policy in EMBEDDED
         if self.overwrite or not rollouts.is_file():
-            Sample(
-                model="embedded",
-                out=rollouts,
-                task="knights-knaves-compact",
-                questions=10,
-                temperature=0.7,
-                seed=self.seed,
-                overwrite=True,
-            ).sample()
-        settings = MeasureSettings(seed=self.seed)
-        Measure("embedded", rollouts, self.out, settings, constants=3, overwrite=self.overwrite).run()
+            asked = _PUZZLES if is_own else self._word_problems()
+            Sample(model=self.policy, out=rollouts, questions=10, seed=self.seed, overwrite=True, **asked).sample()
+        # A pretrained model's tokens are dear: of its five minutes, one is for sampling.
+        settings = MeasureSettings(seed=self.seed, minutes=None if is_own else 4)
+        constants = 3 if is_own else 0
+        Measure(self.policy, rollouts, self.out, settings, constants=constants, overwrite=self.overwrite).run()
+
+    def _word_problems(self) -> dict[str, Any]:
+        tokenizer = load_tokenizer(find_checkpoint(self.policy))
+        chat = getattr(tokenizer, "chat_template", None) is not None
+        return {"task": "word-problems" if chat else "word-problems-plain", "max_new_tokens": 48}
+
+
+_PUZZLES = {"task": "knights-knaves-compact", "temperature": 0.7}

@@ -26,9 +26,10 @@ from gradscope.gradients import Resources, TableMeasurement, measure
 from gradscope.gradients.engine import autograd, norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
-from gradscope.policy import load_policy
+from gradscope.policy import EMBEDDED, load_policy
 from gradscope.rollouts import read_rollouts
 from gradscope.runs import file_hash, folder as run_folder
+from gradscope.tasks import get_task
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -483,6 +484,26 @@ def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path
     assert again.status == 0 and "already measured" in again.out and files(out) == before
     assert_one_line(run("demo", "--out", out, "--seed", 1), "seed 0, not 1")
     assert files(out) == before
+
+
+@pytest.mark.parametrize(("name", "chat"), [("embedded", True), ("embedded-certain", False)])
+def test_the_demo_asks_another_policy_word_problems_in_a_chat_if_it_can(run, tmp_path, monkeypatch, name, chat):
+    """Policies that write any text, as if they came from elsewhere; only one of them has a template."""
+    right, fewer = Sample.sample, {"questions": 3, "n": 2, "max_new_tokens": 12}
+    monkeypatch.setattr(Sample, "sample", lambda sample: right(replace(sample, **fewer)))
+    policy, out = shutil.copytree(EMBEDDED[name], tmp_path / "policy"), tmp_path / "demo"
+    first = run("demo", "--policy", policy, "--out", out)
+    assert (first.status, first.err) == (0, "")
+    rows = [json.loads(line) for line in (out / "rollouts_seed0.jsonl").read_text().splitlines()]
+    text = [question.prompt for question in get_task("word-problems-plain").questions(3, seed=0)]
+    wanted = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in text]
+    assert [row["prompt"] for row in rows[::2]] == wanted and {row["temperature"] for row in rows} == {1.0}
+    table = pd.read_parquet(out / "tokens.parquet")
+    assert len(table) == sum(len(row["response_ids"]) for row in rows) and table["param_grad_norm"].notna().all()
+    assert (out / "figures" / "figure_1.png").is_file()
+    before = files(out)
+    again = run("demo", "--policy", policy, "--out", out)
+    assert again.status == 0 and files(out) == before
 
 
 def test_at_a_stated_speed_a_plan_loads_no_weights_and_writes_nothing(run, checkpoints, rollouts, tmp_path):
