@@ -98,8 +98,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
     chunk_memory: int | None = None
-    """Bytes that one batched backward pass may take, and the activations of responses measured together; changes speed
-    and memory only. None: 1 GiB, on a GPU 4."""
+    """Memory limit, in bytes, for one batched backward pass and for the activations of responses measured together.
+    Affects speed and memory, not results. None: 1 GiB, on a GPU 4."""
     gradient_memory: MemoryFlag = None
     """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
     or as sketches, whose error is said."""

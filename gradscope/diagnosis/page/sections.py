@@ -154,7 +154,7 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
     if d.precision is not None:
         caption += f" {as_sentence(d.precision)}"
     if d.num_prompts < d.of_prompts:
-        caption += f" More minutes cover more of the {d.of_prompts:,} prompts; errors shrink as one over the root of n."
+        caption += f" More minutes cover more of the {d.of_prompts:,} prompts; half the error takes four times as many."
     draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
     drawn = sheets.figure("shares", draw, caption, bars=OVER_PROMPTS)
     return drawn if isinstance(drawn, Figure) else None
