@@ -435,11 +435,10 @@ def sum_gradients(task: Task) -> GradientPart:
             metric = None
     found = J.until(task.minutes.deadline).gram(weights, metric=metric, way=way)
     if len(found.groups) < len(J.prompts):
-        task.note(
-            "fewer-sums",
-            f"Summed gradients are of {len(found.groups)} of the {len(J.prompts)} prompts, drawn at random: more would "
-            "have taken longer than the minutes.",
-        )
+        full = len(found.groups) == found.plan.groups
+        limit = "do not fit into --gradient-memory" if full else "would have taken longer than the minutes"
+        of = f"{len(found.groups):,} of the {len(J.prompts):,} prompts"
+        task.note("fewer-sums", f"Summed gradients are of {of}, drawn at random: more {limit}.")
     if found.plan.way != "whole":
         task.note("inexact", f"{str(found.plan).capitalize()}.")
     return_freed_memory()

@@ -415,7 +415,8 @@ def plan_batch(
     summing = 0.0 if sums is None else sums.forward_passes * scoring
     prices = Prices(scoring, (len(EDGES) - 1) * measuring / batch.num_tokens, summing)
     left = 60 * minutes - speed.preparation - (AFTER if sums is not None else 0.0)
-    shares = share_seconds(left, prices, prompts=prompts, tokens=batch.num_tokens)
+    summable = None if sums is None else sums.groups
+    shares = share_seconds(left, prices, prompts=prompts, tokens=batch.num_tokens, summable=summable)
     order = np.random.default_rng([settings.seed, 1]).permutation(ids.numpy())
     batch = batch.of_prompts(order[: shares.scored])
     chosen, draw = choose_tokens(batch, shares.measured, settings.seed)

@@ -23,6 +23,7 @@ from gradscope.errors import InputError
 from gradscope.gradients.forward_mode import BACKWARD
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
+from gradscope.gradients.shared_minutes import FEWEST
 from gradscope.gradients.sketches import BLOCKS, Sketcher
 from gradscope.gradients.sweep import Sweep
 from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
@@ -61,6 +62,8 @@ class SumsPlan:
     way: Way
     rows: int
     """Rows of weights."""
+    groups: int
+    """Groups that the budget holds: all, or as many as their inner products fit for."""
     memory: int
     """Budget, bytes."""
     sketch_size: int | None
@@ -101,6 +104,9 @@ def plan_gram(
 ) -> SumsPlan:
     """Choose how R vectors for each group are made: whole where they fit into `memory` bytes, else as sketches.
 
+    Where the inner products of all pairs of groups do not fit either, it is for as many groups as do, if they are at
+    least FEWEST.
+
     Args:
         metric: whether the sum of all vectors is wanted too.
         way: this one, whether the other would fit or not.
@@ -108,6 +114,25 @@ def plan_gram(
     Raises:
         InputError: the memory does not hold them.
     """
+    found = _fit(sizes, rows, pairs, memory, metric, way)
+    if isinstance(found, int) and pairs == "all":  # their products grow with the square of the groups
+        low, high = 0, sizes.groups
+        while high - low > 1:
+            middle = (low + high) // 2
+            fewer = _fit(replace(sizes, groups=middle), rows, pairs, memory, metric, way)
+            low, high = (low, middle) if isinstance(fewer, int) else (middle, high)
+        if low >= min(FEWEST, sizes.groups):
+            found = _fit(replace(sizes, groups=low), rows, pairs, memory, metric, way)
+    if isinstance(found, int):
+        raise InputError(
+            f"summed gradients need {_in_words(found)} at least and the budget is {_in_words(memory)}; give "
+            f"--gradient-memory {found} or more, or fewer responses"
+        )
+    return found
+
+
+def _fit(sizes: Sizes, rows: int, pairs: Pairs, memory: int, metric: bool, way: Way | None) -> SumsPlan | int:
+    """Return how vectors for all groups are made, or the bytes that they need where `memory` is less."""
     width, held = sizes.width, rows * (sizes.groups if pairs == "all" else 1)
     products = 8 * (held**2 if pairs == "all" else sizes.groups * rows**2)
     whole = (held + rows + 1 + metric) * sizes.parameters * width  # and the gradient as autograd returns it
@@ -119,15 +144,11 @@ def plan_gram(
     least = {"whole": whole, "sketches": transient + kept * size}
     fits = [name for name in ([way] if way else least) if least[name] <= memory]
     if not fits:
-        wanted = min(least.values()) if way is None else least[way]
-        raise InputError(
-            f"summed gradients need {_in_words(wanted)} at least and the budget is {_in_words(memory)}; give "
-            f"--gradient-memory {wanted} or more, or fewer responses"
-        )
+        return min(least.values()) if way is None else least[way]
     cost = 1 + BACKWARD * rows
     if fits[0] == "whole":
-        return SumsPlan("whole", rows, memory, None, 1, cost)
-    return SumsPlan("sketches", rows, memory, size, blocks, cost + 1)  # block by block, each is run once more
+        return SumsPlan("whole", rows, sizes.groups, memory, None, 1, cost)
+    return SumsPlan("sketches", rows, sizes.groups, memory, size, blocks, cost + 1)  # each block is run once more
 
 
 @dataclass(frozen=True, eq=False)
@@ -152,7 +173,7 @@ class Gram:
     @classmethod
     def exact(cls, products: Float[np.ndarray, "n R n R"]) -> Gram:
         """The Gram of known inner products of all pairs."""
-        plan = SumsPlan("whole", products.shape[1], products.nbytes, None, 1, 0.0)
+        plan = SumsPlan("whole", products.shape[1], len(products), products.nbytes, None, 1, 0.0)
         return cls(products[None], products.sum((0, 2))[None], plan, tuple(range(len(products))))
 
     @property
@@ -230,6 +251,8 @@ class GroupSums:
         totals: bool = False,
     ) -> Gram:
         """Multiply the vectors; see `TokenJacobian.gram`."""
+        if plan.groups < len(self.groups):
+            self._narrow(sorted(np.random.default_rng(SEED).permutation(len(self.groups))[: plan.groups].tolist()))
         keeps_whole = plan.way == "whole"
         wanted = pairs == "within" if keeps_whole else totals
         sums = self._zeros(plan, len(self.weights)) if wanted else None
@@ -287,6 +310,7 @@ class GroupSums:
                 together.sum(shared)
         if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came before the last group
             factor = self._narrow(made)
+            self.resources = replace(self.resources, deadline=None)
             kept, sketches = (None if vectors is None else vectors[made] * factor for vectors in (kept, sketches))
             within = within[:, made] * factor**2
             for vectors in (totals, total):
@@ -346,10 +370,9 @@ class GroupSums:
         factor = self.weights.shape[1] / count
         self.weights = self.weights * factor
         places = {group: place for place, group in enumerate(made)}
-        self.mine = [places[group] for group in self._made]
+        self.mine = [places[group] for group in self.mine if group in places]
         self._pieces = [self._pieces[group] for group in made]
         self.groups = tuple(self.groups[group] for group in made)
-        self.resources = replace(self.resources, deadline=None)
         return factor
 
     def _whole(self) -> Iterator[tuple[int, Float[Tensor, "R P"]]]:

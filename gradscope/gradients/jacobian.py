@@ -242,7 +242,9 @@ class TokenJacobian:
         """Multiply sums of token gradients by group with each other: u_{p,r} = Σ_t weights[r, t]·∇ log π_t, t in p.
 
         One pass over the batch, a backward pass for each row where it weighs a token. Vectors are whole where they fit
-        into `resources.vectors`, else sketches. The processes share the groups.
+        into `resources.vectors`, else sketches. Where not even the inner products of all pairs fit, as many groups as
+        fit are drawn at random, and their weights are multiplied by (tokens of all groups) / (tokens of these). The
+        processes share the groups.
 
         Args:
             groups: id of each response's group; None: its prompt's. One without a kept token is none.

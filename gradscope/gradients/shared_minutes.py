@@ -46,7 +46,9 @@ class Shares:
     """Prompts, of those that are scored."""
 
 
-def share_seconds(seconds: float, prices: Prices, *, prompts: int, tokens: int) -> Shares:
+def share_seconds(
+    seconds: float, prices: Prices, *, prompts: int, tokens: int, summable: int | None = None
+) -> Shares:
     """Divide seconds so that the three variances are smallest together.
 
     Fewer than FEWEST prompts are scored or summed only where those alone take longer.
@@ -54,21 +56,23 @@ def share_seconds(seconds: float, prices: Prices, *, prompts: int, tokens: int) 
     Args:
         prompts: how many there are.
         tokens: how many the largest interval may have.
+        summable: prompts whose gradients the memory holds; None: of all.
 
     >>> share_seconds(300.0, Prices(scoring=2.0, measuring=1.5, summing=20.0), prompts=16, tokens=4000)
     Shares(scored=16, measured=98, summed=6)
     """
-    fewest = min(FEWEST, prompts)
+    fewest, most = min(FEWEST, prompts), prompts if summable is None else min(summable, prompts)
     apart = {
         "scored": _Number(1.0, prices.scoring, fewest, prompts),
         "measured": _Number(APART, prices.measuring, 1, tokens),
-        "summed": _Number(1.0, prices.summing, fewest, prompts),
+        "summed": _Number(1.0, prices.summing, fewest, most),
     }
     found = _divide(seconds, apart)
     if found["summed"] >= found["scored"]:  # summed prompts are among the scored: both become one number
         both = _Number(2.0, prices.scoring + prices.summing, fewest, prompts)
         found = _divide(seconds, {"scored": both, "measured": apart["measured"]})
-    return Shares(int(found["scored"]), int(found["measured"]), int(found.get("summed", found["scored"])))
+    scored, measured = int(found["scored"]), int(found["measured"])
+    return Shares(scored, measured, min(most, int(found.get("summed", scored))))
 
 
 @dataclass(frozen=True)

@@ -190,7 +190,8 @@ class TableMeasurement:
         metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
         prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
         prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
-        shares = share_seconds(total - spent - after, prices, prompts=len(order), tokens=self.num_tokens)
+        most = {"tokens": self.num_tokens, "summable": None if self.follows is None else self.follows.groups}
+        shares = share_seconds(total - spent - after, prices, prompts=len(order), **most)
         reserve = after + prices.summing * shares.summed
         least = WORTHWHILE * (spent - self.watch.earlier)
         return shares, reserve, least / 60 if total < least else None, check

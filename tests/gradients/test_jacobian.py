@@ -1,5 +1,7 @@
 """The operator against J itself: one autograd call per token, in float64, written here."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -339,3 +341,25 @@ def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way
     assert late.groups == alone.groups
     for ours, theirs in ((late, alone), (late.scaled, alone.scaled)):
         assert max(distance(ours.products, theirs.products), distance(ours.total, theirs.total)) < TOLERANCE
+
+
+def test_prompts_whose_products_do_not_fit_are_drawn_and_count_for_all():
+    policy = make_policy("qwen2", torch.float64)
+    few = make_batch(policy)
+    batch = replace(few.select([row % len(few) for row in range(60)]), group_ids=torch.arange(60))
+    weights = make_weights(batch, 12)
+
+    def within(memory: int) -> TokenJacobian:
+        return TokenJacobian(policy, batch, Resources(memory))
+
+    # Less and less, until not all inner products fit.
+    sizes = (2**n for n in range(28, 18, -1))
+    memory = next(size for size in sizes if within(size).plan_gram(12, way="sketches").groups < 60)
+    some = within(memory).gram(weights, way="sketches")
+    assert 6 <= len(some.groups) == some.plan.groups < 60
+    kept = torch.isin(groups_of(batch), torch.tensor(some.groups))
+    chosen = batch.of_prompts(some.groups)
+    weights = weights[:, kept] * batch.num_tokens / chosen.num_tokens
+    alone = TokenJacobian(policy, chosen, Resources(memory)).gram(weights, way="sketches")
+    assert alone.groups == some.groups
+    assert distance(some.products, alone.products) < TOLERANCE

@@ -64,7 +64,7 @@ def sketch_products(vectors: np.ndarray, seed: int, size: int = 512) -> Gram:
         for a, vector in enumerate(rows):
             sketcher.add(torch.from_numpy(vector), 0, out[prompt, a])
     parts = np.stack([block_products(block) for block in out.chunk(BLOCKS, dim=2)])
-    plan = SumsPlan("sketches", 4, 1 << 40, size, BLOCKS, 10.0)
+    plan = SumsPlan("sketches", 4, 64, 1 << 40, size, BLOCKS, 10.0)
     return Gram(parts, parts.sum((1, 3)), plan, tuple(range(len(vectors))))
 
 
@@ -143,3 +143,14 @@ def test_vectors_are_whole_where_they_fit_and_sketches_where_there_are_many_prom
     assert 1 << 10 <= short.sketch_size < 1 << 16
     with refused("--gradient-memory"):
         plan_gram(many, memory=1 << 20, **few)
+
+
+def test_of_very_many_prompts_as_many_are_summed_as_their_inner_products_fit():
+    small = replace(SIZES, parameters=800_000, largest=100_000, states=8_000, blocks=3)
+    how = {"rows": 4, "pairs": "all"}
+    plan = plan_gram(replace(small, groups=2150), memory=3 << 30, **how)
+    assert 1000 < plan.groups < 2150
+    assert plan_gram(replace(small, groups=plan.groups), memory=3 << 30, **how) == plan
+    # One more would lack memory, or be drawn again.
+    assert plan_gram(replace(small, groups=plan.groups + 1), memory=3 << 30, **how).groups == plan.groups
+    assert 8 * (4 * plan.groups) ** 2 * (BLOCKS // 4 + 1) < 3 << 30
