@@ -347,5 +347,5 @@ class TokenJacobian:
     def _place(self, rows: Int[Tensor, " b"], piece: TokenBatch) -> Int[Tensor, " k"]:
         """Where a piece's kept tokens stand among all."""
         row, column = piece.response_mask.nonzero().unbind(1)
-        start = self.batch.attention_mask.int().argmax(1)
-        return self._places[rows[row], start[rows[row]] + column]
+        start = self.batch.attention_mask[rows].int().argmax(1)
+        return self._places[rows[row], start[row] + column]

@@ -72,13 +72,13 @@ def find_statistics(
     Raises InputError where the policy gives a token no probability at all, a token has an infinite weight, or logged
     log-probabilities cannot be the tokens' own.
     """
-    sizes = batch.response_mask.sum(1)
+    sizes, num_tokens = batch.response_mask.sum(1), batch.num_tokens
     bounds = np.cumsum([0, *sizes.tolist()])
     with processes.together():
         mine = range(processes.rank, len(batch), processes.count)
         found, start = {}, 0
         for row in track(mine, "scoring", progress, unit="responses"):
-            for name, values in _response_columns(meter, batch, row, loss).items():
+            for name, values in _response_columns(meter, batch, row, loss, num_tokens).items():
                 # Straight into one tensor a column: thousands of small ones took three times as much memory.
                 whole = found.setdefault(name, values.new_empty(int(sizes[processes.rank :: processes.count].sum())))
                 whole[start : start + len(values)] = values
@@ -103,7 +103,9 @@ def find_statistics(
     )
 
 
-def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings) -> dict[str, Tensor]:
+def _response_columns(
+    meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings, num_tokens: int
+) -> dict[str, Tensor]:
     """Compute the columns of one response's tokens.
 
     They come from a pass of their own: whatever is measured beside the response, π has the same digits.
@@ -119,7 +121,7 @@ def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, lo
         *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
         statistics = TokenStatistics(*known)
         _check_probabilities(statistics, one, row)
-    columns = describe_tokens(one, statistics, loss, num_tokens=batch.num_tokens)
+    columns = describe_tokens(one, statistics, loss, num_tokens=num_tokens)
     positions = one.positions()[0][one.response_mask[0]]
     refuse_infinite_weights(columns | {"response": torch.full_like(positions, row), "position": positions})
     return columns | {"logit_grad_norm": norms}
