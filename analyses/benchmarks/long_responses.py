@@ -1,10 +1,10 @@
-"""Memory and time of one long response: what each product with the Jacobian takes, against its length.
+"""Memory and time of each Jacobian product on one response, against the response's length.
 
     python -m analyses.benchmarks.long_responses --out figures/benchmark_long_responses.csv
 
-Policy M of `token_gradients` with random weights; one response of n tokens, the first 64 its prompt. Peak memory is
-what is allocated at most beside the policy, by the profiler's records; time is CPU time of one thread, of a run of its
-own. `plain`, for short ones, is vjp as it is without any of it: plain attention, and one graph of everything.
+Policy M of `token_gradients` with random weights; one response of n tokens, of which the first 64 are the prompt. The
+norm is the exact one of the last token. Peak memory is the most that the profiler records beyond the policy; time is
+CPU time of one thread, in a separate run. `plain`, for short responses, is vjp with plain attention and a single graph.
 """
 
 from __future__ import annotations
