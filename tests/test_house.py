@@ -17,7 +17,7 @@ ROOMS = (
 OPEN = {
     "cli": {"pages"},
     "diagnosis": {"plots"},
-    "tasks": {"data", "knights_knaves", "knights_knaves_wording", "math"},
+    "tasks": {"data", "knights_knaves", "knights_knaves_wording", "math", "word_problems"},
     "integrations": {"trl", "verl", "verl_engine"},
 }
 """Files that a room shows as they are: other programs import them by name, or the door must stay light."""

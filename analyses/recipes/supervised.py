@@ -63,6 +63,8 @@ class Stage:
     """Learning rate at the first and at the last step; a cosine between."""
     write: Write = CAREFUL
     """Makes the response of statements, names and `rng`."""
+    warmup: int = 50
+    """Steps over which the learning rate rises to its first value."""
 
 
 JUDGING = (
@@ -230,10 +232,10 @@ def train(
             on_step(step + 1)
 
 
-def _learning_rate(stage: Stage, step: int, warmup: int = 50) -> float:
+def _learning_rate(stage: Stage, step: int) -> float:
     first, last = stage.lr
     cosine = 0.5 * (1 + math.cos(math.pi * step / stage.steps))
-    return (last + (first - last) * cosine) * min(1.0, (step + 1) / warmup)
+    return (last + (first - last) * cosine) * min(1.0, (step + 1) / stage.warmup)
 
 
 @torch.no_grad()
