@@ -30,7 +30,8 @@ SCRIPTS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7_8", "fig9_10", "fig11_12"),
     *("table1", "tables2_4", "words", "table6"),
     *("decision", "controls", "sharpening", "over_training", "dominance_adamw", "drivers", "proxies", "influence"),
-    *("base_policy", "kinds", "batch_sizes", "layer_constants", "cost_growth", "real_language"),
+    *("base_policy", "kinds", "batch_sizes", "layer_constants", "cost_growth"),
+    *("real_language", "optimal_baseline"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in the order in which they are drawn."""
 BOTH = ("rates", "prediction")
