@@ -5,7 +5,7 @@ variance is E[R‖s‖²]/E[‖s‖²]. verl weighs with W = Σ_t ‖e − π‖
 response (`variance_proxy`), or summed up to token t (`optimal_token_baseline`). Every baseline here is made of the
 other responses to the same prompt: those that it is tried on would flatter it. Measured are the embedded policy before
 training, 24 × 8 responses at temperature 0.7, and, without the baselines by token, the pretrained one of
-analyses/measure/real_language.py, 8 responses to each of its first prompts. Leaves
+analyses/measure/real_language.py, all of its responses. Leaves
 
     responses.parquet   a row per response: squared norms, and that of its part of the estimator by baseline; `signal`:
                         mean product of two responses' parts, of its prompt; `loss_gradient_squared`: ‖Σ_i A_i·s_i‖²
@@ -121,14 +121,13 @@ def mean_product(parts: Float[Tensor, "n k"]) -> float:
     return float((parts.sum(0).square().sum() - parts.square().sum()) / (count * (count - 1)))
 
 
-def measure(out: Path, *, questions: int = 24, responses: int = 8, pretrained: int = 16) -> None:
-    """Measure the embedded policy's responses, and those to the pretrained one's first prompts; keep the tables."""
+def measure(out: Path, *, questions: int = 24, responses: int = 8) -> None:
+    """Measure the embedded policy's responses, and those of the pretrained one; keep the tables."""
     policy = load_policy(configure("cpu", *PLACE).model)
     batch = sample_batch(policy, questions, responses, FRESH)
     tokens = part(out, "tokens", lambda: measure_tokens(policy, batch))
     frames = [by_prompt(out, "embedded", policy, batch, tokens)]
     policy, batch = real_language.inputs()
-    batch = batch.of_prompts(batch.group_ids.unique()[:pretrained])
     of_pretrained = read_table("real_language", "tokens.parquet")
     frames.append(by_prompt(out, "smollm2", policy, batch, of_pretrained, by_token=False))
     slim = tokens[["group", "response", "position", "prob", LOGITS, PARAMETERS]]
@@ -136,7 +135,7 @@ def measure(out: Path, *, questions: int = 24, responses: int = 8, pretrained: i
         "responses.parquet": pd.concat(frames, ignore_index=True),
         "tokens.parquet": slim.astype({"group": np.int16, "response": np.int16}),
     }
-    keep(out, tables, questions=questions, responses=responses, pretrained=pretrained)
+    keep(out, tables, questions=questions, responses=responses)
 
 
 def by_prompt(
