@@ -30,7 +30,7 @@ from gradscope.sampling import make_sampler, rollout_rows
 from gradscope.tasks import get_task
 from gradscope.tasks.word_problems import LEVELS, Problem, draw_problem, word_problems
 
-STAGE = Stage("worked answers", steps=120, batch=4, lr=(1.5e-4, 1.5e-5), warmup=10)
+STAGE = Stage("worked answers", steps=64, batch=4, lr=(1.5e-4, 1.5e-5), warmup=10)
 LONGEST = 25
 """Tokens of a worked answer, the end of turn among them; longer ones are put in other words."""
 EVALUATION_SEED = 2_000_003
