@@ -20,6 +20,7 @@ from gradscope.objective import COMPARED, make_weighting, spell_out
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import plain_json, write_parquet, write_text
+from gradscope.updates import SGD, ComparisonSettings, compare, describe, distinct_rows
 
 TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
 FIGURE = "figures/compare.png"
@@ -31,7 +32,7 @@ class MeasureCompared(MeasureOwn):
 
     figures: bool = False
     rows: int = 0
-    """Rows of weights, at most."""
+    """Rows of weights, about."""
     take_steps: bool = False
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
@@ -91,8 +92,16 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
 
     @property
     def _rows(self) -> int:
-        """Rows of weights, at most: two for a weighting of two steps."""
-        return sum(len(spell_out(name)) for name in self.weightings or COMPARED) + 2
+        """Rows of weights, before the tokens tell: of those that are compared where none are named, about half are
+        others' on-policy.
+        """
+        return sum(len(spell_out(name)) for name in self.weightings) or len(COMPARED) // 2 + 1
+
+    @property
+    def _comparison_settings(self) -> ComparisonSettings:
+        """All but the step."""
+        own = {"aggregation": self.aggregation, "take_steps": self.take_steps, "seed": self.settings.seed}
+        return ComparisonSettings(loss=self.settings.loss, **own)
 
     def _compare(self, measured: Measured) -> None:
         processes, asked = measured.resources.processes, self._asked(measured)
@@ -125,18 +134,18 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
 
     def _fitting_prompts(self, measured: Measured) -> list[int]:
         """Return the prompts that are compared on: all that were looked at, or as many as the time left allows."""
-        prompts = read_table(measured.folder)["group"].unique()
+        table = read_table(measured.folder)
+        prompts = table["group"].unique()
         if measured.left is None:
             return prompts.tolist()
         known = {"metric": measured.settings.metric is not None, "take_steps": self.take_steps}
-        passes = compare_cost(self._rows, **known)
-        each = passes * measured.folder.manifest["pass_seconds"] / len(prompts)
-        (fits,) = measured.resources.processes.gather([max(2, int(measured.left / each))])[:1]
+        rows = distinct_rows(table, self.weightings or None, self._comparison_settings)
+        each = compare_cost(rows, **known) * measured.folder.manifest["pass_seconds"] / len(prompts)
+        (fits,) = measured.resources.processes.gather([max(2, round(measured.left / each))])[:1]
         return np.random.default_rng(self.settings.seed).permutation(prompts)[:fits].tolist()
 
     def _write(self, measured: Measured, asked: dict[str, Any]) -> None:
         from gradscope.plots import plot_comparison, save_figure
-        from gradscope.updates import SGD, ComparisonSettings, compare, describe
 
         folder, policy = measured.folder, measured.policy
         table, chosen = read_table(folder), self._fitting_prompts(measured)
@@ -147,12 +156,8 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             self.weightings or None,
             table=table[table["group"].isin(chosen)].reset_index(drop=True),
             optimizer_state=state,
-            settings=ComparisonSettings(
-                loss=self.settings.loss,
-                aggregation=self.aggregation,
-                take_steps=self.take_steps,
-                step=replace(step or SGD, max_grad_norm=self.max_grad_norm),
-                seed=self.settings.seed,
+            settings=replace(
+                self._comparison_settings, step=replace(step or SGD, max_grad_norm=self.max_grad_norm)
             ),
             resources=replace(measured.resources, micro_batch=4),
         )

@@ -79,6 +79,7 @@ from gradscope.updates import (
     RealSteps,
     StepSettings,
     compare_rows,
+    distinct_rows,
     moved_against,
     movement_table,
     predict_step,
@@ -385,12 +386,17 @@ def compare_weightings(task: Task) -> Comparison | None:
     if s.compare is None and size >= LARGE:
         task.leave_out("comparison", "large", f"of {size:,} parameters; --compare does it all the same")
         return None
-    if not task.affords("comparison", compare_cost(metric=task.metric is not None)):
-        return None
     settings = ComparisonSettings(loss=s.loss, edges=s.edges, step=task.step, seed=s.seed, resamples=s.resamples)
 
-    def make() -> Comparison:
+    def price() -> float:
         settings.check()
+        return compare_cost(distinct_rows(task.table, settings=settings), metric=task.metric is not None)
+
+    cost = task.attempt("comparison", price)
+    if cost is None or not task.affords("comparison", cost):
+        return None
+
+    def make() -> Comparison:
         given = {"settings": settings, "saved": task.saved, "metric": task.metric}
         return compare_rows(task.jacobian.alone(), task.table, **given)
 

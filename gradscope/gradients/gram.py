@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from math import ceil
+from math import ceil, inf
 from time import monotonic
 from typing import Literal
 
@@ -208,6 +208,10 @@ class Gram:
         return jackknife_error(lambda f: statistic(f[:cut].reshape(shapes[0]), f[cut:].reshape(shapes[1])), list(flat))
 
 
+class _Late(Exception):
+    """The group at hand would end too long after the deadline."""
+
+
 class GroupSums:
     """The vectors u_{p,r} = Σ_t weights[r, t]·∇ log π_t of each group's tokens, made group by group."""
 
@@ -261,6 +265,7 @@ class GroupSums:
             # A second pass of as long follows.
             self.resources = replace(self.resources, deadline=(monotonic() + deadline) / 2)
         found, vectors = self._pass(plan, pairs, totals=sums, total=total, sketch=sketch)
+        self.resources = replace(self.resources, deadline=None)  # a second pass is of the same groups
         if metric is None:
             return found
         scale = metric.turn_into_scale(self.model, total.rows[0])
@@ -310,7 +315,6 @@ class GroupSums:
                 together.sum(shared)
         if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came before the last group
             factor = self._narrow(made)
-            self.resources = replace(self.resources, deadline=None)
             kept, sketches = (None if vectors is None else vectors[made] * factor for vectors in (kept, sketches))
             within = within[:, made] * factor**2
             for vectors in (totals, total):
@@ -346,6 +350,10 @@ class GroupSums:
                 yield group, vectors
 
     def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
+        """Groups to make, in random order where there is a deadline, until the next one would end too late.
+
+        One begins where half of it fits, at the price of those before, and it ends at most a quarter of the time later.
+        """
         self._made: list[int] = []
         deadline, begun, progress = self.resources.deadline, monotonic(), self.resources.progress
         if deadline is None:
@@ -353,14 +361,26 @@ class GroupSums:
                 yield group, self._pieces[group]
                 self._made.append(group)
             return
+        latest, longest = deadline + max(0.0, deadline - begun) / 4, 0.0
         with progress.stage("gradients of as many prompts as fit", max(1.0, deadline - begun), "seconds") as advance:
             for group in self.mine:
-                spent = monotonic() - begun
-                if self._made and begun + spent * (1 + 0.5 / len(self._made)) > deadline:
+                started = monotonic()
+                half = (started - begun) / (2 * max(1, len(self._made)))
+                if self._made and (started + half > deadline or started + longest > latest):
                     return
+                self._latest = latest if self._made else inf
                 yield group, self._pieces[group]
                 self._made.append(group)
-                advance(monotonic() - begun - spent)
+                longest = max(longest, monotonic() - started)
+                advance(monotonic() - started)
+
+    def _check_clock(self) -> None:
+        """Give up the group at hand where the machine is so much slower than when it was begun that it ends too late.
+
+        It then counts as not drawn, like those after it; a long group is given up sooner than a short one.
+        """
+        if self.resources.deadline is not None and monotonic() > self._latest:
+            raise _Late
 
     def _narrow(self, made: list[int]) -> float:
         """Keep only these groups from now on; return what their weights are multiplied by, as if a mean were of their
@@ -380,16 +400,21 @@ class GroupSums:
         sweep = Sweep(self.model, self.blocks)
 
         def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
+            self._check_clock()
             found[row, slices[name]] += gradient.to(found)
 
         for group, pieces in self._counted():
             found.zero_()
-            for places, piece in pieces:
-                if sweep.is_needed(piece):
-                    sweep.pass_back(piece, self.weights[:, places], take)
-                else:
-                    logprobs = kept_logprobs(self.model, piece)
-                    add_gradients(self.model, logprobs, self.weights[:, places].to(logprobs), found)
+            try:
+                for places, piece in pieces:
+                    if sweep.is_needed(piece):
+                        sweep.pass_back(piece, self.weights[:, places], take)
+                    else:
+                        logprobs = kept_logprobs(self.model, piece)
+                        self._check_clock()
+                        add_gradients(self.model, logprobs, self.weights[:, places].to(logprobs), found)
+            except _Late:
+                return
             yield group, found
 
     def _sketched(
@@ -404,6 +429,8 @@ class GroupSums:
         pass_back = sweep.pass_back if swept else partial(stream_gradients, self.model)
 
         def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
+            if total is None and totals is None:  # to which a part of the group would have been added
+                self._check_clock()
             gradient, part = gradient.to(found), slices[name]
             if total is not None:
                 total.rows[0, part] += gradient.to(total.rows)
@@ -415,8 +442,11 @@ class GroupSums:
 
         for group, pieces in self._counted():
             found.zero_()
-            for places, piece in pieces:
-                pass_back(piece, self.weights[:, places], take)
+            try:
+                for places, piece in pieces:
+                    pass_back(piece, self.weights[:, places], take)
+            except _Late:
+                return
             yield group, found
 
 

@@ -26,8 +26,8 @@ from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
 from gradscope.gradients.settings import BUDGET, EACH_PROMPT, MeasureKeywords, MeasureSettings
-from gradscope.gradients.table import WORTHWHILE, TableMeasurement, join_responses
-from gradscope.gradients.timed_rounds import Round, Stopwatch, describe_seconds, join_rounds, measure_rounds
+from gradscope.gradients.table import TableMeasurement, join_responses
+from gradscope.gradients.timed_rounds import Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs, rollouts_hash
@@ -325,8 +325,8 @@ def _fill_rounds(
     processes = measurement.processes
     if measurement.least is not None and processes.is_main:
         hooks.tell(
-            f"loading and a few responses took {describe_seconds(60 * measurement.least / WORTHWHILE)}: "
-            f"{measurement.settings.minutes:g} minutes are too few to keep to; give {measurement.least:.2g} or more"
+            f"{measurement.settings.minutes:g} minutes are too few to keep to, for loading, timing a few responses and "
+            f"one prompt; give {measurement.least:.2g} or more"
         )
     for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
         if processes.is_main:

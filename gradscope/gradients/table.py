@@ -193,7 +193,8 @@ class TableMeasurement:
         most = {"tokens": self.num_tokens, "summable": None if self.follows is None else self.follows.groups}
         shares = share_seconds(total - spent - after, prices, prompts=len(order), **most)
         reserve = after + prices.summing * shares.summed
-        least = WORTHWHILE * (spent - self.watch.earlier)
+        one = sum(vars(prices).values())  # a prompt, with a token of each interval
+        least = max(WORTHWHILE * (spent - self.watch.earlier), spent + after + one)
         return shares, reserve, least / 60 if total < least else None, check
 
     def _is_weighted(self) -> bool:

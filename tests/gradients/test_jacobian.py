@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.policies import make_batch, make_policy
 from support.tiers import every
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients import Gram, Resources, TokenJacobian, Vectors, measure, statistics_of
@@ -321,6 +321,21 @@ class Ticking:
         return self.now
 
 
+class Slowing:
+    """A clock that goes a second with every pass through a model; from some pass on, `then` seconds."""
+
+    def __init__(self, model: nn.Module, fast: int, then: float) -> None:
+        self.now, self.fast, self.then = 0.0, fast, then
+        model.get_input_embeddings().register_forward_hook(self.count)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def count(self, *_: object) -> None:
+        self.fast -= 1
+        self.now += 1.0 if self.fast >= 0 else self.then
+
+
 @pytest.mark.parametrize("pairs", ["all", "within"])
 @pytest.mark.parametrize("way", ["whole", "sketches"])
 @pytest.mark.parametrize("late", [0.0, 5.0])
@@ -341,6 +356,42 @@ def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way
     assert late.groups == alone.groups
     for ours, theirs in ((late, alone), (late.scaled, alone.scaled)):
         assert max(distance(ours.products, theirs.products), distance(ours.total, theirs.total)) < TOLERANCE
+
+
+@pytest.mark.parametrize("way", ["whole", "sketches"])
+def test_a_prompt_that_would_end_long_after_the_deadline_is_given_up(monkeypatch, way):
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    weights = make_weights(batch)
+    clock = Slowing(policy.model, fast=1 << 30, then=0.0)
+    groups = len(TokenJacobian(policy, batch).gram(weights, way=way).groups)
+    passes = int(clock.now)
+    for fast in range(passes):
+        policy = make_policy("qwen2", torch.float64)
+        with monkeypatch.context() as patch:
+            patch.setattr("gradscope.gradients.gram.monotonic", Slowing(policy.model, fast, then=1000.0))
+            some = TokenJacobian(policy, batch, Resources(deadline=400.0)).gram(weights, way=way)
+        # The first one counts whenever it ends.
+        assert len(some.groups) == max(1, fast * groups // passes)
+        few = batch.of_prompts(some.groups)
+        kept = torch.isin(groups_of(batch), torch.tensor(some.groups))
+        alone = TokenJacobian(policy, few).gram(weights[:, kept] * batch.num_tokens / few.num_tokens, way=way)
+        assert alone.groups == some.groups
+        assert max(distance(some.products, alone.products), distance(some.total, alone.total)) < TOLERANCE
+
+
+def test_sums_in_the_optimizers_metric_are_of_the_prompts_of_the_plain_ones(monkeypatch):
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    weights = make_weights(batch)
+    moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
+    state = AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+    whole = TokenJacobian(policy, batch).gram(weights, way="sketches", metric=state)
+    monkeypatch.setattr("gradscope.gradients.gram.monotonic", Ticking())
+    # The first pass ends in time, and the second not before half of the time is over.
+    late = TokenJacobian(policy, batch, Resources(deadline=26.0)).gram(weights, way="sketches", metric=state)
+    assert late.groups == whole.groups
+    assert distance(late.scaled.products, whole.scaled.products) < TOLERANCE
 
 
 def test_prompts_whose_products_do_not_fit_are_drawn_and_count_for_all():

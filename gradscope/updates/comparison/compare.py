@@ -262,6 +262,19 @@ def compare_rows(
     )
 
 
+def distinct_rows(
+    table: pd.DataFrame,
+    weightings: Sequence[str | Weighting] | None = None,
+    settings: ComparisonSettings = ComparisonSettings(),
+) -> int:
+    """Return how many rows of weights a comparison on this table would pass through the network: without those that
+    are another's, or a combination of two, up to rounding.
+    """
+    sums = _make_sums(_settle(weightings, table, _notes(table, settings.loss)), table, settings.aggregation)
+    weights = np.stack([own.weights for own in sums if not own.same_as])
+    return len(weights) - len(find_combinations(weights))
+
+
 def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
     """The batch with the table's advantages: weights and directions are of the same."""
     advantages = torch.zeros(batch.input_ids.shape)
