@@ -67,7 +67,7 @@ def find_statistics(
     processes: Processes,
     progress: bool | Progress = False,
 ) -> BatchStatistics:
-    """Compute the statistics of a batch, by a forward pass for each response; the processes share them.
+    """Compute the statistics of a batch, by a forward pass for each response that keeps a token; processes share them.
 
     Raises InputError where the policy gives a token no probability at all, a token has an infinite weight, or logged
     log-probabilities cannot be the tokens' own.
@@ -75,17 +75,18 @@ def find_statistics(
     sizes, num_tokens = batch.response_mask.sum(1), batch.num_tokens
     bounds = np.cumsum([0, *sizes.tolist()])
     with processes.together():
-        mine = range(processes.rank, len(batch), processes.count)
+        kept = sizes.nonzero()[:, 0]
+        mine = kept[processes.rank :: processes.count]
         found, start = {}, 0
-        for row in track(mine, "scoring", progress, unit="responses"):
+        for row in track(mine.tolist(), "scoring", progress, unit="responses"):
             for name, values in _response_columns(meter, batch, row, loss, num_tokens).items():
                 # Straight into one tensor a column: thousands of small ones took three times as much memory.
-                whole = found.setdefault(name, values.new_empty(int(sizes[processes.rank :: processes.count].sum())))
+                whole = found.setdefault(name, values.new_empty(int(sizes[mine].sum())))
                 whole[start : start + len(values)] = values
             start += int(sizes[row])
     columns, shares = found, processes.gather([found])
     if len(shares) > 1:
-        process = torch.arange(len(batch)).repeat_interleave(sizes) % len(shares)
+        process = torch.arange(len(kept)).repeat_interleave(sizes[kept]) % len(shares)
         columns = {name: values.new_empty(len(process)) for name, values in shares[0].items()}
         for rank, share in enumerate(shares):  # empty where there are fewer responses than processes
             own = process == rank
@@ -112,15 +113,10 @@ def _response_columns(
     """
     ids, targets = batch.sequence(row)
     one = batch.select([row])
-    if not len(targets):
-        dtype = torch.promote_types(meter.model.dtype, torch.float32)
-        *known, norms = torch.zeros(len(fields(TokenStatistics)) + 1, 0, dtype=dtype)
-        statistics = TokenStatistics(*known)
-    else:
-        statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
-        *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
-        statistics = TokenStatistics(*known)
-        _check_probabilities(statistics, one, row)
+    statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
+    *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
+    statistics = TokenStatistics(*known)
+    _check_probabilities(statistics, one, row)
     columns = describe_tokens(one, statistics, loss, num_tokens=num_tokens)
     positions = one.positions()[0][one.response_mask[0]]
     refuse_infinite_weights(columns | {"response": torch.full_like(positions, row), "position": positions})

@@ -75,7 +75,7 @@ class Policy:
         """The dtype of its arithmetic: float32 where half-precision weights are upcast."""
         return arithmetic_dtype(self.model)
 
-    @property
+    @cached_property
     def vocab_size(self) -> int:
         """N of Prop. 4.2: how many logits a position has."""
         return self.config.vocab_size

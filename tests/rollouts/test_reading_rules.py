@@ -496,3 +496,21 @@ def test_a_log_that_counts_from_zero_is_read_by_its_own_count(tmp_path, monkeypa
         dumps.write_prime_rl(tmp_path, step=step)
     kept = select_checkpoint_step(read_dump(tmp_path / "token_exports"), 5)
     assert kept.steps.tolist() == [5 + first] * len(SAMPLES)
+
+
+def test_reading_looks_at_the_configuration_as_often_for_many_responses_as_for_few(tmp_path):
+    def looks(count: int) -> int:
+        policy = make_policy("qwen2")
+        config, seen = policy.model.config, []
+
+        class Counted(type(config)):
+            def get_text_config(self, *args: object, **kwargs: object):
+                seen.append(args)
+                return super().get_text_config(*args, **kwargs)
+
+        config.__class__ = Counted
+        rows = [{"prompt_ids": [4, 5], "response_ids": [6, 7], "reward": float(i % 2)} for i in range(count)]
+        assert len(read_rollouts(write_jsonl(tmp_path / f"{count}.jsonl", rows), policy)) == count
+        return len(seen)
+
+    assert looks(2) == looks(20)

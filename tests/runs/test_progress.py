@@ -214,8 +214,12 @@ def test_measuring_reports_all_that_takes_long(small):
     assert [stage.name for stage in told.stages] == ["scoring", "self-check", "measuring"] and not told.unfinished
     assert told.stages[-1].total == small[1].num_tokens
     rounds = Listener()
-    measure(*small, minutes=0.001, tokens_per_interval=None, self_check=False, resources=Resources(progress=rounds))
+    told_of = {"self_check": False, "resources": Resources(progress=rounds)}
+    table = measure(*small, minutes=1e-6, tokens_per_interval=None, **told_of)
     assert {"scoring"} < rounds.names and not rounds.unfinished
+    # Of the one prompt that is looked at, and of no other's responses.
+    scored = next(stage.total for stage in rounds.stages if stage.name == "scoring")
+    assert scored == table["response"].nunique() < len(small[1])
 
 
 def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
