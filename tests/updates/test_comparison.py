@@ -27,6 +27,7 @@ from gradscope.updates import (
     apply_update,
     compare,
     describe,
+    distinct_rows,
 )
 from gradscope.updates.comparison import noise
 from gradscope.updates.comparison.judge import Judge
@@ -360,6 +361,7 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     looks = len(case.batch)  # at log π_old, which are planted at some distance from log π
     # A derivative is a forward pass; all prompts go together where they are not needed apart.
     assert counts == {"forward": looks + prompts + rows, "backward": prompts * rows}
+    assert distinct_rows(case.table, weightings, settle()) == rows
 
 
 class Nearly(Weighting):

@@ -45,7 +45,7 @@ from gradscope.policy import AdamWState, PolicyLike
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
-from gradscope.updates.comparison.passes import Passes, pass_through
+from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
 from gradscope.updates.step_settings import StepSettings, settle_step
 
