@@ -83,7 +83,7 @@ def run_in(folder: Path, *command: object) -> str:
 
 def test_the_readme_is_one_page(repository):
     words = (repository / "README.md").read_text(encoding="utf-8").split()
-    assert len(words) <= 1_100
+    assert len(words) <= 1_000
 
 
 def test_each_embedded_policy_is_at_most_four_megabytes(repository):
