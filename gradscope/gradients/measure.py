@@ -1,7 +1,7 @@
 """Measure a batch: its token table, in memory or kept in a folder where an interrupted measurement goes on.
 
-DIR/.partial holds a part per response or, where minutes decide, per round. Once all are there, tokens.parquet and
-manifest.json are published together.
+DIR/.partial holds a part per response or, where minutes decide, which prompts are looked at and a part per round. Once
+all are there, tokens.parquet and manifest.json are published together.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ Number = int | float
 TABLE = "tokens.parquet"
 SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
 """Columns on which the manifest rests."""
+CHOICE = 0
+"""Part that says, where minutes decide, how many prompts are looked at and how many seconds it took to decide that."""
 READING = ("format", "step", "reward_key", "chat_template_kwargs")
 """How rollouts are read, as the key of a run has it."""
 
@@ -221,14 +223,31 @@ def measure_into(
         if processes.is_main:
             hooks.tell(f"already measured with these arguments: {folder.folder / TABLE}")
         return
-    rounds = _finished_rounds(measurement, folder) if status == "unfinished" else []
-    with measurement, ExitStack() as held:  # checks itself, before anything is written
-        with processes.together():
-            if processes.is_main:
-                held.enter_context(folder.writing())
-                if folder.begin(overwrite=overwrite):
-                    hooks.tell(f"taking up the unfinished run in {folder.folder}")
-                _announce(measurement, asked, hooks.tell)
+    timed = measurement.settings.minutes is not None
+    rounds = _take_up(measurement, folder) if timed and status == "unfinished" else []
+    with ExitStack() as held:
+
+        def begin() -> None:
+            with processes.together():
+                if processes.is_main:
+                    held.enter_context(folder.writing())
+                    if folder.begin(overwrite=overwrite):
+                        hooks.tell(f"taking up the unfinished run in {folder.folder}")
+                    if timed:
+                        choice = {"prompts": [measurement.num_prompts], "spent": [measurement.watch.seconds()]}
+                        folder.write_part(CHOICE, pd.DataFrame(choice))
+
+        measurement.when_chosen = begin
+        try:
+            held.enter_context(measurement)
+        except Exception:  # what is refused leaves nothing behind
+            if timed and not rounds and processes.is_main:
+                folder.part(CHOICE).unlink(missing_ok=True)
+            raise
+        if not timed:  # checked itself, before anything is written
+            begin()
+        if processes.is_main:
+            _announce(measurement, asked, hooks.tell)
         rounds = _fill(measurement, folder, hooks, rounds)
         if processes.is_main:
             parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(len(measurement.batch))
@@ -277,15 +296,16 @@ def describe_speedup(speedup: float) -> str:
     return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
 
 
-def _finished_rounds(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
-    """Return the rounds of an interrupted run, whose prompts are looked at again and whose seconds count."""
-    finished = []
-    if measurement.settings.minutes is not None and measurement.processes.is_main:
-        while parts.has_part(len(finished)):
-            finished.append(Round.of_part(parts.read_part(len(finished))))
-    rounds = measurement.processes.gather(finished)
-    if rounds:
-        measurement.num_prompts, measurement.watch.earlier = rounds[-1].prompts, rounds[-1].spent
+def _take_up(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
+    """Return the rounds of an interrupted run of minutes, whose prompts are looked at again and whose seconds count."""
+    processes, mine = measurement.processes, []
+    with processes.together():
+        if processes.is_main:
+            (prompts, spent), rounds = parts.read_part(CHOICE)[["prompts", "spent"]].iloc[0], []
+            while parts.has_part(1 + len(rounds)):
+                rounds.append(Round.of_part(parts.read_part(1 + len(rounds))))
+            mine = [(int(prompts), rounds[-1].spent if rounds else spent, rounds)]
+    measurement.num_prompts, measurement.watch.earlier, rounds = processes.gather(mine)[0]
     return rounds
 
 
@@ -330,7 +350,7 @@ def _fill_rounds(
         )
     for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
         if processes.is_main:
-            parts.write_part(len(rounds), done.to_part())
+            parts.write_part(1 + len(rounds), done.to_part())
         rounds.append(done)
     return rounds
 

@@ -7,7 +7,7 @@ and the table of all responses' columns.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from time import perf_counter
@@ -119,6 +119,8 @@ class TableMeasurement:
         """Statistics of the tokens of the prompts that are looked at; None before entering."""
         self.num_prompts: int | None = None
         """How many prompts are looked at; None before entering: as many as the minutes allow."""
+        self.when_chosen: Callable[[], None] = lambda: None
+        """Called on entering, once it is known which prompts the minutes allow to look at."""
         self.reserve = 0.0
         """Seconds of the minutes for what follows the table; set on entering."""
         self.least: float | None = None
@@ -174,6 +176,7 @@ class TableMeasurement:
         if self.num_prompts < len(order):
             self.J = self.J.of_prompts(order[: self.num_prompts])
             self.batch = self.J.batch
+        self.when_chosen()
 
     def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, float | None, SelfCheck | None]:
         """Return what fits into the minutes, the seconds of what follows, the least minutes, if there are fewer, and

@@ -39,22 +39,20 @@ class Round:
     seconds: float
     spent: float
     """Seconds from the beginning of the first run to the end of the round."""
-    prompts: int
-    """Prompts looked at."""
     norms: pd.DataFrame
     """`TableMeasurement.measure_more` of all processes, by the place of the token in the table."""
 
     def to_part(self) -> pd.DataFrame:
         """Return the round as one DataFrame, to be written to a file."""
-        told = {"each": self.each, "seconds": self.seconds, "spent": self.spent, "prompts": self.prompts}
+        told = {"each": self.each, "seconds": self.seconds, "spent": self.spent}
         return self.norms.rename_axis("place").reset_index().assign(**told)
 
     @classmethod
     def of_part(cls, part: pd.DataFrame) -> Round:
         """Read the round back from what `to_part` returned."""
-        each, seconds, spent, prompts = (part[name].iloc[0] for name in ("each", "seconds", "spent", "prompts"))
-        norms = part.set_index("place").drop(columns=["each", "seconds", "spent", "prompts"])
-        return cls(int(each), float(seconds), float(spent), int(prompts), norms)
+        each, seconds, spent = (part[name].iloc[0] for name in ("each", "seconds", "spent"))
+        norms = part.set_index("place").drop(columns=["each", "seconds", "spent"])
+        return cls(int(each), float(seconds), float(spent), norms)
 
 
 class Stopwatch:
@@ -88,7 +86,6 @@ class GrowingMeasurement(Protocol):
     processes: Processes
     sample: TokenSample
     reserve: float
-    num_prompts: int
 
     def measure_more(self, previous: int, each: int) -> pd.DataFrame: ...
 
@@ -119,7 +116,7 @@ def measure_rounds(
             norms = measurement.measure_more(previous, each)
         norms = pd.concat(processes.gather([norms])).sort_index()
         now = watch.seconds()
-        rounds.append(Round(each, now - start, now, measurement.num_prompts, norms))
+        rounds.append(Round(each, now - start, now, norms))
         yield rounds[-1]
 
 

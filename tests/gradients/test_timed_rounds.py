@@ -62,7 +62,7 @@ class Pretended:
         rng = np.random.default_rng(0)
         self.settings, self.processes, self.clock = MeasureSettings(minutes=minutes), ALONE, clock
         self.sample = TokenSample(np.arange(4000) % 4, 4, np.ones(4000), rng)
-        self.reserve, self.num_prompts = reserve, 100
+        self.reserve = reserve
         self.prefix, self.rate, self.believed, self.true = rng.integers(50, 200, 4000), rate, believed, true
 
     def _positions(self, previous: int, each: int, shared: float) -> float:
@@ -126,12 +126,7 @@ def test_a_stopped_run_goes_on_with_the_time_that_its_rounds_left(tmp_path):
     part = whole[1].to_part()
     part.to_parquet(tmp_path / "part.parquet", index=False)
     read = Round.of_part(pd.read_parquet(tmp_path / "part.parquet"))
-    assert (read.each, read.seconds, read.spent, read.prompts) == (
-        whole[1].each,
-        whole[1].seconds,
-        whole[1].spent,
-        100,
-    )
+    assert (read.each, read.seconds, read.spent) == (whole[1].each, whole[1].seconds, whole[1].spent)
     pd.testing.assert_frame_equal(read.norms, whole[1].norms, check_names=False)
 
 
@@ -187,7 +182,7 @@ def test_the_table_of_rounds_is_that_of_a_sample_of_as_many(policy):
         rounds = []
         for previous, each in ((0, 1), (1, 3)):
             norms = measurement.measure_more(previous, each)
-            rounds.append(Round(each, 1.0, 1.0, measurement.num_prompts, norms))
+            rounds.append(Round(each, 1.0, 1.0, norms))
         table = join_responses(join_rounds(measurement, rounds))
         assert measurement.cost_of_more(0, 3) > measurement.cost_of_more(1, 3) > 0
     expected = measure(policy, batch, tokens_per_interval=3, seed=1, self_check=False, per_module=True)
@@ -272,7 +267,8 @@ def test_the_command_goes_on_where_it_was_stopped_and_tells_what_it_measured(job
     measured = table.index[table["param_grad_norm"].notna()]
     names = [name for name in table if name.startswith(("act_grad_norm", "param_grad_norm"))]
     norms = table.loc[measured, names].assign(param_grad_norm=np.float32(7.0))
-    folder.write_part(0, Round(PILOT, 5.0, 9.0, 1, norms).to_part())
+    folder.write_part(0, pd.DataFrame({"prompts": [1], "spent": [2.0]}))
+    folder.write_part(1, Round(PILOT, 5.0, 9.0, norms).to_part())
     cli.main(["measure", model, rollouts, *flags, "0.000001", "--out", str(tmp_path / "stopped")])
     assert "taking up the unfinished run" in capsys.readouterr().out
     found = pd.read_parquet(tmp_path / "stopped" / "tokens.parquet")
