@@ -325,7 +325,7 @@ def _fill(
 
 def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) -> None:
     """Measure this process's share of the parts that are left; progress is of the main process's share."""
-    counts = measurement.batch.response_mask.sum(1).tolist()
+    counts = [len(sequence.measured) for sequence in measurement.row_norms.sequences]
     mine, missing = measurement.row_norms.share(left), set(left)
     ours = sum(counts[row] for group in mine for row in group if row in missing)
     total = sum(counts) if measurement.processes.count == 1 else ours

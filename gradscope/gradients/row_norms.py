@@ -63,4 +63,5 @@ class RowNorms:
         """Yield what measures these rows, with the model frozen and their scale in use."""
         with self._jacobian.frozen():
             self._jacobian.meter.use_metric(self._metric)
+            self._jacobian.meter.progress = self._jacobian.resources.progress
             yield self._jacobian.meter

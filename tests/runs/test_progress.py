@@ -211,8 +211,14 @@ def small():
 
 def test_measuring_reports_all_that_takes_long(small):
     measure(*small, resources=Resources(progress=(told := Listener())))
-    assert [stage.name for stage in told.stages] == ["scoring", "self-check", "measuring"] and not told.unfinished
-    assert told.stages[-1].total == small[1].num_tokens
+    outer = [stage for stage in told.stages if not stage.within]
+    assert [stage.name for stage in outer] == ["scoring", "self-check", "measuring"] and not told.unfinished
+    assert outer[-1].total == small[1].num_tokens
+    measure(*small, tokens_per_interval=2, self_check=False, resources=Resources(progress=(told := Listener())))
+    (whole,) = (stage for stage in told.stages if stage.name == "measuring")
+    parts = [stage.total for stage in told.stages if stage.within == ("measuring",)]
+    # Of the tokens that are measured, and within a response of its own.
+    assert whole.total == sum(parts) < small[1].num_tokens and not told.unfinished
     rounds = Listener()
     told_of = {"self_check": False, "resources": Resources(progress=rounds)}
     table = measure(*small, minutes=1e-6, tokens_per_interval=None, **told_of)

@@ -32,6 +32,7 @@ from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_befo
 from gradscope.gradients.graph_memory import recomputing
 from gradscope.objective import TokenStatistics, logit_gradient
 from gradscope.policy import Policy, arithmetic_dtype
+from gradscope.runs import SILENT, Progress
 
 TRIAL = 16
 """Most tokens of the sequence on which a model's structure is probed."""
@@ -84,6 +85,8 @@ class TokenGradientMeter:
         if self.decoder is not None:
             self.decoder.multiply = PRODUCTS[precision]
         self.metric: Metric | None = None
+        self.progress: Progress = SILENT
+        """Is told of the tokens of a long response, some at a time."""
         keep_freed_memory()
 
     def use_metric(self, metric: Metric | None) -> None:
@@ -183,17 +186,19 @@ class TokenGradientMeter:
         square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
         scaled = None if self.metric is None else torch.zeros_like(head.last_norm)
         spans = neighbours([s.lengths for s in sequences], self._limits(body.body))
-        for wave in waves(spans, body.wave_rows):
-            chunks = [Chunk.of(span, picks, positions, self.device) for span in wave]
-            for chunk, measured in zip(chunks, body.measure(chunks), strict=True):
-                tokens = chunk.values(chunk.picks)
-                act[tokens, :-1] = chunk.values(measured.layers)
-                for name, values in measured.squares.items():
-                    square[name][tokens] = chunk.values(values).to(act)
-                if measured.scaled is not None:
-                    scaled[tokens] = chunk.values(measured.scaled).to(act)
-                for name, values in self._measure_general(sequences[0], tokens, scaled).items():
-                    square[name][tokens] = values.to(act)
+        with self.progress.stage("norms", len(stack.positions), "tokens") as advance:
+            for wave in waves(spans, body.wave_rows):
+                chunks = [Chunk.of(span, picks, positions, self.device) for span in wave]
+                for chunk, measured in zip(chunks, body.measure(chunks), strict=True):
+                    tokens = chunk.values(chunk.picks)
+                    act[tokens, :-1] = chunk.values(measured.layers)
+                    for name, values in measured.squares.items():
+                        square[name][tokens] = chunk.values(values).to(act)
+                    if measured.scaled is not None:
+                        scaled[tokens] = chunk.values(measured.scaled).to(act)
+                    for name, values in self._measure_general(sequences[0], tokens, scaled).items():
+                        square[name][tokens] = values.to(act)
+                    advance(len(tokens))
         called = set(square)
         self._add_head(square, head)
         if scaled is not None:
