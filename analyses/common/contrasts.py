@@ -101,6 +101,19 @@ def smallest_told(row: Mapping[str, float], *, claims: int = 1, power: float = 0
     return found * spread(row) if abs(reached - power) < 1e-3 else np.nan
 
 
+def power_of(difference: float, spread: float, seeds: int, *, claims: int = 1) -> float:
+    """How often so many seeds tell a true difference from 0, by its standard deviation over seeds.
+
+    Tested as in `seeds_to_tell`.
+    """
+    return float(TTestPower().power(abs(difference) / spread, nobs=seeds, alpha=(1 - LEVEL) / claims))
+
+
+def half_width(spread: float, seeds: int, level: float = LEVEL) -> float:
+    """Half of the t interval of a mean difference over seeds, by its standard deviation over them."""
+    return float(stats.t.ppf((1 + level) / 2, seeds - 1) * spread / np.sqrt(seeds))
+
+
 def spread(row: Mapping[str, float] | pd.DataFrame) -> float | pd.Series:
     """Standard deviation over seeds of the differences behind a row of `differences`, or behind each."""
     quantile = stats.t.ppf((1 + LEVEL) / 2, row["seeds"] - 1)

@@ -20,8 +20,9 @@ from typing import Any
 import pandas as pd
 import tyro
 
+import analyses.common.dealt_problems
 import analyses.common.puzzles
-import analyses.common.sums  # noqa: F401  (both register their tasks)
+import analyses.common.sums  # noqa: F401  (all register their tasks)
 from analyses.common.dry_run_data import (
     Check,
     DataSet,

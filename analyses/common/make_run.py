@@ -8,13 +8,15 @@
         responses.parquet   the last checkpoint's answers to the test's questions, or to so many of them (Test.kept)
 
 A part of the work is done where its file is; a run whose responses.parquet is there is finished. Where the scale's
-`launch` says several processes, `accelerate launch` starts this module in each of them to train.
+`launch` says several processes, `accelerate launch` starts this module in each of them to train; where it says
+`weights_kept`, a finished run leaves no more in WORK than the weights of so many checkpoints.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -27,8 +29,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+import analyses.common.dealt_problems
 import analyses.common.puzzles
-import analyses.common.sums  # noqa: F401  (both register their tasks)
+import analyses.common.sums  # noqa: F401  (all register their tasks)
 from analyses.common.experiments import RUNS, WORK, Run, Test
 from analyses.common.measurements import describe_machine
 from analyses.common.read_runs import PLANNED
@@ -39,7 +42,7 @@ from gradscope.policy import Policy
 from gradscope.runs import leave_launch, replacing, scalars, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
-from gradscope.trainer import TrainConfig, list_checkpoints, step_of, train
+from gradscope.trainer import OPTIMIZER, TrainConfig, list_checkpoints, step_of, train
 
 LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"
@@ -70,7 +73,18 @@ def make(run: Run) -> Run:
         tables.append(result.table.assign(step=step_of(checkpoint)))
     write(pd.concat(tables, ignore_index=True), kept / "test.csv")
     write(keep_responses(result.responses, run.test.kept), kept / LAST)
+    if (weights := run.launch.get("weights_kept")) is not None:
+        clear(work, weights)
     return run
+
+
+def clear(work: Path, weights: int) -> None:
+    """Remove a run's checkpoints but the newest so many, and AdamW's moments, twice the weights, of those."""
+    checkpoints = list_checkpoints(work)
+    for checkpoint in checkpoints[: len(checkpoints) - weights]:
+        shutil.rmtree(checkpoint)
+    for checkpoint in checkpoints[len(checkpoints) - weights :]:
+        (checkpoint / OPTIMIZER).unlink(missing_ok=True)
 
 
 def train_here(config: TrainConfig, work: Path) -> str:

@@ -62,7 +62,7 @@ def table(scale: str, track: str, variants: list[str]) -> tuple[dict[str, pd.Dat
     metrics = read_metrics(variants, scale=scale, track=track)
     panels = {title: metrics[metrics["variant"].isin(own)] for title, own in CURVES.items()}
     curves = {title: smooth(on_common_seeds(own), "reward_mean") for title, own in panels.items()}
-    named = decision.NAMED if scale == "cpu" else [("reweight", "grpo"), ("lopti", "random-split")]
+    named = decision.PLANS["cpu"].named if scale == "cpu" else [("reweight", "grpo"), ("lopti", "random-split")]
     return curves, contrast(accuracy_by_people(read_tests(variants, scale=scale, track=track)), named)
 
 

@@ -10,13 +10,19 @@ it. If the half-width of the 95 % interval that the pooled spread of the three g
 are made, up to 24; nothing but that spread decides it, and before all three have these seeds nothing is decided. Other
 methods stand beside and claim nothing.
 
+The same is asked of a pretrained policy on word problems (--scale words, --out figures/words), of Reweight − GRPO and
+Lopti − GRPO alone: corrected over the two, 8 seeds, or 12 where that half-width is above .043. The random split is run
+only where Lopti's corrected interval excludes 0 (split_asked).
+
 Writes decision.png, decision_accuracy.csv (each method's mean), and decision.csv, which also has the smallest true
 difference that would have been told with a probability of .8, and in every row what the rule asks for (seeds_asked, by
-half_width).
+half_width). At scale words the names are decision_words….
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import sqrt
 
 import matplotlib.pyplot as plt
@@ -29,7 +35,7 @@ from scipy import stats
 
 from analyses.common.accuracy import accuracy_by_people
 from analyses.common.colors import COLORS
-from analyses.common.contrasts import LEVEL, differences, holm, smallest_told, spread, summarize
+from analyses.common.contrasts import LEVEL, differences, half_width, holm, smallest_told, spread, summarize
 from analyses.common.experiments import labels
 from analyses.common.read_runs import pages, read_tests
 from analyses.common.script import Options, exit_with
@@ -38,18 +44,45 @@ from analyses.paper.fig4 import PAPER
 from gradscope.errors import InputError
 from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
 
-NAMED = [("reweight", "grpo"), ("lopti", "grpo"), ("lopti", "random-split")]
-BESIDE = [(name, "grpo") for name in ("random-split", "both", "high-entropy", "up-weight", "twice-the-steps")]
-SMALLEST, HALF_WIDTH = 0.07, 0.05
-"""Smallest effect of interest, and the half-width of a 95 % interval above which more seeds are made."""
-SEEDS = range(12, 25)
-"""How many the rule may ask for, by the spread over the first of them."""
+SMALLEST = 0.07
+"""Smallest effect of interest."""
 NOT_YET = "not decided yet"
-STEPS = (100, 125, 150)
-"""Of the checkpoints whose mean is compared."""
 
 
-def contrast(runs: pd.DataFrame) -> pd.DataFrame:
+@dataclass(frozen=True)
+class Plan:
+    """What was named beforehand for the runs of a scale."""
+
+    named: Sequence[tuple[str, str]]
+    beside: Sequence[tuple[str, str]]
+    """Contrasts that claim nothing."""
+    half_width: float
+    """Of a 95 % interval, above which more seeds are made."""
+    seeds: Sequence[int]
+    """How many the rule may ask for, by the spread over the first of them."""
+    steps: tuple[int, ...]
+    """Of the checkpoints whose mean is compared."""
+
+
+PLANS = {
+    "cpu": Plan(
+        named=[("reweight", "grpo"), ("lopti", "grpo"), ("lopti", "random-split")],
+        beside=[(name, "grpo") for name in ("random-split", "both", "high-entropy", "up-weight", "twice-the-steps")],
+        half_width=0.05,
+        seeds=range(12, 25),
+        steps=(100, 125, 150),
+    ),
+    "words": Plan(
+        named=[("reweight", "grpo"), ("lopti", "grpo")],
+        beside=[("lopti", "random-split"), ("random-split", "grpo")],
+        half_width=0.043,
+        seeds=(8, 12),
+        steps=(40, 50, 60),
+    ),
+}
+
+
+def contrast(runs: pd.DataFrame, plan: Plan) -> pd.DataFrame:
     """A row per contrast, the named ones first: the columns of `contrasts.compare`, named, corrected_lower and _upper,
     gain_excluded, smallest_told, verdict. Where a contrast is not named, what is corrected is NaN, nothing is excluded,
     and there is no verdict.
@@ -57,16 +90,16 @@ def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     runs: a row per variant and seed with the column `sampled`. Nothing differs and nothing is excluded before all named
     contrasts have the seeds that the rule asks for.
     """
-    named = holm(differences(runs, "sampled", NAMED)).assign(named=True)
-    whole = bool((named["seeds"] >= (count_seeds(runs) or np.inf)).all())
+    named = holm(differences(runs, "sampled", plan.named)).assign(named=True)
+    whole = bool((named["seeds"] >= (count_seeds(runs, plan) or np.inf)).all())
     named["differs"] &= whole
-    level = 1 - (1 - LEVEL) / len(NAMED)
+    level = 1 - (1 - LEVEL) / len(plan.named)
     half = stats.t.ppf((1 + level) / 2, named["seeds"] - 1) * spread(named) / np.sqrt(named["seeds"])
     named["corrected_lower"], named["corrected_upper"] = named["difference"] - half, named["difference"] + half
     named["gain_excluded"] = whole & (named["corrected_upper"] < SMALLEST)
-    named["smallest_told"] = [smallest_told(row, claims=len(NAMED)) for _, row in named.iterrows()]
+    named["smallest_told"] = [smallest_told(row, claims=len(plan.named)) for _, row in named.iterrows()]
     named["verdict"] = [judge(row) if whole else NOT_YET for _, row in named.iterrows()]
-    beside = differences(runs, "sampled", BESIDE).assign(named=False, differs=False, gain_excluded=False)
+    beside = differences(runs, "sampled", plan.beside).assign(named=False, differs=False, gain_excluded=False)
     return pd.concat([named, beside], ignore_index=True)
 
 
@@ -81,27 +114,34 @@ def judge(row: pd.Series) -> str:
     return "no difference shown, " + ("a gain of .07 or more excluded" if row["gain_excluded"] else "none excluded")
 
 
-def count_seeds(runs: pd.DataFrame) -> int | None:
+def asks_split(contrasts: pd.DataFrame) -> bool:
+    """Whether Lopti's corrected interval excludes 0, so that it matters whether a random split does the same."""
+    [row] = contrasts.query("variant == 'lopti' and baseline == 'grpo'").to_dict("records")
+    return row["verdict"] != NOT_YET and (row["corrected_lower"] > 0 or row["corrected_upper"] < 0)
+
+
+def count_seeds(runs: pd.DataFrame, plan: Plan) -> int | None:
     """The seeds that the rule asks for, by the pooled spread of the named contrasts; None before it can be asked."""
-    widths = half_widths(runs)
-    return next((n for n, half in widths.items() if half <= HALF_WIDTH), SEEDS[-1]) if widths else None
+    widths = half_widths(runs, plan)
+    return next((n for n, half in widths.items() if half <= plan.half_width), plan.seeds[-1]) if widths else None
 
 
-def half_widths(runs: pd.DataFrame) -> dict[int, float]:
+def half_widths(runs: pd.DataFrame, plan: Plan) -> dict[int, float]:
     """What the rule looks at, by the number of seeds: the half-width of a 95 % interval that the first of them give.
 
     Empty before there are those.
     """
-    first = differences(runs[runs["seed"] < SEEDS[0]], "sampled", NAMED)
-    if (first["seeds"] < SEEDS[0]).any():
+    least = plan.seeds[0]
+    first = differences(runs[runs["seed"] < least], "sampled", plan.named)
+    if (first["seeds"] < least).any():
         return {}
     pooled = sqrt((spread(first) ** 2).mean())
-    return {n: stats.t.ppf((1 + LEVEL) / 2, n - 1) * pooled / sqrt(n) for n in SEEDS}
+    return {n: half_width(pooled, n) for n in plan.seeds}
 
 
 @paper_style()
 def draw(contrasts: pd.DataFrame) -> Figure:
-    """A row per contrast, the named ones on top, with 95 % intervals and, thin, those corrected over the three."""
+    """A row per contrast, the named ones on top, with 95 % intervals and, thin, those corrected over the named."""
     shown = contrasts[contrasts["seeds"] > 1].reset_index(drop=True)
     figure, ax = plt.subplots(figsize=(5.6, 0.9 + 0.34 * len(shown)), layout="constrained")
     words, paper = labels(), PAPER["Qwen2.5-3B-Instruct"]
@@ -121,9 +161,10 @@ def draw(contrasts: pd.DataFrame) -> Figure:
     ax.invert_yaxis()
     ax.set_xlabel("difference in sampled accuracy")
     ax.xaxis.set_major_locator(MultipleLocator(0.05))
+    count = {2: "two", 3: "three"}[int(contrasts["named"].sum())]
     figure.supxlabel(
-        "The three on top were named beforehand. Thick: 95 % t interval over seeds; thin: corrected over the three.\n"
-        "Dashed: the smallest effect of interest, +.07. ×: the paper's difference, 3 B.",
+        f"The {count} on top were named beforehand. Thick: 95 % t interval over seeds; thin: corrected over these."
+        "\nDashed: the smallest effect of interest, +.07. ×: the paper's difference, 3 B, on puzzles.",
         fontsize=7,
     )
     finish(ax, shown)
@@ -131,13 +172,16 @@ def draw(contrasts: pd.DataFrame) -> Figure:
 
 
 def main(options: Options) -> None:
-    if options.scale != "cpu":
-        raise InputError(f"--scale is {options.scale}; these contrasts were named for the runs of scale cpu alone")
+    if options.scale not in PLANS:
+        raise InputError(f"--scale is {options.scale}; contrasts were named for {' and '.join(PLANS)} alone")
+    plan = PLANS[options.scale]
     for name, track, variants in pages("decision", options.scale):
-        accuracy = accuracy_by_people(read_tests(variants, scale=options.scale, track=track), STEPS)
+        accuracy = accuracy_by_people(read_tests(variants, scale=options.scale, track=track), plan.steps)
         runs = accuracy[accuracy["level"] == "all"]
-        rule = {"seeds_asked": count_seeds(runs), "half_width": half_widths(runs).get(SEEDS[0])}
-        contrasts = contrast(runs).assign(**rule)
+        rule = {"seeds_asked": count_seeds(runs, plan), "half_width": half_widths(runs, plan).get(plan.seeds[0])}
+        contrasts = contrast(runs, plan).assign(**rule)
+        if ("lopti", "random-split") in plan.beside:
+            contrasts["split_asked"] = asks_split(contrasts)
         save_figure(draw(contrasts), options.out / f"{name}.png", contrasts)
         write_csv(summarize(runs, "sampled"), options.out / f"{name}_accuracy.csv")
         print(contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))

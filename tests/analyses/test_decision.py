@@ -1,5 +1,7 @@
 """The decision, on planted accuracies whose truth is known."""
 
+from functools import partial
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,6 +11,10 @@ from analyses.common.experiments import list_runs, needs
 from analyses.paper import decision
 
 GAINS = {"grpo": 0.0, "reweight": 0.1, "lopti": 0.01, "random-split": 0.06, "both": 0.3}
+
+
+PLAN = decision.PLANS["cpu"]
+contrast, count_seeds = partial(decision.contrast, plan=PLAN), partial(decision.count_seeds, plan=PLAN)
 
 
 def plant(sd, *, gains=GAINS, seeds=12):
@@ -24,17 +30,17 @@ def plant(sd, *, gains=GAINS, seeds=12):
 
 def test_a_gain_is_told_excluded_or_left_open_as_it_was_planted():
     runs = plant(0.02)
-    found = decision.contrast(runs).set_index(["variant", "baseline"])
-    assert found.loc[decision.NAMED, "differs"].tolist() == [True, False, True]
-    assert found.loc[decision.NAMED, "gain_excluded"].tolist() == [False, True, True]
-    assert not found.loc[decision.BESIDE, ["differs", "gain_excluded", "named"]].any(axis=None)
+    found = contrast(runs).set_index(["variant", "baseline"])
+    assert found.loc[PLAN.named, "differs"].tolist() == [True, False, True]
+    assert found.loc[PLAN.named, "gain_excluded"].tolist() == [False, True, True]
+    assert not found.loc[PLAN.beside, ["differs", "gain_excluded", "named"]].any(axis=None)
     assert found["seeds"].tolist() == [12, 12, 12, 12, 12, 0, 0, 0]
     wide = runs.pivot(index="seed", columns="variant", values="sampled")
     values = wide["lopti"] - wide["random-split"]
     interval = stats.ttest_1samp(values, 0).confidence_interval(1 - 0.05 / 3)
     row = found.loc[("lopti", "random-split")]
     assert (row["corrected_lower"], row["corrected_upper"]) == pytest.approx(tuple(interval))
-    wider = decision.contrast(plant(0.2)).set_index(["variant", "baseline"])
+    wider = contrast(plant(0.2)).set_index(["variant", "baseline"])
     assert not wider.loc[[("reweight", "grpo")], ["differs", "gain_excluded"]].any(axis=None)
 
 
@@ -42,32 +48,32 @@ def test_a_gain_is_told_excluded_or_left_open_as_it_was_planted():
 def test_more_seeds_are_asked_for_by_the_pooled_spread_alone(sd):
     runs = plant(sd)
     wide = runs.pivot(index="seed", columns="variant", values="sampled")
-    pooled = np.sqrt(np.mean([(wide[a] - wide[b]).var(ddof=1) for a, b in decision.NAMED]))
-    asked = decision.count_seeds(runs)
+    pooled = np.sqrt(np.mean([(wide[a] - wide[b]).var(ddof=1) for a, b in PLAN.named]))
+    asked = count_seeds(runs)
     half = {n: stats.t.ppf(0.975, n - 1) * pooled / n**0.5 for n in (asked, asked - 1)}
     assert asked == {0.02: 12, 0.3: 24}.get(sd, asked) and (sd == 0.3 or half[asked] <= 0.05)
     assert asked == 12 or half[asked - 1] > 0.05
     shifted = plant(sd, gains={name: 3 * gain - 1 for name, gain in GAINS.items()})
-    assert decision.count_seeds(shifted) == asked
+    assert count_seeds(shifted) == asked
     later = plant(5 * sd).assign(seed=lambda table: table["seed"] + 12)
-    assert decision.count_seeds(pd.concat([runs, later])) == asked  # asked once, with 12
-    assert decision.count_seeds(runs[runs["seed"] > 0]) is None
+    assert count_seeds(pd.concat([runs, later])) == asked  # asked once, with 12
+    assert count_seeds(runs[runs["seed"] > 0]) is None
 
 
 @pytest.mark.parametrize("left_out", [("random-split",), ("random-split", 11)])
 def test_nothing_is_decided_before_all_that_was_named_has_its_seeds(left_out):
     runs = plant(0.02)
     missing = (runs["variant"] == left_out[0]) & (runs["seed"] >= (left_out[1] if len(left_out) > 1 else 0))
-    found = decision.contrast(runs[~missing])
+    found = contrast(runs[~missing])
     assert not found[["differs", "gain_excluded"]].any(axis=None) and found["seeds"].iloc[0] == 12
     assert found.loc[found["named"], "verdict"].tolist() == [decision.NOT_YET] * 3
-    assert decision.count_seeds(runs[~missing]) is None
+    assert count_seeds(runs[~missing]) is None
 
 
 def test_where_the_rule_asks_for_more_seeds_twelve_decide_nothing():
     runs = plant(0.08, gains=GAINS | {"reweight": 0.3})
-    assert decision.count_seeds(runs) > 12 and not decision.contrast(runs)["differs"].any()
-    assert decision.contrast(plant(0.08, gains=GAINS | {"reweight": 0.3}, seeds=24))["differs"].any()
+    assert count_seeds(runs) > 12 and not contrast(runs)["differs"].any()
+    assert contrast(plant(0.08, gains=GAINS | {"reweight": 0.3}, seeds=24))["differs"].any()
 
 
 @pytest.mark.parametrize(
@@ -86,10 +92,10 @@ def test_a_verdict_says_what_was_planted_and_no_more(gain, sd, verdict):
     wide = runs.pivot(index="seed", columns="variant", values="sampled")
     off = (wide["reweight"] - wide["grpo"]).mean() - gain  # Without what chance added to the mean.
     runs.loc[runs["variant"] == "reweight", "sampled"] -= off
-    assert decision.contrast(runs)["verdict"].iloc[0] == verdict
+    assert contrast(runs)["verdict"].iloc[0] == verdict
 
 
 def test_its_variants_are_those_of_the_runs_that_are_planned():
     planned = {run.variant for run in list_runs("cpu") if run.track == "puzzles"}
-    assert {name for pair in (*decision.NAMED, *decision.BESIDE) for name in pair} <= planned
+    assert {name for pair in (*PLAN.named, *PLAN.beside) for name in pair} <= planned
     assert {variant for _, variant in needs("decision", "cpu")} <= planned

@@ -1,0 +1,44 @@
+"""Word problems dealt to training, validation or the test, which therefore have none in common."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+from gradscope.tasks import Grade, Question, Task, get_task, register
+from gradscope.tasks.data import raise_no_number
+from gradscope.tasks.word_problems import LEVELS, draw_problem
+
+
+def fifth_of(text: str) -> int:
+    """In which fifth of all problems this one is, 0 to 4, by a hash of its words."""
+    return zlib.crc32(text.encode()) % 5
+
+
+class _Dealt:
+    """The problems of some fifths, as `word-problems` asks and grades them."""
+
+    def __init__(self, name: str, *fifths: int) -> None:
+        self.name, self.fifths, self.task = name, fifths, get_task("word-problems")
+
+    def questions(self, n: int | None, *, seed: int) -> list[Question]:
+        """n different problems, whose level cycles through LEVELS."""
+        if n is None:
+            raise_no_number(self.name)
+        rng, dealt = random.Random(seed), {}
+        while len(dealt) < n:
+            problem = draw_problem(LEVELS[len(dealt) % len(LEVELS)], rng)
+            if fifth_of(problem.text) in self.fifths:
+                dealt[problem.text] = self.task.question(problem)
+        return list(dealt.values())
+
+    def reward(self, response: str, question: Question) -> float:
+        return self.task.reward(response, question)
+
+    def grade(self, response: str, question: Question) -> Grade:
+        return self.task.grade(response, question)
+
+
+TRAIN: Task = register(_Dealt("word-problems-train", 2, 3, 4))
+VALIDATION: Task = register(_Dealt("word-problems-validation", 1))
+TEST: Task = register(_Dealt("word-problems-test", 0))
