@@ -1,0 +1,98 @@
+"""Measures what every token weighting would do with a batch of the pretrained policy's, before training.
+
+The policy that starts the runs of scale words and the one after the four GRPO steps of the track words-stale; 16
+validation problems × 8 responses of each. Three cases: the first policy on its own responses, the second on the
+first's (as when rollouts are some steps old), the first on the second's. Leaves, with a column `case`,
+
+    weightings.csv      a row per weighting and optimizer step: `Comparison.table`
+    by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
+    samples.csv         responses, tokens, accuracy, and problems whose responses differ in reward
+"""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
+from analyses.common.experiments import RUNS, WORK, Run, list_runs
+from analyses.common.in_training import FRESH
+from analyses.common.measurements import keep, part
+from gradscope import load_policy
+from gradscope.errors import InputError
+from gradscope.gradients import Resources
+from gradscope.policy import Policy
+from gradscope.sampling import HFSampler, batch_rows, rollout_rows
+from gradscope.tasks import get_task
+from gradscope.trainer import list_checkpoints
+from gradscope.updates import Comparison, compare
+
+CASES = {"on-policy": ("start", "start"), "older rollouts": ("later", "start"), "newer rollouts": ("start", "later")}
+"""Case → which policy is measured, and whose responses."""
+RESPONSES = 8
+
+
+def measure(
+    out: Path,
+    *,
+    questions: int = 16,
+    folders: tuple[str, str] | None = None,
+    task: str | None = None,
+    weightings: tuple[str, ...] | None = None,
+) -> None:
+    """Sample both batches, compare on each case, and keep the tables.
+
+    folders, task: of the two policies, and what they are asked; None: the runs'. weightings: None for all that
+    `compare` takes by itself.
+    """
+    policies = dict(zip(("start", "later"), map(load_policy, folders or find_policies()), strict=True))
+    rows = {name: sample(policy, task or plan().test.task, questions) for name, policy in policies.items()}
+    found: dict[str, list[pd.DataFrame]] = {"weightings": [], "by_interval": []}
+    for case, (name, sampler) in CASES.items():
+        batch, resources = batch_rows(rows[sampler], on_policy=name == sampler), Resources(micro_batch=4, progress=True)
+        once = cache(partial(compare, policies[name], batch, weightings, resources=resources))
+        for table, frames in found.items():
+            frames.append(part(out, f"{table} {case}", lambda once=once, table=table: tabulate(once(), table)))
+            frames[-1] = frames[-1].assign(case=case)
+    samples = pd.concat(describe(own).assign(policy=name) for name, own in rows.items())
+    tables = {f"{name}.csv": pd.concat(frames) for name, frames in found.items()} | {"samples.csv": samples}
+    keep(out, tables, questions=questions, responses=RESPONSES)
+
+
+def plan() -> Run:
+    """The run of a few steps."""
+    return next(run for run in list_runs("words") if run.track == "words-stale")
+
+
+def find_policies() -> tuple[str, str]:
+    """The checkpoint that starts the runs, and that after the few steps. Raises InputError where it is not there."""
+    work = WORK / plan().place
+    if not (checkpoints := list_checkpoints(work)):
+        command = "python -m analyses.reproduce --scale words --only words_compare"
+        raise InputError(f"{work} has no checkpoint; remove {RUNS / plan().place} and make the run again: {command}")
+    return plan().config.model, str(checkpoints[-1])
+
+
+def sample(policy: Policy, name: str, questions: int) -> list[dict[str, Any]]:
+    """A row per response, sampled as the runs sample theirs."""
+    config, task = plan().config, get_task(name)
+    settings = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "seed": FRESH}
+    asked = task.questions(questions, seed=FRESH)
+    return rollout_rows(policy, asked, task=task, sampler=HFSampler(policy, batch_size=64), n=RESPONSES, **settings)
+
+
+def tabulate(comparison: Comparison, name: str) -> pd.DataFrame:
+    """One of a comparison's tables."""
+    return comparison.by_interval if name == "by_interval" else comparison.table
+
+
+def describe(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """A row: responses, tokens, share of right ones, and problems whose responses differ in reward."""
+    table = pd.DataFrame(rows)
+    unlike = int((table.groupby("group")["reward"].nunique() > 1).sum())
+    tokens = int(table["response_ids"].map(len).sum())
+    row = {"responses": len(table), "tokens": tokens, "accuracy": table["correct"].mean(), "unlike_problems": unlike}
+    return pd.DataFrame([row])
