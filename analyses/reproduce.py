@@ -1,6 +1,6 @@
 """Make the runs that the paper's figures are drawn from; `make figures` then draws them.
 
-    python -m analyses.reproduce --scale cpu|certain|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
+    python -m analyses.reproduce --scale cpu|certain|words|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
 
 analyses/runs.toml lists the runs. Each is a process of one thread, N side by side, or several that `accelerate launch`
 starts, where the scale's `launch` says so (paper: four GPUs). What a run leaves for the figures goes to analyses/runs,

@@ -1,6 +1,7 @@
 """The runs of a pretrained policy: what is judged of planted folders, and that no question is trained on and tested."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
 from analyses.common import make_run
 from analyses.common.experiments import configure, list_runs
 from analyses.paper import decision, words_gates
+from analyses.paper_repro import render
 from gradscope.tasks import get_task
 from gradscope.trainer import list_checkpoints
 
@@ -116,6 +118,24 @@ def test_the_decision_finds_what_was_planted_with_the_seeds_that_the_rule_asks_f
     assert lopti["difference"] == pytest.approx(-0.2, abs=1e-9) and lopti["differs"] == verdicts
     assert found["split_asked"].all() == verdicts and found["split_asked"].any() == verdicts
     assert (lopti["verdict"] == "lower") == verdicts and reweight["gain_excluded"] == verdicts
+
+
+def test_the_page_says_what_the_decision_found_once_there_are_runs(tmp_path, repository):
+    for path in (repository / "figures").iterdir():
+        if path.name != "words":
+            (tmp_path / path.name).symlink_to(path)
+    shutil.copytree(repository / "figures" / "words", tmp_path / "words")
+    runs = pd.read_csv(tmp_path / "words" / "words_runs.csv")
+    runs.loc[runs["part"] == "decision", "made"] = 24
+    runs.to_csv(tmp_path / "words" / "words_runs.csv", index=False)
+    found = {"seeds": [8, 8, 0], "difference": [0.0123, -0.0456, np.nan], "lower": [-0.02, -0.06, np.nan]}
+    found |= {"upper": [0.04, -0.03, np.nan], "p_holm": [0.4, 0.01, np.nan], "differs": [False, True, False]}
+    pairs = {"variant": ["reweight", "lopti", "lopti"], "baseline": ["grpo", "grpo", "random-split"]}
+    verdict = ["the first verdict", "the second verdict", ""]
+    pd.DataFrame(pairs | found | {"verdict": verdict}).to_csv(tmp_path / "words" / "decision_words.csv", index=False)
+    page = render(tmp_path)
+    numbers = ("+.012 [−.020, .040]", "−.046 [−.060, −.030]", *verdict[:2], "| decision | 24 of 24 |")
+    assert all(words in page for words in numbers)
 
 
 def test_problems_of_training_validation_and_test_have_none_in_common():
