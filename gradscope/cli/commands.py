@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
 from functools import reduce
 from importlib import import_module
 from operator import or_
@@ -78,7 +78,8 @@ def _parse(args: Sequence[str]) -> Any:
         lines = [f"  gradscope {args[0]} {example}".rstrip() for example in EXAMPLES[args[0]]]
         about = "\n".join([" ".join(command.__doc__.split()), "", "Examples:", *lines])
         own = {"prog": f"gradscope {args[0]}", "args": args[1:], "description": about}
-        return tyro.cli(command, **own, **defaults, config=OPTIONS, registry=flags.REGISTRY)
+        parsed = tyro.cli(command, **own, **defaults, config=OPTIONS, registry=flags.REGISTRY)
+        return replace(parsed, loss_flags=flags.find_loss_flags(args)) if hasattr(parsed, "loss_flags") else parsed
     if list(args) == ["--version"]:
         print(f"gradscope {__version__}")
         raise SystemExit(0)

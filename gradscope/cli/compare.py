@@ -86,7 +86,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
         read = self.reading | {"optimizer_state": self.optimizer_state, "max_grad_norm": self.max_grad_norm}
         read |= {"overwrite": self.overwrite, "gradient_memory": self.gradient_memory, "rows": self._rows}
-        read["take_steps"] = self.take_steps
+        read |= {"take_steps": self.take_steps, "loss_flags": self.loss_flags}
         measured = MeasureCompared(self.model, self.rollouts, self.out, self.settings, **read | self.loading)
         self._compare(measured.measure())
 
@@ -97,11 +97,10 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         """
         return sum(len(spell_out(name)) for name in self.weightings) or len(COMPARED) // 2 + 1
 
-    @property
-    def _comparison_settings(self) -> ComparisonSettings:
+    def _comparison_settings(self, measured: Measured) -> ComparisonSettings:
         """All but the step."""
         own = {"aggregation": self.aggregation, "take_steps": self.take_steps, "seed": self.settings.seed}
-        return ComparisonSettings(loss=self.settings.loss, **own)
+        return ComparisonSettings(loss=measured.settings.loss, **own)
 
     def _compare(self, measured: Measured) -> None:
         processes, asked = measured.resources.processes, self._asked(measured)
@@ -122,7 +121,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             "files": own_weightings(self.weightings),
             "take_steps": self.take_steps,
             "aggregation": self.aggregation,
-            "loss": asdict(self.settings.loss),
+            "loss": asdict(measured.settings.loss),
             "optimizer_state": None if state is None else optimizer_hash(state),
             "max_grad_norm": self.max_grad_norm,
             "gradient_memory": self.gradient_memory,
@@ -139,7 +138,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         if measured.left is None:
             return prompts.tolist()
         known = {"metric": measured.settings.metric is not None, "take_steps": self.take_steps}
-        rows = distinct_rows(table, self.weightings or None, self._comparison_settings)
+        rows = distinct_rows(table, self.weightings or None, self._comparison_settings(measured))
         each = compare_cost(rows, **known) * measured.folder.manifest["pass_seconds"] / len(prompts)
         (fits,) = measured.resources.processes.gather([max(2, round(measured.left / each))])[:1]
         return np.random.default_rng(self.settings.seed).permutation(prompts)[:fits].tolist()
@@ -157,7 +156,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             table=table[table["group"].isin(chosen)].reset_index(drop=True),
             optimizer_state=state,
             settings=replace(
-                self._comparison_settings, step=replace(step or SGD, max_grad_norm=self.max_grad_norm)
+                self._comparison_settings(measured), step=replace(step or SGD, max_grad_norm=self.max_grad_norm)
             ),
             resources=replace(measured.resources, micro_batch=4),
         )

@@ -257,7 +257,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         plan = {"plan": self.plan, "flops": self.flops}
         given = plan | self.loading | self.reading | {"gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
-        given["max_grad_norm"] = self.max_grad_norm
+        given |= {"max_grad_norm": self.max_grad_norm, "loss_flags": self.loss_flags}
         if not self.rollouts:
             given["chat_template_kwargs"] = None  # the rollouts were sampled with them, and hold ids
         return MeasureOwn(model, rollouts, folder, self.settings, **given)
@@ -284,10 +284,10 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
         """measured: None for a look at the flags alone."""
-        minutes = None if measured is None else measured.settings.minutes
+        settings = self.settings if measured is None else measured.settings
         return DiagnosisSettings(
-            minutes=minutes,
-            loss=self.settings.loss,
+            minutes=None if measured is None else settings.minutes,
+            loss=settings.loss,
             seed=self.settings.seed,
             gradient_memory=self.gradient_memory,
             actual_step=self.actual_step,

@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +14,9 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from gradscope.errors import InputError
+from gradscope.objective import LossSettings
 from gradscope.policy import Policy, check_prompt
+from gradscope.rollouts import Dump
 from gradscope.runs import SILENT, Progress, Reporter, parse_json
 from gradscope.tasks import Question
 
@@ -109,6 +111,14 @@ class ReadingFlags:
     of the step after its own, or of the nearest one."""
     reward_key: str | None = None
     """Which entry is the reward, where the log's rewards are dictionaries."""
+    loss_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
+    """Settings of the loss that flags give; the others are the log's, where it says them."""
+
+    def own_loss(self, loss: LossSettings, dump: Dump) -> LossSettings:
+        """Return the loss to measure with: the log's, if it says one, but for what flags give."""
+        if dump.loss is None:
+            return loss
+        return replace(LossSettings.from_log(dump.loss), **{name: getattr(loss, name) for name in self.loss_flags})
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -142,6 +152,16 @@ class MeasuredPolicyFlags(PolicyFlags):
         quiet_transformers()
         names = ("dtype", "blocks", "trust_remote_code")
         return outline_policy(find_whole(model, self.base), **{name: getattr(self, name) for name in names})
+
+
+def find_loss_flags(args: Sequence[str]) -> tuple[str, ...]:
+    """Return the settings of the loss that a command line gives.
+
+    >>> find_loss_flags(["rollouts.jsonl", "--kl-coef", "0.001", "--no-kl-corrected"])
+    ('kl_coef', 'kl_corrected')
+    """
+    given = {arg.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for arg in args}
+    return tuple(field.name for field in fields(LossSettings) if field.name in given)
 
 
 def print_notes(notes: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
     step = next((note for note in dump.notes if note.kind in ("step", "other-step")), None)
     other = any(note.kind == "other-step" for note in dump.notes)
     told = {"path": str(path), "sha256": sha256, "format": dump.format, "reader": READER, "notes": list(dump.notes)}
-    return told | {"step_note": step, "other_step": other}
+    return told | {"step_note": step, "other_step": other, "loss": dump.loss}
 
 
 def refuse_reread(folder: RunFolder, dump: Dump, sha256: str, *, table: str) -> None:

@@ -163,6 +163,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             with command_progress().stage("reading the rollouts"):
                 dump = self.read(policy)
             settings = self.settle(policy, policy.device.type)
+            settings = replace(settings, loss=self.own_loss(settings.loss, dump))
             state = self._read_state(policy, settings)
             measurement = TableMeasurement(policy, dump.batch, settings, optimizer_state=state, resources=resources)
         # What is free differs by process and by moment; all later looks are at this number.
@@ -176,6 +177,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                     refuse_reread(folder, dump, log, table=TABLE)
                 folder.status(overwrite=self.overwrite)
                 print_notes(dump.remarks)
+                if dump.loss is not None and self.loss_flags:
+                    print_notes([f"flags, not the log, give the loss's {', '.join(self.loss_flags)}"])
         facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, log)}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         measurement.watch, measurement.follows, measurement.passes = watch, sums, self.passes_after()
@@ -233,8 +236,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             device = policy.device
         else:
             policy, device = self.outline(self.model), torch.device(find_device(self.device))
-        batch = self.read(policy).batch
-        settings = self.settle(policy, device.type if self.flops is None else "cuda")
+        dump = self.read(policy)
+        settings, batch = self.settle(policy, device.type if self.flops is None else "cuda"), dump.batch
+        settings = replace(settings, loss=self.own_loss(settings.loss, dump))
         resources = Resources(self.gradient_memory, self.chunk_memory).settle(device)
         known = {"sums": self.plan_sums(policy, batch, resources.vectors), "chunk_memory": resources.activations}
         with command_progress().stage("trying how fast this machine is"):

@@ -63,6 +63,8 @@ def describe_tokens(
     }
     if one.sampler_logprobs is not None:
         out["sampler_logprob"] = one.sampler_logprobs[0][kept]
+    if one.loss_scales is not None:
+        out["loss_scale"] = one.loss_scales[0].expand(len(logprob))
     return out | _weigh(one, logprob, loss, num_tokens)
 
 

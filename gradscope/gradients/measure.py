@@ -74,12 +74,12 @@ def measure(
         A row per token that response_mask keeps, with minutes of the prompts that were looked at:
         `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped tokens
         counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
-        temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` (where the batch has
-        it), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an advantage), `clipped`, `interval`,
-        `sampling_probability` (of being measured, where a sample was drawn: see `sample`), and the L2 norms of the
-        token gradient of log π unweighted: `logit_grad_norm` (with respect to logits / T), `act_grad_norm.0` …
-        `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. What the token really
-        contributes is `weight · norm`.
+        temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` and
+        `loss_scale` (where the batch has them), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an
+        advantage), `clipped`, `interval`, `sampling_probability` (of being measured, where a sample was drawn: see
+        `sample`), and the L2 norms of the token gradient of log π unweighted: `logit_grad_norm` (with respect to
+        logits / T), `act_grad_norm.0` … `act_grad_norm.L`, `param_grad_norm`; with metric="adamw"
+        `param_grad_norm_adamw`. What the token really contributes is `weight · norm`.
 
     Raises:
         InputError: for a batch that does not fit the policy, and for a folder that holds another run.

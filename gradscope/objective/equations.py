@@ -139,6 +139,7 @@ def policy_loss(
     kl_coef: Number = 0.0,
     kl_corrected: bool = False,
     num_tokens: Number,
+    loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
     """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·k3] / num_tokens.
@@ -148,6 +149,7 @@ def policy_loss(
     Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
     At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. `kl_corrected` multiplies k3 by
     the ratio r, unclipped, which makes the term's gradient that of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
+    `loss_scales` multiply each response's terms, where a loss is not the mean over tokens.
     NaN on a kept token is an InputError; refuse_nan=False does not look for it, which waits for a GPU.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
@@ -158,6 +160,8 @@ def policy_loss(
     if kl_coef != 0:
         kl = kl_k3(new, *ref)
         objective = objective - kl_coef * (kl * (new - old).exp() if kl_corrected else kl)
+    if loss_scales is not None:
+        objective = objective * loss_scales[:, None]
     return -objective.sum() / num_tokens
 
 
@@ -192,6 +196,7 @@ def token_weight_parts(
     kl_coef: Number = 0.0,
     kl_corrected: bool = False,
     num_tokens: Number,
+    loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> TokenWeights:
     """Eq. 2's weights in closed form: −num_tokens · ∂policy_loss/∂logprob of every token, by policy and KL part.
@@ -209,7 +214,10 @@ def token_weight_parts(
         # d(r·k3)/d log π = r·k3 + r·(1 − π_ref/π) = −r·log(π_ref/π)
         kl = kl_coef * ((ref - new) * (new - old).exp() if kl_corrected else torch.expm1(ref - new))
     # Where it is not clipped, r·Â is its own derivative with respect to log π.
-    return TokenWeights(surrogate.masked_fill(clipped, 0.0), kl, clipped)
+    policy = surrogate.masked_fill(clipped, 0.0)
+    if loss_scales is not None:
+        policy, kl = policy * loss_scales[:, None], kl * loss_scales[:, None]
+    return TokenWeights(policy, kl, clipped)
 
 
 @checked

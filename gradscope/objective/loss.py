@@ -5,7 +5,8 @@ Loss and weights are made of the same arguments, so that the weights are those o
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any
 
@@ -51,6 +52,22 @@ class LossSettings:
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
         StepRule(self.reweight_alpha)  # refuses an α beyond 1
+
+    @classmethod
+    def from_log(cls, told: Mapping[str, Any]) -> LossSettings:
+        """Return the settings that a log tells by name (`Dump.loss`); what it leaves out is as by default.
+
+        >>> LossSettings.from_log({"clip_ratio_high": 0.2, "kl_coef": 0.0}).clip_ratio_high
+        0.2
+        """
+        known = {field.name for field in fields(cls)}
+        if strange := sorted(told.keys() - known):
+            raise InputError(f"the log's loss has a setting {strange[0]!r:.60}; known are {', '.join(sorted(known))}")
+        for name, value in told.items():
+            if not isinstance(value, bool if name == "kl_corrected" else int | float | None):
+                raise InputError(f"the log's loss has {name} {value!r:.60}; write a number there")
+        (loss := cls(**told)).check()
+        return loss
 
 
 PAPER = LossSettings()
@@ -194,4 +211,5 @@ def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_
         "kl_coef": settings.kl_coef,
         "kl_corrected": settings.kl_corrected,
         "num_tokens": num_tokens,
+        "loss_scales": batch.loss_scales,
     }

@@ -270,6 +270,8 @@ def _weighted_loss(
     plain = replace(piece, advantages=torch.zeros_like(logprobs))
     kl = batch_loss(logprobs, plain, settings, num_tokens=num_tokens, refuse_nan=refuse_nan)
     products = torch.where(piece.response_mask, piece.advantages.to(logprobs) * logprobs, 0.0)
+    if piece.loss_scales is not None:
+        products = products * piece.loss_scales[:, None]
     return kl - products.sum() / num_tokens
 
 

@@ -172,16 +172,20 @@ class Weighting(ABC):
         """Return w_t [K] in each optimizer step; 0 in a step that leaves the token out.
 
         columns: those of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`,
-        `policy_weight` of the plain loss, and what else the weighting is made of (`entropy`, `sampler_logprob`).
+        `policy_weight` of the plain loss, and what else the weighting is made of (`entropy`, `sampler_logprob`);
+        `loss_scale`, if it is there, is in `policy_weight` and, under "token-mean", in the result.
         aggregation: one of AGGREGATIONS. Raises InputError for a column that is not there.
         """
         if aggregation not in AGGREGATIONS:
             raise InputError(f"aggregation is {aggregation!r}; give one of {', '.join(AGGREGATIONS)}")
+        scale = np.asarray(columns["loss_scale"], dtype=np.float64) if "loss_scale" in columns else 1.0
+        if "loss_scale" in columns:  # that of the plain loss is in its weights, and is not a weighting's
+            columns = {**columns, "policy_weight": np.asarray(columns["policy_weight"], dtype=np.float64) / scale}
         tokens = Tokens(columns)
         found = self.factors(tokens)
         found = found if isinstance(found, dict) else {"all": found}
         if aggregation == "token-mean":
-            return found
+            return {name: weights * scale for name, weights in found.items()}
         _, response = np.unique(tokens["response"], return_inverse=True)
         lengths = np.bincount(response)
         scale = len(response) / len(lengths) / lengths[response]

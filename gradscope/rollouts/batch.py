@@ -26,7 +26,7 @@ class Note(str):
 
     kind: str
     """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, on-policy, temperature,
-    groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding."""
+    groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding, loss."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)
@@ -38,7 +38,7 @@ class Note(str):
 
 
 _PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
-_PER_RESPONSE = ("rewards", "steps", "group_reward_means", "group_reward_stds")
+_PER_RESPONSE = ("rewards", "steps", "group_reward_means", "group_reward_stds", "loss_scales")
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,9 @@ class TokenBatch:
     or its trainer has a rule of its own for a group of one. None: that of the responses here."""
     group_reward_stds: Float[Tensor, " B"] | None = None
     """Sample standard deviation (n − 1) of the same rewards; exactly 0 where they are equal."""
+    loss_scales: Float[Tensor, " B"] | None = None
+    """What the loss multiplies each response's terms by beside 1/N, N the tokens of the optimizer step: N/D of a
+    trainer that divides them by D. None: 1, the mean over tokens."""
     notes: tuple[Note, ...] = ()
     """What a reader of any number made from this must know: what was assumed, left out or mixed in reading it."""
 
@@ -288,6 +291,7 @@ class Response:
     step: int | None = None
     group_reward_mean: float | None = None
     group_reward_std: float | None = None
+    loss_scale: float | None = None
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
@@ -348,6 +352,7 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         steps=None if None in steps else torch.tensor(steps),
         group_reward_means=stack("group_reward_mean", torch.float64),
         group_reward_stds=stack("group_reward_std", torch.float64),
+        loss_scales=stack("loss_scale", torch.float32),
         advantages=spread("advantage", float("nan"), torch.float32),
         old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
         ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),

@@ -91,7 +91,7 @@ def _strip(text: str, special: list[str]) -> str:
     return "".join(text.replace("\ufffd", "").split())
 
 
-ALL_OR_NONE = ("group", "temperature", "step", "group_reward_mean", "group_reward_std")
+ALL_OR_NONE = ("group", "temperature", "step", "group_reward_mean", "group_reward_std", "loss_scale")
 """Columns that every row needs as soon as one row has them: there is no substitute for a missing value."""
 
 WITHOUT = {
@@ -126,6 +126,9 @@ class Dump:
     """Ids that end a response, where a policy said them."""
     pad_ids: frozenset[int] = frozenset()
     """Ids that pad a response and do nothing else, where a policy said them."""
+    loss: Mapping[str, Any] | None = None
+    """Settings of the loss that the responses were trained with, by their names in `LossSettings`, where the log says
+    them."""
 
     @property
     def steps(self) -> Int[Tensor, " B"] | None:
@@ -239,7 +242,7 @@ def make_dump(
     batch = replace(batch, notes=told + find_caveats(batch, **known, is_dump=is_dump))
     if options.temperature is not None:
         batch = batch.at_temperature(options.temperature)
-    return Dump(batch, form.name, **extras, first_step=form.first_step, **known)
+    return Dump(batch, form.name, **extras, first_step=form.first_step, loss=reading.loss, **known)
 
 
 class _Reading:
@@ -260,6 +263,8 @@ class _Reading:
         self._said: list[Note] = []
         self._agreement = Agreement(policy)
         self._opening = opening_of(policy)
+        self._losses: list[Mapping[str, Any] | None] = []
+        """Different settings of the loss that rows were trained with."""
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
@@ -269,6 +274,8 @@ class _Reading:
         if row.left_out is not None:
             self._leave_out(row, row.left_out)
             return
+        if row.loss not in self._losses:
+            self._losses.append(row.loss)
         prompt_ids, response_ids = parse_ids(row, self._policy, self._options)
         self._templated += is_templated(row)
         kept = parse_mask(row, len(response_ids))
@@ -342,6 +349,11 @@ class _Reading:
                     f"{row.place}: no {row.label(name)!r}, which {sum(having)} of the {len(having)} rows have; give it "
                     "in every row, or in none"
                 )
+        if len(self._losses) > 1:
+            raise InputError(
+                f"{path} holds responses that were trained with different losses ({show(self._losses)}); give one of "
+                "its steps"
+            )
         self._agreement.check()
         self._drop_unweighted()
         if not self.responses:
@@ -391,6 +403,10 @@ class _Reading:
             for r in self.responses
         ]
 
+    @property
+    def loss(self) -> Mapping[str, Any] | None:
+        return self._losses[0] if self._losses else None
+
     def has(self, name: str) -> bool:
         """Return whether any row has this column."""
         return any(name in names for names, _ in self._rows)
@@ -400,6 +416,9 @@ class _Reading:
         of_rows = Counter(words for _, row in self._rows for words in row.remarks)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
         told += self._said
+        if self.loss is not None:
+            words = ", ".join(f"{name} {show(value)}" for name, value in self.loss.items())
+            told.append(Note(f"the log says the loss that was trained: {words}", "loss"))
         told += [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
             return told

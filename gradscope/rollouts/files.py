@@ -20,6 +20,7 @@ from gradscope.runs import (
     file_hash,
     load_tensors,
     numbers_of,
+    parquet_metadata,
     parse_json,
     read_lines,
     read_parquet,
@@ -44,6 +45,9 @@ IN_SAMPLES = frozenset(
 """Entries read from a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times larger.
 """
 
+LOSS = b"gradscope.loss"
+"""Key of a parquet schema's metadata."""
+
 STEPS = ("step", "global_step", "training_step", "train_step")
 """Names of the training-step column."""
 NAMED = re.compile(r"(?:.*[^a-z])?(?:step|iter|iteration)[-_=]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
@@ -65,6 +69,8 @@ class Record:
     """Columns that are null."""
     torn: bool = False
     """Whether it is an incomplete last line, of which nothing is known."""
+    loss: dict[str, Any] | None = None
+    """Settings of the loss that was trained, where the file says them."""
 
 
 def list_files(path: Path) -> list[Path]:
@@ -134,11 +140,39 @@ def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> 
         records = (Record(path, place, columns) for place, columns in read(path))
     else:
         records = _read_jsonl(path, torn)
+    loss = read_loss(path)
     for record in records:
         known = {name: value for name, value in record.columns.items() if value is not None}
         if step is not None and not record.torn and not known.keys() & set(STEPS):
             known["step"] = step
-        yield replace(record, columns=known, nulls=frozenset(record.columns.keys() - known.keys()))
+        yield replace(record, columns=known, nulls=frozenset(record.columns.keys() - known.keys()), loss=loss)
+
+
+def loss_file(path: Path) -> Path:
+    """Return the file that holds the settings of the loss of a JSONL file: FILE.loss beside FILE."""
+    return path.with_name(f"{path.name}.loss")
+
+
+def read_loss(path: Path) -> dict[str, Any] | None:
+    """Read the settings of the loss that a file's rows were trained with; None if it does not say them.
+
+    A parquet file has them as JSON in its schema's metadata, under LOSS; another, in `loss_file`.
+    """
+    if path.suffix == ".parquet":
+        told = parquet_metadata(path).get(LOSS)
+    elif os.path.isfile(own := loss_file(path)):
+        path, told = own, own.read_bytes()
+    else:
+        return None
+    if told is None:
+        return None
+    try:
+        loss = parse_json(told)
+    except ValueError as error:
+        raise InputError(f"{path}: the loss's settings are no JSON ({error}); leave them out") from error
+    if not isinstance(loss, dict):
+        raise InputError(f"{path}: the loss's settings are {show(loss)}; give an object, {{setting: value}}")
+    return loss
 
 
 def _natural_key(path: Path) -> list[Any]:

@@ -87,6 +87,17 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
         raise InputError(f"{path} cannot be read as parquet ({first_line(error)}); write it again") from error
 
 
+def parquet_metadata(path: Path) -> dict[bytes, bytes]:
+    """Return the metadata of a parquet file's schema; empty for a file that cannot be read, which reading refuses."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return pq.read_schema(path).metadata or {}
+    except (*BROKEN_FILE, pa.ArrowException):
+        return {}
+
+
 def numbers_of(tensor: Any) -> Any:
     """The numbers of a tensor, or of numpy's array, as lists; ValueError for a sparse one, one whose numbers are not
     there, and for an object whose code was not run."""

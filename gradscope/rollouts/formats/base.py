@@ -55,6 +55,8 @@ class Row:
     """Remarks on this response; a note counts the responses with each."""
     is_counted: bool = True
     """Whether its reward counts in its group; False for all but the last output of a session."""
+    loss: Mapping[str, Any] | None = None
+    """Settings of the loss that it was trained with, where its file says them."""
 
     def label(self, name: str) -> str:
         """Return the column's name in the file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -12,9 +12,9 @@ from typing import Any
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.files import STEPS, Record
+from gradscope.rollouts.files import LOSS, STEPS, Record, loss_file
 from gradscope.rollouts.formats.base import Answers, Format, Row, whole_number
-from gradscope.runs import replacing
+from gradscope.runs import replacing, write_json
 
 COLUMNS = (
     "prompt_ids",
@@ -32,7 +32,10 @@ COLUMNS = (
 )
 """Columns with a meaning, of which near misses are reported; other columns are ignored."""
 
-MORE = ("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std")
+MORE = (
+    *("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std"),
+    *("loss_scale", "sampler_correction"),
+)
 """Further columns with a meaning, whose near misses may be a user's own columns."""
 
 ALIASES = {
@@ -73,7 +76,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
             name: value for name, value in record.columns.items() if name in (*COLUMNS, *MORE) and name != "step"
         }
         step = next((name for name in STEPS if name in record.columns), "step")
-        yield Row(record.place, columns, whole_number(record, step), {"step": step})
+        yield Row(record.place, columns, whole_number(record, step), {"step": step}, loss=record.loss)
 
 
 NATIVE = Format(
@@ -98,25 +101,37 @@ identical prompts of a step share one."""
 
 
 @checked
-def write_rollouts(path: str | Path, rows: TokenBatch | Iterable[dict[str, Any]]) -> Path:
-    """Write rows or a batch as JSONL or parquet, by the suffix; the file appears whole or not at all."""
+def write_rollouts(
+    path: str | Path, rows: TokenBatch | Iterable[dict[str, Any]], *, loss: Mapping[str, Any] | None = None
+) -> Path:
+    """Write rows or a batch as JSONL or parquet, by the suffix; the file appears whole or not at all.
+
+    loss: settings of the loss that they were trained with, fields of `LossSettings` by name. They go into the parquet
+    file's metadata, or beside a JSONL file, as FILE.loss, and the commands measure with them.
+    """
     path, rows = Path(path), rows.rows() if isinstance(rows, TokenBatch) else rows
     _check_suffix(path)
     with replacing(path) as partial:
         if path.suffix == ".parquet":
-            _write_parquet(partial, list(rows))
+            _write_parquet(partial, list(rows), loss)
         else:
             with partial.open("w", encoding="utf-8") as file:
                 file.writelines(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
+    if path.suffix != ".parquet":
+        if loss is None:
+            loss_file(path).unlink(missing_ok=True)  # of other rows that were here
+        else:
+            write_json(loss_file(path), dict(loss))
     return path
 
 
-def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+def _write_parquet(path: Path, rows: list[dict[str, Any]], loss: Mapping[str, Any] | None) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     names = list(dict.fromkeys(name for row in rows for name in row))
-    pq.write_table(pa.table({name: [row.get(name) for row in rows] for name in names}), path)
+    table = pa.table({name: [row.get(name) for row in rows] for name in names})
+    pq.write_table(table if loss is None else table.replace_schema_metadata({LOSS: json.dumps(dict(loss))}), path)
 
 
 def _check_names(place: str, row: dict[str, Any]) -> None:

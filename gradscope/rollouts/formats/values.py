@@ -103,6 +103,11 @@ def parse_response(
             advantage = None
     elif advantage is not None:
         advantage = parse_number(row, "advantage")
+    if "sampler_correction" in row.columns:
+        if advantage is None:
+            raise InputError(f"{row.place}: `sampler_correction` multiplies an advantage, and there is none; give both")
+        factors = np.array(parse_per_token(row, "sampler_correction", kept))
+        advantage = (np.array(advantage) * factors).tolist()
     temperature = options.temperature
     if temperature is None:
         temperature = parse_number(row, "temperature") if "temperature" in row.columns else 1.0
@@ -125,7 +130,15 @@ def parse_response(
         step=row.step,
         group_reward_mean=parse_number(row, "group_reward_mean"),
         group_reward_std=parse_number(row, "group_reward_std"),
+        loss_scale=_loss_scale(row),
     )
+
+
+def _loss_scale(row: Row) -> float | None:
+    scale = parse_number(row, "loss_scale")
+    if "loss_scale" in row.columns and (scale is None or scale <= 0):
+        raise InputError(f"{row.place}: `loss_scale` is {show(row.columns['loss_scale'])}; give a number above 0")
+    return scale
 
 
 def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> float | None:
