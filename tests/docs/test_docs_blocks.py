@@ -37,6 +37,7 @@ LEFT_OUT = {
     "README.md": 1,
     "docs/checkpoints.md": 3,
     "docs/report.md": 2,
+    "docs/reproduction.md": 1,
     "docs/start.md": 1,
     "docs/training.md": 2,
     "docs/tutorials/trl.md": 3,
