@@ -163,6 +163,8 @@ def main(options: Options) -> None:
     fails = tables["gates"].query("state == 'fails'")
     for row in fails.itertuples():
         print(f"fails at a rate of {row.learning_rate:g}: {row.gate}, {row.value:.3f}")
+    for row in tables["rates"].query("chosen and learning_rate != in_decision").itertuples():
+        print(f"runs.toml has {row.in_decision:g} for {row.variant} in the decision; put {row.learning_rate:g} there")
     for row in tables["runs"].query("made < planned").itertuples():
         print(f"{row.part}: {row.made} of {row.planned} runs; make the others: {row.command}")
 

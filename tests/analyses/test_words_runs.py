@@ -79,6 +79,12 @@ def test_gates_and_rates_are_those_of_the_planted_runs(tmp_path):
     chosen = found["rates"].query("chosen").set_index("variant")["track"].to_dict()
     # Lopti's rates differ by .02, so that it gets GRPO's; Reweight's by .05.
     assert chosen == {"grpo": "words-low", "reweight": "words-high", "lopti": "words-low"}
+    planned = {variant: configure("words", "words", variant).learning_rate for variant in chosen}
+    assert found["rates"].set_index("variant")["in_decision"].to_dict() == planned
+    rates = {track: configure("words", track, "grpo").learning_rate for track in LOW}
+    other = [variant for variant, track in chosen.items() if rates[track] != planned[variant]]
+    told = [line for line in found["said"].splitlines() if line.startswith("runs.toml has")]
+    assert [line.split(" for ")[1].split()[0] for line in told] == other
     assert found["runs"].set_index("part")["made"].to_dict() == {"gates": 4, "learning rates": 8, "decision": 0}
 
 
