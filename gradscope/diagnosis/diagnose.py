@@ -440,6 +440,8 @@ def sum_gradients(task: Task) -> GradientPart:
             task.run_out("adamw_sums", passes)
             metric = None
     found = J.until(task.minutes.deadline).gram(weights, metric=metric, way=way)
+    if metric is not None and found.scaled is None:
+        task.run_out("adamw_sums", passes)
     if len(found.groups) < len(J.prompts):
         full = len(found.groups) == found.plan.groups
         limit = "do not fit into --gradient-memory" if full else "would have taken longer than the minutes"

@@ -168,7 +168,7 @@ class Gram:
     sketches: Float[Tensor, "n R k"] | None = None
     """Of each u_{p,r}, where they were asked for or made all the same."""
     scaled: Gram | None = None
-    """The same in AdamW's metric, of D ⊙ u_{p,r}."""
+    """The same in AdamW's metric, of D ⊙ u_{p,r}; None where it was not asked for, or not ready by the deadline."""
 
     @classmethod
     def exact(cls, products: Float[np.ndarray, "n R n R"]) -> Gram:
@@ -231,6 +231,8 @@ class GroupSums:
         """Numbers of the groups whose vectors this process makes."""
         if resources.deadline is not None:
             self.mine = np.random.default_rng(SEED).permutation(self.mine).tolist()
+        self._latest = inf
+        """When the group at hand is given up."""
 
     def plan(self, pairs: Pairs, *, metric: bool = False, way: Way | None = None) -> SumsPlan:
         """Choose the way by the memory that it takes; raises InputError where none fits."""
@@ -261,16 +263,21 @@ class GroupSums:
         wanted = pairs == "within" if keeps_whole else totals
         sums = self._zeros(plan, len(self.weights)) if wanted else None
         total = self._zeros(plan, 1) if metric is not None else None
-        if metric is not None and not keeps_whole and (deadline := self.resources.deadline) is not None:
+        begun, deadline = monotonic(), self.resources.deadline
+        if deadline is not None and metric is not None and not (keeps_whole and pairs == "all"):
             # A second pass of as long follows.
-            self.resources = replace(self.resources, deadline=(monotonic() + deadline) / 2)
+            self.resources = replace(self.resources, deadline=(begun + deadline) / 2)
         found, vectors = self._pass(plan, pairs, totals=sums, total=total, sketch=sketch)
-        self.resources = replace(self.resources, deadline=None)  # a second pass is of the same groups
+        # A second pass is of the same groups, all or none.
+        self.resources = replace(self.resources, deadline=None)
+        self._latest = inf if deadline is None else _latest(begun, deadline)
         if metric is None:
             return found
         scale = metric.turn_into_scale(self.model, total.rows[0])
         if vectors is not None and keeps_whole:  # held all the same
             scaled = self._all(plan, vectors.mul_(scale.to(vectors)))
+        elif not self.resources.processes.gather([2 * monotonic() - begun <= self._latest])[0]:
+            scaled = None  # as long again would be too long
         else:
             del vectors
             again = self._zeros(plan, len(self.weights)) if keeps_whole else None
@@ -292,8 +299,11 @@ class GroupSums:
         total: Vectors | None = None,
         scale: Float[Tensor, " P"] | None = None,
         sketch: bool = False,
-    ) -> tuple[Gram, Float[Tensor, "n R size"] | None]:
-        """Make all vectors once; totals get their sums by row, total the sum of all, before they are scaled."""
+    ) -> tuple[Gram | None, Float[Tensor, "n R size"] | None]:
+        """Make all vectors once; totals get their sums by row, total the sum of all, before they are scaled.
+
+        There is no Gram where vectors that are scaled were not all ready in time.
+        """
         n, rows, together = len(self.groups), len(self.weights), self.resources.processes
         size = plan.sketch_size or zero_vectors(self.model, 0).shape[1]
         keeps = pairs == "all" or plan.sketch_size is not None
@@ -314,6 +324,8 @@ class GroupSums:
             if shared is not None:
                 together.sum(shared)
         if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came before the last group
+            if scale is not None:
+                return None, None
             factor = self._narrow(made)
             kept, sketches = (None if vectors is None else vectors[made] * factor for vectors in (kept, sketches))
             within = within[:, made] * factor**2
@@ -361,7 +373,7 @@ class GroupSums:
                 yield group, self._pieces[group]
                 self._made.append(group)
             return
-        latest, longest = deadline + max(0.0, deadline - begun) / 4, 0.0
+        latest, longest = _latest(begun, deadline), 0.0
         with progress.stage("gradients of as many prompts as fit", max(1.0, deadline - begun), "seconds") as advance:
             for group in self.mine:
                 started = monotonic()
@@ -377,9 +389,11 @@ class GroupSums:
     def _check_clock(self) -> None:
         """Give up the group at hand where the machine is so much slower than when it was begun that it ends too late.
 
-        It then counts as not drawn, like those after it; a long group is given up sooner than a short one.
+        It then counts as not drawn, like those after it. A long group is given up sooner than a short one: were the
+        last one always chosen by its length, the mean length of n groups would be too small by about its squared
+        coefficient of variation over n, which is less than its chance error.
         """
-        if self.resources.deadline is not None and monotonic() > self._latest:
+        if monotonic() > self._latest:
             raise _Late
 
     def _narrow(self, made: list[int]) -> float:
@@ -427,10 +441,12 @@ class GroupSums:
         # Block by block where the model's blocks hear of each other from one to the next alone.
         swept = all(self.resources.processes.gather([sweep.holds(self._pieces[0][0][1])]))
         pass_back = sweep.pass_back if swept else partial(stream_gradients, self.model)
+        sums = total, totals
+        if self.resources.deadline is not None:  # of the group at hand alone, which may be given up
+            total, totals = (None if whole is None else self._zeros(plan, len(whole.rows)) for whole in sums)
 
         def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
-            if total is None and totals is None:  # to which a part of the group would have been added
-                self._check_clock()
+            self._check_clock()
             gradient, part = gradient.to(found), slices[name]
             if total is not None:
                 total.rows[0, part] += gradient.to(total.rows)
@@ -447,7 +463,16 @@ class GroupSums:
                     pass_back(piece, self.weights[:, places], take)
             except _Late:
                 return
+            for whole, own in zip(sums, (total, totals), strict=True):
+                if own is not whole:
+                    whole.rows.add_(own.rows)
+                    own.rows.zero_()
             yield group, found
+
+
+def _latest(begun: float, deadline: float) -> float:
+    """Return when sums are given up: a quarter of their time after the deadline."""
+    return deadline + max(0.0, deadline - begun) / 4
 
 
 def sketch_width(length: int) -> int:

@@ -24,7 +24,7 @@ class Resources:
     processes: Processes = ALONE
     """Share the work; every process gets the result."""
     deadline: float | None = None
-    """When `gram` ends, on the clock of `time.monotonic`: after the group at hand; groups come in random order."""
+    """When `gram` ends, on the clock of `time.monotonic`: groups come in random order, as many as end by about then."""
     progress: bool | Progress = SILENT
     """Where stages are reported; True: on stderr."""
 

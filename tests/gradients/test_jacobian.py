@@ -343,8 +343,7 @@ def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy)
     weights = make_weights(batch)
-    moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
-    state = AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+    state = make_metric(policy)
     monkeypatch.setattr("gradscope.gradients.gram.monotonic", Ticking())
     late = TokenJacobian(policy, batch, Resources(deadline=late)).gram(weights, pairs=pairs, way=way, metric=state)
     assert 1 <= len(late.groups) < len(batch.group_ids.unique())
@@ -354,44 +353,69 @@ def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way
     weights = weights[:, kept] * batch.num_tokens / some.num_tokens
     alone = TokenJacobian(policy, some).gram(weights, pairs=pairs, way=way, metric=state)
     assert late.groups == alone.groups
-    for ours, theirs in ((late, alone), (late.scaled, alone.scaled)):
+    scaled = (late.scaled, alone.scaled)
+    if way == "sketches" or pairs == "within":  # a second pass, for which no time is left
+        assert late.scaled is None
+        scaled = (late, alone)
+    for ours, theirs in ((late, alone), scaled):
         assert max(distance(ours.products, theirs.products), distance(ours.total, theirs.total)) < TOLERANCE
 
 
-@pytest.mark.parametrize("way", ["whole", "sketches"])
-def test_a_prompt_that_would_end_long_after_the_deadline_is_given_up(monkeypatch, way):
+def make_metric(policy: Policy) -> AdamWState:
+    moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
+    return AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+
+
+def on_a_slowing_machine(monkeypatch, fast: int, deadline: float, **asked: object) -> tuple[Gram, Gram, Slowing]:
+    """(the Gram by the deadline, that of its groups alone and at leisure, the clock)."""
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy)
-    weights = make_weights(batch)
-    clock = Slowing(policy.model, fast=1 << 30, then=0.0)
-    groups = len(TokenJacobian(policy, batch).gram(weights, way=way).groups)
-    passes = int(clock.now)
-    for fast in range(passes):
-        policy = make_policy("qwen2", torch.float64)
-        with monkeypatch.context() as patch:
-            patch.setattr("gradscope.gradients.gram.monotonic", Slowing(policy.model, fast, then=1000.0))
-            some = TokenJacobian(policy, batch, Resources(deadline=400.0)).gram(weights, way=way)
+    weights, clock = make_weights(batch), Slowing(policy.model, fast, then=1000.0)
+    if asked.pop("in_metric", False):
+        asked["metric"] = make_metric(policy)
+    with monkeypatch.context() as patch:
+        patch.setattr("gradscope.gradients.gram.monotonic", clock)
+        some = TokenJacobian(policy, batch, Resources(deadline=deadline)).gram(weights, **asked)
+    end = clock.now
+    few = batch.of_prompts(some.groups)
+    kept = torch.isin(groups_of(batch), torch.tensor(some.groups))
+    alone = TokenJacobian(policy, few).gram(weights[:, kept] * batch.num_tokens / few.num_tokens, **asked)
+    clock.now = end
+    assert alone.groups == some.groups
+    for ours, theirs in ((some, alone), (some.scaled, alone.scaled))[: 1 + (some.scaled is not None)]:
+        assert max(distance(ours.products, theirs.products), distance(ours.total, theirs.total)) < TOLERANCE
+    return some, alone, clock
+
+
+EVER = 1 << 30
+
+
+@pytest.mark.parametrize("totals", [False, True])
+@pytest.mark.parametrize("way", ["whole", "sketches"])
+def test_a_prompt_that_would_end_long_after_the_deadline_is_given_up(monkeypatch, way, totals):
+    asked = {"way": way, "totals": totals}
+    whole, _, clock = on_a_slowing_machine(monkeypatch, EVER, 1e9, **asked)
+    groups, passes = len(whole.groups), int(clock.now)
+    for fast in range(0, passes, 1 + passes // 12):
+        some, alone, _ = on_a_slowing_machine(monkeypatch, fast, 400.0, **asked)
         # The first one counts whenever it ends.
         assert len(some.groups) == max(1, fast * groups // passes)
-        few = batch.of_prompts(some.groups)
-        kept = torch.isin(groups_of(batch), torch.tensor(some.groups))
-        alone = TokenJacobian(policy, few).gram(weights[:, kept] * batch.num_tokens / few.num_tokens, way=way)
-        assert alone.groups == some.groups
-        assert max(distance(some.products, alone.products), distance(some.total, alone.total)) < TOLERANCE
+        if totals:
+            assert distance(some.totals.rows, alone.totals.rows) < TOLERANCE
 
 
-def test_sums_in_the_optimizers_metric_are_of_the_prompts_of_the_plain_ones(monkeypatch):
-    policy = make_policy("qwen2", torch.float64)
-    batch = make_batch(policy)
-    weights = make_weights(batch)
-    moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
-    state = AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
-    whole = TokenJacobian(policy, batch).gram(weights, way="sketches", metric=state)
-    monkeypatch.setattr("gradscope.gradients.gram.monotonic", Ticking())
-    # The first pass ends in time, and the second not before half of the time is over.
-    late = TokenJacobian(policy, batch, Resources(deadline=26.0)).gram(weights, way="sketches", metric=state)
-    assert late.groups == whole.groups
-    assert distance(late.scaled.products, whole.scaled.products) < TOLERANCE
+@pytest.mark.parametrize(("way", "pairs"), [("sketches", "all"), ("whole", "within")])
+def test_sums_in_the_optimizers_metric_are_of_the_prompts_of_the_plain_ones_or_none(monkeypatch, way, pairs):
+    asked = {"way": way, "pairs": pairs, "in_metric": True}
+    whole, _, clock = on_a_slowing_machine(monkeypatch, EVER, 1e9, **asked)
+    passes = int(clock.now)
+    # Both passes end in time, and then the first one alone.
+    same, _, _ = on_a_slowing_machine(monkeypatch, EVER, float(passes), **asked)
+    assert same.groups == same.scaled.groups == whole.groups
+    fast = passes // 2 + 1
+    late, _, clock = on_a_slowing_machine(monkeypatch, fast, float(passes), **asked)
+    assert late.groups == whole.groups and late.scaled is None
+    assert clock.now < (passes - fast) * clock.then  # not all of the slow ones
 
 
 def test_prompts_whose_products_do_not_fit_are_drawn_and_count_for_all():
