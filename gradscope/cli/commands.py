@@ -6,13 +6,16 @@ Only the command that is asked for is imported, so that `--help` and `--version`
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import make_dataclass, replace
 from functools import reduce
 from importlib import import_module
 from operator import or_
+from types import FrameType
 from typing import Any
 
 import tyro
@@ -66,6 +69,10 @@ EXAMPLES = {
 """Example arguments of each command."""
 GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
 """Advice after an interruption; the default is to run the same command again."""
+INTERRUPTED = 130
+"""Exit status after Ctrl-C."""
+SOON = 0.1
+"""Seconds after which an interruption that came in an import is tried again."""
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
@@ -102,7 +109,7 @@ def main(args: Sequence[str] | None = None) -> None:
         if sys.stdout is not None:  # closed by the shell
             sys.stdout.flush()
     except KeyboardInterrupt:
-        _stop(RuntimeError(f"interrupted; {go_on}"), 130)
+        _stop(RuntimeError(f"interrupted; {go_on}"), INTERRUPTED)
     except BrokenPipeError:  # nobody reads on (`| head`); Python would flush what is left once more
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -147,6 +154,26 @@ def _stop(error: Exception, status: int) -> None:
 
 def run_script() -> None:
     """Entry point of the console script."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
     if sys.stdout is not None and not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # a log has notes and progress in the order they were said
-    main()
+    try:
+        main()
+    except SystemExit as error:
+        if error.code == INTERRUPTED:
+            # At once: Python's own end waits for threads, aborts where they free tensors, or repeats the signal.
+            os._exit(INTERRUPTED)
+        raise
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, after an import if there is one: modules swallow it, and C++ that imports aborts."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            again = threading.Timer(SOON, os.kill, [os.getpid(), number])
+            again.daemon = True
+            again.start()
+            return
+        frame = frame.f_back
+    raise KeyboardInterrupt

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 GRADSCOPE = (sys.executable, "-m", "gradscope")
 
 
@@ -18,6 +20,30 @@ def test_an_interruption_is_one_line_and_status_130(tmp_path):
         running.send_signal(signal.SIGINT)
         said = [line for line in running.stderr if line.startswith("gradscope: ")]
     assert running.returncode == 130 and len(said) == 1
+
+
+SWALLOWED = "try:\n    signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n    pass\n"
+IN_TEXT = "exec('signal.raise_signal(signal.SIGINT)')\n"
+"""Whose KeyboardInterrupt Python remembers as one that nobody caught."""
+
+
+@pytest.mark.parametrize(("imported", "asked"), [(SWALLOWED, ""), (IN_TEXT, ""), ("", IN_TEXT)])
+def test_an_interruption_in_whatever_code_is_one_line_and_status_130(tmp_path, imported, asked):
+    task = tmp_path / "task.py"
+    task.write_text(
+        f"import signal\nfrom gradscope.tasks import Question, register\n{imported}\n"
+        "class Own:\n"
+        "    name = 'own'\n"
+        "    def questions(self, n, *, seed, **options):\n"
+        f"        {asked}\n"
+        "        return [Question('1', 1)] * n\n"
+        "    def reward(self, response, question):\n"
+        "        return 1.0\n"
+        "register(Own())\n"
+    )
+    command = [*GRADSCOPE, "sample", "embedded", "--task", f"{task}:own", "--out", tmp_path / "out.jsonl"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 130 and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_what_nobody_reads_ends_without_a_word():
