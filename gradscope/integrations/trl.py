@@ -1,4 +1,4 @@
-"""Inside TRL's GRPOTrainer (trl 1.16): Reweight and Lopti as arguments, and a callback that measures while it trains.
+"""Inside TRL's GRPOTrainer (trl 1.16): Reweight and Lopti, a callback that measures, one that logs what is trained on.
 
     from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer
 
@@ -7,7 +7,8 @@
     trainer.train()
 
 `GradScopeGRPOTrainer` is `ReweightLoptiMixin` before TRL's GRPOTrainer, and the mixin goes before any subclass of it.
-The callback works with each of them, GRPOTrainer itself included.
+The callback works with each of them, GRPOTrainer itself included, and so does `RolloutWriter`, a callback too, where
+rows can say the loss.
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from __future__ import annotations
 from gradscope.integrations.trl_batch import TRLSettings, batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_callback import GradScopeCallback
 from gradscope.integrations.trl_methods import ReweightLoptiMixin
+from gradscope.integrations.trl_writer import RolloutWriter
 
 __all__ = [  # noqa: F822 (made on first use)
     "GradScopeCallback",
     "GradScopeGRPOTrainer",
     "ReweightLoptiMixin",
+    "RolloutWriter",
     "TRLSettings",
     "batch_from_trl",
     "response_denominators",

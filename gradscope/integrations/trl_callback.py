@@ -6,7 +6,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from gradscope.integrations.trl_batch import Inputs, batch_from_trl
 from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
 from gradscope.integrations.trl_measure import StepMeasurement, agree, measure_step, name_intervals
 from gradscope.integrations.trl_sample import StepSample, affordable
+from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text
@@ -128,7 +129,8 @@ class GradScopeCallback(TrainerCallback):
         if state.global_step and self.path.is_file():
             rows = pd.read_parquet(self.path)
             self.rows = rows[rows["step"] <= state.global_step].to_dict("records")
-        self._watch()
+        looked_at = (self._watch_loss, self._watch_logprobs, self._watch_norm)
+        watch(self.trainer, self, dict(zip(WATCHED, looked_at, strict=True)))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._due = self._waiting or state.global_step % self.every == 0
@@ -252,7 +254,7 @@ class GradScopeCallback(TrainerCallback):
             self._price = max(self.seconds / self._cost, (self._spent + spent) / step.measured_cost)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._unwatch()
+        watch(self.trainer, self)
         if state.is_world_process_zero:
             total = time.perf_counter() - self._started
             off = sum(abs(_ratio_of_all(row) - 1) > TOLERANCE for row in self.rows)
@@ -263,17 +265,19 @@ class GradScopeCallback(TrainerCallback):
                 + (f"; in {off} of them the gradient is over {100 * TOLERANCE:g} % off the trainer's" if off else "")
             )
 
-    def _watch(self) -> None:
-        """Record the micro-batches of a measured step as they reach the trainer's compute_loss, and its norms."""
-        self._unwatch()
-        trainer = self.trainer
-        compute_loss, log_probs, own_norm = (getattr(trainer, name) for name in WATCHED)
+    def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        """Record the micro-batches of a measured step."""
 
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
             # Lopti's second pass shows each once more.
-            if self._due and model.training and len(self._window) < trainer.current_gradient_accumulation_steps:
+            if self._due and model.training and len(self._window) < self.trainer.current_gradient_accumulation_steps:
                 self._window.append(inputs)
             return compute_loss(model, inputs, *args, **keywords)
+
+        return watched
+
+    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
+        """Record what RLOO's ratio is made of."""
 
         def scored(*args: Any, **keywords: Any) -> Any:
             found = log_probs(*args, **keywords)
@@ -282,17 +286,15 @@ class GradScopeCallback(TrainerCallback):
                 self._window[-1] = {**inputs, SUMMED_LOGPROBS: logps}
             return found
 
+        return scored
+
+    def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
         def normed(*args: Any, **keywords: Any) -> Any:
             norm = own_norm(*args, **keywords)
             self._norm = float(norm)
             return norm
 
-        for name, method in zip(WATCHED, (watched, scored, normed), strict=True):
-            setattr(trainer, name, method)
-
-    def _unwatch(self) -> None:
-        for name in WATCHED:
-            self.trainer.__dict__.pop(name, None)
+        return normed
 
 
 def _ratio_of_all(row: dict[str, Any]) -> float:

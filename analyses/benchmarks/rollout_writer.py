@@ -1,0 +1,115 @@
+"""What `RolloutWriter` costs a training with TRL, and that it changes no weight.
+
+    python -m analyses.benchmarks.rollout_writer --steps 100
+    python -m analyses.benchmarks.rollout_writer /tmp/smollm2 --task sums --steps 100 --prompts 4 --tokens 48
+
+Trains once without the writer and once with it, from the same weights and seed, and adds a row to the table: seconds of
+both runs; of the second the wall and CPU time inside the writer's calls in the training thread, the CPU time of what
+writes beside it (thread and process, its start included), and both as shares: calls_share of the run's wall time,
+cpu_share of all CPU time. same: whether all weights ended bit-equal.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import pandas as pd
+import torch
+import tyro
+from transformers import set_seed
+
+from analyses.common.script import exit_with
+from gradscope.integrations.trl import RolloutWriter
+from gradscope.policy import find_checkpoint
+from gradscope.rollouts import read_dump
+from gradscope.tasks import get_task
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to train."""
+
+    model: Annotated[str, tyro.conf.Positional] = "embedded"
+    task: str = "knights-knaves-compact"
+    steps: int = 100
+    prompts: int = 8
+    """Prompts per optimizer step."""
+    responses: int = 8
+    """Of each prompt."""
+    tokens: int = 400
+    """Most in a response."""
+    temperature: float = 0.7
+    text: bool = False
+    threads: int = 1
+    work: Path = Path("work/rollout_writer")
+    out: Path = Path("figures/benchmark_rollout_writer.csv")
+
+
+def train(options: Options, folder: Path, *, writes: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Train; return seconds, and the weights at the end."""
+    from datasets import Dataset
+    from trl import GRPOConfig, GRPOTrainer
+
+    task = get_task(options.task)
+    asked = {question.prompt: question for question in task.questions(200, seed=1)}
+
+    def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        return [task.reward(text, asked[prompt]) for prompt, text in zip(prompts, completions, strict=True)]
+
+    config = GRPOConfig(
+        str(folder),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.prompts * options.responses,
+        num_generations=options.responses,
+        max_completion_length=options.tokens,
+        temperature=options.temperature,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        bf16=False,
+        use_cpu=True,
+    )
+    set_seed(0)
+    data = Dataset.from_dict({"prompt": list(asked)})
+    trainer = GRPOTrainer(find_checkpoint(options.model), reward, args=config, train_dataset=data)
+    found: dict[str, Any] = {}
+    if writes:
+        writer = RolloutWriter(trainer, text=options.text)
+        trainer.add_callback(writer)
+    wall, cpu = time.perf_counter(), sum(os.times()[:4])
+    trainer.train()
+    found["wall"], found["cpu"] = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
+    if writes:
+        found |= {"calls_wall": writer.seconds, "calls_cpu": writer.cpu_seconds, "beside_cpu": writer.process_seconds}
+        found["tokens"] = read_dump(writer.folder).batch.num_tokens
+        found["bytes"] = sum(path.stat().st_size for path in writer.folder.iterdir())
+    return found, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def main(options: Options) -> None:
+    torch.set_num_threads(options.threads)
+    warnings.simplefilter("ignore")
+    shutil.rmtree(options.work, ignore_errors=True)
+    without, before = train(options, options.work / "without", writes=False)
+    found, after = train(options, options.work / "with", writes=True)
+    row = {"model": options.model, "steps": options.steps, "responses": options.prompts * options.responses}
+    row |= {"wall_without": without["wall"], "cpu_without": without["cpu"], **found}
+    row["calls_share"] = found["calls_wall"] / found["wall"]
+    row["cpu_share"] = (found["calls_cpu"] + found["beside_cpu"]) / found["cpu"]
+    row["same"] = all(torch.equal(before[name], weight) for name, weight in after.items())
+    table = pd.DataFrame([row])
+    if options.out.is_file():
+        table = pd.concat([pd.read_csv(options.out), table], ignore_index=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    table.round(6).to_csv(options.out, index=False)
+    print(table.to_string(index=False), flush=True)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
