@@ -32,6 +32,7 @@ from gradscope.diagnosis import SUMMARY, THEORY, add_summary, judge_sample
 from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
+    AFTER,
     TABLE,
     Hooks,
     MeasureSettings,
@@ -134,7 +135,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         if self.figures:
             asked = {"contexts": self.constants, "gradient_memory": self.gradient_memory}
             found, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
-            deadline = None if measured.left is None else monotonic() + measured.left
+            deadline = None if measured.left is None else monotonic() + measured.left - AFTER
             resources = replace(measured.resources, deadline=deadline)
             add_summary(*found, table, measured.settings, resources=resources, **asked)
         if self.figures and measured.resources.processes.is_main:

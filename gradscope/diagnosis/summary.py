@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from html import escape
 from pathlib import Path
-from time import monotonic
 
 import numpy as np
 import pandas as pd
@@ -14,7 +13,6 @@ import torch
 
 from gradscope.errors import InputError
 from gradscope.gradients import (
-    BACKWARD,
     LAYER,
     LOGITS,
     PARAMETERS,
@@ -26,7 +24,7 @@ from gradscope.gradients import (
     statistics_of,
     sum_intervals,
 )
-from gradscope.intervals import EDGES, interval_labels, summarize
+from gradscope.intervals import interval_labels, summarize
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
 from gradscope.resampling import Resampling, Seed
@@ -163,16 +161,15 @@ def summarize_measurement(
     table: pd.DataFrame,
     settings: MeasureSettings,
     *,
-    prompts: int | None = None,
     contexts: int = 0,
     resources: Resources | None = None,
 ) -> Summary:
     """Compute the sums over tokens that the table cannot give, and put everything side by side.
 
     table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
-    it was measured at. prompts: sum the gradients of so many, drawn at random; None: of all in the table. contexts:
-    compute the constants of Eq. 3 at so many tokens' contexts (`layer_constants`; its time grows fast with model and
-    context). resources: of the summed gradients.
+    it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts (`layer_constants`; its
+    time grows fast with model and context). resources: of the summed gradients; with a deadline, they are of as many
+    prompts as are summed by then.
     """
     whole = len(batch.group_ids[batch.response_mask.any(1)].unique())
     resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
@@ -183,8 +180,6 @@ def summarize_measurement(
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
         known = replace(batch, advantages=resolve_advantages(batch))
         J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch, resources.processes))
-        if prompts is not None and prompts < len(J.prompts):
-            J = J.of_prompts(np.random.default_rng(settings.seed).permutation(J.prompts.numpy())[:prompts])
         gradients = sum_intervals(J, settings.loss, intervals=intervals)
     rng = np.random.default_rng(settings.seed)
     constants = None
@@ -279,8 +274,7 @@ def add_summary(
     Several processes call it together: all sum gradients, then the main one draws and writes.
 
     Args:
-        resources: settled, for the summed gradients; with a deadline, those of as many prompts as should fit, judged by
-            the seconds that scoring took.
+        resources: settled, for the summed gradients.
         contexts: see `summarize_measurement`.
         gradient_memory: the bytes for vectors as they were asked for; these and the contexts tell figures apart from
             others.
@@ -294,24 +288,13 @@ def add_summary(
             if processes.is_main:
                 held.enter_context(folder.writing())
                 folder.stage()
-        asked = {"prompts": _fitting_prompts(folder, resources), "contexts": contexts if processes.is_main else 0}
-        resources = replace(resources, deadline=None)
-        summary = summarize_measurement(policy, batch, table, settings, resources=resources, **asked)
+        asked = {"contexts": contexts if processes.is_main else 0, "resources": resources}
+        summary = summarize_measurement(policy, batch, table, settings, **asked)
         if not processes.is_main:
             return
         write_figures(folder.staged / FIGURES, policy, table, summary, progress=resources.progress)
         told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
         folder.publish(folder.manifest | {"figures": drawn, **told})
-
-
-def _fitting_prompts(folder: RunFolder, resources: Resources) -> int | None:
-    """Return how many prompts' gradients are to be summed before the deadline, at least two; None: all."""
-    if resources.deadline is None:
-        return None
-    manifest, passes = folder.manifest, 2 + BACKWARD * 2 * (len(EDGES) - 1)  # of two halves of the prompts
-    each = passes * manifest["pass_seconds"] / manifest["prompts"]["looked_at"]
-    left = max(0.0, resources.deadline - monotonic())
-    return resources.processes.gather([max(2, int(left / each))])[0]
 
 
 def write_figures(

@@ -118,7 +118,7 @@ def sum_intervals(
     generator: torch.Generator | None = None,
     optimizer_state: AdamWState | None = None,
 ) -> IntervalGradients:
-    """`interval_gradients` of a Jacobian's tokens, whose advantages are known."""
+    """`interval_gradients` of a Jacobian's tokens, whose advantages are known; of the prompts made by its deadline."""
     edges = [float(edge) for edge in edges]
     _check(J.batch, intervals, edges)
     size, batch = len(edges) - 1, J.batch
@@ -129,9 +129,10 @@ def sum_intervals(
     own = J.kept(halves[number][:, None].expand_as(batch.input_ids))
     inside = (own == torch.arange(2)[:, None, None]) & (cells == torch.arange(size)[:, None])
     gram = J.gram((slopes * inside).flatten(0, 1), pairs="within", metric=optimizer_state)
-    counts = (cells == torch.arange(size)[:, None]).sum(1).numpy()
+    summed = J.kept(torch.isin(batch.group_ids, torch.tensor(gram.groups))[:, None].expand_as(batch.input_ids))
+    counts = (cells[summed] == torch.arange(size)[:, None]).sum(1).numpy()
     table, cosines = _tabulate(gram, counts, edges)
-    result = IntervalGradients(table, cosines, len(prompts), loss, plan=gram.plan)
+    result = IntervalGradients(table, cosines, len(gram.groups), loss, plan=gram.plan)
     if gram.scaled is None:
         return result
     table, cosines = _tabulate(gram.scaled, counts, edges)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import Summary, interval_summary, summarize_measurement, write_figures
 from gradscope.diagnosis.summary import add_constants
-from gradscope.gradients import MeasureSettings, measure
+from gradscope.gradients import MeasureSettings, Resources, interval_gradients, measure
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
@@ -61,12 +62,19 @@ def test_shares_of_the_gradient_are_those_of_the_networks_own_sums(summary):
 
 def test_sums_of_some_prompts_are_said_to_be_of_so_many(policy, batch, table, summary):
     whole = batch.group_ids.unique().tolist()
-    part = summarize_measurement(policy, batch, table, MeasureSettings(), prompts=len(whole) - 1)
-    looked = table[table["group"] != whole[0]]
-    for found in (part, summarize_measurement(policy, batch, looked, MeasureSettings())):
-        assert (found.gradients.num_prompts, found.of_prompts) == (len(whole) - 1, len(whole))
-        assert f"{len(whole) - 1} of this batch's {len(whole)} prompts" in found.sentences()
+    late = summarize_measurement(policy, batch, table, MeasureSettings(), resources=Resources(deadline=0.0))
+    looked = summarize_measurement(policy, batch, table[table["group"] != whole[0]], MeasureSettings())
+    for found, count in ((late, 1), (looked, len(whole) - 1)):
+        assert (found.gradients.num_prompts, found.of_prompts) == (count, len(whole))
+        assert f"{count} of this batch's {len(whole)} prompts" in found.sentences()
     assert "prompts, drawn" not in summary.sentences()
+    # By a deadline that is over there is one of them, with the numbers that it has alone.
+    own = late.gradients.table[["num_tokens", "norm", "share"]]
+    intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
+    intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
+    some = [batch.of_prompts([prompt]) for prompt in whole]
+    alone = [interval_gradients(policy, one, intervals=intervals).table[[*own]] for one in some]
+    assert sum(np.allclose(own, one, rtol=1e-4, equal_nan=True) for one in alone) == 1
 
 
 def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(policy, batch, table):
