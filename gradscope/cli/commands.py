@@ -37,6 +37,7 @@ COMMANDS = {
     "measure": "Measure the gradient of every response token of a rollout file: token table, figures, summary.",
     "diagnose": "Diagnose checkpoints on their rollouts: which tokens drive an update, in one HTML file.",
     "compare": "Compare token weightings on one batch: which tokens each favours, and how much is signal.",
+    "audit": "Compare a trainer's gradient with the exact one of its loss: is it computed as meant?",
     "train": "Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti.",
     "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",
 }
@@ -59,6 +60,10 @@ EXAMPLES = {
     "compare": (
         "runs/checkpoint-500 rollouts.jsonl --out compared",
         "runs/checkpoint-500 rollouts.jsonl --weightings reweight:alpha=.1/.3 lopti own.py:mine --out compared",
+    ),
+    "audit": (
+        "runs/checkpoint-500 step-501.jsonl --gradient grad-501.safetensors --micro-batch 8",
+        "runs/checkpoint-500 step-501.jsonl --grad-norm 0.1834",
     ),
     "train": (
         "--preset kk-embedded --reweight-alpha 0.3 --out runs/reweight",

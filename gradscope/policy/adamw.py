@@ -166,7 +166,7 @@ def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
     """
     groups, parameters = state_dict["param_groups"], [name for name, _ in float_parameters(model)]
     if saved := [name for group in groups for name in group.get("param_names", ())]:
-        return [_plain_name(name, set(parameters)) for name in saved]
+        return [plain_name(name, set(parameters)) for name in saved]
     if len(groups) == 1:
         return parameters
     from transformers import Trainer
@@ -182,7 +182,7 @@ def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
     return split[0] + split[1]
 
 
-def _plain_name(name: str, known: set[str]) -> str:
+def plain_name(name: str, known: set[str]) -> str:
     for prefix in ("module.", "_orig_mod.", "base_model.model."):
         if name not in known:
             name = name.removeprefix(prefix)

@@ -1,6 +1,7 @@
 """What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
 
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
+from gradscope.updates.audit import Audit, audit, gradient_of_moments
 from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_rows, distinct_rows
 from gradscope.updates.comparison.describe import (
     ONE_BATCH,
@@ -27,10 +28,10 @@ from gradscope.updates.movement import movement_table
 from gradscope.updates.step_settings import SGD, StepSettings, read_moments, settle_step, state_step
 
 __all__ = [
-    "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Comparison", "ComparisonSettings", "RealSteps",
-    "StepSettings", "Update", "apply_update", "apply_updates", "batch_direction_shares", "compare", "compare_rows",
-    "describe", "distinct_rows", "gain_sentence", "influence", "influence_table", "log_odds_change", "make_update",
-    "measure_steps", "moved_against", "movement_summary", "movement_table", "net_weights", "old_intervals",
-    "over_batches", "predict_step", "read_moments", "right_direction_shares", "settle_step", "signal_sentence",
-    "similarity", "state_step", "without_extremes",
+    "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonSettings",
+    "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "audit", "batch_direction_shares",
+    "compare", "compare_rows", "describe", "distinct_rows", "gain_sentence", "gradient_of_moments", "influence",
+    "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against", "movement_summary",
+    "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step", "read_moments",
+    "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "without_extremes",
 ]  # fmt: skip

@@ -35,6 +35,7 @@ DEAR = {
 LANGUAGES = {"python", "sh", "json", "text"}
 LEFT_OUT = {
     "README.md": 1,
+    "docs/audit.md": 2,
     "docs/checkpoints.md": 3,
     "docs/report.md": 2,
     "docs/reproduction.md": 1,

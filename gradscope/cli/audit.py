@@ -1,0 +1,86 @@
+"""The command `gradscope audit`: is the gradient that a trainer used the one that its loss has?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from torch import Tensor
+
+from gradscope.cli.flags import MeasuredPolicyFlags, ReadingFlags, command_progress, load_quietly, print_notes
+from gradscope.errors import InputError
+from gradscope.gradients import Resources
+from gradscope.objective import LossSettings
+from gradscope.policy import checkpoint_step, find_policy_state
+from gradscope.rollouts import read_checkpoint_dump
+from gradscope.runs import check_is_folder, write_text
+from gradscope.updates import audit, gradient_of_moments
+
+
+@dataclass(frozen=True, kw_only=True)
+class Audit(ReadingFlags, MeasuredPolicyFlags):
+    """Is your trainer's gradient the one that its loss has? The exact gradient of a step's batch, under several
+    readings of the loss, beside the trainer's own: its norm, its saved `.grad`, or what AdamW's moments took in."""
+
+    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    """Checkpoint that the step started from."""
+    rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+    """All responses of the step, in the trainer's order, best as ids with advantages per token."""
+    gradient: Path | None = None
+    """safetensors of the trainer's gradient by parameter name."""
+    grad_norm: float | None = None
+    """The norm that the trainer logged; it tells less."""
+    after: Path | None = None
+    """The checkpoint of the next step: its optimizer's first moments less MODEL's give the gradient after clipping."""
+    micro_batch: int | None = None
+    """Responses of one micro-batch of the trainer's."""
+    max_grad_norm: float | None = None
+    """The trainer's clipping, where the gradient is after it."""
+    temperature: float | None = None
+    """Sampling temperature; none: each response's own, from the rollouts (1.0 if they have none)."""
+    loss: Annotated[LossSettings, tyro.conf.arg(name="")] = field(default_factory=LossSettings)
+    out: Path | None = None
+    """Folder for readings.csv, parameters.csv and verdict.txt."""
+
+    def run(self) -> None:
+        given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
+        if len(named := [flag for flag, value in given.items() if value is not None]) != 1:
+            told = " and ".join(named) or "nothing"
+            raise InputError(f"{told} is given; give the trainer's gradient by one of {', '.join(given)}")
+        for path in filter(None, (self.gradient, self.after)):
+            if not path.exists():
+                raise InputError(f"{path} is not there; give what the trainer saved")
+        policy, progress = load_quietly(self.model, self.loading), command_progress()
+        how = {"temperature": self.temperature, **self.reading}
+        dump = read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
+        print_notes(dump.remarks)
+        gradient = self.grad_norm
+        if self.gradient is not None:
+            gradient = _read_gradient(self.gradient)
+        elif self.after is not None:
+            gradient = gradient_of_moments(policy, find_policy_state(policy), self.after)
+        settings = {"loss": self.loss, "micro_batch": self.micro_batch, "max_grad_norm": self.max_grad_norm}
+        with progress.stage("the exact gradient"):
+            found = audit(policy, dump.batch, gradient, **settings, resources=Resources(progress=progress))
+        print(f"{found.verdict}\n")
+        print(found.readings.to_string(index=False, float_format="{:.4g}".format))
+        if self.out is not None:
+            check_is_folder(self.out)
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_text(self.out / "verdict.txt", f"{found.verdict}\n")
+            write_text(self.out / "readings.csv", found.readings.to_csv(index=False))
+            write_text(self.out / "parameters.csv", found.parameters.to_csv(index=False))
+            print(f"\n{self.out / 'parameters.csv'}")
+
+
+def _read_gradient(path: Path) -> dict[str, Tensor]:
+    """Read tensors by name. Raises InputError for a file that is none of safetensors."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise InputError(f"cannot be read ({error}); save the gradient with safetensors", path=path) from error

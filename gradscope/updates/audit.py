@@ -1,0 +1,290 @@
+"""Is a trainer's gradient the one that its loss has? Beside it the exact gradient, under several readings of the loss.
+
+Eq. 2 gives −Σ_t c_t·w_t·∇ log π_t; a reading says what c_t is, or by which slip a token gets another's weight. All
+readings come from one pass over the batch (`TokenJacobian.vjp`), and all that is told from inner products by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.errors import InputError, checked
+from gradscope.gradients import Resources, TokenJacobian, Vectors
+from gradscope.objective import PAPER, LossSettings, batch_weights, resolve_advantages
+from gradscope.policy import Policy, PolicyLike, optimizer_names, plain_name, read_state
+from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+
+READINGS = {
+    "token-mean": "the mean over all tokens of the batch",
+    "sequence-mean": "the mean over responses of the mean over their tokens",
+    "micro-batches": "the mean over micro-batches of the mean over their tokens",
+    "mask-late": "the mean over all tokens, where each has the weight of the one before it",
+    "mask-early": "the mean over all tokens, where each has the weight of the one after it",
+    "no-temperature": "the mean over all tokens of log π at temperature 1",
+}
+"""What a trainer may have added up."""
+FLOAT32 = 2e-3
+"""Relative distance of two sums of the same terms in float32, beyond which they are not the same."""
+BFLOAT16 = 2.0**-8
+"""Spacing of bfloat16's numbers around 1."""
+Kind = Literal["same", "factor", "parameters", "rounding", "other"]
+
+
+@dataclass(frozen=True, eq=False)
+class Audit:
+    """How far a trainer's gradient is from the exact one."""
+
+    kind: Kind
+    """same: that of a reading; factor: a multiple of it; parameters: but for some of them; rounding: as far from it as
+    accumulating in bfloat16 puts it; other: none of a reading's."""
+    reading: str
+    """The nearest of READINGS."""
+    factor: float
+    """The trainer's gradient over that of the reading, as most of the parameters have it."""
+    readings: pd.DataFrame
+    """A row per reading: norm of the exact gradient, ratio of the trainer's norm to it, factor, cosine, and distance,
+    ‖theirs − factor·ours‖/‖theirs‖, in all and (typical) of half of the gradient. Of a norm alone norm and ratio."""
+    parameters: pd.DataFrame
+    """A row per parameter, under that reading: norm (exact), ratio, cosine, distance; empty of a norm alone."""
+    odd: tuple[str, ...]
+    """Parameters whose gradient is not that multiple."""
+    verdict: str
+    """All of it in words."""
+
+    def __repr__(self) -> str:
+        return self.verdict
+
+
+@checked
+def audit(
+    policy: PolicyLike,
+    batch: BatchLike,
+    gradient: Mapping[str, Tensor] | float,
+    *,
+    loss: LossSettings = PAPER,
+    micro_batch: int | None = None,
+    max_grad_norm: int | float | None = None,
+    resources: Resources | None = None,
+) -> Audit:
+    """Compare the gradient of a trainer's step with the exact one of the loss on that step's batch.
+
+    Args:
+        policy: the weights that the step started from; an adapter's own with params="adapter".
+        batch: all responses of the step, in the trainer's order, with advantages, and with π_old where it is another.
+        gradient: the trainer's, by parameter name, before the optimizer's step; or its norm alone, which tells less.
+        micro_batch: responses of one micro-batch; None: one micro-batch is not told from another.
+        max_grad_norm: the trainer's clipping, where the gradient is after it.
+
+    Raises:
+        InputError: for names or shapes that are not the policy's, for a gradient that is 0 or not finite, and for a
+            batch without advantages.
+    """
+    policy, batch = read_inputs(policy, batch)
+    batch = replace(batch, advantages=resolve_advantages(batch))
+    J = TokenJacobian(policy, batch, resources)
+    weights = _weigh(J, loss, micro_batch)
+    vectors = J.vjp(-torch.stack([*weights.values()]))
+    sums = {name: vectors[row : row + 1] for row, name in enumerate(weights)}
+    if (batch.temperature[batch.response_mask.any(1)] != 1).any():
+        unscaled = TokenJacobian(policy, batch.at_temperature(1.0), resources)
+        sums["no-temperature"] = unscaled.vjp(-weights["token-mean"][None])
+    if not isinstance(gradient, Mapping):
+        return _of_a_norm(float(gradient), {name: own.norm_of_sum() for name, own in sums.items()})
+    theirs = _match(gradient, vectors)
+    found = {name: _products(own, theirs) for name, own in sums.items()}
+    count = None if micro_batch is None else -(-len(batch) // micro_batch)
+    return _judge(found, batch, count, max_grad_norm)
+
+
+def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | Path) -> dict[str, Tensor]:
+    """Return the gradient that AdamW's first moments took in between two consecutive steps, as it was after clipping.
+
+    m′ = β₁·m + (1 − β₁)·g. Args: before: the state the step started from; None: of a run's first step.
+
+    Raises:
+        InputError: the states are not one step apart.
+    """
+    new, old = read_state(after), None if before is None else read_state(before)
+    names, group = optimizer_names(policy.model, new), new["param_groups"][0]
+    beta, found = float(group["betas"][0]), {}
+    indices = [index for own in new["param_groups"] for index in own["params"]]
+    for name, index in zip(names, indices, strict=True):
+        if (moments := new["state"].get(index)) is None:
+            continue
+        held = {} if old is None else old["state"].get(index, {})
+        steps = int(moments["step"]) - int(held.get("step", 0))
+        if steps != 1:
+            raise InputError(
+                f"the two optimizer states are {steps} steps apart at {name}, and moments tell one gradient only from "
+                "one step to the next; give consecutive checkpoints"
+            )
+        first = moments["exp_avg"].double()
+        found[name] = (first - beta * held["exp_avg"].double() if held else first) / (1 - beta)
+    return found
+
+
+def _weigh(J: TokenJacobian, loss: LossSettings, micro_batch: int | None) -> dict[str, Float[Tensor, " K"]]:
+    """c_t·w_t of every kept token, by reading."""
+    batch = J.batch
+    known = batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total
+    w = J.kept(known).double()
+    response = batch.response_mask.nonzero()[:, 0]
+    lengths = batch.response_mask.sum(1)[response].double()
+    filled = int(batch.response_mask.any(1).sum())
+    readings = {"token-mean": w / len(w), "sequence-mean": w / (filled * lengths)}
+    if micro_batch is not None and micro_batch < len(batch):
+        part = response // micro_batch
+        counts = torch.bincount(part).double()
+        readings["micro-batches"] = w / (counts[part] * (counts > 0).sum())
+    same = torch.cat([response.new_zeros(1, dtype=torch.bool), response[1:] == response[:-1]])
+    readings["mask-late"] = torch.where(same, w.roll(1), 0.0) / len(w)
+    readings["mask-early"] = torch.where(same.roll(-1), w.roll(-1), 0.0) / len(w)
+    return {name: own.float() for name, own in readings.items()}
+
+
+def _match(gradient: Mapping[str, Tensor], ours: Vectors) -> dict[str, Float[Tensor, " p"]]:
+    """The trainer's gradient by our names, flat."""
+    found = {plain_name(name, set(ours.slices)): tensor for name, tensor in gradient.items()}
+    if unknown := [name for name in found if name not in ours.slices]:
+        raise InputError(
+            f"the gradient has {len(unknown)} names that are no parameter of the policy ({unknown[0]}); give that of "
+            "the same model, an adapter's with --params adapter"
+        )
+    if not found:
+        raise InputError("the gradient holds no parameter; give one tensor for each, by its name")
+    for name, tensor in found.items():
+        part = ours.slices[name]
+        if tensor.numel() != part.stop - part.start:
+            raise InputError(f"the gradient of {name} has {tensor.numel()} numbers, the parameter another count")
+        if not torch.isfinite(tensor).all():
+            raise InputError(f"the gradient of {name} is not finite; give that of a sound step")
+    return {name: tensor.flatten() for name, tensor in found.items()}
+
+
+def _products(ours: Vectors, theirs: dict[str, Float[Tensor, " p"]]) -> pd.DataFrame:
+    """Inner products by parameter, in float64: own, of ours; cross; other, of theirs."""
+    rows = []
+    for name, their in theirs.items():
+        a, b = ours.rows[0, ours.slices[name]].double().cpu(), their.double().cpu()
+        rows.append({"parameter": name, "own": float(a @ a), "cross": float(a @ b), "other": float(b @ b)})
+    return pd.DataFrame(rows)
+
+
+def _median(values: np.ndarray, weights: np.ndarray) -> float:
+    """The weighted median."""
+    order = np.argsort(values)
+    place = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
+    return float(values[order][min(place, len(values) - 1)])
+
+
+def _distances(products: pd.DataFrame, factor: float) -> np.ndarray:
+    """‖theirs − factor·ours‖ over the larger of both norms, by parameter."""
+    own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
+    square = np.clip(other - 2 * factor * cross + factor**2 * own, 0, None)
+    return np.sqrt(square / np.maximum(np.maximum(other, factor**2 * own), 1e-300))
+
+
+def _summarize(products: pd.DataFrame) -> dict[str, float]:
+    own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
+    if not own.sum():
+        return {"norm": 0.0, "ratio": np.inf, "factor": np.nan, "cosine": np.nan, "distance": 1.0, "typical": 1.0}
+    moved = own > 0
+    factor = _median(cross[moved] / own[moved], own[moved])
+    square = max(0.0, float(other.sum() - 2 * factor * cross.sum() + factor**2 * own.sum()))
+    return {
+        "norm": float(np.sqrt(own.sum())),
+        "ratio": float(np.sqrt(other.sum() / own.sum())),
+        "factor": factor,
+        "cosine": float(cross.sum() / np.sqrt(own.sum() * other.sum())),
+        "distance": float(np.sqrt(square / other.sum())),
+        "typical": _median(_distances(products, factor)[moved], own[moved]),
+    }
+
+
+def _judge(
+    found: dict[str, pd.DataFrame], batch: TokenBatch, count: int | None, max_grad_norm: int | float | None
+) -> Audit:
+    if not next(iter(found.values()))["other"].sum():
+        raise InputError("the trainer's gradient is 0; give that of a step that moved something")
+    readings = pd.DataFrame([{"reading": name} | _summarize(products) for name, products in found.items()])
+    best = readings.sort_values("typical", kind="stable").iloc[0]
+    products, factor = found[best["reading"]], float(best["factor"])
+    rounding = BFLOAT16 * np.sqrt(count or 1)
+    sound = best["typical"] <= FLOAT32
+    parameters = _tabulate(products, factor)
+    # Of a parameter with next to no gradient the rounding of larger ones is left.
+    size = np.maximum(products["own"] * factor**2, products["other"])
+    heavy = size > 1e-8 * products["other"].sum()
+    odd = tuple(parameters["parameter"][heavy & (parameters["distance"] > 10 * FLOAT32)]) if sound else ()
+    words = READINGS[best["reading"]]
+    if not sound and best["typical"] <= 2 * rounding and abs(factor - 1) <= 2 * rounding:
+        kind: Kind = "rounding"
+        told = (
+            f"The trainer's gradient is {100 * best['typical']:.2g} % from {words}, which is what accumulating "
+            f"{count or 1} micro-batches in bfloat16 leaves (eps·√{count or 1} = {100 * rounding:.2g} %)."
+        )
+    elif not sound:
+        kind = "other"
+        told = (
+            f"The trainer's gradient is that of no reading: the nearest is {words}, with a cosine of "
+            f"{best['cosine']:.3f} and half of the gradient over {100 * best['typical']:.2g} % off."
+        )
+    else:
+        times = "" if abs(factor - 1) <= FLOAT32 else f"{factor:.4g} times "
+        kind = "parameters" if odd else "factor" if times else "same"
+        told = f"The trainer's gradient is {times}that of {words}"
+        told += _explain(factor, batch, count, best["norm"], max_grad_norm) if times else ""
+        if odd:
+            worst = parameters.set_index("parameter").loc[list(odd)].sort_values("norm").index[-1]
+            ratio = float(parameters.set_index("parameter")["ratio"][worst])
+            told += f", but for {len(odd)} of {len(parameters)} parameters: at {worst} it is {ratio:.4g} times that"
+        told += "."
+    return Audit(kind, best["reading"], factor, readings, parameters, odd, told)
+
+
+def _tabulate(products: pd.DataFrame, factor: float) -> pd.DataFrame:
+    own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        numbers = {"norm": np.sqrt(own), "ratio": np.sqrt(other / own), "cosine": cross / np.sqrt(own * other)}
+    return pd.DataFrame({"parameter": products["parameter"]} | numbers | {"distance": _distances(products, factor)})
+
+
+def _explain(
+    factor: float, batch: TokenBatch, count: int | None, norm: float, max_grad_norm: int | float | None
+) -> str:
+    """Return what is known to make a constant factor."""
+    sizes: dict[str, float] = {}
+    if max_grad_norm is not None and norm > 0:
+        sizes[f"the clipping to {max_grad_norm:g}"] = max_grad_norm / norm
+    if count is not None:
+        sizes |= {"the number of micro-batches": count, "one over the number of micro-batches": 1 / count}
+    kept, filled = batch.num_tokens, int(batch.response_mask.any(1).sum())
+    longest = int(batch.response_mask.sum(1).max())
+    sizes |= {"the number of tokens, so a sum": kept, "a division by the responses": kept / filled}
+    sizes["a division by responses × the longest one's length"] = kept / (filled * longest)
+    near = [name for name, size in sizes.items() if abs(factor / size - 1) <= FLOAT32]
+    return f" ({near[0]})" if near else ""
+
+
+def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
+    if not (np.isfinite(norm) and norm > 0):
+        raise InputError(f"the trainer's gradient norm is {norm}; give a finite one above 0")
+    rows = [{"reading": name, "norm": own, "ratio": norm / own if own else np.inf} for name, own in known.items()]
+    readings = pd.DataFrame(rows)
+    best = readings.iloc[(np.log(readings["ratio"]).abs()).argmin()]
+    factor = float(readings["ratio"].iloc[0]) if abs(best["ratio"] - 1) > FLOAT32 else float(best["ratio"])
+    near = readings[(readings["ratio"] - 1).abs() <= FLOAT32]["reading"].tolist()
+    if near:
+        told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone does not tell of its direction."
+        return Audit("same", near[0], factor, readings, pd.DataFrame(), (), told)
+    told = f"The trainer's norm is {factor:.4g} times that of {READINGS['token-mean']}, and no reading's."
+    return Audit("factor", "token-mean", factor, readings, pd.DataFrame(), (), told)

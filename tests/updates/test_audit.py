@@ -1,0 +1,215 @@
+"""Audits of a trainer's gradient: one written here with autograd, sound or with a planted fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.policies import make_policy, make_tokenizer
+from support.tiers import every
+from torch import Tensor
+
+from gradscope.cli import main
+from gradscope.errors import InputError
+from gradscope.objective import LossSettings
+from gradscope.policy import Policy, float_parameters
+from gradscope.rollouts import Response, TokenBatch, collate, write_rollouts
+from gradscope.updates import Audit, audit, gradient_of_moments
+
+LOSS = LossSettings(kl_coef=0.0)
+MICRO = 4
+
+
+def make_step(seed: int = 0, responses: int = 16, *, kind: str = "qwen2") -> tuple[Policy, TokenBatch]:
+    """A policy in float32, and an on-policy step of prompts with four responses of unlike lengths, at T = 0.7."""
+    policy, draw = make_policy(kind), torch.Generator().manual_seed(seed)
+    size, rows = len(make_tokenizer()), []
+    for row in range(responses):
+        ids = torch.randint(4, size, (3 + int(torch.randint(3, 14, (1,), generator=draw)),), generator=draw).tolist()
+        advantage = float(torch.randn(1, generator=draw))
+        rows.append(Response(ids[:3], ids[3:], group=row // 4, advantage=advantage, temperature=0.7))
+    return policy, collate(rows)
+
+
+def token_mean(batch: TokenBatch) -> list[float]:
+    return [1 / batch.num_tokens] * len(batch)
+
+
+def sequence_mean(batch: TokenBatch) -> list[float]:
+    return [1 / (len(batch) * int(own)) for own in batch.response_mask.sum(1)]
+
+
+def mean_of_means(batch: TokenBatch, size: int = MICRO) -> list[float]:
+    """The slip of gradient accumulation: each micro-batch's own mean, averaged."""
+    counts = batch.response_mask.sum(1).split(size)
+    return [1 / (len(counts) * int(own.sum())) for own in counts for _ in own]
+
+
+def train(
+    policy: Policy,
+    batch: TokenBatch,
+    factors: Sequence[float],
+    *,
+    temperature: float = 0.7,
+    shift: int = 0,
+    accumulate: torch.dtype = torch.float32,
+    size: int = MICRO,
+) -> dict[str, Tensor]:
+    """The gradient of −Σ c·Â·log π, micro-batch by micro-batch, by name; shift: a token's advantage goes so far on."""
+    named = dict(float_parameters(policy.model))
+    sums = {name: torch.zeros_like(p, dtype=accumulate) for name, p in named.items()}
+    for start in range(0, len(batch), size):
+        loss = torch.zeros(())
+        for row in range(start, min(start + size, len(batch))):
+            ids, kept = batch.sequence(row)
+            logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / temperature
+            logprobs = torch.log_softmax(logits[kept - 1], -1).gather(1, ids[kept][:, None])[:, 0]
+            advantages = batch.advantages[row][batch.response_mask[row]].clone()
+            if shift:
+                advantages = advantages.roll(shift)
+                advantages[:shift] = 0.0
+            loss = loss - factors[row] * (advantages * logprobs).sum()
+        found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+        for name, gradient in zip(named, found, strict=True):
+            if gradient is not None:
+                sums[name] += gradient.to(accumulate)
+    return {name: own.float() for name, own in sums.items()}
+
+
+def check(policy: Policy, batch: TokenBatch, gradient: dict[str, Tensor] | float, **settings: object) -> Audit:
+    return audit(policy, batch, gradient, **{"loss": LOSS, "micro_batch": MICRO} | settings)
+
+
+@pytest.mark.parametrize("seed", every(20, range(200)))
+def test_a_sound_step_gives_no_alarm(seed):
+    policy, batch = make_step(seed)
+    found = check(policy, batch, train(policy, batch, token_mean(batch)))
+    assert (found.kind, found.reading, found.odd) == ("same", "token-mean", ())
+    assert found.factor == pytest.approx(1, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("reading", "make"),
+    [
+        ("sequence-mean", lambda p, b: train(p, b, sequence_mean(b))),
+        ("micro-batches", lambda p, b: train(p, b, mean_of_means(b))),
+        ("mask-late", lambda p, b: train(p, b, token_mean(b), shift=1)),
+        ("no-temperature", lambda p, b: train(p, b, token_mean(b), temperature=1.0)),
+    ],
+)
+def test_another_way_of_adding_up_is_named(reading: str, make: Callable[[Policy, TokenBatch], dict[str, Tensor]]):
+    policy, batch = make_step()
+    gradient = make(policy, batch)
+    found = check(policy, batch, gradient)
+    assert (found.kind, found.reading, found.odd) == ("same", reading, ())
+    of_norm = check(policy, batch, float(torch.cat([own.flatten() for own in gradient.values()]).norm()))
+    assert (of_norm.kind, of_norm.reading) == ("same", reading)
+
+
+@pytest.mark.parametrize("factor", [2.0, 1.1, 1.01])
+def test_a_multiple_is_told_with_its_factor(factor):
+    policy, batch = make_step()
+    found = check(policy, batch, train(policy, batch, [factor * own for own in token_mean(batch)]))
+    assert (found.kind, found.reading) == ("factor", "token-mean")
+    assert found.factor == pytest.approx(factor, rel=1e-4)
+
+
+def test_known_causes_of_a_factor_are_named():
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    norm = float(torch.cat([own.flatten() for own in gradient.values()]).norm())
+    clipped = check(policy, batch, {n: g * 0.5 / norm for n, g in gradient.items()}, max_grad_norm=0.5)
+    assert clipped.kind == "factor" and "clipping" in clipped.verdict
+    summed = check(policy, batch, {n: g * (len(batch) // MICRO) for n, g in gradient.items()})
+    assert summed.kind == "factor" and "number of micro-batches" in summed.verdict
+
+
+@pytest.mark.parametrize("factor", [72.0, 1.5, 1.05])
+def test_a_parameter_with_another_gradient_is_named(factor):
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    name = "model.layers.1.mlp.up_proj.weight"
+    gradient[name] = factor * gradient[name]
+    found = check(policy, batch, gradient)
+    assert (found.kind, found.reading, found.odd) == ("parameters", "token-mean", (name,))
+    ratio = found.parameters.set_index("parameter")["ratio"][name]
+    assert ratio == pytest.approx(factor, rel=1e-3)
+
+
+@pytest.mark.parametrize("count", [16, 32, 64])
+def test_accumulating_in_bfloat16_is_told_by_its_rounding(count):
+    policy, batch = make_step(responses=count)
+    gradient = train(policy, batch, token_mean(batch), accumulate=torch.bfloat16, size=1)
+    found = check(policy, batch, gradient, micro_batch=1)
+    assert (found.kind, found.reading) == ("rounding", "token-mean")
+
+
+def test_a_gradient_of_another_batch_is_that_of_no_reading():
+    (policy, batch), (_, other) = make_step(), make_step(5)
+    assert check(policy, batch, train(policy, other, token_mean(other))).kind == "other"
+
+
+def test_first_moments_give_the_gradient_between_two_steps(tmp_path):
+    policy, batch = make_step()
+    optimizer = torch.optim.AdamW([p for _, p in float_parameters(policy.model)], lr=0.0, betas=(0.8, 0.95))
+    files = []
+    for step in range(3):
+        gradient = train(policy, make_step(step)[1], token_mean(make_step(step)[1]))
+        for name, parameter in float_parameters(policy.model):
+            parameter.grad = gradient[name].clone()
+        optimizer.step()
+        files.append(tmp_path / f"{step}.pt")
+        torch.save(optimizer.state_dict(), files[-1])
+    found = gradient_of_moments(policy, files[1], files[2])
+    for name, wanted in gradient.items():
+        # m′ − β·m cancels: float32's rounding of m, over 1 − β.
+        bound = 4 * torch.finfo(torch.float32).eps / 0.2 * max(1.0, float(wanted.abs().max()))
+        assert float((found[name] - wanted).abs().max()) < bound
+    first = gradient_of_moments(policy, None, files[0])
+    assert check(policy, batch, first).kind == "same"
+    with pytest.raises(InputError):
+        gradient_of_moments(policy, files[0], files[2])
+
+
+def test_the_command_reads_a_saved_gradient_and_refuses_two(tmp_path, capsys):
+    policy, batch = make_step()
+    policy.model.save_pretrained(tmp_path / "policy")
+    make_tokenizer().save_pretrained(tmp_path / "policy")
+    rows = []
+    for row in range(len(batch)):
+        ids, advantage = batch.sequence(row)[0].tolist(), float(batch.advantages[row][batch.response_mask[row]][0])
+        rows.append({"prompt_ids": ids[:3], "response_ids": ids[3:], "advantage": advantage, "group": row // 4})
+    write_rollouts(tmp_path / "step.jsonl", [own | {"temperature": 0.7} for own in rows])
+    gradient = train(policy, batch, mean_of_means(batch))
+    save_file(gradient, tmp_path / "grad.safetensors")
+    command = ["audit", str(tmp_path / "policy"), str(tmp_path / "step.jsonl"), "--kl-coef", "0", "--micro-batch", "4"]
+    given = ["--gradient", str(tmp_path / "grad.safetensors")]
+    main([*command, *given, "--out", str(tmp_path / "audited")])
+    assert "micro-batches" in capsys.readouterr().out.splitlines()[0]
+    parameters = pd.read_csv(tmp_path / "audited" / "parameters.csv")
+    assert len(parameters) == len(gradient) and parameters["distance"].max() < 2e-3
+    for wrong in ([], [*given, "--grad-norm", "1"], ["--gradient", str(tmp_path / "policy" / "config.json")]):
+        with pytest.raises(SystemExit) as caught:
+            main([*command, *wrong])
+        assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda gradient: {"another.weight": torch.ones(3)},
+        lambda gradient: {name: torch.zeros_like(own) for name, own in gradient.items()},
+        lambda gradient: {name: own * float("nan") for name, own in gradient.items()},
+        lambda gradient: {name: own.flatten()[1:] for name, own in gradient.items()},
+        lambda gradient: {},
+        lambda gradient: float("nan"),
+        lambda gradient: 0.0,
+    ],
+)
+def test_what_is_no_gradient_of_the_policy_is_refused(spoil):
+    policy, batch = make_step()
+    with pytest.raises(InputError):
+        check(policy, batch, spoil(train(policy, batch, token_mean(batch))))
