@@ -37,7 +37,7 @@ FLOAT32 = 2e-3
 BFLOAT16 = 2.0**-8
 """Spacing of bfloat16's numbers around 1."""
 PASSES = 8.0
-"""Spacings by which passes in bfloat16 put a gradient off: 4 to 6 in TRL's runs under autocast on the embedded policy."""
+"""Spacings by which passes in bfloat16 may put a gradient off: 4 to 6 under TRL's autocast on the embedded policy."""
 Kind = Literal["same", "factor", "parameters", "rounding", "other"]
 
 
@@ -232,9 +232,9 @@ def _judge(
     if not sound and best["typical"] <= rounding and abs(factor - 1) <= rounding:
         kind: Kind = "rounding"
         told = (
-            f"The trainer's gradient is {100 * best['typical']:.2g} % from that of {words}: as far as bfloat16 puts it, "
-            f"in the passes (about {100 * PASSES * BFLOAT16:.2g} % at most) or in accumulating {count or 1} "
-            f"micro-batches (eps·√{count or 1} = {100 * accumulated:.2g} %)."
+            f"The trainer's gradient is {100 * best['typical']:.2g} % from that of {words}: as far as bfloat16 can put "
+            f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %) or in accumulating {count or 1} micro-batches "
+            f"(eps·√{count or 1} = {100 * accumulated:.2g} %)."
         )
     elif not sound:
         kind = "other"
