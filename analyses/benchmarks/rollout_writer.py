@@ -1,7 +1,7 @@
 """What `RolloutWriter` costs a training with TRL, and that it changes no weight.
 
     python -m analyses.benchmarks.rollout_writer --steps 100
-    python -m analyses.benchmarks.rollout_writer /tmp/smollm2 --task sums --steps 100 --prompts 4 --tokens 48
+    python -m analyses.benchmarks.rollout_writer SMOLLM2 --task word-problems-plain --steps 100 --prompts 4 --tokens 48
 
 Trains once without the writer and once with it, from the same weights and seed, and adds a row to the table: seconds of
 both runs; of the second the wall and CPU time inside the writer's calls in the training thread, the CPU time of what

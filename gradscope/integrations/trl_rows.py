@@ -1,7 +1,8 @@
 """Native rows of what TRL trained on, and the process beside the trainer that writes them.
 
-The process reads from its standard input: what holds for all steps, then a `TrainedStep` at a time. Nothing of the
-trainer's is imported there, no device is touched, and where the trainer has gone it writes what it was given and ends.
+The process reads from its standard input: what holds for all steps, then a `TrainedStep` at a time. It touches no
+device, and where the trainer has gone it writes what it was given and ends. Nothing else of the package is imported:
+to load torch would take longer than to write hundreds of steps.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-
-from gradscope.rollouts import write_rollouts
 
 Part = Mapping[str, np.ndarray]
 """A micro-batch under TRL's names, its tensors as arrays, and `loss_scale` [B]."""
@@ -68,14 +67,25 @@ def native_rows(step: TrainedStep, tokenizer: Any = None) -> Iterator[dict[str, 
             yield told | {"loss_scale": float(part["loss_scale"][row])} | step.shared
 
 
+def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, str]) -> None:
+    """Write rows that all have the same columns, as `write_rollouts` does."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    table = pa.table({name: [row[name] for row in rows] for name in rows[0]})
+    pq.write_table(table.replace_schema_metadata(metadata), partial)
+    os.replace(partial, path)
+
+
 def write_steps(source: BinaryIO) -> None:
     """Write a file per step until the source ends, or breaks off."""
     try:
         told = pickle.load(source)
         while True:
             step = pickle.load(source)
-            Path(step.path).parent.mkdir(parents=True, exist_ok=True)
-            write_rollouts(step.path, list(native_rows(step, told["tokenizer"])), loss=told["loss"])
+            write_step(Path(step.path), list(native_rows(step, told["tokenizer"])), told["metadata"])
     except (EOFError, pickle.UnpicklingError):  # the trainer has ended, perhaps in the middle of a step
         return
 

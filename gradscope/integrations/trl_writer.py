@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import json
 import math
 import pickle
 import queue
@@ -28,6 +29,7 @@ from gradscope.integrations.trl_batch import Inputs
 from gradscope.integrations.trl_losses import GRPOLoss, step_loss
 from gradscope.integrations.trl_rows import TAKEN, TrainedStep
 from gradscope.integrations.trl_watch import watch
+from gradscope.rollouts import LOSS_KEY
 
 Number = int | float
 WAITING = 4
@@ -191,7 +193,8 @@ class RolloutWriter(TrainerCallback):
             return
         if self._process is None:
             tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-            told = {"loss": asdict(self.loss.settings), "tokenizer": tokenizer if self.text else None}
+            told = {"metadata": {LOSS_KEY: json.dumps(asdict(self.loss.settings))}}
+            told["tokenizer"] = tokenizer if self.text else None
             self._process = _Process(told)
         processes, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
         scales = num_tokens / (processes * self.loss.denominators(window))

@@ -3,7 +3,7 @@
 from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, select_checkpoint_step
-from gradscope.rollouts.files import list_files, rollouts_hash
+from gradscope.rollouts.files import LOSS_KEY, list_files, rollouts_hash
 from gradscope.rollouts.formats.native import write_rollouts
 from gradscope.rollouts.reading import (
     READER,
@@ -18,7 +18,7 @@ from gradscope.rollouts.reading import (
 )
 
 __all__ = [
-    "LARGEST", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "TokenBatch", "check_batch",
-    "collate", "list_files", "list_steps", "read_checkpoint_dump", "read_dump", "read_inputs", "read_rollouts",
-    "rollouts_hash", "select_checkpoint_step", "write_rollouts",
+    "LARGEST", "LOSS_KEY", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "TokenBatch",
+    "check_batch", "collate", "list_files", "list_steps", "read_checkpoint_dump", "read_dump", "read_inputs",
+    "read_rollouts", "rollouts_hash", "select_checkpoint_step", "write_rollouts",
 ]  # fmt: skip

@@ -45,8 +45,8 @@ IN_SAMPLES = frozenset(
 """Entries read from a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times larger.
 """
 
-LOSS = b"gradscope.loss"
-"""Key of a parquet schema's metadata."""
+LOSS_KEY = b"gradscope.loss"
+"""Key of the loss's settings, a JSON object, in the metadata of a parquet file's schema."""
 
 STEPS = ("step", "global_step", "training_step", "train_step")
 """Names of the training-step column."""
@@ -156,10 +156,10 @@ def loss_file(path: Path) -> Path:
 def read_loss(path: Path) -> dict[str, Any] | None:
     """Read the settings of the loss that a file's rows were trained with; None if it does not say them.
 
-    A parquet file has them as JSON in its schema's metadata, under LOSS; another, in `loss_file`.
+    A parquet file has them under LOSS_KEY; another, in `loss_file`.
     """
     if path.suffix == ".parquet":
-        told = parquet_metadata(path).get(LOSS)
+        told = parquet_metadata(path).get(LOSS_KEY)
     elif os.path.isfile(own := loss_file(path)):
         path, told = own, own.read_bytes()
     else:

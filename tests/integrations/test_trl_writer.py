@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import warnings
@@ -190,6 +191,27 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
     assert (dump.batch.old_logprobs is None) == (name == "on-policy")
 
 
+def test_prompts_with_images_are_not_written_and_one_warning_says_so(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=3)
+    writer = write(trainer)
+    own = trainer._prepare_inputs
+
+    def prepare(batch):
+        return Shown(own(batch))
+
+    class Shown(dict):
+        """A batch that has images, which a model of text is not shown."""
+
+        def __contains__(self, name):
+            return name == "pixel_values" or super().__contains__(name)
+
+    trainer._prepare_inputs = prepare
+    with pytest.warns(UserWarning) as caught:
+        train(trainer)
+    assert len([w for w in caught if "images" in str(w.message)]) == 1
+    assert writer.steps == [] and not writer.folder.exists()
+
+
 def test_text_is_written_where_it_is_asked_for(checkpoint, tmp_path):
     for text in (False, True):
         trainer = make_trainer(checkpoint, tmp_path / str(text), max_steps=1)
@@ -245,7 +267,7 @@ def test_each_process_writes_its_responses_and_scales_are_of_all(tmp_path):
 
 
 def test_every_third_step_and_a_spike_are_kept(checkpoint, tmp_path):
-    factors = [1.0] * 7 + [50.0, 1.0, 60.0]
+    factors = [1.0] * 7 + [50.0, 1.0, math.nan]
     base = import_trl().GRPOTrainer
 
     class Spiky(base):

@@ -12,7 +12,7 @@ from typing import Any
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.files import LOSS, STEPS, Record, loss_file
+from gradscope.rollouts.files import LOSS_KEY, STEPS, Record, loss_file
 from gradscope.rollouts.formats.base import Answers, Format, Row, whole_number
 from gradscope.runs import replacing, write_json
 
@@ -131,7 +131,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]], loss: Mapping[str, An
 
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = pa.table({name: [row.get(name) for row in rows] for name in names})
-    pq.write_table(table if loss is None else table.replace_schema_metadata({LOSS: json.dumps(dict(loss))}), path)
+    pq.write_table(table if loss is None else table.replace_schema_metadata({LOSS_KEY: json.dumps(dict(loss))}), path)
 
 
 def _check_names(place: str, row: dict[str, Any]) -> None:
