@@ -230,9 +230,9 @@ class Finding:
     """One sentence of a diagnosis; unpacks as (statement, detail, tone)."""
 
     kind: str
-    """What it is about: dominance_raw, dominance_adamw, added, norms, summed_raw, summed_adamw, signal, influence,
-    direction_positive, direction_negative, where_token_class, where_position_class, driver, spikes, lag, bounds or
-    setting."""
+    """What it is about: dominance_raw, dominance_adamw, concentration, added, norms, summed_raw, summed_adamw, signal,
+    influence, direction_positive, direction_negative, where_token_class, where_position_class, driver, spikes, lag,
+    bounds or setting."""
     verdict: Verdict
     statement: str
     detail: str = ""

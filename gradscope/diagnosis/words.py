@@ -20,7 +20,7 @@ from gradscope.diagnosis.format import (
 )
 from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Finding, Findings, Verdict
 from gradscope.errors import checked
-from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
+from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights
 from gradscope.objective import off_policy_sentence
 
 CERTAIN = 0.95
@@ -28,6 +28,8 @@ CERTAIN = 0.95
 MOST_PROMPTS = 100
 """Most prompts, as a multiple of those present, for which the number that would decide is given; beyond, it is a guess.
 """
+CONCENTRATED = 0.25
+"""Share of the gradient energy from which on it is said that one prompt holds it."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 
 
@@ -35,7 +37,7 @@ ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient ener
 def findings(diagnosis: Diagnosis) -> Findings:
     """Return the findings, the most telling first; parts that were not computed have none."""
     makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
-        _dominance, _added, _norms, _summed, _signal, influence_words, direction_words,
+        _dominance, _concentration, _added, _norms, _summed, _signal, influence_words, direction_words,
         _where, _driver, _spikes, lag_words, bound_words,
     )  # fmt: skip
     return Findings(finding for make in makers for finding in make(diagnosis))
@@ -87,6 +89,21 @@ def _dominance(d: Diagnosis) -> list[Finding]:
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     known = [metric for metric in ENERGY if d.pick("dominance_index", metric, low) is not None]
     return [_dominance_in(d, metric) for metric in known]
+
+
+def _concentration(d: Diagnosis) -> list[Finding]:
+    """Say that one prompt holds much of the energy, where it does: redrawn prompts then tell little."""
+    energy = sampling_weights(d.table) * (d.table["weight"] * d.table[PARAMETERS]).to_numpy(float) ** 2
+    by_prompt = pd.Series(energy).groupby(d.table["group"].to_numpy()).sum()
+    share = by_prompt.max() / by_prompt.sum() if by_prompt.sum() > 0 else nan
+    if not (share >= CONCENTRATED and len(by_prompt) >= VERDICT_PROMPTS):
+        return []
+    statement = f"One of {len(by_prompt):,} prompts holds {percent(share)} % of the gradient energy."
+    detail = (
+        f"Prompt {by_prompt.idxmax()}. Intervals that redraw prompts are wide for that and say little: whether another "
+        "batch has such a prompt cannot be told from this one."
+    )
+    return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]
 
 
 def _dominance_in(d: Diagnosis, metric: str) -> Finding:

@@ -69,7 +69,7 @@ INFLUENCE = pd.DataFrame({"source": [0, 1], "target": [3, 3], "share": [0.5, 0.2
 def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Diagnosis:
     """A diagnosis of these rows; a change to None leaves them out."""
     parts = PLANTED | (change or {})
-    table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0]})
+    table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0], "group": [0, 1, 2]})
     rows = join_rows([part for part in parts.values() if part is not None])
     known = {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
     known |= {"settings": DiagnosisSettings(), "step": SGD, "notes": ("a note",)} | fields
@@ -259,3 +259,16 @@ def test_shares_and_indices_are_drawn_as_they_are():
         assert found["upper"].tolist() == expected["upper"].tolist()
     lines = [line.get_ydata() for line in figure.axes[0].lines]
     assert any(list(line) == pytest.approx([50, 30, 15, 5]) for line in lines)
+
+
+@pytest.mark.parametrize(("large", "said"), [(1.0, False), (4.0, True)])
+@pytest.mark.parametrize("chance", [1.0, 0.25])
+def test_a_prompt_that_holds_much_of_the_energy_is_named(large, said, chance):
+    # The first of ten prompts has ‖w·g‖² = large², every other one 1 in all its two tokens, each drawn by a chance.
+    table = pd.DataFrame({"group": [3, *np.repeat(range(10, 19), 2)], "weight": 1.0, "sampling_probability": chance})
+    table["param_grad_norm"] = [large, *[0.5**0.5] * 18]
+    found = [finding for finding in findings(plant(table=table)) if finding.kind == "concentration"]
+    assert bool(found) is said
+    if said:
+        share = large**2 / (large**2 + 9)
+        assert f"{100 * share:.0f} %" in found[0].statement and "10 prompts" in found[0].statement

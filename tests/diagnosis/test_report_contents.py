@@ -67,6 +67,9 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     found = diagnose(policy, batch, settings=settings)
     before = plt.get_fignums()
     report = make_report(found, policy, batch, notes=["Of <mine>."])
+    # No sentence comes twice.
+    told = [*report.page.decision, *(finding.statement for finding in report.page.findings)]
+    assert len(told) == len(set(told)) > 3
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
     assert titles[0] == "Shares by probability interval" and titles[-1] == "All numbers"

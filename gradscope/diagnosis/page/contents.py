@@ -15,7 +15,7 @@ from gradscope.diagnosis.page.first_screen import decide, make_tiles
 from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Table
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
-from gradscope.diagnosis.result import TITLE, Diagnosis
+from gradscope.diagnosis.result import TITLE, Diagnosis, Finding as Told
 from gradscope.diagnosis.tokens import add_weighted_norms
 from gradscope.diagnosis.words import findings
 from gradscope.errors import checked
@@ -67,7 +67,7 @@ def make_report(
     page = Page(
         title=title,
         subtitle=describe_rollouts(d, batch),
-        findings=tuple(Finding(*sentence) for sentence in said),
+        findings=tuple(filter(None, map(_as_evidence, said))),
         sections=make_sections(d, policy, sheets),
         viewer=viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=d.movement).page.viewer,
         facts=dict(facts or {}),
@@ -78,6 +78,13 @@ def make_report(
         lead=make_lead(d, sheets),
     )
     return Report(page, sheets.tables)
+
+
+def _as_evidence(finding: Told) -> Finding | None:
+    """Return a finding as the page has it: of that which the first screen states already, its basis alone."""
+    if finding.kind == "dominance_raw":
+        return Finding(finding.detail) if finding.detail else None
+    return Finding(*finding)
 
 
 @checked
