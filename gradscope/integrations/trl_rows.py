@@ -29,10 +29,11 @@ PER_TOKEN = {
 }
 """Native column → TRL's tensor, [B, C], or [B, 1] of whole responses."""
 TAKEN = (
-    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages"),
+    *("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "tool_mask", "advantages", "rewards"),
     *PER_TOKEN.values(),
 )
-"""TRL's tensors that rows are made of; the last four, and tool_mask, are not in every run."""
+"""Tensors that rows are made of, TRL's and the writer's `rewards` [B]; the last five, and tool_mask, are not in every
+run."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,8 @@ def native_rows(step: TrainedStep, tokenizer: Any = None) -> Iterator[dict[str, 
             advantage = part["advantages"][row]
             told = {"prompt_ids": prompt, "response_ids": response}
             told["advantage"] = advantage[seen] if advantage.ndim else float(advantage)
+            if "rewards" in part:
+                told["reward"] = float(part["rewards"][row])
             if "tool_mask" in part:
                 told["response_mask"] = part["tool_mask"][row][seen] > 0
             for name, own in PER_TOKEN.items():
@@ -68,13 +71,13 @@ def native_rows(step: TrainedStep, tokenizer: Any = None) -> Iterator[dict[str, 
 
 
 def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, str]) -> None:
-    """Write rows that all have the same columns, as `write_rollouts` does."""
+    """Write rows as `write_rollouts` does; columns are those of the first."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    table = pa.table({name: [row[name] for row in rows] for name in rows[0]})
+    table = pa.table({name: [row.get(name) for row in rows] for name in rows[0]})
     pq.write_table(table.replace_schema_metadata(metadata), partial)
     os.replace(partial, path)
 

@@ -48,11 +48,10 @@ class RolloutWriter(TrainerCallback):
 
     A file per step, `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on of
     further processes), with a row per response of what the trainer trained on: ids of prompt and response, the mask of
-    tools, advantages, old, reference and sampler log-probabilities as far as TRL keeps them, the factors that correct
-    for the sampler, step, temperature, the trainer's own gradient norm before clipping, and by how much the loss scales
-    the response's terms; the loss's settings are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts
-    OUTPUT_DIR/gradscope/rollouts` needs no more. Identical prompts of a step are a group. Rewards are not in what TRL
-    trains on.
+    tools, reward, advantages, old, reference and sampler log-probabilities as far as TRL keeps them, the factors that
+    correct for the sampler, step, temperature, the trainer's own gradient norm before clipping, and by how much the
+    loss scales the response's terms; the loss's settings are in the file's metadata. `gradscope diagnose CHECKPOINT
+    --rollouts OUTPUT_DIR/gradscope/rollouts` needs no more. Identical prompts of a step are a group.
 
     Nothing about the training changes, bit for bit, and no weight is looked at, so it works under DDP, FSDP and
     DeepSpeed. A step's tensors are copied to the CPU; all else is done by a process of its own. Where that process
@@ -108,6 +107,8 @@ class RolloutWriter(TrainerCallback):
         self._due, self._window = False, []
         self._norm: Any = None
         """The step's, where the trainer tells it: a number, or a tensor of it."""
+        self._rewards: torch.Tensor | None = None
+        """Of the newest generation, by reward function."""
         self._norms: list[float] = []
         self._spikes = 0
         self._process: _Process | None = None
@@ -119,7 +120,9 @@ class RolloutWriter(TrainerCallback):
                 number = re.match(r"step_(\d+)", path.name)
                 if number is not None and int(number[1]) > state.global_step:
                     path.unlink()
-        watch(self.trainer, self, {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm})
+        looked_at = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
+        looked_at |= {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
+        watch(self.trainer, self, looked_at)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._window, self._norm = [], None
@@ -162,6 +165,28 @@ class RolloutWriter(TrainerCallback):
             return norm
 
         return normed
+
+    def _watch_rewards(self, rewards: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **keywords: Any) -> Any:
+            self._rewards = found = rewards(*args, **keywords)
+            return found
+
+        return watched
+
+    def _add_rewards(self, generate: Callable[..., Any]) -> Callable[..., Any]:
+        """Put each response's reward beside what is trained on, where it goes through TRL's shuffle with it."""
+
+        def generated(*args: Any, **keywords: Any) -> Any:
+            self._rewards = None
+            found = generate(*args, **keywords)
+            if self._rewards is not None:  # of all processes, [B, functions]
+                count, rank = len(found["completion_ids"]), self.trainer.accelerator.process_index
+                own = self._rewards[rank * count : (rank + 1) * count].detach()
+                weighted = (own * self.trainer.reward_weights.to(own.device)).nansum(1)
+                found = {**found, "rewards": weighted.masked_fill(own.isnan().all(1), math.nan)}
+            return found
+
+        return generated
 
     def _is_spike(self) -> bool:
         """Compare the step's norm with those before it, if that is asked for, and remember it."""

@@ -29,6 +29,7 @@ from gradscope.rollouts.formats.trl import TRL
 from gradscope.rollouts.formats.verifiers import VERIFIERS
 from gradscope.rollouts.formats.verifiers_graph import VERIFIERS_GRAPH
 from gradscope.rollouts.formats.verl import VERL
+from gradscope.runs import parquet_values
 
 READERS: dict[str, Format] = {
     form.name: form
@@ -127,9 +128,11 @@ def read_dump(
     options = ReadingOptions(step, temperature, reward_key, chat_template_kwargs)
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; give a positive number")
-    form, records, unfinished = _open(path, format)
+    form, files, unfinished = _open(path, format)
+    if step is not None:
+        files = {f: named for f, named in files.items() if _only_step(form, f) in (None, step)} or files
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    rows = form.rows(records, policy)
+    rows = form.rows(_records(form, files), policy)
     return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
 
 
@@ -151,8 +154,10 @@ class LogSteps:
 
 def list_steps(path: Path, *, format: str | None = None) -> LogSteps:
     """List a log's training steps; nothing is tokenized. Raises what `read_dump` raises where it cannot be read."""
-    form, records, unfinished = _open(path, format)
-    steps = {row.step for row in form.rows(records, None) if row.left_out is None}
+    form, files, unfinished = _open(path, format)
+    told = {file: _only_step(form, file) for file in files}
+    unknown = {file: named for file, named in files.items() if told[file] is None}
+    steps = {row.step for row in form.rows(_records(form, unknown), None) if row.left_out is None} | {*told.values()}
     return LogSteps(tuple(sorted(step for step in steps if step is not None)), form.first_step, unfinished)
 
 
@@ -182,8 +187,10 @@ def read_checkpoint_dump(
     return select_checkpoint_step(read_dump(path, policy, step=step, **how), checkpoint)
 
 
-def _open(path: Path, name: str | None) -> tuple[Format, Iterator[Record], int]:
-    """Return the format of a log's files, the records of those that are finished, and how many are not."""
+def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None], int]:
+    """Return the format of a log's files, those that are finished, with the step that each is named after, and how many
+    are not.
+    """
     if name is not None and name not in READERS:
         raise InputError(f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}")
     files = list_files(path)
@@ -195,8 +202,17 @@ def _open(path: Path, name: str | None) -> tuple[Format, Iterator[Record], int]:
             "another step's folder"
         )
     named = named_steps(finished)
-    records = (r for file in finished for r in read_records(file, torn=form.ends_torn, step=named.get(file)))
-    return form, records, len(files) - len(finished)
+    return form, {file: named.get(file) for file in finished}, len(files) - len(finished)
+
+
+def _records(form: Format, files: Mapping[Path, int | None]) -> Iterator[Record]:
+    return (r for file, step in files.items() for r in read_records(file, torn=form.ends_torn, step=step))
+
+
+def _only_step(form: Format, file: Path) -> int | None:
+    """Return the training step of all rows of a native parquet file, if its statistics tell it; no row is read."""
+    known = parquet_values(file, "step") if form is NATIVE and file.suffix == ".parquet" else None
+    return next(iter(known)) if known is not None and len(known) == 1 and {*map(type, known)} == {int} else None
 
 
 def _find_format(path: Path, files: list[Path], name: str | None) -> Format:

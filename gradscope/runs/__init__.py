@@ -24,6 +24,7 @@ from gradscope.runs.foreign import (
     load_tensors,
     numbers_of,
     parquet_metadata,
+    parquet_values,
     parse_json,
     parse_json_file,
     read_json,
@@ -42,7 +43,7 @@ __all__ = [
     "ALONE", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes", "Progress",
     "Reporter", "RunFolder", "check_is_folder", "check_room", "check_writable", "deal_by_cost", "describe_difference",
     "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of",
-    "parquet_metadata", "parse_json", "parse_json_file", "plain_json", "provenance", "read_json", "read_lines",
-    "read_parquet", "refusal", "replacing", "run_file", "scalars", "scratch_zeros", "settle_progress", "track",
-    "worker_context", "write_json", "write_parquet", "write_parquet_parts", "write_text", "writing",
+    "parquet_metadata", "parquet_values", "parse_json", "parse_json_file", "plain_json", "provenance", "read_json",
+    "read_lines", "read_parquet", "refusal", "replacing", "run_file", "scalars", "scratch_zeros", "settle_progress",
+    "track", "worker_context", "write_json", "write_parquet", "write_parquet_parts", "write_text", "writing",
 ]  # fmt: skip

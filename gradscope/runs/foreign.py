@@ -80,7 +80,8 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
             if missing := [column for column in columns or () if column not in names]:
                 raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
             for batch in file.iter_batches(batch_size=256, columns=columns):
-                yield from batch.to_pylist()
+                for start in range(0, len(batch), 8):  # who looks at the first row alone does not wait for all
+                    yield from batch.slice(start, 8).to_pylist()
     except InputError:
         raise
     except (*BROKEN_FILE, pa.ArrowException) as error:
@@ -96,6 +97,22 @@ def parquet_metadata(path: Path) -> dict[bytes, bytes]:
         return pq.read_schema(path).metadata or {}
     except (*BROKEN_FILE, pa.ArrowException):
         return {}
+
+
+def parquet_values(path: Path, column: str) -> set[Any] | None:
+    """Return the values of a parquet file's column where its statistics alone tell them: one in each row group."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        parts = [part for group in groups for part in map(group.column, range(group.num_columns))]
+        found = [part.statistics for part in parts if part.path_in_schema == column]
+    except (*BROKEN_FILE, pa.ArrowException):
+        return None
+    told = all(s is not None and s.has_min_max and not s.null_count and s.min == s.max for s in found)
+    return {s.min for s in found} if told and found else None
 
 
 def numbers_of(tensor: Any) -> Any:

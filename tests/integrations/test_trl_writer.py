@@ -15,7 +15,17 @@ import torch
 from support.cli import run
 from support.processes import launch
 from support.refusals import refused
-from support.trl_runs import TEMPERATURE, Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
+from support.trl_runs import (
+    TEMPERATURE,
+    Recorder,
+    even_tokens,
+    import_trl,
+    make_trainer,
+    needs_trl,
+    save_policy,
+    train,
+    weights,
+)
 
 from gradscope.integrations.trl import GradScopeCallback, RolloutWriter
 from gradscope.objective import LossSettings, batch_weights
@@ -68,7 +78,7 @@ def test_ten_steps_end_with_the_same_weights_bit_for_bit(checkpoint, tmp_path):
         writer = write(trainer, spike=3.0) if name == "with" else None
         train(trainer)
         ends.append(weights(trainer.model))
-        assert not {"compute_loss", "_get_grad_norm"} & set(vars(trainer))
+        assert not {"compute_loss", "_get_grad_norm", "_generate_and_score_completions"} & set(vars(trainer))
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
     assert files_of(writer) == [f"step_{step:06d}.parquet" for step in range(1, 11)]
     assert 0 < writer.cpu_seconds < writer.seconds and writer.process_seconds > 0
@@ -175,6 +185,7 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
             ids = torch.cat([prompt, part["completion_ids"][own_row][seen]])
             assert torch.equal(batch.input_ids[row, : start + n], ids)
             assert torch.equal(batch.response_mask[row, start : start + n], kept[seen])
+            assert batch.rewards[row] == pytest.approx(even_tokens([part["completion_ids"][own_row].tolist()])[0])
             factors = part["advantages"][own_row] * part["importance_sampling_ratio"][own_row]
             assert torch.allclose(batch.advantages[row, start : start + n][kept[seen]], factors[kept], rtol=1e-6)
             for column, tensor in LOGPROBS.items():

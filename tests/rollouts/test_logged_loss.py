@@ -16,7 +16,7 @@ from support.refusals import refused
 
 from gradscope import load_policy, measure
 from gradscope.objective import LossSettings, batch_loss, batch_weights, make_weighting
-from gradscope.rollouts import read_dump, read_rollouts, write_rollouts
+from gradscope.rollouts import list_steps, read_dump, read_rollouts, write_rollouts
 
 TRAINED = LossSettings(0.1, 0.15, 3.0, 0.2, None, True)
 SUFFIXES = ["jsonl", "parquet"]
@@ -62,6 +62,24 @@ def test_steps_of_different_losses_are_read_one_at_a_time(batch, tmp_path, suffi
         read_rollouts(tmp_path, step="all")
     for step, loss in ((1, TRAINED), (2, other)):
         assert LossSettings.from_log(read_dump(tmp_path, step=step).loss) == loss
+
+
+def test_of_a_log_of_files_by_step_only_the_one_that_is_asked_for_is_read(batch, tmp_path):
+    """Rows of step 2 have a column that is refused where they are read."""
+    for step in (1, 2, 3):
+        write_rollouts(tmp_path / f"step_{step}.parquet", [row | {"step": step} for row in rows_of(batch)])
+    assert list_steps(tmp_path).known == (1, 2, 3)
+    with refused(tmp_path, 4):
+        read_dump(tmp_path, step=4)
+    rows = [{n.removesuffix("s") if n == "old_logprobs" else n: v for n, v in r.items()} for r in rows_of(batch)]
+    write_rollouts(tmp_path / "step_2.parquet", [row | {"step": 2} for row in rows])
+    assert list_steps(tmp_path).known == (1, 2, 3)
+    assert len(read_dump(tmp_path, step=3).batch) == len(batch)
+    with refused("step_2.parquet", "old_logprob"):
+        read_dump(tmp_path, step=2)
+    write_rollouts(tmp_path / "both.parquet", [row | {"step": 5 + i % 2} for i, row in enumerate(rows_of(batch))])
+    assert list_steps(tmp_path / "both.parquet").known == (5, 6)
+    assert (read_dump(tmp_path / "both.parquet", step=6).steps == 6).all()
 
 
 @pytest.mark.parametrize("told", [b"{", b"[1]"])
