@@ -61,7 +61,8 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
             gradient = _read_gradient(self.gradient)
         elif self.after is not None:
             gradient = gradient_of_moments(policy, find_policy_state(policy), self.after)
-        settings = {"loss": self.loss, "micro_batch": self.micro_batch, "max_grad_norm": self.max_grad_norm}
+        settings = {"micro_batch": self.micro_batch, "max_grad_norm": self.max_grad_norm}
+        settings["loss"] = self.own_loss(self.loss, dump)
         with progress.stage("the exact gradient"):
             found = audit(policy, dump.batch, gradient, **settings, resources=Resources(progress=progress))
         print(f"{found.verdict}\n")

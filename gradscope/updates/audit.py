@@ -24,6 +24,7 @@ from gradscope.policy import Policy, PolicyLike, optimizer_names, plain_name, re
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 
 READINGS = {
+    "logged": "the loss as the log says that it adds up",
     "token-mean": "the mean over all tokens of the batch",
     "sequence-mean": "the mean over responses of the mean over their tokens",
     "micro-batches": "the mean over micro-batches of the mean over their tokens",
@@ -136,13 +137,14 @@ def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | 
 
 def _weigh(J: TokenJacobian, loss: LossSettings, micro_batch: int | None) -> dict[str, Float[Tensor, " K"]]:
     """c_t·w_t of every kept token, by reading."""
-    batch = J.batch
+    batch, scales = replace(J.batch, loss_scales=None), J.batch.loss_scales
     known = batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total
     w = J.kept(known).double()
     response = batch.response_mask.nonzero()[:, 0]
     lengths = batch.response_mask.sum(1)[response].double()
     filled = int(batch.response_mask.any(1).sum())
-    readings = {"token-mean": w / len(w), "sequence-mean": w / (filled * lengths)}
+    readings = {} if scales is None else {"logged": w * scales.double()[response] / len(w)}
+    readings |= {"token-mean": w / len(w), "sequence-mean": w / (filled * lengths)}
     if micro_batch is not None and micro_batch < len(batch):
         part = response // micro_batch
         counts = torch.bincount(part).double()
@@ -218,7 +220,8 @@ def _judge(
     if not next(iter(found.values()))["other"].sum():
         raise InputError("the trainer's gradient is 0; give that of a step that moved something")
     readings = pd.DataFrame([{"reading": name} | _summarize(products) for name, products in found.items()])
-    best = readings.sort_values("typical", kind="stable").iloc[0]
+    exact = readings[(readings["typical"] <= FLOAT32) & ((readings["factor"] - 1).abs() <= FLOAT32)]
+    best = exact.iloc[0] if len(exact) else readings.sort_values("typical", kind="stable").iloc[0]
     products, factor = found[best["reading"]], float(best["factor"])
     accumulated = BFLOAT16 * np.sqrt(count or 1)
     rounding = max(PASSES * BFLOAT16, 2 * accumulated)
@@ -285,11 +288,10 @@ def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
         raise InputError(f"the trainer's gradient norm is {norm}; give a finite one above 0")
     rows = [{"reading": name, "norm": own, "ratio": norm / own if own else np.inf} for name, own in known.items()]
     readings = pd.DataFrame(rows)
-    best = readings.iloc[(np.log(readings["ratio"]).abs()).argmin()]
-    factor = float(readings["ratio"].iloc[0]) if abs(best["ratio"] - 1) > FLOAT32 else float(best["ratio"])
-    near = readings[(readings["ratio"] - 1).abs() <= FLOAT32]["reading"].tolist()
+    near, first = readings[(readings["ratio"] - 1).abs() <= FLOAT32]["reading"].tolist(), readings.iloc[0]
+    factor = float(readings.set_index("reading")["ratio"][near[0]] if near else first["ratio"])
     if near:
         told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone does not tell of its direction."
         return Audit("same", near[0], factor, readings, pd.DataFrame(), (), told)
-    told = f"The trainer's norm is {factor:.4g} times that of {READINGS['token-mean']}, and no reading's."
-    return Audit("factor", "token-mean", factor, readings, pd.DataFrame(), (), told)
+    told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}, and no reading's."
+    return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), (), told)
