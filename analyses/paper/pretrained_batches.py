@@ -1,0 +1,127 @@
+"""Fig. 1 of the paper on real language, all six panels: a pretrained policy on word problems, four batches.
+
+    python -m analyses.paper.pretrained_batches [--out figures/words]
+
+Drawn from the measurement `pretrained_batches` (analyses/measure/pretrained_batches.py). The figure of a policy at a
+temperature, pretrained_POLICY_TEMPERATURE.png, is arranged as the paper's Fig. 1 (`analyses.paper.fig1`);
+pretrained_norms.png has panel (d) of all of them beside the paper's and the embedded policy's, with 95 % t intervals
+over the four batches.
+pretrained_gradients.csv has its numbers, pretrained_similarity.csv the correlations of (e) and (f) with (c),
+pretrained_powers.csv the power of 1 − π with which norms go, pretrained_samples.csv what was sampled.
+
+Differs from the paper: the policy, its task, and batches of 8 × 8 responses of at most 48 tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+from scipy.stats import t as student
+
+from analyses.common.measurements import read_facts, read_table
+from analyses.common.script import exit_with
+from analyses.common.tables import write_csv
+from analyses.paper import fig1
+from gradscope.diagnosis import PAPER_NORMS
+from gradscope.intervals import interval_labels
+from gradscope.plots import paper_style, save_figure
+from gradscope.theory import theory_report
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    out: Path = Path("figures/words")
+    """Folder for the figures and their CSVs."""
+    scale: str = "words"
+    """The scale of analyses/runs.toml whose measurement is drawn."""
+
+
+TABLES = ("tokens.parquet", "moves.parquet", "gradients.csv", "similarity.csv", "samples.csv")
+KEYS = ["policy", "temperature"]
+NAMES = {"smollm2-words": "SmolLM2-135M, warm-started"}
+
+
+def table(options: Options) -> dict[str, pd.DataFrame]:
+    """The measurement's tables, by the name of their file."""
+    return {name.split(".")[0]: read_table("pretrained_batches", name, scale=options.scale) for name in TABLES}
+
+
+def pick(rows: pd.DataFrame, keys: tuple[str, float]) -> pd.DataFrame:
+    """The rows of one policy and temperature."""
+    return rows[(rows["policy"] == keys[0]) & (rows["temperature"] == keys[1])]
+
+
+def mean_norms(gradients: pd.DataFrame) -> pd.DataFrame:
+    """What panel (d) takes: norms by interval, means and standard deviations over the batches, beside the paper's."""
+    by_interval = gradients.groupby(["interval", "label"], sort=False)["norm"]
+    found = by_interval.mean().to_frame("norm").assign(norm_sd=by_interval.std(), batches=by_interval.count())
+    return found.reset_index().assign(paper=PAPER_NORMS)
+
+
+def compare(gradients: pd.DataFrame) -> pd.DataFrame:
+    """Shares of the tokens and norms over that of all tokens, means and 95 % t intervals over the batches."""
+    base, rows = read_table("base_policy", "gradients.csv")["norm"].to_numpy(), []
+    for keys, own in gradients.groupby(KEYS, sort=False):
+        table = own.pivot(index="batch", columns="interval", values=["norm", "num_tokens", "share"])
+        for place, label in enumerate(interval_labels()):
+            numbers = {
+                "norm_ratio": table["norm"][str(place)] / table["norm"]["all"],
+                "token_share": table["num_tokens"][str(place)] / table["num_tokens"]["all"],
+                "gradient_share": table["share"][str(place)],
+            }
+            others = {"norm_ratio": {"paper": PAPER_NORMS[place] / PAPER_NORMS[-1], "embedded": base[place] / base[-1]}}
+            for quantity, values in numbers.items():
+                half = float(student.ppf(0.975, len(values) - 1) * values.sem())
+                row = dict(zip(KEYS, keys, strict=True)) | {"quantity": quantity, "interval": label}
+                row |= {"mean": values.mean(), "lower": values.mean() - half, "upper": values.mean() + half}
+                rows.append(row | {"batches": len(values)} | others.get(quantity, {}))
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw_norms(compared: pd.DataFrame) -> Figure:
+    """Panel (d) of the paper, the embedded policy and the pretrained ones, side by side."""
+    figure, ax = plt.subplots(figsize=(6.4, 2.9), layout="constrained")
+    ratios = compared[compared["quantity"] == "norm_ratio"]
+    first = ratios.drop_duplicates("interval")
+    places = np.arange(len(first))
+    ax.plot(places - 0.3, first["paper"], "D", mfc="white", mec="black", label="paper, 3 B, T = 0.7")
+    ax.plot(places - 0.18, first["embedded"], "s", color="0.45", label="embedded, 0.8 M, T = 0.7")
+    for number, (keys, own) in enumerate(ratios.groupby(KEYS, sort=False)):
+        errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["mean"].to_numpy())
+        label = f"{NAMES[str(keys[0])]}, T = {keys[1]:g}"
+        ax.errorbar(places - 0.06 + 0.12 * number, own["mean"], errors, fmt="o", ms=4, capsize=2, label=label)
+    ax.set_xticks(places, first["interval"])
+    ax.set(xlabel="π of the tokens in the loss", ylabel="norm of summed gradient\nover that of all (95 %)")
+    ax.set_ylim(0)
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    return figure
+
+
+def main(options: Options) -> None:
+    found, sizes = table(options), read_facts("pretrained_batches", scale=options.scale)["vocab_size"]
+    compared, powers = compare(found["gradients"]), []
+    for keys, _ in found["samples"].groupby(KEYS, sort=False):
+        of = {name: pick(rows, keys).reset_index(drop=True) for name, rows in found.items()}
+        figure = fig1.draw(of["moves"], mean_norms(of["gradients"]), of["similarity"].assign(optimizer="sgd"))
+        figure.suptitle(f"{NAMES[keys[0]]}, de-quantised from four bits, T = {keys[1]:g}", fontsize="medium")
+        save_figure(figure, options.out / f"pretrained_{keys[0]}_{keys[1]:g}.png")
+        fit = theory_report(of["tokens"], vocab_size=sizes[keys[0]], seed=0).powers
+        powers.append(fit.assign(policy=keys[0], temperature=keys[1]))
+    save_figure(draw_norms(compared), options.out / "pretrained_norms.png")
+    tables = {"gradients": compared, "similarity": found["similarity"], "samples": found["samples"]}
+    for name, rows in (tables | {"powers": pd.concat(powers)}).items():
+        write_csv(rows, options.out / f"pretrained_{name}.csv", float_format="%.4g")
+    print(compared.to_string(index=False, float_format="{:.3f}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
