@@ -105,7 +105,11 @@ def audit(
     theirs = _match(gradient, vectors)
     found = {name: _products(own, theirs) for name, own in sums.items()}
     count = None if micro_batch is None else -(-len(batch) // micro_batch)
-    return _judge(found, batch, count, max_grad_norm)
+    judged = _judge(found, batch, count, max_grad_norm)
+    if lacking := len(vectors.slices) - len(theirs):
+        told = f"{judged.verdict} It has no gradient of {lacking} of the policy's {len(vectors.slices)} parameters."
+        return replace(judged, verdict=told)
+    return judged
 
 
 def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | Path) -> dict[str, Tensor]:

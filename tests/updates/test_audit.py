@@ -139,6 +139,15 @@ def test_a_parameter_with_another_gradient_is_named(factor):
     assert ratio == pytest.approx(factor, rel=1e-3)
 
 
+def test_parameters_without_a_gradient_are_counted():
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    for name in [*gradient][3:5]:
+        del gradient[name]
+    found = check(policy, batch, gradient)
+    assert found.kind == "same" and f"2 of the policy's {len(gradient) + 2} parameters" in found.verdict
+
+
 @pytest.mark.parametrize("count", [16, 32, 64])
 def test_accumulating_in_bfloat16_is_told_by_its_rounding(count):
     policy, batch = make_step(responses=count)
