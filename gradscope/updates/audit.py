@@ -6,7 +6,7 @@ readings come from one pass over the batch (`TokenJacobian.vjp`), and all that i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -115,10 +115,14 @@ def audit(
 def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | Path) -> dict[str, Tensor]:
     """Return the gradient that AdamW's first moments took in between two consecutive steps, as it was after clipping.
 
-    m′ = β₁·m + (1 − β₁)·g. Args: before: the state the step started from; None: of a run's first step.
+    From m′ = β₁·m + (1 − β₁)·g; tensors in float64, by the policy's names.
+
+    Args:
+        before: AdamW's state_dict, or its checkpoint, from which the step started; None: it was the run's first.
+        after: the same after the step.
 
     Raises:
-        InputError: the states are not one step apart.
+        InputError: the states are not one step apart, or are not AdamW's.
     """
     new, old = read_state(after), None if before is None else read_state(before)
     names, group = optimizer_names(policy.model, new), new["param_groups"][0]
@@ -188,7 +192,9 @@ def _products(ours: Vectors, theirs: dict[str, Float[Tensor, " p"]]) -> pd.DataF
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """The weighted median."""
+    """Return the value that half of the weight reaches, one of those given: `weighted_quantiles` would mix the others
+    with one that is far off.
+    """
     order = np.argsort(values)
     place = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
     return float(values[order][min(place, len(values) - 1)])
@@ -257,10 +263,17 @@ def _judge(
         told += _explain(factor, batch, count, best["norm"], max_grad_norm) if times else ""
         if odd:
             worst = parameters.set_index("parameter").loc[list(odd)].sort_values("norm").index[-1]
-            ratio = float(parameters.set_index("parameter")["ratio"][worst])
-            told += f", but for {len(odd)} of {len(parameters)} parameters: at {worst} it is {ratio:.4g} times that"
-        told += "."
+            found_there = parameters.set_index("parameter").loc[worst]
+            told += f", but for {len(odd)} of {len(parameters)} parameters: at {worst} it is "
+            told += f"{found_there['ratio'] / factor:.4g} times that, with a cosine of {found_there['cosine']:.3f}"
+        told += "." + _name_others(exact["reading"], best["reading"])
     return Audit(kind, best["reading"], factor, readings, parameters, odd, told)
+
+
+def _name_others(fitting: Iterable[str], named: str) -> str:
+    """Return which readings fit as well, so that nothing tells them apart on this batch."""
+    others = [name for name in fitting if name != named]
+    return f" On this batch {' and '.join(others)} cannot be told from it." if others else ""
 
 
 def _tabulate(products: pd.DataFrame, factor: float) -> pd.DataFrame:
@@ -296,6 +309,7 @@ def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
     factor = float(readings.set_index("reading")["ratio"][near[0]] if near else first["ratio"])
     if near:
         told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone does not tell of its direction."
+        told += _name_others(near, near[0])
         return Audit("same", near[0], factor, readings, pd.DataFrame(), (), told)
     told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}, and no reading's."
     return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), (), told)

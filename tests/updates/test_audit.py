@@ -139,6 +139,15 @@ def test_a_parameter_with_another_gradient_is_named(factor):
     assert ratio == pytest.approx(factor, rel=1e-3)
 
 
+def test_readings_that_are_one_on_a_batch_are_all_named():
+    policy, batch = make_step()
+    batch = batch.select([0] * 4)  # all as long as each other
+    found = check(policy, batch, train(policy, batch, token_mean(batch)), micro_batch=2)
+    assert found.reading == "token-mean" and "sequence-mean and micro-batches" in found.verdict
+    of_norm = check(policy, batch, float(found.readings["norm"][0]), micro_batch=2)
+    assert "sequence-mean and micro-batches" in of_norm.verdict
+
+
 def test_parameters_without_a_gradient_are_counted():
     policy, batch = make_step()
     gradient = train(policy, batch, token_mean(batch))
