@@ -35,6 +35,7 @@ from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.engine.norms import factor_pays
 from gradscope.gradients.gram import SumsPlan
+from gradscope.gradients.graph_memory import norms_bytes
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.settings import MeasureSettings, check_settings, settle_sample
@@ -400,6 +401,8 @@ def plan_batch(
         found = Responses.of(batch, chosen)
         flops = measure_flops(shape, found, rules=rules, memory=chunk_memory)
         memory = measure_bytes(shape, found, memory=chunk_memory, weights=size, device=policy.device.type)
+        if not rules:
+            memory["response"] = norms_bytes(policy.model, policy.blocks, max(found.reaches, default=0))
         return Plan(policy, shape, found, prompts, draw, rules, flops, speed, memory, sums)
 
     minutes = settings.minutes

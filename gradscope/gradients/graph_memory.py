@@ -32,13 +32,32 @@ def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int)
     return SAVED * (rows * length * sides * width + probability_bytes(model, rows, length))
 
 
+def graph_fits(model: nn.Module, blocks: nn.ModuleList, length: int) -> bool:
+    """Return whether a graph of the blocks over a sequence of this many tokens fits where the model is."""
+    return graph_bytes(model, blocks, 1, length) <= graph_room(model)
+
+
+def norms_bytes(model: nn.Module, blocks: nn.ModuleList, length: int) -> int:
+    """Bound the bytes that norms along the graph of a sequence of this many tokens take beside the weights.
+
+    The graph, and as much again for inputs, their factors and what flows back; or, where it does not fit, the blocks'
+    inputs, one block's graph and a parameter's gradient, there twice while it is added up.
+    """
+    whole = graph_bytes(model, blocks, 1, length)
+    if whole <= graph_room(model):
+        return 2 * whole
+    width = max(4, next(model.parameters()).element_size())
+    inputs = len(blocks) * length * model.config.get_text_config().hidden_size * width
+    return inputs + 2 * whole // len(blocks) + 2 * max(p.nbytes for p in model.parameters())
+
+
 @contextmanager
 def recomputing(model: nn.Module, blocks: nn.ModuleList, length: int) -> Iterator[None]:
     """Let a forward pass over this many tokens hold only the blocks' inputs, where the whole graph would not fit.
 
     Each backward pass then runs each block once more, with the hooks that it has by then.
     """
-    if graph_bytes(model, blocks, 1, length) <= graph_room(model):
+    if graph_fits(model, blocks, length):
         yield
         return
     before = [vars(block).get("forward") for block in blocks]

@@ -346,7 +346,7 @@ def _fill_rounds(
     if measurement.least is not None and processes.is_main:
         hooks.tell(
             f"{measurement.settings.minutes:g} minutes are too few to keep to, for loading, timing a few responses and "
-            f"one prompt; give {measurement.least:.2g} or more"
+            f"the fewest prompts that will do; give {measurement.least:.2g} or more"
         )
     for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
         if processes.is_main:

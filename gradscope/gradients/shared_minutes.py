@@ -47,7 +47,7 @@ class Shares:
 
 
 def share_seconds(
-    seconds: float, prices: Prices, *, prompts: int, tokens: int, summable: int | None = None
+    seconds: float, prices: Prices, *, prompts: int, tokens: int, summable: int | None = None, least: int = 1
 ) -> Shares:
     """Divide seconds so that the three variances are smallest together.
 
@@ -57,19 +57,21 @@ def share_seconds(
         prompts: how many there are.
         tokens: how many the largest interval may have.
         summable: prompts whose gradients the memory holds; None: of all.
+        least: prompts that are summed however long they take.
 
     >>> share_seconds(300.0, Prices(scoring=2.0, measuring=1.5, summing=20.0), prompts=16, tokens=4000)
     Shares(scored=16, measured=98, summed=6)
     """
     fewest, most = min(FEWEST, prompts), prompts if summable is None else min(summable, prompts)
+    least = min(least, most)
     apart = {
         "scored": _Number(1.0, prices.scoring, fewest, prompts),
         "measured": _Number(APART, prices.measuring, 1, tokens),
-        "summed": _Number(1.0, prices.summing, fewest, most),
+        "summed": _Number(1.0, prices.summing, fewest, most, least),
     }
     found = _divide(seconds, apart)
     if found["summed"] >= found["scored"]:  # summed prompts are among the scored: both become one number
-        both = _Number(2.0, prices.scoring + prices.summing, fewest, prompts)
+        both = _Number(2.0, prices.scoring + prices.summing, fewest, prompts, least)
         found = _divide(seconds, {"scored": both, "measured": apart["measured"]})
     scored, measured = int(found["scored"]), int(found["measured"])
     return Shares(scored, measured, min(most, int(found.get("summed", scored))))
@@ -85,10 +87,12 @@ class _Number:
     least: int
     """Given up where the least of all numbers together take longer than there is."""
     most: int
+    kept: int = 1
+    """Is not given up."""
 
     def at(self, scale: float, *, floor: bool) -> float:
         wanted = scale * sqrt(self.gain / max(self.price, 1e-12))
-        return min(self.most, max(self.least if floor else 1, wanted))
+        return min(self.most, max(self.least if floor else self.kept, wanted))
 
 
 def _divide(seconds: float, numbers: dict[str, _Number]) -> dict[str, float]:

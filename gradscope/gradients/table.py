@@ -193,11 +193,12 @@ class TableMeasurement:
         metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
         prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
         prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
+        fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs what prompts differ in
         most = {"tokens": self.num_tokens, "summable": None if self.follows is None else self.follows.groups}
-        shares = share_seconds(total - spent - after, prices, prompts=len(order), **most)
+        shares = share_seconds(total - spent - after, prices, prompts=len(order), **most, least=fewest)
         reserve = after + prices.summing * shares.summed
-        one = sum(vars(prices).values())  # a prompt, with a token of each interval
-        least = max(WORTHWHILE * (spent - self.watch.earlier), spent + after + one)
+        some = fewest * (prices.scoring + prices.summing) + prices.measuring  # with a token of each interval
+        least = max(WORTHWHILE * (spent - self.watch.earlier), spent + after + some)
         return shares, reserve, least / 60 if total < least else None, check
 
     def _is_weighted(self) -> bool:

@@ -17,11 +17,11 @@ from gradscope.errors import SelfCheckError
 from gradscope.gradients import (
     MeasureSettings,
     TableMeasurement,
-    TokenGradientMeter,
     measuring,
 )
+from gradscope.gradients.engine.plain import TokenNorms, measure_plainly
 from gradscope.gradients.engine.results import TOLERANCES
-from gradscope.gradients.engine.self_check import CheckedToken, _compare, measure_plainly
+from gradscope.gradients.engine.self_check import _compare
 from gradscope.policy import Policy
 
 
@@ -71,9 +71,8 @@ def test_what_it_compares_with_is_brute_force_module_by_module():
     ids, targets = make_batch(make_policy("gpt2")).sequence(2)
     truth = brute_force(policy, ids, targets, temperature=0.7)
     with measuring(policy.model):
-        meter = TokenGradientMeter(policy, ids)
         for k in (0, len(targets) - 1):
-            (plain,) = measure_plainly(meter, ids, targets[k : k + 1], temperature=0.7)
+            (plain,) = measure_plainly(policy.model, policy.blocks, ids, targets[k : k + 1], temperature=0.7)
             assert plain.act_grad_norm == pytest.approx(truth.layers[k].tolist(), rel=1e-5)
             assert plain.param_grad_norm == pytest.approx(truth.parameters[k].item(), rel=1e-5)
             assert plain.module_grad_norm == pytest.approx({n: v[k].item() for n, v in truth.modules.items()}, rel=1e-5)
@@ -92,6 +91,6 @@ def test_a_weight_that_is_used_behind_its_modules_back_is_caught():
 
 
 def test_a_norm_that_is_nan_fails_the_check_wherever_it_stands():
-    oracle = CheckedToken([1.0, 1.0], {"a": 1.0, "b": 1.0}, 2.0**0.5)
+    oracle = TokenNorms([1.0, 1.0], {"a": 1.0, "b": 1.0}, 2.0**0.5)
     ours = replace(oracle, module_grad_norm={"a": 1.0, "b": float("nan")})
     assert max(_compare(ours, oracle).values()) == float("inf")

@@ -25,7 +25,7 @@ from gradscope.gradients import (
 from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
-from gradscope.gradients.shared_minutes import AFTER, APART, FEWEST, Prices, share_seconds
+from gradscope.gradients.shared_minutes import AFTER, APART, FEWEST, Prices, Shares, share_seconds
 from gradscope.gradients.table import join_responses
 from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
@@ -133,11 +133,12 @@ def test_a_stopped_run_goes_on_with_the_time_that_its_rounds_left(tmp_path):
 # How seconds are shared.
 
 
+@pytest.mark.parametrize("least", [1, 2])
 @pytest.mark.parametrize("seconds", [60.0, 540.0, 5000.0, 1e6])
 @pytest.mark.parametrize("prices", [Prices(2.0, 1.5, 20.0), Prices(0.05, 0.01, 0.5), Prices(5.0, 3.0, 0.0)])
-def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, prices):
+def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, prices, least):
     prompts, tokens = 64, 400
-    found = share_seconds(seconds, prices, prompts=prompts, tokens=tokens)
+    found = share_seconds(seconds, prices, prompts=prompts, tokens=tokens, least=least)
 
     def cost(m, k, s):
         return m * prices.scoring + k * prices.measuring + s * prices.summing
@@ -147,14 +148,19 @@ def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, p
 
     m, k, s = (np.array(list(range(1, n + 1))) for n in (prompts, tokens, prompts))
     m, k, s = m[:, None, None], k[None, :, None], s[None, None]
-    fits = (cost(m, k, s) <= seconds) & (s <= m)
+    fits = (cost(m, k, s) <= seconds) & (s <= m) & (s >= least)
     floors = fits & (m >= FEWEST) & (s >= FEWEST)
     best = np.where(floors if floors.any() else fits, variance(m, k, s), np.inf).min()
     own = variance(found.scored, found.measured, found.summed)
-    assert cost(found.scored, found.measured, found.summed) <= seconds or own == variance(1, 1, 1)
+    assert cost(found.scored, found.measured, found.summed) <= seconds or own == variance(least, 1, least)
     # Whole numbers: each may be one below the best, and summed prompts are among the scored ones.
     more = variance(found.scored + 1, found.measured + 1, found.summed + 1)
     assert more <= best * (1 + 1e-9) or own == pytest.approx(best)
+
+
+def test_prompts_that_something_needs_are_summed_however_long_they_take():
+    assert share_seconds(300.0, Prices(3.5, 1.2, 165.0), prompts=16, tokens=4000).summed == 1
+    assert share_seconds(300.0, Prices(3.5, 1.2, 165.0), prompts=16, tokens=4000, least=2) == Shares(2, 1, 2)
 
 
 def test_a_pilot_prices_all_that_follows(policy):

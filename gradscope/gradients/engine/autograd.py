@@ -25,7 +25,6 @@ from gradscope.gradients.engine.norms import diagonal_square_norms, linear_squar
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.results import Measured
-from gradscope.gradients.graph_memory import recomputing
 from gradscope.policy import Policy, takes
 
 
@@ -127,8 +126,7 @@ class GraphBody:
         with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
             # Without a mask, transformers reads from the device whether several sequences are packed into one.
             masked = {"attention_mask": torch.ones_like(ids)[None]} if takes(body, "attention_mask") else {}
-            with recomputing(self.model, self.blocks, len(ids)):
-                body(input_ids=ids[None], use_cache=False, **masked)
+            body(input_ids=ids[None], use_cache=False, **masked)
         return recorder
 
     def _probe(self, recorder: Recorder, length: int) -> tuple[bool, int]:

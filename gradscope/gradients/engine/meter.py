@@ -25,11 +25,12 @@ from gradscope.gradients.engine.head import Head, HeadPass, logits_at, unit_erro
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import outer_square_norms
 from gradscope.gradients.engine.ownership import Ownership, check_prefixes, find_ownership, probe_model
+from gradscope.gradients.engine.plain import measure_plainly
 from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_speedup
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_before
-from gradscope.gradients.graph_memory import recomputing
+from gradscope.gradients.graph_memory import graph_fits, recomputing
 from gradscope.objective import TokenStatistics, logit_gradient
 from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.runs import SILENT, Progress
@@ -174,6 +175,8 @@ class TokenGradientMeter:
         """Measure sequences all of whose targets are measured, those with more of them first."""
         stack = Stack.of(sequences, torch.promote_types(self.model.dtype, torch.float32), self.device)
         head, body = self._start(stack)
+        if body is None and len(sequences) == 1:
+            return [self._measure_apart(sequences[0])]
         if body is None:
             del head
             return [self._measure_stack([sequence])[0] for sequence in sequences]
@@ -210,15 +213,40 @@ class TokenGradientMeter:
         found = TokenGradients(head.statistics, head.logit_grad_norm, head.size[:, None] * act, total, norms, scaled)
         return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
 
-    def _start(self, stack: Stack) -> tuple[HeadPass, DecoderStack | GraphSequence | None]:
-        """Run the head's pass; return it and the body's sequences (None if sequences must be measured one by one)."""
+    def _measure_apart(self, sequence: SequenceTokens) -> TokenGradients:
+        """Measure a sequence whose graph does not fit, all of whose targets are measured: one gradient a token."""
+        ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
+        statistics, logit_norm = self.measure_cheaply(ids, targets, temperature=temperature)
+        each = measure_plainly(self.model, self.blocks, ids, targets, temperature=temperature, metric=self.metric)
+        found = []
+        with self.progress.stage("norms", len(targets), "tokens") as advance:
+            for norms in each:
+                found.append(norms)
+                advance(1)
+        as_column = logit_norm.new_tensor
+        return TokenGradients(
+            statistics,
+            logit_norm,
+            as_column([norms.act_grad_norm for norms in found]),
+            as_column([norms.param_grad_norm for norms in found]),
+            {name: as_column([norms.module_grad_norm[name] for norms in found]) for name in found[0].module_grad_norm},
+            None if self.metric is None else as_column([norms.scaled_grad_norm for norms in found]),
+        )
+
+    def _start(self, stack: Stack) -> tuple[HeadPass | None, DecoderStack | GraphSequence | None]:
+        """Run the head's pass; return it and the body's sequences. None: they must be measured one by one, or, of a
+        single one, its graph does not fit.
+        """
         if self.decoder is not None:
             with self.decoder.recording(stack) as seen:
                 head = self.head.measure(stack)
             followed = self.decoder.follow(stack, head, seen)
             if followed is not None or len(stack.ids) > 1:
                 return head, followed
-        head, (ids,) = self.head.measure(stack, keep_calls=True), stack.ids
+        (ids,) = stack.ids
+        if not graph_fits(self.model, self.blocks, len(ids)):
+            return None, None
+        head = self.head.measure(stack, keep_calls=True)
         factors = Factors(len(ids))
         factors.remember(head.calls)
         return head, GraphSequence(self.graph, ids, head, factors)
