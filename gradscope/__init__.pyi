@@ -37,6 +37,7 @@ from .policy import (
     checkpoint_step as checkpoint_step,
     load_policy as load_policy,
     read_adamw_state as read_adamw_state,
+    whole_weights as whole_weights,
 )
 from .rollouts import TokenBatch as TokenBatch, read_dump as read_dump, read_rollouts as read_rollouts
 from .sampling import sample as sample

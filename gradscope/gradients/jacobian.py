@@ -36,7 +36,7 @@ from gradscope.objective import (
     kept_logprobs,
     micro_batches,
 )
-from gradscope.policy import AdamWState, Policy, find_blocks
+from gradscope.policy import AdamWState, Policy, find_blocks, refuse_shards
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, check_room, track
 
@@ -53,7 +53,7 @@ class TokenJacobian:
         precision: to which `row_norms` rounds the factors of its matrix products, where it knows the decoder.
 
     Raises:
-        InputError: the batch keeps no token.
+        InputError: the batch keeps no token, or this process does not have all weights.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class TokenJacobian:
     ) -> None:
         self.policy = model if isinstance(model, Policy) else None
         self.model: nn.Module = model.model if isinstance(model, Policy) else model
+        refuse_shards(self.model)
         self.batch = batch
         self.device = next(self.model.parameters()).device
         self.resources = (resources or Resources()).settle(self.device)

@@ -25,7 +25,7 @@ from gradscope.integrations.trl_sample import StepSample, affordable
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
-from gradscope.policy import find_lossy_text
+from gradscope.policy import find_lossy_text, whole_weights
 from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_parquet
 
 Number = int | float
@@ -75,7 +75,7 @@ class GradScopeCallback(TrainerCallback):
     edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
     measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
     trainer that is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings`
-    refuses, weights in shards (DeepSpeed, FSDP), numbers below 1, a budget outside (0, 1) or beside cosines or Lopti.
+    refuses, DeepSpeed and FSDP's first version, numbers below 1, a budget outside (0, 1) or beside cosines or Lopti.
     """
 
     def __init__(
@@ -99,8 +99,7 @@ class GradScopeCallback(TrainerCallback):
         self.loss = step_loss(trainer)
         if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("Lopti steps with two gradients, and a budget needs the whole one; give one of the two")
-        if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-            raise InputError("the weights lie in shards (DeepSpeed or FSDP), which cannot be measured; leave this out")
+        _refuse_launch(trainer)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         if (lost := find_lossy_text(tokenizer)) is not None:
             seen = f"{type(tokenizer).__name__} makes {lost[1]!r} of {lost[0]!r}"
@@ -151,14 +150,14 @@ class GradScopeCallback(TrainerCallback):
                     f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
                     f"three forward passes and a backward pass for each of {len(self.edges) - 1} intervals"
                 )
-            with self.progress.stage(f"step {number}"):
+            with self.progress.stage(f"step {number}"), whole_weights(trainer.model):
                 self._step = measure_step(*terms, edges=self.edges, cosines=self.cosines, resources=resources)
             if self._step is not None:
                 self._compare(number)
         else:
             together, seed = getattr(trainer, "weighting", None) is not None, (trainer.args.seed, number)
-            sample = StepSample(*terms, edges=self.edges, resources=resources, together=together, seed=seed)
-            with self.progress.stage(f"step {number}"):
+            with self.progress.stage(f"step {number}"), whole_weights(trainer.model, gradients=True):
+                sample = StepSample(*terms, edges=self.edges, resources=resources, together=together, seed=seed)
                 self._measure_some(sample, number, started)
             self._waiting = sample.measured_prompts == 0
             self._step = None if self._waiting else sample
@@ -230,14 +229,14 @@ class GradScopeCallback(TrainerCallback):
         if (step := self._step) is None:
             return
         started, self._step = time.perf_counter(), None
-        if isinstance(step, StepSample):
+        with whole_weights(self.trainer.model):
             step.finish()
+        if isinstance(step, StepSample):
             numbers = step.estimate(self._norm, TOLERANCE)
             if step.measured_prompts == step.num_prompts:
                 ratio = numbers["grad_projection"]
                 self._warn(state.global_step, ratio, ratio * self._norm, "grad_projection")
         else:
-            step.finish(next(self.trainer.model.parameters()).device)
             numbers = step.numbers | {"num_tokens": step.num_tokens}
         numbers["seconds"] = self._spent + time.perf_counter() - started
         self.rows.append({"step": state.global_step} | numbers)
@@ -295,6 +294,14 @@ class GradScopeCallback(TrainerCallback):
             return norm
 
         return normed
+
+
+def _refuse_launch(trainer: Any) -> None:
+    """Raise InputError for weights in shards that cannot be made whole, and for steps that are taken too early."""
+    if trainer.is_deepspeed_enabled:
+        raise InputError("DeepSpeed steps before a callback can look at the gradient; launch with FSDP, fsdp_version 2")
+    if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
+        raise InputError("FSDP's first version keeps the weights in flat shards; launch with fsdp_version 2")
 
 
 def _ratio_of_all(row: dict[str, Any]) -> float:

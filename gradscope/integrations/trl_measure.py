@@ -36,6 +36,8 @@ class StepMeasurement:
     """Of all processes."""
     sizes: Float[np.ndarray, "2 intervals"]
     """Sums over each interval's tokens of `rounding_sizes`."""
+    device: torch.device
+    """The weights'."""
     numbers: dict[str, float] = field(default_factory=dict)
 
     def norm_of(self, intervals: Sequence[bool]) -> float:
@@ -47,7 +49,7 @@ class StepMeasurement:
         """Return about how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the intervals."""
         return relative_rounding(*(self.sizes @ np.asarray(intervals, dtype=float)))
 
-    def finish(self, device: torch.device) -> None:
+    def finish(self) -> None:
         """Add the right-direction shares of the step that the model has taken since."""
         names = [f"right_direction_{sign}/{name}" for name in name_intervals(self.edges) for sign in SIGNS]
         counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
@@ -58,7 +60,7 @@ class StepMeasurement:
                 place = names.index(f"right_direction_{row.sign}/{name_intervals(self.edges)[row.interval]}")
                 moved = row.num_tokens - row.tied
                 counts[:, place] = torch.tensor([moved * row.share if moved else 0.0, moved])
-        right, moved = add_over_processes(counts, device).tolist()
+        right, moved = add_over_processes(counts, self.device).tolist()
         self.numbers |= {n: r / m if m else float("nan") for n, r, m in zip(names, right, moved, strict=True)}
 
 
@@ -105,7 +107,7 @@ def measure_step(
     names = name_intervals(edges)
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines)
-    return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, numbers)
+    return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, device, numbers)
 
 
 def rounding_sizes(

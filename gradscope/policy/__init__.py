@@ -60,6 +60,7 @@ from gradscope.policy.upcasting import (
     replaced_forward,
     upcast_on_use,
 )
+from gradscope.policy.whole_weights import refuse_shards, whole_weights
 
 __all__ = [
     "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "UPCAST", "AdamWState", "Policy", "PolicyLike",
@@ -69,7 +70,7 @@ __all__ = [
     "is_subset", "is_upcast", "join_launch", "list_step_folders", "load_policy", "load_tokenizer", "make_key",
     "make_manifest", "merged_parameters", "missing_part", "model_bytes", "model_of_step", "moving", "named_step",
     "optimizer_hash", "optimizer_names", "outline_policy", "plain_name", "policy_hashes", "precision_in_words",
-    "read_adamw_state", "read_optimizer_file", "read_state", "refuse_training_run", "replaced_forward", "restoring",
-    "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges",
-    "weights_hash", "without_cudnn_attention",
+    "read_adamw_state", "read_optimizer_file", "read_state", "refuse_shards", "refuse_training_run",
+    "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes",
+    "upcast_on_use", "value_ranges", "weights_hash", "whole_weights", "without_cudnn_attention",
 ]  # fmt: skip

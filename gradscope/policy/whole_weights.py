@@ -1,0 +1,110 @@
+"""Weights that training keeps in shards, whole in every process while they are measured.
+
+All at once: a measurement holds several vectors as long as all weights in any case, and one copy of the weights beside
+them lets every process compute by itself, as under DDP. Gathered block by block, each pass would be an exchange, and
+all processes would have to make equally many.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gradscope.errors import InputError, checked
+
+_REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
+"""Attributes of a module that are others while its weights are whole."""
+
+
+@checked
+@contextmanager
+def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
+    """Put whole weights in the place of the shards that torch's `fully_shard` (FSDP2) left each process, while inside.
+
+        with whole_weights(policy.model):
+            table = measure(policy, batch)
+
+    All processes enter together, between two steps of training; inside, each computes by itself and needs the memory
+    of all weights. Afterwards shards, gradients, flags and hooks are the objects of before; what was changed in the
+    whole weights is lost. A model that was not in shards is left alone.
+
+    Args:
+        gradients: gather `.grad` as well.
+
+    Raises:
+        InputError: the weights are in shards of another kind.
+    """
+    if not _is_sharded(model):
+        refuse_shards(model)
+        yield
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass may have left a unit gathered, in the dtype of its arithmetic
+    before = [(module, {name: vars(module)[name] for name in _REPLACED}) for module in model.modules()]
+    copies: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    try:
+        for module, kept in before:
+            whole = {}
+            for name, parameter in kept["_parameters"].items():
+                if hasattr(parameter, "full_tensor"):
+                    if id(parameter) not in copies:
+                        copies[id(parameter)] = _gather(parameter, gradients)
+                    parameter = copies[id(parameter)]
+                whole[name] = parameter
+            module._parameters = whole
+            module._forward_pre_hooks = _without_fsdp(kept["_forward_pre_hooks"])
+            module._forward_hooks = _without_fsdp(kept["_forward_hooks"])
+        yield
+    finally:
+        for module, kept in before:
+            vars(module).update(kept)
+
+
+def refuse_shards(model: nn.Module) -> None:
+    """Raise InputError if a process does not have all of a model's weights."""
+    if _is_sharded(model):
+        raise InputError("the weights are in shards (fully_shard); measure in `with gradscope.whole_weights(model):`")
+    if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
+        raise InputError("the weights are in flat shards (FSDP's first version); train with fsdp_version 2")
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        raise InputError("the weights are in parts (DeepSpeed's ZeRO-3); train with FSDP, fsdp_version 2")
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise InputError("the weights are cut up by another than fully_shard (tensor parallelism); load them whole")
+
+
+@torch.no_grad()
+def _gather(shard: nn.Parameter, gradients: bool) -> nn.Parameter:
+    """Return a shard's whole parameter; all processes call it."""
+    if sum(not placement.is_replicate() for placement in shard.placements) > 1:
+        raise InputError("the weights are cut up in more ways than fully_shard's; train without tensor parallelism")
+
+    def whole(tensor: Tensor) -> Tensor:
+        # What the CPU keeps for a GPU is gathered there; a single process's shard would be the weight itself.
+        return tensor.detach().to(shard.device_mesh.device_type).full_tensor().clone()
+
+    with torch.inference_mode(False):
+        made = nn.Parameter(whole(shard), requires_grad=shard.requires_grad)
+        if gradients and shard.grad is not None:
+            made.grad = whole(shard.grad)
+    return made
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Return whether fully_shard's hooks are at work, which see to the shards."""
+    return any(_of_fsdp(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+
+
+def _of_fsdp(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
+
+
+def _without_fsdp(hooks: Mapping[int, Callable[..., Any]]) -> OrderedDict[int, Callable[..., Any]]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if not _of_fsdp(hook))
