@@ -69,8 +69,9 @@ from gradscope.gradients import (
     statistics_of,
 )
 from gradscope.intervals import assign_intervals, interval_labels
+from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, return_freed_memory
-from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
+from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
@@ -104,7 +105,8 @@ def diagnose(
     """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
 
     policy, batch: or the paths that `load_policy` and `read_rollouts` take. changes: fields of DiagnosisSettings (loss,
-    seed, minutes, …), each in the place of that in `settings`. table: of `measure(policy, batch, …)` with the settings'
+    seed, minutes, …), each in the place of that in `settings`; where neither is given, the loss is what the log at a
+    path says was trained, where it does. table: of `measure(policy, batch, …)` with the settings'
     loss and edges and the batch's temperatures; it may be of a sample of tokens; None: measured here.
     optimizer_state: what AdamW's `state_dict()` saved, or its file, which gives its metric and is what steps go on
     from; or an `AdamWState`, which gives the metric alone; None: no numbers in AdamW's metric, and steps are
@@ -117,11 +119,14 @@ def diagnose(
     prompts, and are NaN with one; see `tokens` and `gradients`. Raises InputError for settings, a
     table or a state that do not fit; a part that this policy or batch cannot give is left out, and a note says why.
     """
+    own_loss = settings is not None or "loss" in changes
     settings = make_settings(DiagnosisSettings, "diagnose", vars(settings or DiagnosisSettings()) | changes)
     settings.check()
     progress = settle_progress(progress) if processes.is_main else SILENT
     watch = Stopwatch()
-    policy, batch = read_inputs(policy, batch)
+    policy, batch, told = read_logged(policy, batch)
+    if told and not own_loss:
+        settings = replace(settings, loss=LossSettings.from_log(told))
     step, saved, metric = settle_step(policy.model, settings.step, optimizer_state)
     logged = None
     if table is None:

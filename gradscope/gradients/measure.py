@@ -10,7 +10,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, Unpack, runtime_checkable
 
@@ -29,8 +29,9 @@ from gradscope.gradients.settings import BUDGET, EACH_PROMPT, MeasureKeywords, M
 from gradscope.gradients.table import TableMeasurement, join_responses
 from gradscope.gradients.timed_rounds import Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
+from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
-from gradscope.rollouts import BatchLike, TokenBatch, read_inputs, rollouts_hash
+from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
 from gradscope.runs import RunFolder, write_parquet_parts
 
 Number = int | float
@@ -68,7 +69,8 @@ def measure(
         optimizer_state: for metric="adamw"; or the file of an AdamW state_dict.
         resources: `activations`, the bytes that one batched backward pass carries, changes speed, memory and rounding
             only. Several processes share the responses, and all get the table.
-        settings: the fields of MeasureSettings, by name.
+        settings: the fields of MeasureSettings, by name; without `loss`, it is what the log at a path says was
+            trained, where it does.
 
     Returns:
         A row per token that response_mask keeps, with minutes of the prompts that were looked at:
@@ -90,7 +92,9 @@ def measure(
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
     given, path = isinstance(policy, Policy), None if isinstance(batch, TokenBatch) else Path(batch)
-    policy, batch = read_inputs(policy, batch)
+    policy, batch, told = read_logged(policy, batch)
+    if told and "loss" not in settings:
+        asked = replace(asked, loss=LossSettings.from_log(told))
     state = optimizer_state
     if isinstance(state, str | Path):
         state = read_adamw_state(policy, state)

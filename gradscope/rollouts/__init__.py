@@ -14,11 +14,12 @@ from gradscope.rollouts.reading import (
     read_checkpoint_dump,
     read_dump,
     read_inputs,
+    read_logged,
     read_rollouts,
 )
 
 __all__ = [
     "LARGEST", "LOSS_KEY", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "TokenBatch",
     "check_batch", "collate", "list_files", "list_steps", "read_checkpoint_dump", "read_dump", "read_inputs",
-    "read_rollouts", "rollouts_hash", "select_checkpoint_step", "write_rollouts",
+    "read_logged", "read_rollouts", "rollouts_hash", "select_checkpoint_step", "write_rollouts",
 ]  # fmt: skip

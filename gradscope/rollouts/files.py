@@ -123,11 +123,14 @@ def named_steps(files: Sequence[Path]) -> dict[Path, int]:
 
 
 def rollouts_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, or of a folder's file names and contents in reading order."""
-    files = list_files(path)
+    """Return the SHA-256 of a file, or of the names and contents of several in reading order: a folder's, and those
+    beside them that say their loss.
+    """
+    files = [own for file in list_files(path) for own in (file, loss_file(file)) if own == file or own.is_file()]
     if files == [path]:
         return file_hash(path)
-    return hashlib.sha256("".join(f"{f.relative_to(path)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
+    root = path if path.is_dir() else path.parent
+    return hashlib.sha256("".join(f"{f.relative_to(root)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
 
 
 def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> Iterator[Record]:

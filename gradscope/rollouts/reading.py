@@ -48,7 +48,7 @@ READER = 2
 
 __all__ = [
     "READER", "READERS", "BatchLike", "Dump", "LogSteps", "list_steps", "read_checkpoint_dump", "read_dump",
-    "read_inputs", "read_rollouts", "write_rollouts",
+    "read_inputs", "read_logged", "read_rollouts", "write_rollouts",
 ]  # fmt: skip
 
 BatchLike = TokenBatch | str | Path
@@ -60,13 +60,19 @@ def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatc
 
     A batch that was made by hand, and so has no notes yet, gets those of what its own numbers say against it.
     """
+    return read_logged(policy, batch)[:2]
+
+
+def read_logged(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch, Mapping[str, Any]]:
+    """Return `read_inputs` and the settings of the loss that the log says; none of a batch."""
     policy = policy if isinstance(policy, Policy) else load_policy(policy)
     if not isinstance(batch, TokenBatch):
-        return policy, read_rollouts(batch, policy)
+        dump = _read_one(batch, policy)
+        return policy, dump.batch, dump.loss or {}
     check_batch(policy, batch)
     if not batch.notes:
         batch = replace_caveats(batch, find_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids))
-    return policy, batch
+    return policy, batch, {}
 
 
 @checked
@@ -86,7 +92,14 @@ def read_rollouts(
     they were sampled by different policies: "all" takes them together all the same.
     """
     how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
-    dump = read_dump(path, policy, format=format, step=None if step == "all" else step, **how)
+    return _read_one(path, policy, step, format=format, **how).batch
+
+
+def _read_one(
+    path: str | Path, policy: PolicyLike | None, step: int | Literal["all"] | None = None, **how: Any
+) -> Dump:
+    """Read the responses of one training step, as `read_rollouts` says."""
+    dump = read_dump(path, policy, step=None if step == "all" else step, **how)
     steps = [] if dump.steps is None else dump.steps.unique().tolist()
     if step is None and len(steps) > 1:
         raise InputError(
@@ -94,8 +107,8 @@ def read_rollouts(
             'checkpoint; give step=, one of them, or "all"'
         )
     if isinstance(step, int) and policy is not None:
-        dump = select_checkpoint_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
-    return dump.batch
+        return select_checkpoint_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
+    return dump
 
 
 @checked

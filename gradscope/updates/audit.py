@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian, Vectors
-from gradscope.objective import PAPER, LossSettings, batch_weights, resolve_advantages
+from gradscope.objective import LossSettings, batch_weights, resolve_advantages
 from gradscope.policy import Policy, PolicyLike, optimizer_names, plain_name, read_state
-from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.rollouts import BatchLike, TokenBatch, read_logged
 
 READINGS = {
     "logged": "the loss as the log says that it adds up",
@@ -73,7 +73,7 @@ def audit(
     batch: BatchLike,
     gradient: Mapping[str, Tensor] | float,
     *,
-    loss: LossSettings = PAPER,
+    loss: LossSettings | None = None,
     micro_batch: int | None = None,
     max_grad_norm: int | float | None = None,
     resources: Resources | None = None,
@@ -84,6 +84,7 @@ def audit(
         policy: the weights that the step started from; an adapter's own with params="adapter".
         batch: all responses of the step, in the trainer's order, with advantages, and with π_old where it is another.
         gradient: the trainer's, by parameter name, before the optimizer's step; or its norm alone, which tells less.
+        loss: what was trained; None: what the log at a path says, else the paper's.
         micro_batch: responses of one micro-batch; None: one micro-batch is not told from another.
         max_grad_norm: the trainer's clipping, where the gradient is after it.
 
@@ -91,7 +92,8 @@ def audit(
         InputError: for names or shapes that are not the policy's, for a gradient that is 0 or not finite, and for a
             batch without advantages.
     """
-    policy, batch = read_inputs(policy, batch)
+    policy, batch, told = read_logged(policy, batch)
+    loss = LossSettings.from_log(told) if loss is None else loss
     batch = replace(batch, advantages=resolve_advantages(batch))
     J = TokenJacobian(policy, batch, resources)
     weights = _weigh(J, loss, micro_batch)

@@ -14,9 +14,10 @@ from support.cli import run
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.refusals import refused
 
-from gradscope import load_policy, measure
+from gradscope import compare, diagnose, load_policy, measure
 from gradscope.objective import LossSettings, batch_loss, batch_weights, make_weighting
-from gradscope.rollouts import list_steps, read_dump, read_rollouts, write_rollouts
+from gradscope.rollouts import list_steps, read_dump, read_rollouts, rollouts_hash, write_rollouts
+from gradscope.updates import ComparisonSettings, audit
 
 TRAINED = LossSettings(0.1, 0.15, 3.0, 0.2, None, True)
 SUFFIXES = ["jsonl", "parquet"]
@@ -162,3 +163,38 @@ def test_the_command_measures_with_the_logs_loss_and_flags_win(batch, checkpoint
         assert manifest["rollouts"]["loss"] == asdict(TRAINED)
         assert manifest["settings"]["loss"] == asdict(loss)
         assert ("kl_coef" in capsys.readouterr().out.partition("flags")[2]) == bool(flags)
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_of_a_path_python_takes_the_logs_loss_too_unless_one_is_given(batch, checkpoint, tmp_path, suffix):
+    policy, near = load_policy(checkpoint), replace(batch, old_logprobs=None)
+    own = torch.tensor(measure(policy, near, self_check=False)["logprob"].tolist())
+    moved = own - 0.165  # a ratio of 1.18, which only the log's loss clips
+    near = replace(near, old_logprobs=own.new_zeros(near.response_mask.shape).masked_scatter(near.response_mask, moved))
+    log = write_rollouts(tmp_path / f"rollouts.{suffix}", near, loss=asdict(TRAINED))
+    read, other = read_rollouts(log), LossSettings(kl_coef=0.05)
+    tables = {loss: measure(policy, read, loss=loss, self_check=False) for loss in (TRAINED, other)}
+    assert not np.array_equal(tables[TRAINED]["weight"], tables[other]["weight"])
+    for given, loss in (({}, TRAINED), ({"loss": other}, other)):
+        found = measure(policy, log, self_check=False, **given)
+        assert np.array_equal(found["weight"], tables[loss]["weight"])
+        assert diagnose(policy, log, found, **given).settings.loss == loss
+        own = [audit(policy, one, 1.0, **known) for one, known in ((log, given), (read, {"loss": loss}))]
+        assert own[0].readings.equals(own[1].readings)
+    settings = {"log": (log, None), "given": (read, ComparisonSettings(loss=TRAINED)), "paper": (read, None)}
+    weights = {n: compare(policy, one, "grpo", settings=s).weights for n, (one, s) in settings.items()}
+    assert weights["log"].equals(weights["given"]) and not weights["log"].equals(weights["paper"])
+
+
+def test_the_hash_of_a_log_changes_with_what_it_says_of_its_loss(batch, tmp_path):
+    for path in (tmp_path / "alone.jsonl", tmp_path / "folder"):
+        path.parent.mkdir(exist_ok=True)
+        file = path if path.suffix else path / "step_1.jsonl"
+        file.parent.mkdir(exist_ok=True)
+        found = []
+        for loss in (None, asdict(TRAINED), asdict(replace(TRAINED, kl_coef=0.0))):
+            write_rollouts(file, batch, loss=loss)
+            found.append(rollouts_hash(path))
+        assert len({*found}) == 3
+        write_rollouts(file, batch)
+        assert rollouts_hash(path) == found[0]

@@ -42,7 +42,7 @@ from gradscope.objective import (
     spell_out,
 )
 from gradscope.policy import AdamWState, PolicyLike
-from gradscope.rollouts import BatchLike, Note, TokenBatch, read_inputs
+from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
@@ -167,7 +167,7 @@ def compare(
     *,
     table: pd.DataFrame | None = None,
     optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
-    settings: ComparisonSettings = ComparisonSettings(),
+    settings: ComparisonSettings | None = None,
     resources: Resources = Resources(micro_batch=4),  # noqa: B008  (frozen)
 ) -> Comparison:
     """Compare token weightings on one batch, each with plain GRPO; the policy is as it was afterwards.
@@ -183,6 +183,7 @@ def compare(
         table: of `measure(policy, batch, …)` with the settings' loss and edges, maybe of a sample; None: measured here.
         optimizer_state: what AdamW's `state_dict()` saved, or its file, from which real steps go on; or an
             `AdamWState`, which gives the metric alone; None: no numbers under AdamW.
+        settings: None: as by default, and the loss that the log at a path says was trained, where it does.
         resources: bytes for vectors as long as the parameters decide how many weightings go together; processes share
             the prompts, and the result is everybody's.
 
@@ -190,8 +191,9 @@ def compare(
         InputError: for a weighting that is not known or lacks a column, for a batch without advantages and rewards, and
             for settings, a table or a state that do not fit.
     """
-    policy, batch = read_inputs(policy, batch)
-    s, resources = settings, resources.settle(policy.device)
+    policy, batch, told = read_logged(policy, batch)
+    s = ComparisonSettings(loss=LossSettings.from_log(told)) if settings is None else settings
+    resources = resources.settle(policy.device)
     s.check()
     if unknown := int(resolve_advantages(batch)[batch.response_mask].isnan().sum()):
         raise InputError(f"{unknown} tokens have no advantage, so no weight; give rewards or advantages of all")
