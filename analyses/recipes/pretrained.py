@@ -106,7 +106,20 @@ def write_checkpoint(weights: Path, out: Path) -> None:
     model.load_state_dict(quantised.state_dict())
     model.tie_weights()
     model.save_pretrained(out)
-    AutoTokenizer.from_pretrained(**place).save_pretrained(out)
+    tokenizer = AutoTokenizer.from_pretrained(**place)
+    if begins_with_bos(weights):
+        tokenizer.add_bos_token = True
+    tokenizer.save_pretrained(out)
+
+
+def begins_with_bos(weights: Path) -> bool:
+    """Whether a GGUF file says that BOS stands before every text. Not read by transformers, which leaves Gemma without
+    it: 2 to 4 nats a token worse on three lines of plain English.
+    """
+    from gguf import GGUFReader
+
+    field = GGUFReader(weights).get_field("tokenizer.ggml.add_bos_token")
+    return field is not None and bool(field.contents())
 
 
 def main(options: Options) -> None:

@@ -14,13 +14,17 @@ from support.refusals import refused
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from analyses.recipes.pretrained import SOURCES, Options, check_hash, join_parts, main, write_checkpoint
+from gradscope import load_policy
 from gradscope.cli import commands as cli
 
 HIDDEN, HEADS, LAYERS, INNER = 64, 2, 2, 96
 
 
-def write_gguf(file: Path) -> Path:
-    """Write a tied Llama of two layers, matrices quantised to eight bits, and a tokenizer of bytes and one merge."""
+def write_gguf(file: Path, *, bos: bool = False) -> Path:
+    """Write a tied Llama of two layers, matrices quantised to eight bits, and a tokenizer of bytes and one merge.
+
+    bos: say that BOS stands before every text.
+    """
     gguf = pytest.importorskip("gguf", reason="gguf is not installed: pip install -e '.[pretrained]'")
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -40,6 +44,8 @@ def write_gguf(file: Path) -> Path:
     writer.add_token_list(tokens)
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
+    if bos:
+        writer.add_add_bos_token(bos)
     writer.add_eos_token_id(0)
     shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
     for layer in range(LAYERS):
@@ -85,6 +91,16 @@ def test_a_checkpoint_is_measured_as_it_is_and_gives_the_log_probs_of_the_gguf_f
         # The same weights through the same blocks: only the order of float32 sums differs.
         torch.testing.assert_close(found, wanted[: len(found)], rtol=0, atol=1e-5, msg=str(row))
     assert AutoTokenizer.from_pretrained(tmp_path / "made").encode("about") == tokenizer.encode("about")
+
+
+def test_prompts_begin_with_bos_where_the_gguf_file_says_so(tmp_path):
+    encoded = {}
+    for bos in (False, True):
+        write_checkpoint(write_gguf(tmp_path / f"{bos}.gguf", bos=bos), tmp_path / f"made-{bos}")
+        policy = load_policy(tmp_path / f"made-{bos}")
+        encoded[bos] = policy.encode_prompt("about")
+        assert policy.decode(encoded[bos][int(bos) :]) == "about"
+    assert encoded[True] == [0, *encoded[False]]
 
 
 def test_parts_are_joined_in_the_order_of_their_wheels(tmp_path):
