@@ -24,6 +24,7 @@ from gradscope.rollouts.formats.base import (
     MASKED_OUT,
     NO_TEMPERATURE,
     ON_POLICY,
+    RESIZED,
     UNKNOWN,
     Format,
     ReadingOptions,
@@ -262,7 +263,8 @@ class _Reading:
         self._unknown = self._templated = self._keyed = 0
         self._said: list[Note] = []
         self._agreement = Agreement(policy)
-        self._opening = opening_of(policy)
+        tokenizer = None if policy is None else policy.tokenizer
+        self._marks = opening_of(policy), getattr(tokenizer, "all_special_tokens", ())
         self._losses: list[Mapping[str, Any] | None] = []
         """Different settings of the loss that rows were trained with."""
 
@@ -298,7 +300,9 @@ class _Reading:
             self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
         if is_text and "response_mask" not in row.columns:
-            row = replace(row, remarks=(*row.remarks, *others_in(row.columns["response"], self._opening)))
+            row = replace(row, remarks=(*row.remarks, *others_in(row.columns["response"], *self._marks)))
+        if row.length not in (None, len(response_ids)):
+            row = replace(row, remarks=(*row.remarks, RESIZED))
         self._rows.append((told, replace(row, columns={})))  # the response alone holds the values
 
     def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:

@@ -104,6 +104,7 @@ def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
         yield "annotations/**/*", "stream*/*", "*"
     yield ("*",)
     yield "step_*/*", "step_*/annotations/*"
+    yield ("[0-9]*/*",)  # AReaL's, a folder for each version of the weights
     for subset in ("effective", "all"):  # of prime-rl's rollouts; what was trained stands in both
         yield (f"step_*/train/{subset}/*",)
         yield (f"train/{subset}/*",)

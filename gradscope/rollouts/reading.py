@@ -15,6 +15,7 @@ from gradscope.rollouts.caveats import find_caveats, replace_caveats
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records
+from gradscope.rollouts.formats.areal import AREAL
 from gradscope.rollouts.formats.base import Format, ReadingOptions
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
 from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native, write_rollouts
@@ -22,9 +23,11 @@ from gradscope.rollouts.formats.nemo_rl import NEMO_RL
 from gradscope.rollouts.formats.open_instruct import OPEN_INSTRUCT
 from gradscope.rollouts.formats.prime_rl import PRIME_RL
 from gradscope.rollouts.formats.prime_rl_traces import PRIME_RL_TRACES
+from gradscope.rollouts.formats.rl_logging_board import RL_LOGGING_BOARD
 from gradscope.rollouts.formats.roll import ROLL
 from gradscope.rollouts.formats.skyrl import SKYRL
 from gradscope.rollouts.formats.slime import SLIME
+from gradscope.rollouts.formats.torchtitan import TORCHTITAN
 from gradscope.rollouts.formats.trl import TRL
 from gradscope.rollouts.formats.verifiers import VERIFIERS
 from gradscope.rollouts.formats.verifiers_graph import VERIFIERS_GRAPH
@@ -35,13 +38,16 @@ READERS: dict[str, Format] = {
     form.name: form
     for form in (
         *(NATIVE, TRL, VERL, PRIME_RL, PRIME_RL_TRACES, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS),
-        *(VERIFIERS_GRAPH, SKYRL),
+        *(VERIFIERS_GRAPH, SKYRL, TORCHTITAN, AREAL, RL_LOGGING_BOARD),
     )
 }
 """Reader of each format, by name; add an entry for a reader of your own."""
 
 TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
 """Formats whose files are read whole, by the file name's ending."""
+
+NATIVE_ALONE = frozenset({"response_ids", "old_logprobs"})
+"""Columns that tell native rows from RLLoggingBoard's, which have a prompt and a response, too."""
 
 READER = 2
 """Version of the readers, incremented whenever one of them reads a log differently."""
@@ -270,7 +276,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     names = set(record.columns)
     if record.path.suffix in TOLD_BY_NAME:
         return formats[TOLD_BY_NAME[record.path.suffix].name]
-    if is_native(names):
+    if is_native(names) and (names & NATIVE_ALONE or not RL_LOGGING_BOARD.needs <= names):
         return formats["native"]
     fitting = [form for form in formats.values() if form.needs and form.needs <= names]
     # A first row may lack the value of a column that the others have.

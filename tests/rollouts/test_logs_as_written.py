@@ -25,6 +25,7 @@ from support.writers.sampled import EOS, STEPS, Sample
 from support.writers.write_nemo_rl import write_nemo_rl
 from support.writers.write_open_instruct import write_open_instruct
 from support.writers.write_prime_rl import write_prime_rl
+from support.writers.write_rl_logging_board import write_rl_logging_board
 from support.writers.write_roll import write_roll
 from support.writers.write_slime import miles_sample, save, slime_sample, write_miles, write_slime
 
@@ -65,6 +66,8 @@ class Log:
     mask: bool = True
     """Whether a tool's output is dropped."""
     keeps: Callable[[Sample], bool] = lambda sample: bool(sample.response) and not sample.dropped
+    counts: Callable[[Sample], bool] = lambda sample: True
+    """Whose reward counts in its group."""
     temperature: float = 1.0
     steps: int = 2
     text: bool = False
@@ -86,7 +89,13 @@ LOGS = {
     "prime_rl_traces": Log("traces/traces", 1, 1, [1, 1], centred, temperature=0.75),
     "verifiers_graph": Log("traces/eval", 1, 1, [1, 1], centred, temperature=0.75, steps=1),
     "verifiers": Log("verifiers", 1, 1, [1, 1], whose=None, mask=False, steps=1, text=True,
-                     keeps=lambda sample: bool(sample.response) and sample.end == "stop"),
+                     keeps=lambda sample: bool(sample.response) and sample.end == "stop",
+                     counts=lambda sample: sample.end == "stop"),  # the other one has an error
+    "torchtitan": Log("torchtitan-0.3.0-ids", 0, 0, [3, 1], centred, keeps=lambda sample: bool(sample.response)),
+    "areal": Log("areal-1.0.4/rollout", 0, 1, [1], whose=None, counts=lambda sample: bool(sample.response),
+                 keeps=lambda sample: bool(sample.response) and all(sample.mask)),
+    "rl_logging_board": Log("rl_logging_board", 1, 1, [1], whose="trainer", mask=False,
+                            keeps=lambda sample: bool(sample.response)),
 }  # fmt: skip
 READ = pytest.mark.parametrize("log", LOGS.values(), ids=LOGS)
 
@@ -112,9 +121,7 @@ def expected(log: Log) -> dict[tuple[int, ...], Told]:
     told = {}
     for step, groups in enumerate(STEPS[: log.steps]):
         for number, group in enumerate(groups):
-            rewards = [sample.reward for sample in group]
-            if log.path == "verifiers":
-                rewards = [sample.reward for sample in group if sample.end == "stop"]  # the other one has an error
+            rewards = [sample.reward for sample in group if log.counts(sample)]
             for sample in filter(log.keeps, group):
                 if log.path == "prime_rl/token_exports" and sample.response == [36, 37, EOS]:
                     continue  # trained by cross-entropy
@@ -192,7 +199,7 @@ def test_the_ratio_is_to_whom_the_trainer_says(log, policy):
         for name, whose in (("old_logprobs", log.whose), ("sampler_logprobs", "sampler")):
             values = getattr(batch, name)
             if values is None:  # the only ones that there are: they are the denominator
-                assert name == "sampler_logprobs" and log.whose == "sampler"
+                assert name == "sampler_logprobs" and (log.whose == "sampler" or log.path == "rl_logging_board")
                 continue
             start = len(ids) - len(told.sample.response)
             own = getattr(told.sample, whose) or [math.nan]
@@ -470,6 +477,7 @@ WRITERS = {
     "nemo_rl": write_nemo_rl,
     "open_instruct": write_open_instruct,
     "prime_rl": write_prime_rl,
+    "rl_logging_board": write_rl_logging_board,
     "roll": write_roll,
 }
 

@@ -43,18 +43,23 @@ WRITERS = {
     "verifiers_graph": dumps.write_verifiers_graph,
     "prime_rl_traces": dumps.write_prime_rl_traces,
     "skyrl": dumps.write_skyrl,
+    "torchtitan": dumps.write_torchtitan,
+    "areal": dumps.write_areal,
+    "rl_logging_board": dumps.write_rl_logging_board,
 }
 """Each returns what to read."""
 
 GRAPHS = ("verifiers_graph", "prime_rl_traces")
-WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "skyrl", *GRAPHS)
-WITH_MASK = ("prime_rl", "nemo_rl", "slime", "skyrl", *GRAPHS)
-WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "skyrl", *GRAPHS)
-WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", *GRAPHS)
+WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "skyrl", "torchtitan", *GRAPHS)
+WITH_MASK = ("prime_rl", "nemo_rl", "slime", "skyrl", "torchtitan", *GRAPHS)
+WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "skyrl", "torchtitan", *GRAPHS)
+WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", "torchtitan", "areal", *GRAPHS)
+WITH_REWARD += ("rl_logging_board",)
 WITHOUT_STEP = ("verifiers", "verifiers_graph")
-WITH_TEMPERATURE = ("roll", *GRAPHS)
+TEMPERATURE = {"roll": 0.5, "torchtitan": 1.0} | dict.fromkeys(GRAPHS, 0.5)
+"""Those that their logs, or their trainers' losses, say."""
 OLD = {"prime_rl": "sampler", "nemo_rl": "trainer", "open_instruct": "sampler", "slime": "sampler"}
-OLD |= {"skyrl": "trainer"}
+OLD |= {"skyrl": "trainer", "torchtitan": "sampler", "rl_logging_board": "trainer"}
 OLD |= dict.fromkeys(GRAPHS, "sampler")
 """Whose log-probabilities are the denominator of the trained ratio; the others have none."""
 
@@ -95,7 +100,7 @@ def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_pa
             wanted = written(name, sample, [sample.advantage] * len(sample.response))
             assert equal(values(dump, dump.batch.advantages, row), wanted)
         if name in OLD:
-            wanted = written(name, sample, getattr(sample, OLD[name]))
+            wanted = written("verifiers_graph" if name == "torchtitan" else name, sample, getattr(sample, OLD[name]))
             assert equal(values(dump, dump.batch.old_logprobs, row), wanted)
     if name in WITH_REWARD:
         assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES]
@@ -103,7 +108,7 @@ def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_pa
     assert (dump.batch.old_logprobs is not None) == (name in OLD)
     assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
     assert dump.steps is None if name in WITHOUT_STEP else dump.steps.tolist() == [3] * 4
-    assert dump.batch.temperature.tolist() == [0.5 if name in WITH_TEMPERATURE else 1.0] * 4
+    assert dump.batch.temperature.tolist() == [TEMPERATURE.get(name, 1.0)] * 4
 
 
 @pytest.mark.parametrize("name", WRITERS)
@@ -112,7 +117,7 @@ def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
     assert ("tokenized again" in notes) == (name not in WITH_IDS)
     assert ("on-policy" in notes) == (name not in OLD)
     assert ("they are GRPO's from rewards" in notes) == (name not in WITH_ADVANTAGE)
-    assert ("the sampling temperature is not in the log" in notes) == (name not in WITH_TEMPERATURE)
+    assert ("the sampling temperature is not in the log" in notes) == (name not in TEMPERATURE)
 
 
 @pytest.mark.parametrize("name", WRITERS)

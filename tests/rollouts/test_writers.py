@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from support.policies import make_policy, make_tokenizer
@@ -37,6 +38,7 @@ SKYRL = (
     *("fastapi", "func_timeout", "jaxtyping", "loguru", "omegaconf", "polars", "s3fs", "tensorboard", "tensordict"),
     *("torchdata", "uvicorn", "wandb"),
 )
+TORCHTITAN = ("torchtitan==0.3.0", TORCH)
 WRITERS = {
     "verl-0.9.1-v1": (VERL, "write_verl.py", "v1"),
     "verl-0.9.1-v0": (VERL, "write_verl.py", "v0"),
@@ -49,6 +51,9 @@ WRITERS = {
     "ms_swift-4.6.0-evaluated": (MS_SWIFT, "write_ms_swift.py", "evaluated"),
     "ms_swift-4.6.0-repeated": (MS_SWIFT, "write_ms_swift.py", "repeated"),
     "skyrl-0.3.0": (SKYRL, "write_skyrl.py"),
+    "torchtitan-0.3.0-ids": (TORCHTITAN, "write_torchtitan.py", "ids"),
+    "torchtitan-0.3.0-text": (TORCHTITAN, "write_torchtitan.py", "text"),
+    "areal-1.0.4": (("areal==1.0.4", "--no-deps", "numpy", "aiofiles"), "write_areal.py"),
     "skyrl-0.1.0": (("skyrl==0.1.0", TORCH, "jaxtyping"), "write_first_skyrl.py"),
 }
 """Packages, script and its argument."""
@@ -207,6 +212,58 @@ def test_a_batch_of_skyrls_first_version_is_read_too(log_of):
     assert [row["advantage"] for row in found_in(dump)] == [0.5, -0.5]
     assert dump.batch.old_logprobs[dump.batch.response_mask].tolist() == [-0.5, -0.25, -1.0, -1.5, -0.75]
     assert dump.steps.tolist() == [7, 7] and dump.batch.group_ids.tolist() == [0, 1]
+
+
+def test_torchtitans_sequences_are_those_that_its_sample_builder_makes(log_of):
+    log = log_of("torchtitan-0.3.0-ids")
+    dump = read_dump(log)
+    assert dump.format == "torchtitan" and dump.first_step == 0
+    known = {tuple(row["token_ids"]): row for row in truth_of(log)}
+    groups: dict[int, set[int]] = {}
+    for row in range(len(dump.batch)):
+        ids, kept = (values.tolist() for values in dump.batch.sequence(row))
+        written = known.pop(tuple(ids))
+        sampled = [at for at, keep in enumerate(written["loss_mask"]) if keep]
+        assert kept == sampled and int(dump.steps[row]) == written["step"]
+        for name, own in (("advantages", "advantage"), ("old_logprobs", "logprobs")):
+            found = getattr(dump.batch, name)[row, kept].tolist()
+            assert found == pytest.approx([written[own][at] for at in sampled], abs=FLOAT32)
+        groups.setdefault(int(dump.batch.group_ids[row]), set()).add(written["group"])
+    # What is left of its samples is one token without a log-probability, which its loss drops.
+    assert [row["logprobs"][-1] for row in known.values()] == [None]
+    assert sorted(map(min, groups.values())) == [0, 1, 2, 3] and all(len(own) == 1 for own in groups.values())
+
+
+def test_torchtitans_messages_are_read_where_the_recorder_kept_no_ids(policy, log_of):
+    log = log_of("torchtitan-0.3.0-text")
+    dump = read_dump(log, policy)
+    wanted = []
+    for row in truth_of(log):
+        start = row["loss_mask"].index(True)
+        if False not in row["loss_mask"][start:] and row["logprobs"][-1] is not None:  # of one turn, and not empty
+            prompt, response = row["token_ids"][:start], without_special(row["token_ids"][start:])
+            wanted.append((row["step"], [BOS, *prompt, BOS], response, np.float32(row["advantage"][-1])))
+    found = [(r["step"], r["prompt_ids"], r["response_ids"], r["advantage"]) for r in found_in(dump)]
+    assert sorted(found) == sorted(wanted) and len(wanted) == 10
+    assert dump.batch.old_logprobs is None
+    assert sorted(int(note.split()[0]) for note in dump.notes if note.kind == "left-out") == [1, 1, 3]
+
+
+def test_areals_completions_are_those_that_it_sampled_where_its_split_tells_them(policy, log_of):
+    log = log_of("areal-1.0.4")
+    known = truth_of(log)
+    dump = read_dump(log / "rollout", policy)
+    assert dump.format == "areal" and dump.batch.old_logprobs is None
+    # Nothing is logged of an empty response; a tool's output shifts the split.
+    kept = [row for row in known if row["response_ids"] and 0 not in row["response_mask"]]
+    found = found_in(dump)
+    assert len(found) == len(kept) == len(known) - 2
+    for own, written in zip(found, kept, strict=True):
+        assert {name: own[name] for name in ("step", "prompt_ids", "response_ids")} == {
+            name: written[name] for name in ("step", "prompt_ids", "response_ids")
+        }
+    assert partition(found, lambda row: row["group"]) == partition(kept, lambda row: row["group"])
+    assert not any("another number" in note for note in dump.notes)
 
 
 @pytest.mark.parametrize("name", ["evaluated", "repeated"])

@@ -319,6 +319,61 @@ def _pickle_skyrl(state: dict[str, Any]) -> bytes:
         return pickle.dumps(TrainingInputBatch())
 
 
+def write_torchtitan(folder: Path, *, version: int = 3, ids: bool = True, **changes: Any) -> Path:
+    """rollout_samples.jsonl of torchtitan's recorder; a token that nobody sampled stands between two turns.
+
+    ids: with log_tensors and log_logprobs; changes: columns of every row.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for index, s in enumerate(SAMPLES):
+        row = {"is_validation": False, "group_id": s.group, "rollout_id": index % 2, "status": "completed"}
+        row |= {"reward": s.reward, "reward_breakdown": {}, "advantage": s.advantage, "turns": []}
+        for number, (start, end) in enumerate(_runs(s.mask) if ids else [(0, len(s.response))]):
+            turn = {"turn_id": number, "min_policy_version": version, "max_policy_version": version}
+            turn |= {"prompt_messages": chat(s.prompt), "env_messages": [], "env_rewards": {}}
+            turn["completion_message"] = said(s.response)[0]
+            if ids:
+                turn["prompt_token_ids"] = s.prompt + s.response[:start]
+                turn |= {"completion_token_ids": s.response[start:end], "completion_logprobs": s.sampler[start:end]}
+            row["turns"].append(turn)
+        rows.append(row | changes)
+    return write_jsonl(folder / "rollout_samples.jsonl", rows)
+
+
+def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+    """The first and last index, exclusive, of each unbroken run of True."""
+    edges = [at for at in range(len(mask) + 1) if [*mask, False][at] != [False, *mask][at]]
+    return [*zip(edges[::2], edges[1::2], strict=True)]
+
+
+def write_areal(folder: Path, *, version: int = 3) -> Path:
+    """rollout/3/{task}.jsonl of AReaL, a file per task."""
+    for number in {s.group for s in SAMPLES}:
+        rows = []
+        for index, s in enumerate(one for one in SAMPLES if one.group == number):
+            row = {"task_id": number, "sample_idx": index, "seqlen": len(s.prompt + s.response)}
+            row |= {"prompt_len": len(s.prompt), "head_version": -1, "tail_version": version, "reward": s.reward}
+            rows.append(row | {"prompt": text(s.prompt), "completion": text(s.response)})
+        (folder / "rollout" / str(version)).mkdir(parents=True, exist_ok=True)
+        write_jsonl(folder / "rollout" / str(version) / f"{number}.jsonl", rows)
+    return folder / "rollout"
+
+
+def write_rl_logging_board(folder: Path, *, step: int = 3, pad: int = 2) -> Path:
+    """rl_logging_board_data.jsonl as OpenRLHF writes it, prompts padded on the left and responses on the right."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for s in SAMPLES:
+        zeros = [0.0] * pad
+        row = {"prompt": " ".join(["<pad>"] * pad + [text(s.prompt)]), "step": step, "reward": s.reward}
+        row["response_tokens"] = [*text(s.response).split(), *["<pad>"] * pad]
+        row |= {"response": " ".join(row["response_tokens"]), "logprobs": s.trainer + zeros}
+        row |= {"ref_logprobs": s.sampler + zeros, "values": None, "token_rewards": [0.0] * len(s.response) + zeros}
+        rows.append(row)
+    return write_jsonl(folder / "rl_logging_board_data.jsonl", rows)
+
+
 def write_verifiers(folder: Path) -> Path:
     """results.jsonl beside its metadata.json."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -33,6 +33,7 @@ FROM_REWARDS = (
 EMPTY = "the response is empty"
 UNKNOWN = "the {} is not known (null, NaN or infinite)"
 TORN = "the last line of its file was cut off while it was written"
+RESIZED = "their text gives another number of tokens than the log counts"
 MASKED_OUT = "the trainer's mask keeps no token of them"
 MADE_AGAIN = "the run was resumed before their step, and made it again later in the log"
 EVALUATED = "they are of an evaluation"
@@ -57,6 +58,8 @@ class Row:
     """Whether its reward counts in its group; False for all but the last output of a session."""
     loss: Mapping[str, Any] | None = None
     """Settings of the loss that it was trained with, where its file says them."""
+    length: int | None = None
+    """Tokens of the response, where the log counts them; a remark says where its text gives another number."""
 
     def label(self, name: str) -> str:
         """Return the column's name in the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from gradscope.errors import InputError, show
@@ -93,13 +94,15 @@ def ends_with_opening(prompt: str, opening: str) -> bool:
     return THOUGHT.sub("", prompt).rstrip().endswith(opening)
 
 
-def others_in(response: Any, opening: str | None) -> tuple[str, ...]:
+def others_in(response: Any, opening: str | None, special: Sequence[str] = ()) -> tuple[str, ...]:
     """Return remarks on text by somebody else in a response: a tool's output, or several turns.
 
-    opening: what `opening_of` gives; on a line of its own it begins another answer.
+    opening: what `opening_of` gives; on a line of its own it begins another answer. special: tokens that may be in it.
     """
     if not isinstance(response, str):
         return ()
+    for token in special:
+        response = response.replace(token, "")
     remarks = (SHOWS_TOOLS,) if TOOL_OUTPUT.search(response) else ()
     if not remarks and opening and re.search(rf"\n[ \t]*{re.escape(opening)}[ \t]*\n", response):
         remarks = (SHOWS_TURNS,)

@@ -1,0 +1,121 @@
+"""RLLoggingBoard's JSONL, a line per response: text, each token's own text, and log-probabilities, without ids.
+
+{step, prompt, response, response_tokens, logprobs, ref_logprobs, values, token_rewards, reward}, as OpenRLHF writes it
+for the board (padded: prompts on the left, responses behind their end) and verl's forks do (cut to what is real).
+Tokens are decoded one by one, so that ids are found again by the text of all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+from gradscope.errors import InputError, show
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import Answers, Format, Row, need, pick, whole_number
+from gradscope.rollouts.formats.text import opening_of, others_in
+
+NAMES = {
+    "reward": "reward",
+    "old_logprobs": "logprobs",
+    "ref_logprobs": "ref_logprobs",
+    "response_ids": "response_tokens",
+}
+UNFOUND = "the text of some of their tokens is that of several ids, and that of the whole gives other tokens"
+
+
+class _Tokens:
+    """Finds ids by the text of each token."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy, self._tokenizer = policy, policy.tokenizer
+        self._ends = frozenset(map(self._text, policy.stop_ids))
+        self._padding = self._ends | ({self._tokenizer.pad_token} - {None})
+
+    def _text(self, token: int) -> str:
+        return self._tokenizer.decode([token])
+
+    @cached_property
+    def _ids(self) -> dict[str, int | None]:
+        """Each text's id; None where several ids have it."""
+        found: dict[str, int | None] = {}
+        for token in range(len(self._tokenizer)):
+            text = self._text(token)
+            found[text] = None if text in found else token
+        return found
+
+    def find(self, text: str, tokens: list[str]) -> list[int] | None:
+        """Return the ids of tokens: those that the whole text gives if each has its token's text, else those that alone
+        have it; None if neither does.
+        """
+        ids = self._policy.encode_response(text)[: len(tokens)] if tokens else []
+        if [*map(self._text, ids)] == tokens:
+            return ids
+        ids = [self._ids.get(token) for token in tokens]
+        return None if None in ids else ids
+
+    def unpadded(self, prompt: str) -> str:
+        """Return the prompt without what pads it on the left; a token that begins texts, too, may be no padding."""
+        pads = "|".join(map(re.escape, self._padding - {self._tokenizer.bos_token, ""}))
+        return re.sub(rf"\A(?:\s?(?:{pads}))+", "", prompt) if pads else prompt
+
+    def length(self, tokens: list[str]) -> int:
+        """Return how many tokens there are up to the one that ends the response, before padding."""
+        end = len(tokens)
+        while end and tokens[end - 1] in self._padding:
+            end -= 1
+        return end + (end < len(tokens) and tokens[end] in self._ends)
+
+
+def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+    tokens = _Tokens(policy) if policy is not None and policy.tokenizer is not None else None
+    opening = opening_of(policy)
+    for record in records:
+        step, columns = whole_number(record, "step"), pick(record, NAMES)
+        texts = [need(record, name) for name in ("prompt", "response", "response_tokens")]
+        if not isinstance(texts[0], str) or not isinstance(texts[1], str) or not _is_text(texts[2]):
+            raise InputError(f"{record.place}: `prompt`, `response`, `response_tokens` are {show(texts)}; give text")
+        prompt, response, own = texts
+        if tokens is None:
+            yield Row(record.place, {"prompt": prompt, "response": response}, step)
+            continue
+        prompt, length = tokens.unpadded(prompt), tokens.length(own)
+        columns |= {n: v[:length] for n, v in columns.items() if n.endswith("logprobs") and isinstance(v, list)}
+        try:
+            columns |= {"prompt_ids": policy.encode_prompt(prompt), "response_ids": tokens.find(response, own[:length])}
+        except InputError as error:
+            raise InputError(f"{record.place}: {error}") from error
+        columns["group"] = prompt
+        remarks = others_in(response, opening, policy.tokenizer.all_special_tokens)
+        left_out = UNFOUND if columns["response_ids"] is None else None
+        yield Row(record.place, columns, step, NAMES, left_out, remarks)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) <= {str}
+
+
+RL_LOGGING_BOARD = Format(
+    "rl_logging_board",
+    needs=frozenset({"step", "prompt", "response", "response_tokens", "logprobs", "reward"}),
+    knows="ref_logprobs values token_rewards ref_response ref_reward ground_truth",
+    rows=_rows,
+    notes=(
+        "the log holds text: prompts were tokenized again, and responses' ids were found by the text of their tokens",
+        "neither values nor token_rewards are read, of which PPO makes its advantages: γ, λ and what scales them are "
+        "not in the log",
+    ),
+    answers=Answers(
+        group="identical prompts of a step",
+        step="`step`: the training step that the responses were for, from 1",
+        sampled="all to the token that ends a response, a tool's output and other turns too (said where their marks "
+        "are seen); padding is cut off",
+        logprobs="`logprobs`: the trainer's before the step, by which ratios are; `ref_logprobs`: the reference's",
+        left_out="responses whose tokens' text does not tell their ids",
+        checked="the board cf56d5d9 (2025-02-20), the writer of OpenRLHF's pull request 658 and those of verl's forks: "
+        "a writer after their source; 2026-11-27",
+    ),
+)

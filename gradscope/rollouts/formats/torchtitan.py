@@ -1,0 +1,155 @@
+"""torchtitan's rollout recorder (experiments/rl): rollout_samples.jsonl, a line per rollout with its turns.
+
+A turn holds the whole prompt of its completion; where that continues the turn before, both are one sequence, as in
+torchtitan's training samples. Ids are there with the recorder's log_tensors, log-probabilities with its log_logprobs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from gradscope.errors import InputError, show
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import EVALUATED, Answers, Format, Row, need, pick, whole_number
+from gradscope.rollouts.formats.sequences import split_sequence
+from gradscope.rollouts.formats.text import prompt_of, response_of
+
+UNSAMPLED = "a rollout of their group has no completion: torchtitan drops such groups before training"
+WITHOUT_IDS = (
+    "the log has no ids of them (give the recorder log_tensors), and what it has cannot be tokenized again: several "
+    "turns, thoughts, tool calls, or an answer that was not parsed"
+)
+AS_TEXT = (
+    "the log has no ids of them (the recorder's log_tensors): their messages were tokenized again, which may not give "
+    "the ids that were sampled, nor the token that ended them"
+)
+FLAT = (
+    "all advantages of their group are 0: torchtitan drops groups of equal rewards before training, unless told not to"
+)
+NEWER = "newer weights than those that began their group sampled some of their tokens"
+UNKNOWN_LOGPROB = "tokens without a finite log-probability by the sampler are dropped, as in torchtitan's loss"
+
+
+def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
+    groups: dict[object, list[Record]] = {}
+    for record in records:
+        if record.columns.get("is_validation") is True:
+            yield Row(record.place, {}, left_out=EVALUATED)
+        else:
+            # A run that resumed counts its groups from 0 again, in the same file.
+            prompt = str([turn.get("prompt_messages") for turn in _turns(record)[:1]])
+            groups.setdefault((whole_number(record, "group_id"), prompt), []).append(record)
+    for number, group in enumerate(groups.values()):
+        yield from _group_rows(number, group)
+
+
+def _group_rows(number: int, group: list[Record]) -> Iterator[Row]:
+    versions = [version for record in group for turn in _turns(record) for version in _versions(record, turn)[:1]]
+    step = min(versions, default=None)
+    unsampled = any(not any(turn.get("completion_token_ids", True) for turn in _turns(record)) for record in group)
+    flat = len(group) > 1 and all(record.columns.get("advantage") == 0 for record in group)
+    for record in group:
+        if unsampled:
+            yield Row(record.place, {}, step, left_out=UNSAMPLED)
+            continue
+        columns = pick(record, {"advantage": "advantage", "reward": "reward"}) | {"group": number, "temperature": 1.0}
+        newest = max((version for turn in _turns(record) for version in _versions(record, turn)), default=step)
+        remarks = ((FLAT,) if flat else ()) + ((NEWER,) if newest != step else ())
+        if all("completion_token_ids" in turn for turn in _turns(record)):
+            yield from _sequences(record, columns, step, remarks)
+        else:
+            yield _text(record, columns, step, remarks)
+
+
+def _sequences(record: Record, columns: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Iterator[Row]:
+    """Yield a row per sequence of turns, each of whose prompts continues the turn before."""
+    sequences: list[dict[str, list]] = []
+    before: list[int] = []
+    for turn in _turns(record):
+        own = Record(record.path, record.place, turn)
+        prompt, completion = _list(own, "prompt_token_ids"), _list(own, "completion_token_ids")
+        logprobs = _list(own, "completion_logprobs") if "completion_logprobs" in turn else [None] * len(completion)
+        if not completion:
+            continue
+        if not sequences or prompt[: len(before)] != before:
+            sequences.append({"completion_token_ids": [], "loss_mask": [], "completion_logprobs": []})
+            before = []
+        between = len(prompt) - len(before)
+        known = [not isinstance(value, float) or math.isfinite(value) for value in logprobs]
+        sequences[-1]["completion_token_ids"] += prompt[len(before) :] + completion
+        sequences[-1]["loss_mask"] += [False] * between + known
+        sequences[-1]["completion_logprobs"] += [None] * between + logprobs
+        remarks = remarks if all(known) or UNKNOWN_LOGPROB in remarks else (*remarks, UNKNOWN_LOGPROB)
+        before = prompt + completion
+    for part, values in enumerate(sequences):
+        place = record.place if len(sequences) == 1 else f"{record.place}, sequence {part}"
+        arrays = {
+            "ids": "completion_token_ids",
+            "mask": "loss_mask",
+            "per_token": {"old_logprobs": "completion_logprobs"},
+        }
+        row = split_sequence(Record(record.path, place, values), **arrays, columns=columns, step=step)
+        yield replace(row, remarks=remarks)
+
+
+def _text(record: Record, columns: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Row:
+    turns = [Record(record.path, record.place, turn) for turn in _turns(record)]
+    message = turns[0].columns.get("completion_message")
+    if len(turns) > 1 or not isinstance(message, dict) or message.keys() - {"role", "content"}:
+        return Row(record.place, {}, step, left_out=WITHOUT_IDS)
+    said = Record(record.path, record.place, {"completion_message": [message]})
+    columns |= {"prompt": prompt_of(turns[0], "prompt_messages"), "response": response_of(said, "completion_message")}
+    return Row(record.place, columns, step, remarks=(*remarks, AS_TEXT))
+
+
+def _turns(record: Record) -> list[dict[str, Any]]:
+    turns = need(record, "turns")
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise InputError(f"{record.place}: `turns` is {show(turns)}; wanted is a list of objects")
+    return turns
+
+
+def _versions(record: Record, turn: dict[str, Any]) -> list[int]:
+    """Return the oldest and the newest weights that sampled a turn, by the optimizer steps that they had taken."""
+    own = Record(record.path, record.place, turn)
+    found = [whole_number(own, name) for name in ("min_policy_version", "max_policy_version")]
+    return [version for version in found if version is not None]
+
+
+def _list(turn: Record, name: str) -> list[Any]:
+    values = need(turn, name)
+    if not isinstance(values, list):
+        raise InputError(f"{turn.place}: `{name}` is {show(values)}; wanted is a list, one entry per token")
+    return values
+
+
+TORCHTITAN = Format(
+    "torchtitan",
+    needs=frozenset({"is_validation", "group_id", "rollout_id", "turns"}),
+    knows="status reward reward_breakdown advantage",
+    rows=_rows,
+    notes=(
+        "torchtitan's recorder keeps the lowest and the highest reward of each group alone, unless its filter says "
+        "otherwise: these are no sample of what was trained, though advantages are of whole groups",
+        "torchtitan's loss is at temperature 1 whatever the sampler's was (0.8 and top-p 0.95 unless set), and its "
+        "sampler's log-probabilities are too: π is that of the loss",
+        "ratios are to the sampler's completion_logprobs, as trained, where the log has them; at which later step "
+        "torchtitan trained on a response is not in the log",
+    ),
+    first_step=0,
+    answers=Answers(
+        group="`group_id` and the first prompt",
+        step="the oldest `min_policy_version` of the group: optimizer steps of the weights that sampled, from 0; "
+        "newer weights may have sampled later tokens (a note counts)",
+        sampled="all of the completions; not prompts and the environment's replies between; those without a finite "
+        "log π are dropped, as in the loss",
+        logprobs="`completion_logprobs`: vLLM's, at temperature 1, by which ratios are, as trained",
+        left_out="validations; groups with a rollout that has no completion; without ids, what cannot be tokenized "
+        "again",
+        checked="0.3.0: its own code (that of b5bcd76c, 2026-08-21), 2026-11-27",
+    ),
+)
