@@ -5,6 +5,9 @@
 Policy M of `token_gradients` with random weights; one response of n tokens, of which the first 64 are the prompt. The
 norm is the exact one of the last token. Peak memory is the most that the profiler records beyond the policy; time is
 CPU time of one thread, in a separate run. `plain`, for short responses, is vjp with plain attention and a single graph.
+
+The floor is the least number of FLOPs of the product, at the speed of a large matrix product just before it: a forward
+pass with causal attention, without recomputation; for jvp and vjp three of them; for `norm` also `gradient_flops`.
 """
 
 from __future__ import annotations
@@ -25,14 +28,24 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from analyses.benchmarks.token_gradients import SIZES, allocated_peak, make_policy
-from gradscope.gradients import TokenJacobian, Vectors, attention, graph_memory
+from analyses.benchmarks.token_gradients import SIZES, allocated_peak, make_policy, product_speed
+from gradscope.gradients import (
+    ModelShape,
+    TokenJacobian,
+    Vectors,
+    attention,
+    forward_flops,
+    gradient_flops,
+    graph_memory,
+)
 from gradscope.plots import finish, new_panels, paper_style, save_figure
 from gradscope.rollouts import Response, collate
 
 PROMPT = 64
 PLAIN = 4096
 """Tokens from which on the plain way is left out: its memory grows with their square."""
+LONG = 16_384
+"""Tokens from which on only statistics and norms are measured, for the time that the others take."""
 EVERYTHING = 1 << 60
 
 
@@ -40,7 +53,7 @@ EVERYTHING = 1 << 60
 class Options:
     """Settings of the benchmark."""
 
-    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384)
     products: tuple[str, ...] = ("statistics", "norm", "jvp", "vjp", "plain")
     out: Path | None = None
     """CSV to write; the figure is written beside it."""
@@ -64,48 +77,62 @@ def make_product(name: str, length: int) -> Callable[[], object]:
     return lambda: J.vjp(torch.ones(1, J.num_tokens))
 
 
+def floor_flops(name: str, length: int) -> float:
+    """The least number of FLOPs of a product."""
+    shape, n = ModelShape.of(make_policy("M").model), length - 1  # the last token has no successor
+    pairs = 2 * shape.layers * shape.query_width * n * (n - 1)  # those of the future, which no attention has to see
+    if name == "norm":
+        return forward_flops(shape, [n], 1) - pairs + sum(gradient_flops(shape, [n]).values())
+    return (1 if name == "statistics" else 3) * (forward_flops(shape, [n], length - PROMPT) - pairs)
+
+
 def table(options: Options) -> pd.DataFrame:
     """A row for each product and length."""
     rows = []
     for length in options.lengths:
         for name in options.products:
-            if name == "plain" and length >= PLAIN:
+            if (name == "plain" and length >= PLAIN) or (name not in ("statistics", "norm") and length >= LONG):
                 continue
             everything_fits = name == "plain"
             with (
                 patch.object(attention, "PLAIN", EVERYTHING) if everything_fits else nullcontext(),
                 patch.dict(graph_memory.GRAPH, cpu=EVERYTHING) if everything_fits else nullcontext(),
             ):
-                product, start = make_product(name, length), time.process_time()
+                floor, product = floor_flops(name, length) / product_speed(), make_product(name, length)
+                start = time.process_time()
                 product()
                 seconds = time.process_time() - start
                 peak = allocated_peak(make_product(name, length))
             rows.append({"product": name, "length": length, "peak_mb": peak / 2**20, "cpu_s": seconds})
+            rows[-1]["floor_s"] = floor
             print(rows[-1], flush=True)
     return pd.DataFrame(rows)
 
 
 @paper_style()
 def draw(table: pd.DataFrame) -> Figure:
-    """Memory and time against length, a line for each product."""
+    """Memory and time against length, a line for each product; dashed: its floor."""
     figure, axes = new_panels(2, width=3.2, height=2.6)
     for ax, (column, label) in zip(axes, {"peak_mb": "peak memory, MB", "cpu_s": "CPU seconds"}.items(), strict=True):
         for name, rows in table.groupby("product", sort=False):
-            ax.plot(rows.length, rows[column], "o-", ms=3, label=name)
+            (line,) = ax.plot(rows.length, rows[column], "o-", ms=3, label=name)
+            if column == "cpu_s" and name != "plain":  # whose floor is vjp's
+                ax.plot(rows.length, rows["floor_s"], "--", lw=0.8, color=line.get_color())
         lengths = sorted(table.length.unique())
         ax.set(xscale="log", yscale="log", xlabel="tokens of the response", ylabel=label)
         ax.set_xticks(lengths, [f"{length:,}" for length in lengths])
         ax.yaxis.set_major_formatter("{x:,g}")
         ax.minorticks_off()
         finish(ax, table)
-    axes[1].legend()
+    axes[1].plot([], [], "--", lw=0.8, color="0.4", label="FLOP floor")
+    axes[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
     return figure
 
 
 def main(options: Options) -> None:
     torch.set_num_threads(1)
     found = table(options)
-    print(found.round({"peak_mb": 0, "cpu_s": 2}).to_string(index=False))
+    print(found.round({"peak_mb": 0, "cpu_s": 2, "floor_s": 2}).to_string(index=False))
     if options.out:
         save_figure(draw(found), options.out.with_suffix(".png"), found)
 
