@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -149,6 +150,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         folder, policy = measured.folder, measured.policy
         table, chosen = read_table(folder), self._fitting_prompts(measured)
         state, step, notes = read_step(policy, self._find_state(measured), asked=self.optimizer_state is not None)
+        deadline = None if measured.left is None else monotonic() + measured.left
         found = compare(
             policy,
             measured.batch.of_prompts(chosen),
@@ -158,7 +160,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             settings=replace(
                 self._comparison_settings(measured), step=replace(step or SGD, max_grad_norm=self.max_grad_norm)
             ),
-            resources=replace(measured.resources, micro_batch=4),
+            resources=replace(measured.resources, micro_batch=4, deadline=deadline),
         )
         if not measured.resources.processes.is_main:
             return

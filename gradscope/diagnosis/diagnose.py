@@ -403,7 +403,7 @@ def compare_weightings(task: Task) -> Comparison | None:
 
     def make() -> Comparison:
         given = {"settings": settings, "saved": task.saved, "metric": task.metric}
-        return compare_rows(task.jacobian.alone(), task.table, **given)
+        return compare_rows(task.jacobian.alone().until(task.minutes.deadline), task.table, **given)
 
     return task.attempt("comparison", make)
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.forward_mode import BACKWARD
-from gradscope.gradients.resources import Resources
+from gradscope.gradients.resources import Resources, latest_end
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
 from gradscope.gradients.shared_minutes import FEWEST
 from gradscope.gradients.sketches import BLOCKS, Sketcher
@@ -270,7 +270,7 @@ class GroupSums:
         found, vectors = self._pass(plan, pairs, totals=sums, total=total, sketch=sketch)
         # A second pass is of the same groups, all or none.
         self.resources = replace(self.resources, deadline=None)
-        self._latest = inf if deadline is None else _latest(begun, deadline)
+        self._latest = inf if deadline is None else latest_end(begun, deadline)
         if metric is None:
             return found
         scale = metric.turn_into_scale(self.model, total.rows[0])
@@ -373,7 +373,7 @@ class GroupSums:
                 yield group, self._pieces[group]
                 self._made.append(group)
             return
-        latest, longest = _latest(begun, deadline), 0.0
+        latest, longest = latest_end(begun, deadline), 0.0
         with progress.stage("gradients of as many prompts as fit", max(1.0, deadline - begun), "seconds") as advance:
             for group in self.mine:
                 started = monotonic()
@@ -468,11 +468,6 @@ class GroupSums:
                     whole.rows.add_(own.rows)
                     own.rows.zero_()
             yield group, found
-
-
-def _latest(begun: float, deadline: float) -> float:
-    """Return when sums are given up: a quarter of their time after the deadline."""
-    return deadline + max(0.0, deadline - begun) / 4
 
 
 def sketch_width(length: int) -> int:

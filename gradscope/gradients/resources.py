@@ -24,7 +24,8 @@ class Resources:
     processes: Processes = ALONE
     """Share the work; every process gets the result."""
     deadline: float | None = None
-    """When `gram` ends, on the clock of `time.monotonic`: groups come in random order, as many as end by about then."""
+    """When `gram` ends, on the clock of `time.monotonic`: groups come in random order, as many as end by about then; of
+    a comparison, as many weightings."""
     progress: bool | Progress = SILENT
     """Where stages are reported; True: on stderr."""
 
@@ -38,3 +39,8 @@ class Resources:
         vectors = gradient_budget(device, self.processes) if self.vectors is None else self.vectors
         activations = (1 if device.type == "cpu" else 4) << 30 if self.activations is None else self.activations
         return replace(self, vectors=vectors, activations=activations, progress=settle_progress(self.progress))
+
+
+def latest_end(begun: float, deadline: float) -> float:
+    """Return when what is at hand is given up: a quarter of its time after the deadline."""
+    return deadline + max(0.0, deadline - begun) / 4

@@ -167,6 +167,24 @@ def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, a
     assert snapshot(case.policy.model)["model"] == before
 
 
+def test_weightings_that_would_end_after_the_deadline_are_named_and_left_out(case, found):
+    size = vector_bytes(case.policy.model)
+    resources = Resources(5 * size, micro_batch=4, deadline=0.0)  # long past: plain and another one, one at a time
+    given = {"table": case.table, "optimizer_state": case.state, "resources": resources}
+    few = compare(case.policy, case.batch, WEIGHTINGS, settings=settle(resamples=50), **given)
+    kept = [*few.table["method"].unique()]
+    assert len(kept) >= 2 and kept[0] == "grpo" and set(kept) < set(found.table["method"])
+    expected = found.table[found.table["method"].isin(kept)].reset_index(drop=True)
+    kinds = ("norm_ratio", "cosine", "signal", "right_sgd", "right_adamw", "effective")
+    columns = [name for name in expected if name.startswith(kinds)]
+    pd.testing.assert_frame_equal(few.table[columns], expected[columns], rtol=1e-4, atol=1e-6)
+    (note,) = (note for note in few.notes if note.kind == "late")
+    assert all(name in note for name in set(found.table["method"]) - set(kept))
+    later = replace(resources, deadline=float("inf"))
+    everything = compare(case.policy, case.batch, WEIGHTINGS, settings=settle(), **given | {"resources": later})
+    assert not everything.passes.missing and len(everything.table) == len(found.table)
+
+
 def test_sketches_are_near(case):
     size = vector_bytes(case.policy.model)
     resources = Resources(2 * size, micro_batch=4)

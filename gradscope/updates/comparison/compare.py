@@ -185,7 +185,8 @@ def compare(
             `AdamWState`, which gives the metric alone; None: no numbers under AdamW.
         settings: None: as by default, and the loss that the log at a path says was trained, where it does.
         resources: bytes for vectors as long as the parameters decide how many weightings go together; processes share
-            the prompts, and the result is everybody's.
+            the prompts, and the result is everybody's. With a deadline, weightings that would end much later are left
+            out, and a note names them.
 
     Raises:
         InputError: for a weighting that is not known or lacks a column, for a batch without advantages and rewards, and
@@ -228,10 +229,16 @@ def compare_rows(
     s, labels, notes = settings, interval_labels(settings.edges), _notes(table, settings.loss)
     chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
     sums = _make_sums(chosen, table, s.aggregation)
+    weights = np.stack([own.weights for own in sums if not own.same_as])
+    passes, J = pass_through(J, torch.from_numpy(weights), metric=metric), J.until(None)
+    if late := {own.weighting for own in sums if own.place in passes.missing}:
+        names = ", ".join(str(weighting) for weighting in chosen if str(weighting) in late)
+        notes.append(Note(f"Left out, since no time was left for their passes: {names}.", "late"))
+        chosen = [weighting for weighting in chosen if str(weighting) not in late]
+        made = sorted({own.place for own in sums if own.weighting not in late})
+        sums, weights, passes = _make_sums(chosen, table, s.aggregation), weights[made], passes.select(made)
     split = _split(sums)
     notes += _notes_on(chosen, split)
-    weights = np.stack([own.weights for own in sums if not own.same_as])
-    passes = pass_through(J, torch.from_numpy(weights), metric=metric)
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, energy = _judge(judge, table, weights, passes)
     found, once, real = _join(sums, numbers), _trained_once(chosen, sums, J.batch), None

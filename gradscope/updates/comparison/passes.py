@@ -10,14 +10,15 @@ one (Lopti's second step is plain less its first) takes no pass: all is linear i
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import monotonic
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.gradients import Derivative, SumsPlan, TokenJacobian, Vectors
+from gradscope.gradients import Derivative, SumsPlan, TokenJacobian, Vectors, latest_end
 from gradscope.policy import AdamWState
 from gradscope.updates.comparison.noise import Products
 
@@ -42,12 +43,22 @@ class Passes:
     """How the changes were taken."""
     at_once: int
     """Rows of weights that were taken at a time."""
+    missing: tuple[int, ...] = ()
+    """Rows whose passes the deadline left no time for; their numbers are zeros."""
+
+    def select(self, rows: Sequence[int]) -> Passes:
+        """Keep these rows, ascending, the first among them."""
+        rows = [*rows]
+        products = Products(*(values[rows] for values in self.products))
+        adamw = None if self.adamw_changes is None else self.adamw_changes[rows]
+        return replace(self, products=products, changes=self.changes[rows], adamw_changes=adamw, missing=())
 
 
 def pass_through(J: TokenJacobian, weights: Float[Tensor, "R K"], *, metric: AdamWState | None = None) -> Passes:
     """U = Σ_t w_t·g_t / K for each row of weights of the K kept tokens, by prompt, and every token's change along it.
 
-    The prompts are those of the batch with kept tokens, in the order of their numbers.
+    The prompts are those of the batch with kept tokens, in the order of their numbers. Where J's resources have a
+    deadline, rows are taken until about then: the first and another one always.
     """
     # A response without weights has no gradient, and nobody asks which way its tokens go.
     asked = (weights != 0).any(0) | (J.kept(J.batch.advantages) != 0)
@@ -55,18 +66,22 @@ def pass_through(J: TokenJacobian, weights: Float[Tensor, "R K"], *, metric: Ada
     rows = row[asked].unique() if asked.any() else row.unique()
     inside = torch.isin(row, rows)
     work = _Work(J.select(rows), weights[:, inside] / J.num_tokens, J.prompts, metric)
-    plan, method = work.run()
+    work.run()
     changes = torch.zeros(len(work.changes), *weights.shape, dtype=torch.float64)
     changes[:, :, inside] = work.changes
     plain, *adamw = changes.numpy()
-    return Passes(work.products(), plain, adamw[0] if adamw else None, plan, method, work.at_once)
+    missing = tuple(sorted(work.missing))
+    how = work.plan, work.derivative, work.at_once
+    return Passes(work.products(), plain, adamw[0] if adamw else None, *how, missing)
 
 
 class _Work:
     def __init__(
         self, J: TokenJacobian, weights: Float[Tensor, "R k"], prompts: Int[Tensor, " n"], metric: AdamWState | None
     ) -> None:
-        self.J, self.weights, self.metric, self.prompts = J, weights, metric, prompts
+        self.J, self.weights, self.metric, self.prompts = J.until(None), weights, metric, prompts
+        self.begun, self.deadline = monotonic(), J.resources.deadline
+        self.missing, self.taken = set(), 0
         size, n = len(weights), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
         self.crossed: dict[int, Float[np.ndarray, "n n"]] = {}
@@ -76,11 +91,13 @@ class _Work:
         self.at_once = J.rows_at_once(size, metric=metric is not None)  # beside plain
         self.way = J.plan_gram(min(size, self.at_once + 1), pairs="within").way
 
-    def run(self) -> tuple[SumsPlan, Derivative]:
+    def run(self) -> None:
         combined = find_combinations(self.weights.numpy())
-        found = self._take([row for row in range(len(self.weights)) if row not in combined])
-        cancelled = [row for row, parts in combined.items() if not self._combine(row, *parts)]
-        return self._take(cancelled) if cancelled else found
+        self._take([row for row in range(len(self.weights)) if row not in combined])
+        self.missing |= {row for row, (_, _, other) in combined.items() if other in self.missing}
+        made = {row: parts for row, parts in combined.items() if row not in self.missing}
+        cancelled = [row for row, parts in made.items() if not self._combine(row, *parts)]
+        self._take(cancelled)
 
     def products(self) -> Products:
         weights, changes = self.weights.double(), self.changes[0]
@@ -97,15 +114,28 @@ class _Work:
             self.own, by_prompt(along), self.kernel, self.own_plain, by_prompt(to_plain), by_prompt(from_plain)
         )
 
-    def _take(self, rows: Sequence[int]) -> tuple[SumsPlan, Derivative]:
-        """Find these rows' sums, and the changes along them."""
+    def _take(self, rows: Sequence[int]) -> None:
+        """Find these rows' sums, and the changes along them; those that would end too late are missing."""
+        longest = 0.0
         for start in range(0, len(rows), self.at_once):
-            chosen = rows[start : start + self.at_once]
-            totals, plan = self._sum(chosen)
+            chosen, started = rows[start : start + self.at_once], monotonic()
+            if self.taken > 1 and self._is_late(started, longest):
+                self.missing |= {*rows[start:]}
+                break
+            totals, self.plan = self._sum(chosen)
             for number, directions in enumerate(self._directions(totals)):
                 changes = self.J.jvp(directions)
                 self.changes[number, chosen] = changes.logprob.double()
-        return plan, changes.how
+            self.derivative, self.taken = changes.how, self.taken + len(chosen)
+            longest = max(longest, monotonic() - started)
+
+    def _is_late(self, now: float, longest: float) -> bool:
+        """Return whether as much again as what took longest would end too long after the deadline, or mostly after it.
+        """
+        if self.deadline is None:
+            return False
+        late = now + longest / 2 > self.deadline or now + longest > latest_end(self.begun, self.deadline)
+        return self.J.resources.processes.gather([late])[0]
 
     def _sum(self, chosen: Sequence[int]) -> tuple[Vectors, SumsPlan]:
         """U of these rows; their prompts' products are noted on the way."""
