@@ -15,6 +15,7 @@ import os
 import shutil
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -51,8 +52,21 @@ class Options:
     out: Path = Path("figures/benchmark_rollout_writer.csv")
 
 
-def train(options: Options, folder: Path, *, writes: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Train; return seconds, and the weights at the end."""
+@dataclass(frozen=True)
+class Trained:
+    """A training with a callback, or without."""
+
+    wall: float
+    """Seconds."""
+    cpu: float
+    """Seconds of this process and of those that it waited for."""
+    callback: Any
+    weights: dict[str, torch.Tensor]
+    """At the end."""
+
+
+def train(options: Options, folder: Path, make_callback: Callable[[Any], Any] | None = None) -> Trained:
+    """Train with TRL; make_callback: of the trainer."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -78,36 +92,41 @@ def train(options: Options, folder: Path, *, writes: bool) -> tuple[dict[str, An
     set_seed(0)
     data = Dataset.from_dict({"prompt": list(asked)})
     trainer = GRPOTrainer(find_checkpoint(options.model), reward, args=config, train_dataset=data)
-    found: dict[str, Any] = {}
-    if writes:
-        writer = RolloutWriter(trainer, text=options.text)
-        trainer.add_callback(writer)
+    callback = None if make_callback is None else make_callback(trainer)
+    if callback is not None:
+        trainer.add_callback(callback)
     wall, cpu = time.perf_counter(), sum(os.times()[:4])
     trainer.train()
-    found["wall"], found["cpu"] = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
-    if writes:
-        found |= {"calls_wall": writer.seconds, "calls_cpu": writer.cpu_seconds, "beside_cpu": writer.process_seconds}
-        found["tokens"] = read_dump(writer.folder).batch.num_tokens
-        found["bytes"] = sum(path.stat().st_size for path in writer.folder.iterdir())
-    return found, {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    wall, cpu = time.perf_counter() - wall, sum(os.times()[:4]) - cpu
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return Trained(wall, cpu, callback, weights)
 
 
 def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")
     shutil.rmtree(options.work, ignore_errors=True)
-    without, before = train(options, options.work / "without", writes=False)
-    found, after = train(options, options.work / "with", writes=True)
+    without = train(options, options.work / "without")
+    found = train(options, options.work / "with", lambda trainer: RolloutWriter(trainer, text=options.text))
+    writer = found.callback
     row = {"model": options.model, "steps": options.steps, "responses": options.prompts * options.responses}
-    row |= {"wall_without": without["wall"], "cpu_without": without["cpu"], **found}
-    row["calls_share"] = found["calls_wall"] / found["wall"]
-    row["cpu_share"] = (found["calls_cpu"] + found["beside_cpu"]) / found["cpu"]
-    row["same"] = all(torch.equal(before[name], weight) for name, weight in after.items())
+    row |= {"wall_without": without.wall, "cpu_without": without.cpu, "wall": found.wall, "cpu": found.cpu}
+    row |= {"calls_wall": writer.seconds, "calls_cpu": writer.cpu_seconds, "beside_cpu": writer.process_seconds}
+    row["tokens"] = read_dump(writer.folder).batch.num_tokens
+    row["bytes"] = sum(path.stat().st_size for path in writer.folder.iterdir())
+    row["calls_share"] = row["calls_wall"] / row["wall"]
+    row["cpu_share"] = (row["calls_cpu"] + row["beside_cpu"]) / row["cpu"]
+    row["same"] = all(torch.equal(without.weights[name], weight) for name, weight in found.weights.items())
+    add_row(row, options.out)
+
+
+def add_row(row: dict[str, Any], out: Path) -> None:
+    """Add a row to the table, and print it."""
     table = pd.DataFrame([row])
-    if options.out.is_file():
-        table = pd.concat([pd.read_csv(options.out), table], ignore_index=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    table.round(6).to_csv(options.out, index=False)
+    if out.is_file():
+        table = pd.concat([pd.read_csv(out), table], ignore_index=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    table.round(6).to_csv(out, index=False)
     print(table.to_string(index=False), flush=True)
 
 

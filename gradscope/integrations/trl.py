@@ -1,4 +1,4 @@
-"""Inside TRL's GRPOTrainer (trl 1.16): Reweight and Lopti, a callback that measures, one that logs what is trained on.
+"""Inside TRL's GRPOTrainer (trl 1.16): Reweight and Lopti, and callbacks that measure, look on, or log rollouts.
 
     from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer
 
@@ -7,8 +7,8 @@
     trainer.train()
 
 `GradScopeGRPOTrainer` is `ReweightLoptiMixin` before TRL's GRPOTrainer, and the mixin goes before any subclass of it.
-The callback works with each of them, GRPOTrainer itself included, and so does `RolloutWriter`, a callback too, where
-rows can say the loss.
+The callback works with each of them, GRPOTrainer itself included, and so do two others: `TokenMonitor`, at every step
+and with any loss, and `RolloutWriter`, where rows can say the loss.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 from gradscope.integrations.trl_batch import TRLSettings, batch_from_trl, response_denominators, trl_settings
 from gradscope.integrations.trl_callback import GradScopeCallback
 from gradscope.integrations.trl_methods import ReweightLoptiMixin
+from gradscope.integrations.trl_monitor import TokenMonitor
 from gradscope.integrations.trl_writer import RolloutWriter
 
 __all__ = [  # noqa: F822 (made on first use)
@@ -24,6 +25,7 @@ __all__ = [  # noqa: F822 (made on first use)
     "ReweightLoptiMixin",
     "RolloutWriter",
     "TRLSettings",
+    "TokenMonitor",
     "batch_from_trl",
     "response_denominators",
     "trl_settings",

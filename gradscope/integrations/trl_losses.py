@@ -52,7 +52,7 @@ def step_loss(trainer: Any) -> StepLoss:
         raise InputError(
             f"the trainer is a {type(trainer).__name__}; give TRL's {' or '.join(TRAINERS)}, or a subclass of one"
         )
-    if (own := _own_loss(trainer)) is not None:
+    if (own := own_loss(trainer)) is not None:
         raise InputError(
             f"{own} is not {kind}'s, so the loss may be another than the one that would be measured; leave the "
             "callback out, or measure with a trainer that keeps TRL's loss"
@@ -140,7 +140,7 @@ def _is_trls(kind: type) -> bool:
     return kind.__module__.startswith(("trl.trainer.", "transformers."))
 
 
-def _own_loss(trainer: Any) -> str | None:
+def own_loss(trainer: Any) -> str | None:
     """Return the first method of the loss, as Class.method, that is neither TRL's nor gradscope's; None if there is
     none.
     """

@@ -17,7 +17,7 @@ from support.processes import launch
 from support.progress import Listener
 from support.refusals import refused
 from support.tiers import every
-from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save_policy, train
+from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, own_slopes, save_policy, train
 from torch import nn
 
 from gradscope.gradients import Resources, TokenJacobian
@@ -267,21 +267,6 @@ def test_dropout_is_named_where_it_makes_the_difference(checkpoint, tmp_path):
 
 
 # ---- RLOO
-
-
-def own_slopes(trainer, inputs):
-    """The trainer's log-probabilities [B, C] with their graph, and ∂loss/∂log π of its own loss."""
-    own, kept = type(trainer)._get_per_token_logps_and_entropies, []
-
-    def leaf(*args, **keywords):
-        logprobs, *rest = own(trainer, *args, **keywords)
-        kept.append((logprobs, logprobs.detach().requires_grad_(True)))
-        return kept[0][1], *rest
-
-    trainer._get_per_token_logps_and_entropies = leaf
-    loss = trainer._compute_loss(trainer.model, inputs)
-    del trainer._get_per_token_logps_and_entropies
-    return kept[0][0], torch.autograd.grad(loss, kept[0][1])[0]
 
 
 def test_rloos_bins_add_up_to_its_own_gradient_and_each_is_its_tokens_part(checkpoint, tmp_path):

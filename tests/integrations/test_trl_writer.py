@@ -22,6 +22,7 @@ from support.trl_runs import (
     import_trl,
     make_trainer,
     needs_trl,
+    own_slopes,
     save_policy,
     train,
     weights,
@@ -50,21 +51,6 @@ def write(trainer, **settings):
 
 def files_of(writer):
     return sorted(path.name for path in writer.folder.iterdir())
-
-
-def own_slopes(trainer, inputs):
-    """−∂loss/∂log π of TRL's own loss on one micro-batch [B, C], and the log π."""
-    own, leaves = type(trainer)._get_per_token_logps_and_entropies, []
-
-    def leaf(*args, **keywords):
-        logprobs, *rest = own(trainer, *args, **keywords)
-        leaves.append(logprobs.detach().requires_grad_(True))
-        return leaves[0], *rest
-
-    trainer._get_per_token_logps_and_entropies = leaf
-    loss = trainer._compute_loss(trainer.model, inputs)
-    del trainer._get_per_token_logps_and_entropies
-    return -torch.autograd.grad(loss, leaves[0])[0], leaves[0].detach()
 
 
 # ---- training is as without
@@ -174,7 +160,7 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
         batch = dump.batch
         rows = [(part, row) for part in step["window"] for row in range(len(part["completion_ids"]))]
         slopes = [own_slopes(trainer, part) for part in step["window"]]
-        slopes, logprobs = (torch.cat(each) for each in zip(*slopes, strict=True))
+        logprobs, slopes = (torch.cat(each).detach() for each in zip(*slopes, strict=True))
         spread = torch.full(batch.input_ids.shape, -1.0)
         wanted = torch.zeros(batch.input_ids.shape)
         for row, (part, own_row) in enumerate(rows):
@@ -196,7 +182,7 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
             spread[row, start : start + n] = logprobs[row][seen]
             wanted[row, start : start + n] = slopes[row][seen]
         found = batch_weights(spread, batch, LossSettings.from_log(dump.loss), num_tokens=batch.num_tokens).total
-        wanted = wanted * batch.num_tokens
+        wanted = -wanted * batch.num_tokens
         assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
         assert (batch.temperature == TEMPERATURE).all() and (batch.steps == number).all()
     assert (dump.batch.old_logprobs is None) == (name == "on-policy")

@@ -118,6 +118,21 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+def own_slopes(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The trainer's log-probabilities [B, C] with their graph, and ∂loss/∂log π of its own loss."""
+    own, kept = type(trainer)._get_per_token_logps_and_entropies, []
+
+    def leaf(*args: Any, **keywords: Any) -> Any:
+        logprobs, *rest = own(trainer, *args, **keywords)
+        kept.append((logprobs, logprobs.detach().requires_grad_(True)))
+        return kept[0][1], *rest
+
+    trainer._get_per_token_logps_and_entropies = leaf
+    loss = trainer._compute_loss(trainer.model, inputs)
+    del trainer._get_per_token_logps_and_entropies
+    return kept[0][0], torch.autograd.grad(loss, kept[0][1])[0]
+
+
 class Recorder(TrainerCallback):
     """What every optimizer step saw: weights and gradient before it, its learning rate, its micro-batches, the mode."""
 

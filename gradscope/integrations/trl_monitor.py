@@ -1,0 +1,266 @@
+"""While TRL trains: at every step, whose gradient it is, from what the trainer computes anyway."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from gradscope.errors import InputError
+from gradscope.integrations.trl_batch import LOSS_TYPES, Inputs
+from gradscope.integrations.trl_losses import own_loss
+from gradscope.integrations.trl_measure import add_over_processes, name_intervals
+from gradscope.integrations.trl_tokens import SeenBatch, StepTokens, numbers_of, step_tokens
+from gradscope.integrations.trl_watch import watch
+from gradscope.intervals import EDGES, interval_labels
+
+Number = int | float
+BEFORE = 12
+"""Tokens before a token that are written with it."""
+MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
+"""Methods of a trainer whose results its loss is multiplied by."""
+
+
+class TokenMonitor(TrainerCallback):
+    """At every optimizer step, log by probability interval whose gradient it is, for under 1 % of the run's time.
+
+        trainer.add_callback(TokenMonitor(trainer))
+
+    Nothing is computed again. log π, entropy and Σπ² of each token are those of the trainer's own forward pass (Σπ² is
+    one more output of TRL's head); each token's weight w, ∂loss/∂ log π, is what its own backward pass hands back, so
+    that every loss is measured, yours too, with its clips, masks, KL and denominators. No parameter is looked at, so
+    that sharded ones are all the same. Nothing about the training changes, bit for bit.
+
+    Logged with TRL's metrics, whose `report_to` takes them, as gradscope/live/NAME/INTERVAL; an interval of π_old is
+    named by its edges in percent, p0-25:
+
+    - token_share: share of the response tokens;
+    - logit_grad_share: share of Σ|w|·‖e − π‖, e − π the gradient of the token's log π at the logits;
+    - clipped_share: share of the interval's tokens whose ratio, or whose response's, is clipped ("cispo": capped);
+    - masked_share: share that the loss leaves out by entropy, as off-policy, or as sampled too differently;
+    - mismatch: mean |log π_old − log π_sampler|, where the trainer knows the sampler's;
+    - entropy: mean, nats.
+
+    What is undefined (an interval without tokens, a loss without clips) is left out. Several processes add up. Every
+    step's numbers are also a line of `OUTPUT_DIR/gradscope/live.jsonl`, with the tokens of largest |w|·‖e − π‖ as text
+    (of the main process's responses). A new run in the same folder starts the file anew, a resumed one goes on with it.
+
+    Left out, and said so once: what a loss has beside log π, namely an entropy bonus and the routers' auxiliary loss.
+
+    Args:
+        trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass, with a loss of its own, too.
+        edges: of the intervals.
+        largest: how many tokens of each step are written as text; 0: none.
+
+    Raises:
+        InputError: for another trainer or another TRL, whose head has no Σπ².
+    """
+
+    def __init__(self, trainer: Any, *, edges: Sequence[Number] = EDGES, largest: int = 10) -> None:
+        if not hasattr(trainer, "_get_per_token_logps_and_entropies"):
+            kind = type(trainer).__name__
+            raise InputError(f"the trainer is a {kind}; give TRL's GRPOTrainer, RLOOTrainer or a subclass of one")
+        if largest < 0:
+            raise InputError(f"largest is {largest}; give 0 or more")
+        _head()
+        interval_labels(edges)
+        self.trainer, self.edges, self.largest = trainer, list(edges), largest
+        self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
+        self.left_out = _left_out(trainer)
+        """Parts of the loss that are no function of log π."""
+        self.seconds = self.cpu_seconds = 0.0
+        """Spent inside the calls of this callback since training began, wall time and this thread's CPU time. What Σπ²
+        adds inside TRL's head is not in them."""
+        self.rows: list[dict[str, Any]] = []
+        """The numbers of each step since training began."""
+        self._clips = own_loss(trainer) is None and getattr(trainer, "weighting", None) is None
+        self._started = 0.0
+        self._inputs: Inputs | None = None
+        self._seen: list[SeenBatch] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._started, self.seconds, self.cpu_seconds, self.rows = time.perf_counter(), 0.0, 0.0, []
+        with self._counted():
+            if state.is_world_process_zero:
+                self._begin_file(state.global_step)
+                for part in self.left_out:
+                    print(f"gradscope: {part} is no function of log π and is left out of gradscope/live")
+            looked_at = {"compute_loss": self._watch_loss, "_get_per_token_logps_and_entropies": self._watch_logprobs}
+            looked_at |= {name: self._watch_mask for name in MASKS if hasattr(self.trainer, name)}
+            watch(self.trainer, self, looked_at)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._seen = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        with self._counted():
+            seen, self._seen = [part for part in self._seen if part.slope is not None], []
+            tokens = step_tokens(seen) if any(bool(part.kept.any()) for part in seen) else None
+            device = self.trainer.accelerator.device
+            sums = add_over_processes(self._sums(tokens), device).numpy()
+            numbers = numbers_of(sums, name_intervals(self.edges))
+            self.rows.append({"step": state.global_step} | numbers)
+            for name, value in numbers.items():
+                if math.isfinite(value):
+                    self.trainer._metrics["train"][f"gradscope/live/{name}"].append(value)
+            if state.is_world_process_zero:
+                line = {name: value for name, value in self.rows[-1].items() if math.isfinite(value)}
+                line["largest"] = [] if tokens is None else self._describe_largest(seen, tokens)
+                with self.path.open("a") as file:
+                    file.write(json.dumps(line) + "\n")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        watch(self.trainer, self)
+        if state.is_world_process_zero:
+            total = time.perf_counter() - self._started
+            print(
+                f"gradscope: looking at the tokens of {len(self.rows)} steps took {self.seconds:.2f} s, "
+                f"{100 * self.seconds / total:.2f} % of the training's {total:.1f} s; they are in {self.path}"
+            )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        wall, cpu = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - wall
+            self.cpu_seconds += time.thread_time() - cpu
+
+    def _begin_file(self, step: int) -> None:
+        """Keep the lines up to this step, of a run that is resumed, and none of another's."""
+        lines = self.path.read_text().splitlines() if step and self.path.is_file() else []
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
+
+    def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+            self._inputs = inputs if model.training else None
+            try:
+                return compute_loss(model, inputs, *args, **keywords)
+            finally:
+                self._inputs = None
+
+        return watched
+
+    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
+        """Take what the loss's forward pass gives, and have the backward pass hand over what comes back."""
+
+        def scored(model: Any, *args: Any, **keywords: Any) -> Any:
+            if self._inputs is None or not torch.is_grad_enabled():
+                return log_probs(model, *args, **keywords)
+            squares: list[Tensor] = []
+            hook = model.register_forward_hook(lambda _, __, out: squares.append(out.log_sum_sq_probs))
+            try:
+                with _summing_squares():
+                    found = log_probs(model, *args, **keywords)
+            finally:
+                hook.remove()
+            with self._counted():
+                self._take(found, torch.cat(squares))
+            return found
+
+        return scored
+
+    def _take(self, found: Sequence[Any], squares: Tensor) -> None:
+        logprob, entropy = found[0], found[1]
+        if not logprob.requires_grad:
+            return
+        entropy = None if entropy is None else entropy.detach()
+        part = SeenBatch(self._inputs, logprob.detach(), entropy, squares[:, -logprob.shape[1] :])
+        part.clipped = _clipped(self.trainer, part) if self._clips else None
+        self._seen.append(part)
+
+        def came_back(gradient: Tensor) -> None:
+            part.slope = gradient.detach().clone()
+
+        logprob.register_hook(came_back)
+
+    def _watch_mask(self, make_mask: Callable[..., Any]) -> Callable[..., Any]:
+        def masked(*args: Any, **keywords: Any) -> Any:
+            mask = make_mask(*args, **keywords)
+            if self._inputs is not None and self._seen:
+                self._seen[-1].kept_by_masks.append(mask)
+            return mask
+
+        return masked
+
+    def _sums(self, tokens: StepTokens | None) -> Tensor:
+        empty = np.empty(0)
+        return torch.from_numpy((tokens or StepTokens(*[empty] * 10)).sums(self.edges))
+
+    def _describe_largest(self, seen: Sequence[SeenBatch], tokens: StepTokens) -> list[dict[str, Any]]:
+        """Return the tokens of largest amount, with what was before them."""
+        tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
+        whole, found = tokens.amount.sum(), []
+        count = min(self.largest, len(tokens.amount)) if whole > 0 else 0
+        for t in np.argpartition(-tokens.amount, count - 1)[:count] if count else ():
+            part, row, place = seen[tokens.part[t]], int(tokens.row[t]), int(tokens.place[t])
+            ids = part.inputs["completion_ids"][row, max(0, place - BEFORE) : place + 1].tolist()
+            told = {"share": tokens.amount[t] / whole, "prob": math.exp(tokens.logprob[t])}
+            told |= {"slope": float(part.slope[row, place]), "position": place, "token_id": ids[-1]}
+            found.append(told | {"token": tokenizer.decode(ids[-1:]), "before": tokenizer.decode(ids[:-1])})
+        return sorted(found, key=lambda each: -each["share"])
+
+
+def _left_out(trainer: Any) -> list[str]:
+    parts = [("_entropy_bonus_enabled", "the entropy bonus"), ("aux_loss_enabled", "the routers' auxiliary loss")]
+    return [words for name, words in parts if getattr(trainer, name, False)]
+
+
+def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
+    """Return where the loss's clip, or cap, holds a ratio, [B, C] or [B, 1]; None for a loss without."""
+    advantages = part.inputs["advantages"]
+    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+    if "old_logps" in part.inputs:  # RLOO's, of whole responses
+        ratio = ((part.logprob * part.kept).sum(1) - part.inputs["old_logps"]).exp()[:, None]
+        kind, cap = "rloo", None
+    else:
+        ratio, kind, cap = part.logprob - part.old, trainer.loss_type, trainer.args.delta
+        if trainer.importance_sampling_level == "sequence":
+            ratio = ((ratio * part.kept).sum(1) / part.kept.sum(1).clamp(min=1))[:, None]
+        ratio = ratio.exp()
+    if kind == "cispo":
+        return (ratio > trainer.epsilon_high) & (advantages > 0)
+    if kind not in (*LOSS_TYPES, "rloo"):
+        return None
+    clipped = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
+    clipped |= (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
+    return clipped if cap is None else clipped | (ratio > cap) & (advantages != 0)
+
+
+def _head() -> Any:
+    """Return TRL's module whose head gives log π. Raises InputError for another TRL's."""
+    from trl.trainer import utils
+
+    if not hasattr(utils, "_ChunkedLogProbFunction"):
+        raise InputError("this TRL's head does not give Σπ², which tokens are weighed by; install trl 1.16")
+    return utils
+
+
+@contextmanager
+def _summing_squares() -> Iterator[None]:
+    """Have TRL's head give log Σπ², too, in the walk over the logits that it makes for log π and entropy."""
+    utils = _head()
+    own = utils._ChunkedLogProbFunction
+
+    class Summing:
+        @staticmethod
+        def apply(*args: Any) -> Any:
+            *others, outputs = args
+            return own.apply(*others, (*outputs, "log_sum_sq_probs"))
+
+    utils._ChunkedLogProbFunction = Summing
+    try:
+        yield
+    finally:
+        utils._ChunkedLogProbFunction = own

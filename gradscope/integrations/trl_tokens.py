@@ -1,0 +1,140 @@
+"""What a trainer's own forward and backward pass says of each token of an optimizer step, by probability interval."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gradscope.integrations.trl_batch import Inputs
+from gradscope.intervals import assign_intervals
+
+Number = int | float
+Column = Float[np.ndarray, " n"]
+MEANS = {"clipped_share": "clipped", "masked_share": "masked", "mismatch": "mismatch", "entropy": "entropy"}
+"""Number → the column of `StepTokens` that it is the mean of, over an interval's tokens."""
+
+
+@dataclass
+class SeenBatch:
+    """What a trainer computed on the way to one micro-batch's loss, [B, C] over completions, on its device."""
+
+    inputs: Inputs
+    logprob: Tensor
+    entropy: Tensor | None
+    log_sum_squares: Tensor
+    """log Σ_j π_j²."""
+    clipped: Tensor | None = None
+    """Whether the loss's clip holds the token's ratio; [B, C] or [B, 1]; None: it has no clip, or one of its own."""
+    kept_by_masks: list[Tensor] = field(default_factory=list)
+    """Masks that the loss was multiplied by, beside that of the completion; [B, C] or [B, 1]."""
+    slope: Tensor | None = None
+    """∂loss/∂ log π as it came back; None: not yet."""
+
+    @property
+    def kept(self) -> Bool[Tensor, "B C"]:
+        mask = self.inputs["completion_mask"]
+        return (mask * self.inputs["tool_mask"] if "tool_mask" in self.inputs else mask).bool()
+
+    @property
+    def old(self) -> Tensor:
+        """log π_old; where the trainer keeps none by token, log π."""
+        return self.inputs.get("old_per_token_logps", self.logprob)
+
+    def masked(self) -> Tensor | None:
+        """Return which tokens a mask or a sampler correction of 0 takes out; None: the loss has neither."""
+        factors = [*self.kept_by_masks]
+        if "importance_sampling_ratio" in self.inputs:
+            factors.append(self.inputs["importance_sampling_ratio"])
+        lost = [factor == 0 for factor in factors]
+        return torch.stack([each.expand_as(self.logprob) for each in lost]).any(0) if lost else None
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The kept tokens of one process's part of a step, [n] in float64; NaN: not known."""
+
+    logprob: Column
+    old: Column
+    """log π_old."""
+    entropy: Column
+    amount: Column
+    """|∂loss/∂ log π|·‖e − π‖: the size of the token's part of the gradient at its own logits, up to 1/T."""
+    clipped: Column
+    masked: Column
+    mismatch: Column
+    """|log π_old − log π_sampler|."""
+    part: Int[np.ndarray, " n"]
+    """Micro-batch, row and place of the token in it."""
+    row: Int[np.ndarray, " n"]
+    place: Int[np.ndarray, " n"]
+
+    def sums(self, edges: Sequence[Number]) -> Float[np.ndarray, "K intervals"]:
+        """Sum by interval of π_old: tokens, amounts, then per mean of MEANS its values and how many are known."""
+        intervals = assign_intervals(np.exp(self.old).clip(0, 1), edges)
+
+        def by_interval(values: Column) -> np.ndarray:
+            return np.bincount(intervals, values, minlength=len(edges) - 1)
+
+        rows = [by_interval(np.ones(len(intervals))), by_interval(self.amount)]
+        for column in MEANS.values():
+            values = getattr(self, column)
+            known = ~np.isnan(values)
+            rows += [by_interval(np.where(known, values, 0.0)), by_interval(known.astype(np.float64))]
+        return np.stack(rows)
+
+
+def numbers_of(sums: Float[np.ndarray, "K intervals"], names: Sequence[str]) -> dict[str, float]:
+    """Return the numbers that `StepTokens.sums`, added up over processes, make; NaN where there is nothing to share."""
+    tokens, amounts, *rest = sums
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found = {"token_share": tokens / tokens.sum(), "logit_grad_share": amounts / amounts.sum()}
+        found |= {name: rest[2 * k] / rest[2 * k + 1] for k, name in enumerate(MEANS)}
+    return {f"{kind}/{a}": float(v) for kind, values in found.items() for a, v in zip(names, values, strict=True)}
+
+
+def step_tokens(parts: Sequence[SeenBatch]) -> StepTokens:
+    """Collect the kept tokens of a step's micro-batches, whose slopes have come back."""
+    columns = [_columns(part) for part in parts]
+    places = [part.kept.nonzero().cpu().numpy() for part in parts]
+    joined = np.concatenate(columns, axis=1)
+    logprob, old, entropy, log_sum_squares, slope, clipped, masked, mismatch = joined
+    number = np.repeat(np.arange(len(parts)), [len(each) for each in places])
+    row, place = np.concatenate(places).T
+    amount = np.abs(slope) * logit_grad_norms(logprob, log_sum_squares)
+    return StepTokens(logprob, old, entropy, amount, clipped, masked, mismatch, number, row, place)
+
+
+def logit_grad_norms(logprob: Column, log_sum_squares: Column) -> Column:
+    """Return ‖e − π‖ = √(1 − 2π + Σπ²) from log π and log Σπ² as a trainer has them, in float32.
+
+    Near π = 1 the terms cancel; the norm then lies between 1 − π and √2·(1 − π) (Prop. 4.2 of arXiv:2505.12929), where
+    it is held.
+
+    >>> logit_grad_norms(np.log([0.5]), np.log([0.375])).round(6).tolist()  # of ½, ¼, ¼: √(½² + ¼² + ¼²)
+    [0.612372]
+    """
+    rest = np.maximum(-np.expm1(logprob), 0.0)
+    squares = 1 - 2 * np.exp(logprob) + np.exp(log_sum_squares)
+    return np.sqrt(np.maximum(squares, 0.0)).clip(rest, np.sqrt(2) * rest)
+
+
+def _columns(part: SeenBatch) -> Float[np.ndarray, "8 n"]:
+    """Return the columns of a micro-batch's kept tokens that go to the CPU, in one transfer."""
+    sampler = part.inputs.get("sampling_per_token_logps")
+    mismatch = None if sampler is None else (part.old - sampler).abs()
+    known = (part.logprob, part.old, part.entropy, part.log_sum_squares, part.slope)
+    columns = torch.stack([_spread(c, part.logprob) for c in (*known, part.clipped, part.masked(), mismatch)])
+    return columns[:, part.kept].cpu().double().numpy()
+
+
+def _spread(values: Any, like: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
+    """Return a column that broadcasts, or is not known (None: NaN), as float32 [B, C]."""
+    if values is None:
+        return torch.full_like(like, float("nan"), dtype=torch.float32)
+    return values.float().expand_as(like)
