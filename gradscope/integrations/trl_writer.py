@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
-import pickle
-import queue
-import re
-import subprocess
-import sys
-import tempfile
-import threading
 import time
 import warnings
 from bisect import insort
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,20 +16,22 @@ import torch
 from transformers import TrainerCallback
 
 from gradscope.errors import InputError
+from gradscope.integrations.row_writer import RowWriter, StepRows, remove_steps, step_file, to_array
 from gradscope.integrations.trl_batch import Inputs
 from gradscope.integrations.trl_losses import GRPOLoss, step_loss
-from gradscope.integrations.trl_rows import TAKEN, TrainedStep
 from gradscope.integrations.trl_watch import watch
 from gradscope.rollouts import LOSS_KEY
 
 Number = int | float
-WAITING = 4
-"""Steps that may wait to be written before training waits for the writer."""
-PATIENCE, AT_THE_END = 60.0, 600.0
-"""Seconds that training waits for the writer before it goes on without, and in the end before it ends without."""
 FEW = 5
 """Norms that a median is made of before a norm can be told from it."""
-PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from gradscope.integrations.trl_rows import main; main()"
+COLUMNS = {
+    **{"prompt_ids": "prompt_ids", "prompt_mask": "prompt_mask", "completion_ids": "response_ids"},
+    **{"completion_mask": "response_seen", "tool_mask": "response_mask", "advantages": "advantage"},
+    **{"rewards": "reward", "old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs"},
+    **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
+}
+"""TRL's tensor, or `rewards` [B] of the writer, → what rows call it; from tool_mask on, not every run has them."""
 
 
 class RolloutWriter(TrainerCallback):
@@ -111,15 +104,12 @@ class RolloutWriter(TrainerCallback):
         """Of the newest generation, by reward function."""
         self._norms: list[float] = []
         self._spikes = 0
-        self._process: _Process | None = None
+        self._process: RowWriter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps, self.seconds, self.cpu_seconds, self._norms, self._spikes = [], 0.0, 0.0, [], 0
         if state.is_world_process_zero:
-            for path in self.folder.glob("step_*.parquet"):
-                number = re.match(r"step_(\d+)", path.name)
-                if number is not None and int(number[1]) > state.global_step:
-                    path.unlink()
+            remove_steps(self.folder, state.global_step + 1)
         looked_at = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
         looked_at |= {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
         watch(self.trainer, self, looked_at)
@@ -144,7 +134,6 @@ class RolloutWriter(TrainerCallback):
         watch(self.trainer, self)
         if self._process is not None:
             self.process_seconds = self._process.close()
-            self._complain()
             self._process = None
         self.seconds += time.perf_counter() - wall
         self.cpu_seconds += time.thread_time() - cpu
@@ -218,98 +207,16 @@ class RolloutWriter(TrainerCallback):
             return
         if self._process is None:
             tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-            told = {"metadata": {LOSS_KEY: json.dumps(asdict(self.loss.settings))}}
-            told["tokenizer"] = tokenizer if self.text else None
-            self._process = _Process(told)
+            told = {LOSS_KEY: json.dumps(asdict(self.loss.settings))}
+            self._process = RowWriter(told, tokenizer if self.text else None)
         processes, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
         scales = num_tokens / (processes * self.loss.denominators(window))
         parts = []
         for part, scale in zip(window, scales.split([len(p["completion_ids"]) for p in window]), strict=True):
-            arrays = {name: _copy(part[name]) for name in TAKEN if part.get(name) is not None}
-            parts.append(arrays | {"loss_scale": _copy(scale)})
+            arrays = {name: to_array(part[own]) for own, name in COLUMNS.items() if part.get(own) is not None}
+            parts.append(arrays | {"loss_scale": to_array(scale)})
         shared = {"step": step, "temperature": float(self.trainer.temperature)}
         shared["grad_norm"] = None if self._norm is None else float(self._norm)
-        name = f"step_{step:06d}" + (f"-rank_{rank}" if rank else "")
-        self._process.put(TrainedStep(str(self.folder / f"{name}.parquet"), parts, shared))
+        path = step_file(self.folder, step, f"-rank_{rank}" if rank else "")
+        self._process.put(StepRows(str(path), parts, shared))
         self.steps.append(step)
-        self._complain()
-
-    def _complain(self) -> None:
-        """Warn once of a writer that died."""
-        if (broken := self._process.broken) and not self._process.complained:
-            self._process.complained = True
-            warnings.warn(f"gradscope: rollouts are no longer written ({broken}); training goes on", stacklevel=2)
-
-
-def _copy(tensor: torch.Tensor) -> Any:
-    kind = torch.float32 if tensor.is_floating_point() else tensor.dtype
-    return tensor.detach().to("cpu", kind, copy=True).numpy()
-
-
-class _Process:
-    """The process that writes, and the thread that feeds it, so that a full pipe is not training's to wait for."""
-
-    def __init__(self, told: dict[str, Any]) -> None:
-        """told: what holds for all steps."""
-        self.broken, self.complained = "", False
-        """Why nothing is written any more; whether that was said."""
-        self._seconds, self._steps = 0.0, queue.Queue(WAITING)
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
-        root = str(Path(__file__).parents[2])
-        # No multiprocessing: it would run a training script that has no __main__ guard once more.
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, root],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # an interrupt is the trainer's, and what it has handed over is still written
-        )
-        self._thread = threading.Thread(target=self._feed, args=(told,), daemon=True)
-        self._thread.start()
-        atexit.register(self.close)
-
-    def put(self, step: TrainedStep) -> None:
-        """Hand a step over; wait where too many are before it, but not for ever."""
-        if self.broken:
-            return
-        try:
-            self._steps.put(step, timeout=PATIENCE)
-        except queue.Full:
-            self.broken = f"the writer is over {PATIENCE:g} s behind"
-
-    def close(self) -> float:
-        """Let it write what it has, and end; return the CPU time of thread and process."""
-        atexit.unregister(self.close)
-        with suppress(queue.Full, subprocess.TimeoutExpired):
-            self._steps.put(None, timeout=AT_THE_END)
-            self._thread.join(AT_THE_END)
-            self._process.wait(AT_THE_END)
-        if self._process.poll() is None:
-            self.broken = f"the writer did not end within {AT_THE_END:g} s"
-            self._process.kill()
-            self._process.wait()
-        self._explain()
-        with self._process.stdout as out, self._errors:
-            return self._seconds + float(out.read() or "nan")
-
-    def _feed(self, told: Any) -> None:
-        """Write `told` and then the steps to the process, until there is None."""
-        try:
-            with self._process.stdin as sink:
-                while told is not None:
-                    pickle.dump(told, sink, protocol=5)
-                    sink.flush()
-                    told = self._steps.get()
-        except OSError:  # the process has gone
-            self._process.wait()
-            self._explain()
-            while self._steps.get() is not None:
-                pass
-        self._seconds = time.thread_time()
-
-    def _explain(self) -> None:
-        """Say what the process died of."""
-        if self._process.poll() and not self.broken:
-            self._errors.seek(0)
-            lines = self._errors.read().decode(errors="replace").strip().splitlines()
-            self.broken = f"exit status {self._process.returncode}" + (f": {lines[-1]}" if lines else "")

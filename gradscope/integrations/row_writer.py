@@ -1,0 +1,201 @@
+"""Native rows of what a trainer trained on, and the process beside it that writes them.
+
+The process reads from its standard input: what holds for all steps, then a `StepRows` at a time. It touches no device,
+and where the trainer has gone it writes what it was given and ends. Nothing else of the package is imported: to load
+torch would take longer than to write hundreds of steps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import queue
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+Part = Mapping[str, np.ndarray]
+"""Responses under the names of native columns: `prompt_ids` with `prompt_mask`, `response_ids` with `response_seen`
+(which of their places hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and
+PER_TOKEN that the trainer has."""
+
+OPTIONAL = ("reward", "group")
+"""Columns of a value per response, [B]."""
+PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction")
+"""Columns per token, [B, C], or [B, 1] of whole responses."""
+WAITING = 4
+"""Steps that may wait to be written before training waits for the writer."""
+PATIENCE, AT_THE_END = 60.0, 600.0
+"""Seconds that training waits for the writer before it goes on without, and in the end before it ends without."""
+PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from gradscope.integrations.row_writer import main; main()"
+
+
+@dataclass(frozen=True)
+class StepRows:
+    """What was trained on in one step, and what all its rows share."""
+
+    path: str
+    """File to write."""
+    parts: list[Part]
+    shared: dict[str, Any]
+    """Further columns, a value each: step, temperature, grad_norm (None: not known)."""
+
+
+def step_file(folder: Path, step: int, ending: str = "") -> Path:
+    """Return the file of a training step."""
+    return folder / f"step_{step:06d}{ending}.parquet"
+
+
+def remove_steps(folder: Path, first: int) -> None:
+    """Remove the files of this training step and of later ones, which are of an earlier run."""
+    for path in folder.glob("step_*.parquet"):
+        number = re.match(r"step_(\d+)", path.name)
+        if number is not None and int(number[1]) >= first:
+            path.unlink()
+
+
+def to_array(tensor: Any) -> np.ndarray:
+    """Copy a tensor to the CPU, fractions as float32."""
+    copy = tensor.detach().to("cpu", copy=True)
+    return (copy.float() if copy.is_floating_point() else copy).numpy()
+
+
+def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
+    """Yield a row per response: of the prompt and the response what their masks keep.
+
+    tokenizer: to write their text beside the ids; None: no text.
+    """
+    for part in step.parts:
+        for row, seen in enumerate(part["response_seen"] > 0):
+            prompt, response = part["prompt_ids"][row][part["prompt_mask"][row] > 0], part["response_ids"][row][seen]
+            advantage = part["advantage"][row]
+            told = {"prompt_ids": prompt, "response_ids": response}
+            told["advantage"] = advantage[seen] if advantage.ndim else float(advantage)
+            told |= {name: part[name][row].item() for name in OPTIONAL if name in part}
+            if "response_mask" in part:
+                told["response_mask"] = part["response_mask"][row][seen] > 0
+            for name in PER_TOKEN:
+                if name in part:
+                    told[name] = np.broadcast_to(part[name][row], seen.shape)[seen]
+            if tokenizer is not None:
+                told |= {"prompt": tokenizer.decode(prompt), "response": tokenizer.decode(response)}
+            yield told | {"loss_scale": float(part["loss_scale"][row])} | step.shared
+
+
+def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, str]) -> None:
+    """Write rows as `write_rollouts` does; columns are those of the first."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    table = pa.table({name: [row.get(name) for row in rows] for name in rows[0]})
+    pq.write_table(table.replace_schema_metadata(metadata), partial)
+    os.replace(partial, path)
+
+
+def write_steps(source: BinaryIO) -> None:
+    """Write a file per step until the source ends, or breaks off."""
+    try:
+        told = pickle.load(source)
+        while True:
+            step = pickle.load(source)
+            write_step(Path(step.path), list(native_rows(step, told["tokenizer"])), told["metadata"])
+    except (EOFError, pickle.UnpicklingError):  # the trainer has ended, perhaps in the middle of a step
+        return
+
+
+def main() -> None:
+    """Write what comes, giving way to the trainer, and print the seconds of CPU time that it took."""
+    if hasattr(os, "nice"):
+        os.nice(10)
+    write_steps(sys.stdin.buffer)
+    print(time.process_time())
+
+
+class RowWriter:
+    """The process that writes, and the thread that feeds it, so that a full pipe is not training's to wait for."""
+
+    def __init__(self, metadata: Mapping[bytes, str], tokenizer: Any = None) -> None:
+        """metadata: of every file. tokenizer: as of `native_rows`."""
+        self.broken, self._complained = "", False
+        """Why nothing is written any more; whether that was said."""
+        self._seconds, self._steps = 0.0, queue.Queue(WAITING)
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
+        root = str(Path(__file__).parents[2])
+        # No multiprocessing: it would run a training script that has no __main__ guard once more.
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, root],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            start_new_session=True,  # an interrupt is the trainer's, and what it has handed over is still written
+        )
+        told = {"metadata": dict(metadata), "tokenizer": tokenizer}
+        self._thread = threading.Thread(target=self._feed, args=(told,), daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def put(self, step: StepRows) -> None:
+        """Hand a step over; wait where too many are before it, but not for ever. Warn once of a process that died."""
+        if not self.broken:
+            try:
+                self._steps.put(step, timeout=PATIENCE)
+            except queue.Full:
+                self.broken = f"the writer is over {PATIENCE:g} s behind"
+        self._complain()
+
+    def close(self) -> float:
+        """Let it write what it has, and end; return the CPU time of thread and process."""
+        atexit.unregister(self.close)
+        with suppress(queue.Full, subprocess.TimeoutExpired):
+            self._steps.put(None, timeout=AT_THE_END)
+            self._thread.join(AT_THE_END)
+            self._process.wait(AT_THE_END)
+        if self._process.poll() is None:
+            self.broken = f"the writer did not end within {AT_THE_END:g} s"
+            self._process.kill()
+            self._process.wait()
+        self._explain()
+        self._complain()
+        with self._process.stdout as out, self._errors:
+            return self._seconds + float(out.read() or "nan")
+
+    def _feed(self, told: Any) -> None:
+        """Write `told` and then the steps to the process, until there is None."""
+        try:
+            with self._process.stdin as sink:
+                while told is not None:
+                    pickle.dump(told, sink, protocol=5)
+                    sink.flush()
+                    told = self._steps.get()
+        except OSError:  # the process has gone
+            self._process.wait()
+            self._explain()
+            while self._steps.get() is not None:
+                pass
+        self._seconds = time.thread_time()
+
+    def _explain(self) -> None:
+        """Say what the process died of."""
+        if self._process.poll() and not self.broken:
+            self._errors.seek(0)
+            lines = self._errors.read().decode(errors="replace").strip().splitlines()
+            self.broken = f"exit status {self._process.returncode}" + (f": {lines[-1]}" if lines else "")
+
+    def _complain(self) -> None:
+        if self.broken and not self._complained:
+            self._complained = True
+            warnings.warn(f"gradscope: rollouts are no longer written ({self.broken}); training goes on", stacklevel=4)
