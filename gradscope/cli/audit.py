@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
+import pandas as pd
 import tyro
 from torch import Tensor
 
@@ -16,7 +17,10 @@ from gradscope.objective import LossSettings
 from gradscope.policy import checkpoint_step, find_policy_state
 from gradscope.rollouts import read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
-from gradscope.updates import audit, gradient_of_moments
+from gradscope.updates import Audit as Audited, audit, gradient_of_moments
+
+SHOWN = 12
+"""Most rows of what parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +46,7 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
     """Sampling temperature; none: each response's own, from the rollouts (1.0 if they have none)."""
     loss: Annotated[LossSettings, tyro.conf.arg(name="")] = field(default_factory=LossSettings)
     out: Path | None = None
-    """Folder for readings.csv, parameters.csv and verdict.txt."""
+    """Folder for readings.csv, groups.csv, parameters.csv and verdict.txt."""
 
     def run(self) -> None:
         given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
@@ -66,14 +70,35 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
         with progress.stage("the exact gradient"):
             found = audit(policy, dump.batch, gradient, **settings, resources=Resources(progress=progress))
         print(f"{found.verdict}\n")
-        print(found.readings.to_string(index=False, float_format="{:.4g}".format))
+        print(_table(found.readings))
+        print(_where_they_part(found))
         if self.out is not None:
             check_is_folder(self.out)
             self.out.mkdir(parents=True, exist_ok=True)
             write_text(self.out / "verdict.txt", f"{found.verdict}\n")
             write_text(self.out / "readings.csv", found.readings.to_csv(index=False))
+            write_text(self.out / "groups.csv", found.groups.to_csv(index=False))
             write_text(self.out / "parameters.csv", found.parameters.to_csv(index=False))
             print(f"\n{self.out / 'parameters.csv'}")
+
+
+def _where_they_part(found: Audited) -> str:
+    """Lay out the groups that part, and count the others; of a norm alone nothing."""
+    if found.groups.empty:
+        return ""
+    parting, cells = found.parting.drop(columns="parts"), found.groups.query("layer != 'all' and group != 'all'")
+    others = cells[~cells["parts"]]
+    lines = ["", "Where they part:", _table(parting[:SHOWN])] if len(parting) else []
+    lines += [f"and {len(parting) - SHOWN} more"] if len(parting) > SHOWN else []
+    if len(others):
+        told = f"all {len(cells)}" if not len(parting) else f"{len(others)} of {len(cells)}"
+        told = f"In {told} module groups of layers they agree, up to a distance of {others['distance'].max():.2g}."
+        lines += ["", told]
+    return "\n".join(lines)
+
+
+def _table(rows: pd.DataFrame) -> str:
+    return rows.to_string(index=False, float_format="{:.4g}".format)
 
 
 def _read_gradient(path: Path) -> dict[str, Tensor]:

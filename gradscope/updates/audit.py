@@ -20,7 +20,7 @@ from torch import Tensor
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian, Vectors
 from gradscope.objective import LossSettings, batch_weights, resolve_advantages
-from gradscope.policy import Policy, PolicyLike, optimizer_names, plain_name, read_state
+from gradscope.policy import Policy, PolicyLike, module_groups, optimizer_names, plain_name, read_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged
 
 READINGS = {
@@ -39,6 +39,8 @@ BFLOAT16 = 2.0**-8
 """Spacing of bfloat16's numbers around 1."""
 PASSES = 8.0
 """Spacings by which passes in bfloat16 may put a gradient off: 4 to 6 under TRL's autocast on the embedded policy."""
+ALL, OUTSIDE = "all", "outside"
+"""In place of a layer or a group: over all of them; not in a layer."""
 Kind = Literal["same", "factor", "parameters", "rounding", "other"]
 
 
@@ -58,6 +60,9 @@ class Audit:
     ‖theirs − factor·ours‖/‖theirs‖, in all and (typical) of half of the gradient. Of a norm alone norm and ratio."""
     parameters: pd.DataFrame
     """A row per parameter, under that reading: norm (exact), ratio, cosine, distance; empty of a norm alone."""
+    groups: pd.DataFrame
+    """The same by layer ("outside": of the blocks) and module group, each also over "all" of the other, with the number
+    of parameters; `parts`: with one whose gradient is not that multiple."""
     odd: tuple[str, ...]
     """Parameters whose gradient is not that multiple."""
     verdict: str
@@ -65,6 +70,19 @@ class Audit:
 
     def __repr__(self) -> str:
         return self.verdict
+
+    @property
+    def parting(self) -> pd.DataFrame:
+        """Where the two part: the fewest rows of `groups` that hold all parameters which differ, by `norm` the largest
+        first. A group stands for its layers, or a layer for its groups, where each of them parts.
+        """
+        layer, group, parts = (self.groups[name] for name in ("layer", "group", "parts"))
+        cells = self.groups[(layer != ALL) & (group != ALL) & (self.groups["norm"] > 0)]
+        groups = _wholly(cells, "group")
+        layers = _wholly(cells, "layer") & {*cells["layer"][cells["parts"] & ~cells["group"].isin(groups)]}
+        told = (layer == ALL) & group.isin(groups) | (group == ALL) & layer.isin(layers)
+        told |= (layer != ALL) & (group != ALL) & parts & ~group.isin(groups) & ~layer.isin(layers)
+        return self.groups[told].sort_values("norm", ascending=False)
 
 
 @checked
@@ -107,7 +125,7 @@ def audit(
     theirs = _match(gradient, vectors)
     found = {name: _products(own, theirs) for name, own in sums.items()}
     count = None if micro_batch is None else -(-len(batch) // micro_batch)
-    judged = _judge(found, batch, count, max_grad_norm)
+    judged = _judge(found, module_groups(policy), batch, count, max_grad_norm)
     if lacking := len(vectors.slices) - len(theirs):
         told = f"{judged.verdict} It has no gradient of {lacking} of the policy's {len(vectors.slices)} parameters."
         return replace(judged, verdict=told)
@@ -227,7 +245,11 @@ def _summarize(products: pd.DataFrame) -> dict[str, float]:
 
 
 def _judge(
-    found: dict[str, pd.DataFrame], batch: TokenBatch, count: int | None, max_grad_norm: int | float | None
+    found: dict[str, pd.DataFrame],
+    homes: Mapping[str, tuple[int | None, str]],
+    batch: TokenBatch,
+    count: int | None,
+    max_grad_norm: int | float | None,
 ) -> Audit:
     if not next(iter(found.values()))["other"].sum():
         raise InputError("the trainer's gradient is 0; give that of a step that moved something")
@@ -238,11 +260,12 @@ def _judge(
     accumulated = BFLOAT16 * np.sqrt(count or 1)
     rounding = max(PASSES * BFLOAT16, 2 * accumulated)
     sound = best["typical"] <= FLOAT32
-    parameters = _tabulate(products, factor)
+    parameters = products[["parameter"]].join(_tabulate(products, factor))
     # Of a parameter with next to no gradient the rounding of larger ones is left.
     size = np.maximum(products["own"] * factor**2, products["other"])
     heavy = size > 1e-8 * products["other"].sum()
-    odd = tuple(parameters["parameter"][heavy & (parameters["distance"] > 10 * FLOAT32)]) if sound else ()
+    limit = 10 * FLOAT32 if sound else rounding
+    odd = tuple(parameters["parameter"][heavy & (parameters["distance"] > limit)]) if sound else ()
     words = READINGS[best["reading"]]
     if not sound and best["typical"] <= rounding and abs(factor - 1) <= rounding:
         kind: Kind = "rounding"
@@ -269,7 +292,8 @@ def _judge(
             told += f", but for {len(odd)} of {len(parameters)} parameters: at {worst} it is "
             told += f"{found_there['ratio'] / factor:.4g} times that, with a cosine of {found_there['cosine']:.3f}"
         told += "." + _name_others(exact["reading"], best["reading"])
-    return Audit(kind, best["reading"], factor, readings, parameters, odd, told)
+    groups = _by_group(products, homes, factor, parts=heavy & (parameters["distance"] > limit))
+    return Audit(kind, best["reading"], factor, readings, parameters, groups, odd, told)
 
 
 def _name_others(fitting: Iterable[str], named: str) -> str:
@@ -282,7 +306,28 @@ def _tabulate(products: pd.DataFrame, factor: float) -> pd.DataFrame:
     own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
     with np.errstate(divide="ignore", invalid="ignore"):
         numbers = {"norm": np.sqrt(own), "ratio": np.sqrt(other / own), "cosine": cross / np.sqrt(own * other)}
-    return pd.DataFrame({"parameter": products["parameter"]} | numbers | {"distance": _distances(products, factor)})
+    return pd.DataFrame(numbers | {"distance": _distances(products, factor)}, index=products.index)
+
+
+def _by_group(
+    products: pd.DataFrame, homes: Mapping[str, tuple[int | None, str]], factor: float, *, parts: pd.Series
+) -> pd.DataFrame:
+    """`Audit.groups`: of all layers, of all groups of a layer, and of each by itself; parts: by parameter."""
+    layers, groups = zip(*(homes[name] for name in products["parameter"]), strict=True)
+    told = products.assign(group=groups, layer=[OUTSIDE if n is None else str(n) for n in layers], parts=parts)
+    frames = []
+    for one in (told.assign(layer=ALL), told.assign(group=ALL), told):
+        by = one.groupby(["layer", "group"], sort=False)
+        sums = by.agg(parameters=("parameter", "size"), parts=("parts", "any"))
+        numbers = _tabulate(by[["own", "cross", "other"]].sum(), factor)
+        frames.append(sums[["parameters"]].join(numbers).join(sums[["parts"]]).reset_index())
+    return pd.concat(frames, ignore_index=True)
+
+
+def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
+    """The layers or groups of which each cell parts."""
+    parts = cells.groupby(by)["parts"].all()
+    return {*parts.index[parts]}
 
 
 def _explain(
@@ -312,6 +357,6 @@ def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
     if near:
         told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone does not tell of its direction."
         told += _name_others(near, near[0])
-        return Audit("same", near[0], factor, readings, pd.DataFrame(), (), told)
+        return Audit("same", near[0], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
     told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}, and no reading's."
-    return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), (), told)
+    return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)

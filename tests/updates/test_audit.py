@@ -139,6 +139,39 @@ def test_a_parameter_with_another_gradient_is_named(factor):
     assert ratio == pytest.approx(factor, rel=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("scaled", "rows"),
+    [
+        ((), []),
+        (("layers.1.",), [("1", "all")]),
+        (("v_proj",), [("all", "attention v")]),
+        (("embed",), [("all", "embedding")]),
+        (("layers.2.mlp.up",), [("2", "MLP")]),
+        (("v_proj", "layers.2."), [("2", "all"), ("all", "attention v")]),
+    ],
+)
+def test_where_they_part_is_told_by_the_fewest_layers_and_groups(scaled, rows):
+    policy, batch = make_step(kind="llama")
+    gradient = train(policy, batch, token_mean(batch))
+    ours = {name: own.clone() for name, own in gradient.items()}
+    for name in gradient:
+        gradient[name] *= 3.0 if any(part in name for part in scaled) else 1.0
+    found = check(policy, batch, gradient)
+    assert sorted(zip(found.parting["layer"], found.parting["group"], strict=True)) == rows
+    told = found.groups.set_index(["layer", "group"])
+    for key, inside in {
+        ("all", "attention v"): [name for name in ours if "v_proj" in name],
+        ("1", "all"): [name for name in ours if ".layers.1." in name],
+        ("2", "MLP"): [name for name in ours if ".layers.2.mlp" in name],
+        ("outside", "norms"): ["model.norm.weight"],
+    }.items():
+        a, b = (torch.cat([own[name].double().flatten() for name in inside]) for own in (ours, gradient))
+        row = told.loc[key]
+        assert (row["norm"], row["ratio"]) == pytest.approx((float(a.norm()), float(b.norm() / a.norm())), rel=1e-4)
+        assert row["cosine"] == pytest.approx(float(a @ b / a.norm() / b.norm()), abs=1e-6)
+        assert row["parameters"] == len(inside)
+
+
 def test_readings_that_are_one_on_a_batch_are_all_named():
     policy, batch = make_step()
     batch = batch.select([0] * 4)  # all as long as each other
@@ -210,6 +243,8 @@ def test_the_command_reads_a_saved_gradient_and_refuses_two(tmp_path):
     assert readings["distance"].idxmin() == "micro-batches"
     parameters = pd.read_csv(tmp_path / "audited" / "parameters.csv")
     assert len(parameters) == len(gradient) and parameters["distance"].max() < 2e-3
+    groups = pd.read_csv(tmp_path / "audited" / "groups.csv")
+    assert groups[groups["layer"] == "all"]["parameters"].sum() == len(gradient) and not groups["parts"].any()
     for wrong in ([], [*given, "--grad-norm", "1"], ["--gradient", str(tmp_path / "policy" / "config.json")]):
         with pytest.raises(SystemExit) as caught:
             main([*command, *wrong])
