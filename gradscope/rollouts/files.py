@@ -39,7 +39,7 @@ IN_SAMPLES = frozenset(
     (
         *("group_index", "index", "tokens", "response", "response_length", "reward", "loss_mask", "rollout_log_probs"),
         *("status", "remove_sample", "weight_versions", "rollout_top_p_token_offsets"),
-        *("sample_index", "log_probs", "ref_log_probs", "advantages", "entropy"),
+        *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages", "entropy"),
     )
 )
 """Entries read from a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times larger.
@@ -226,15 +226,17 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise InputError(
             f"{path} holds no list `samples` but {found}; give debug rollout or train data of slime or miles"
         )
-    shared = {
-        name: _numbers(f"{path}", name, content.get(name)) for name in ("rollout_id", "rank", "cp_size", "metadata")
-    }
+    # The rewards of the whole batch: slime's stand beside the samples, miles's among each rank's columns.
+    content = {"raw_reward": _columns_of(content).get("raw_reward")} | content
+    told = ("rollout_id", "rank", "cp_size", "metadata", "raw_reward")
+    shared = {name: _numbers(f"{path}", name, content.get(name)) for name in told}
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
         # A sample's own rollout_id is that of its execution, not the file's, which is the step.
         own = {"execution": sample.get("rollout_id", sample.get("rollout_ids"))}
         own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
         own = {name: _numbers(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
+        own["is_routed"] = None if sample.get("rollout_routed_experts") is None else True
         yield place, shared | {name: v for name, v in own.items() if v is not None}
 
 
@@ -243,13 +245,18 @@ def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
 
     Only columns with an entry for each sample.
     """
-    data = content.get("rollout_data")
-    tokens = data.get("tokens") if isinstance(data, dict) else None
+    data = _columns_of(content)
+    tokens = data.get("tokens")
     if not isinstance(tokens, list):
         return None
     lists = {name: [*v] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in data.items()}
     lists = {name: v for name, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
     return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
+
+
+def _columns_of(content: dict[str, Any]) -> dict[str, Any]:
+    data = content.get("rollout_data")
+    return data if isinstance(data, dict) else {}
 
 
 def _numbers(place: str, name: str, value: Any) -> Any:

@@ -103,7 +103,8 @@ def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tup
             raise InputError(f"`{name}` is of shape {[*values.shape]} for {[rows, width]}; {WANTED}", path=path)
     prompts, real = _prompts(metadata, rows), rows - _padding(metadata)
     for row in range(rows):
-        yield f"{path}, row {row}", _columns(columns, row, prompts.get(row)) | {"is_padding": row >= real}
+        told = {"is_padding": row >= real, "is_routed": batch.get("rollout_expert_indices") is not None}
+        yield f"{path}, row {row}", _columns(columns, row, prompts.get(row)) | told
 
 
 def _columns(columns: dict[str, np.ndarray], row: int, prompt: int | None) -> dict[str, Any]:

@@ -49,7 +49,7 @@ TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
 NATIVE_ALONE = frozenset({"response_ids", "old_logprobs"})
 """Columns that tell native rows from RLLoggingBoard's, which have a prompt and a response, too."""
 
-READER = 2
+READER = 3
 """Version of the readers, incremented whenever one of them reads a log differently."""
 
 __all__ = [

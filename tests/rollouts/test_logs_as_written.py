@@ -238,6 +238,28 @@ def test_an_evaluation_of_slime_is_told_by_its_files_name(tmp_path, name):
     assert len(read_dump(trained).batch) == 6
 
 
+@pytest.mark.parametrize("trainer", ["slime", "miles"])
+def test_rewards_of_train_data_alone_are_those_of_the_whole_batch(trainer, policy):
+    """Each rank of miles has its own samples and the rewards of all of them."""
+    found = read(LOGS[f"{trainer}, train data"], policy)
+    for batch, row, told, _, _ in found:
+        assert float(batch.rewards[row]) == told.sample.reward
+    assert len(found) == 10
+
+
+def test_rewards_of_a_batch_whose_samples_are_not_all_there_are_left_alone(tmp_path, policy):
+    for file in (FIXTURES / "miles" / "train_data").glob("*_0.pt"):
+        shutil.copy(file, tmp_path)
+    batch = read_dump(tmp_path, policy).batch
+    assert batch.rewards is None and batch.advantages is not None
+
+
+def test_a_log_with_the_samplers_experts_is_told(policy):
+    for path, words in (("miles", "10 of 10 responses"), ("miles/rollout_data", "10 of 10 responses"), ("slime", None)):
+        found = [note for note in read_dump(FIXTURES / path, policy).notes if "experts" in note]
+        assert [note.startswith(words) for note in found] == [True] if words else not found
+
+
 def test_weights_that_lag_behind_are_counted():
     """By slime's weight_versions, and by the policy that prime-rl wrote into an episode."""
     for path, words in (("slime", "2 of 10 responses"), ("miles", "2 of 10 responses"), ("traces/traces", "1 of 11 ")):

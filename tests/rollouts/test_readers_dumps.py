@@ -307,7 +307,7 @@ def test_miles_lists_of_train_data_are_the_same_samples(tmp_path, rollout):
         assert dump.batch.sampler_logprobs[row, mine].tolist() == sample.sampler
     assert dump.format == "slime" and dump.batch.group_ids.tolist() == [0, 0, 1, 1]
     rewards = [SAMPLES[index].reward for index in (3, 2, 1, 0)]
-    assert dump.batch.rewards.tolist() == rewards if rollout else dump.batch.rewards is None
+    assert dump.batch.rewards.tolist() == rewards
 
 
 def test_slimes_train_data_alone_know_where_the_response_starts(tmp_path):
@@ -575,3 +575,9 @@ def test_skyrls_own_padding_and_masked_rows_are_no_responses(tmp_path):
     dump = read_dump(dumps.write_skyrl(tmp_path, pad=3))
     assert len(dump.batch) == len(SAMPLES)
     assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [3]
+
+
+def test_experts_that_skyrls_sampler_chose_are_told(tmp_path):
+    for routed in (True, False):
+        notes = read_dump(dumps.write_skyrl(tmp_path, routed=routed)).notes
+        assert [note.startswith("4 of 4 responses") for note in notes if "experts" in note] == [True] * routed

@@ -36,6 +36,10 @@ TORN = "the last line of its file was cut off while it was written"
 RESIZED = "their text gives another number of tokens than the log counts"
 MASKED_OUT = "the trainer's mask keeps no token of them"
 MADE_AGAIN = "the run was resumed before their step, and made it again later in the log"
+ROUTED = (
+    "their log holds the experts that the sampler chose, which the trainer takes again where it replays routing: the "
+    "measured pass chooses its own, so that log π and gradients may be of other experts"
+)
 EVALUATED = "they are of an evaluation"
 
 

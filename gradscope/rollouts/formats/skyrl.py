@@ -11,7 +11,7 @@ import re
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Answers, Format, Row, pick, row_by_row
+from gradscope.rollouts.formats.base import ROUTED, Answers, Format, Row, pick, row_by_row
 
 NAMES = {
     "prompt_ids": "sequences",
@@ -36,7 +36,7 @@ def _row(record: Record, policy: Policy | None) -> Row:
     columns, labels = pick(record, own | {"group": "prompt"}), dict(NAMES)
     if "old_logprobs" not in columns and "sampler_logprobs" in columns:
         columns["old_logprobs"], labels["old_logprobs"] = columns.pop("sampler_logprobs"), "rollout_logprobs"
-    return Row(record.place, columns, step, labels)
+    return Row(record.place, columns, step, labels, remarks=(ROUTED,) if record.columns["is_routed"] else ())
 
 
 SKYRL = Format(

@@ -19,7 +19,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, ROUTED, Answers, Format, Row, pick, whole_number
 
 NAMES = {
     "response_mask": "loss_mask",
@@ -68,6 +68,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
             chosen.append(_join(record, sampled.get(key)))
         joined.add(key)
     if trained:
+        _place_rewards(chosen)
         unmatched = [(record, key[0]) for key, record in sampled.items() if key not in joined]
         left_out += [Row(record.place, {}, step, left_out=UNTRAINED) for record, step in unmatched]
     else:
@@ -131,6 +132,24 @@ def _join(trained: Record, sampled: Record | None) -> Record:
     return Record(trained.path, trained.place, ({} if sampled is None else sampled.columns) | trained.columns)
 
 
+def _place_rewards(trained: list[Record]) -> None:
+    """Give each sample of train data its reward out of the whole batch's `raw_reward`, where no rollout data tell it.
+
+    These are in the order of the rollout data: slime says each sample's place; miles sorts samples by index, and those
+    of one rollout share a reward.
+    """
+    steps: dict[int | None, list[Record]] = {}
+    for record in trained:
+        steps.setdefault(whole_number(record, "rollout_id"), []).append(record)
+    for own in steps.values():
+        name = "rollout_position" if "rollout_position" in own[0].columns else "sample_index"
+        order = [whole_number(record, name) for record in own]
+        rewards = own[0].columns.get("raw_reward")
+        if isinstance(rewards, list) and len(rewards) == len(own) and None not in order:
+            for reward, place in zip(rewards, sorted(range(len(own)), key=order.__getitem__), strict=True):
+                own[place].columns.setdefault("reward", reward)
+
+
 def _row(record: Record) -> Row:
     tokens, length, step = _tokens(record), _response_length(record), whole_number(record, "rollout_id")
     if not 0 <= length <= len(tokens):
@@ -148,6 +167,7 @@ def _row(record: Record) -> Row:
     if "old_logprobs" not in row and "sampler_logprobs" in row:
         row["old_logprobs"], labels["old_logprobs"] = row.pop("sampler_logprobs"), "rollout_log_probs"
     remarks = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
+    remarks += (ROUTED,) if record.columns.get("is_routed") else ()
     return Row(record.place, row, step, labels, remarks=remarks)
 
 
