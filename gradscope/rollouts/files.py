@@ -32,6 +32,9 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", *PACKED)
 IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", *PACKED)
 """Suffixes read from a folder; trainers leave a metadata.json beside their dumps."""
 
+EPISODE = "episode_*.json"
+"""Files of rLLM, which are read from a folder, too."""
+
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
 """List columns of train data → their name for one sample."""
 
@@ -86,7 +89,7 @@ def list_files(path: Path) -> list[Path]:
         raise InputError(f"{path} is not there; give a file of rollouts, or a folder of rollout files")
     for patterns in _patterns(path):
         found = {file for pattern in patterns for file in path.glob(pattern)}
-        files = [f for f in found if f.is_file() and f.suffix in IN_FOLDERS and f.name[0] != "."]
+        files = [f for f in found if f.is_file() and (f.suffix in IN_FOLDERS or f.match(EPISODE)) and f.name[0] != "."]
         # A file that was being compressed when its run died is there twice.
         files = [f for f in files if f.suffix not in PACKED or f.with_suffix("") not in files]
         if files:
@@ -105,6 +108,7 @@ def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
     yield ("*",)
     yield "step_*/*", "step_*/annotations/*"
     yield ("[0-9]*/*",)  # AReaL's, a folder for each version of the weights
+    yield (f"train_step_*/{EPISODE}",)
     for subset in ("effective", "all"):  # of prime-rl's rollouts; what was trained stands in both
         yield (f"step_*/train/{subset}/*",)
         yield (f"train/{subset}/*",)
@@ -143,7 +147,7 @@ def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> 
     if read is not None:
         records = (Record(path, place, columns) for place, columns in read(path))
     else:
-        records = _read_jsonl(path, torn)
+        records = _read_whole(path) if _is_indented(path) else _read_jsonl(path, torn)
     loss = read_loss(path)
     for record in records:
         known = {name: value for name, value in record.columns.items() if value is not None}
@@ -207,6 +211,22 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
             raise InputError(f"{place}: a JSON {type(row).__name__}; write one object per line, {{column: value}}")
         yield Record(path, place, row)
         index += 1
+
+
+def _is_indented(path: Path) -> bool:
+    """Return whether a .json file is one value of several lines, not a row per line."""
+    return path.suffix == ".json" and next(read_lines(path), b"").strip() in (b"{", b"[")
+
+
+def _read_whole(path: Path) -> Iterator[Record]:
+    try:
+        content = parse_json(b"".join(read_lines(path)))
+    except ValueError as error:
+        raise InputError(f"{path}: not JSON ({error}); give a whole file, or write one object per line") from error
+    for index, row in enumerate(content if isinstance(content, list) else [content]):
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, row {index}: a JSON {type(row).__name__}; give a list of objects")
+        yield Record(path, f"{path}, row {index}", row)
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -24,6 +24,7 @@ from gradscope.rollouts.formats.open_instruct import OPEN_INSTRUCT
 from gradscope.rollouts.formats.prime_rl import PRIME_RL
 from gradscope.rollouts.formats.prime_rl_traces import PRIME_RL_TRACES
 from gradscope.rollouts.formats.rl_logging_board import RL_LOGGING_BOARD
+from gradscope.rollouts.formats.rllm import RLLM
 from gradscope.rollouts.formats.roll import ROLL
 from gradscope.rollouts.formats.skyrl import SKYRL
 from gradscope.rollouts.formats.slime import SLIME
@@ -38,7 +39,7 @@ READERS: dict[str, Format] = {
     form.name: form
     for form in (
         *(NATIVE, TRL, VERL, PRIME_RL, PRIME_RL_TRACES, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS),
-        *(VERIFIERS_GRAPH, SKYRL, TORCHTITAN, AREAL, RL_LOGGING_BOARD),
+        *(VERIFIERS_GRAPH, SKYRL, TORCHTITAN, AREAL, RLLM, RL_LOGGING_BOARD),
     )
 }
 """Reader of each format, by name; add an entry for a reader of your own."""

@@ -81,6 +81,7 @@ def make_workshop(folder: Path) -> None:
     dumps.write_skyrl(folder / "skyrl")
     dumps.write_torchtitan(folder / "torchtitan")
     dumps.write_areal(folder / "areal")
+    dumps.write_rllm(folder / "rllm")
     dumps.write_rl_logging_board(folder / "board")
     dumps.write_ms_swift(folder / "swift")
     dumps.write_roll(folder / "roll")

@@ -26,6 +26,7 @@ from support.writers.write_nemo_rl import write_nemo_rl
 from support.writers.write_open_instruct import write_open_instruct
 from support.writers.write_prime_rl import write_prime_rl
 from support.writers.write_rl_logging_board import write_rl_logging_board
+from support.writers.write_rllm import write_rllm
 from support.writers.write_roll import write_roll
 from support.writers.write_slime import miles_sample, save, slime_sample, write_miles, write_slime
 
@@ -94,6 +95,8 @@ LOGS = {
     "torchtitan": Log("torchtitan-0.3.0-ids", 0, 0, [3, 1], centred, keeps=lambda sample: bool(sample.response)),
     "areal": Log("areal-1.0.4/rollout", 0, 1, [1], whose=None, counts=lambda sample: bool(sample.response),
                  keeps=lambda sample: bool(sample.response) and all(sample.mask)),
+    "rllm": Log("rllm/episodes", 1, 1, [1], whose=None, mask=False, text=True,
+                keeps=lambda sample: bool(sample.response)),
     "rl_logging_board": Log("rl_logging_board", 1, 1, [1], whose="trainer", mask=False,
                             keeps=lambda sample: bool(sample.response)),
 }  # fmt: skip
@@ -499,6 +502,7 @@ WRITERS = {
     "nemo_rl": write_nemo_rl,
     "open_instruct": write_open_instruct,
     "prime_rl": write_prime_rl,
+    "rllm": write_rllm,
     "rl_logging_board": write_rl_logging_board,
     "roll": write_roll,
 }

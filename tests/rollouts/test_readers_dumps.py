@@ -45,6 +45,7 @@ WRITERS = {
     "skyrl": dumps.write_skyrl,
     "torchtitan": dumps.write_torchtitan,
     "areal": dumps.write_areal,
+    "rllm": dumps.write_rllm,
     "rl_logging_board": dumps.write_rl_logging_board,
 }
 """Each returns what to read."""
@@ -54,7 +55,7 @@ WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "skyrl", "torchtita
 WITH_MASK = ("prime_rl", "nemo_rl", "slime", "skyrl", "torchtitan", *GRAPHS)
 WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "skyrl", "torchtitan", *GRAPHS)
 WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", "torchtitan", "areal", *GRAPHS)
-WITH_REWARD += ("rl_logging_board",)
+WITH_REWARD += ("rllm", "rl_logging_board")
 WITHOUT_STEP = ("verifiers", "verifiers_graph")
 TEMPERATURE = {"roll": 0.5, "torchtitan": 1.0} | dict.fromkeys(GRAPHS, 0.5)
 """Those that their logs, or their trainers' losses, say."""
@@ -90,7 +91,7 @@ def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_pa
     dump = read_dump(WRITERS[name](tmp_path / "run"), policy)
     assert dump.format == name
     for row, sample in enumerate(SAMPLES):
-        chat = name in ("verifiers", "roll")  # through the template
+        chat = name in ("verifiers", "roll", "rllm")  # through the template
         prompt = [BOS, *sample.prompt, BOS] if chat else sample.prompt
         ids, targets = dump.batch.sequence(row)
         assert ids.tolist() == prompt + sample.response

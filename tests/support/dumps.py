@@ -363,6 +363,28 @@ def write_areal(folder: Path, *, version: int = 3) -> Path:
     return folder / "rollout"
 
 
+def write_rllm(folder: Path, *, step: int = 3, ids: bool = False, **changes: Any) -> Path:
+    """episodes/train_step_3_epoch_0/episode_….json of rLLM, beside a summary; changes: entries of every step.
+
+    ids: with what `Episode.to_dict` has more.
+    """
+    out = folder / "episodes" / f"train_step_{step}_epoch_0"
+    out.mkdir(parents=True, exist_ok=True)
+    for index, s in enumerate(SAMPLES):
+        told = {"observation": None, "thought": "", "action": None, "reward": 0.0, "done": False, "timing": {}}
+        told |= {"model_response": text(s.response), "chat_completions": chat(s.prompt) + said(s.response)}
+        if ids:
+            told |= {"prompt_ids": s.prompt, "response_ids": s.response}
+            told |= {"logprobs": s.sampler, "advantage": s.advantage}
+        trajectory = {"name": "solver", "uid": "u", "reward": s.reward, "num_steps": 1, "timing": {}}
+        row = {"training_step": step, "epoch": 0, "episode_id": f"task{s.group}:{index % 2}", "session_id": None}
+        row |= {"task": {}, "task_hash": "0", "is_correct": True, "termination_reason": None, "metrics": {}}
+        row["trajectories"] = [trajectory | {"steps": [told | changes]}]
+        (out / f"episode_hash0_idtask{s.group}_{index % 2}.json").write_text(json.dumps(row, indent=2) + "\n")
+    (out / "batch_summary.json").write_text('{\n  "training_step": 3\n}')
+    return folder / "episodes"
+
+
 def write_rl_logging_board(folder: Path, *, step: int = 3, pad: int = 2) -> Path:
     """rl_logging_board_data.jsonl as OpenRLHF writes it, prompts padded on the left and responses on the right."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -21,6 +21,10 @@ NO_SPECIAL_TOKENS = (
     "responses were decoded without special tokens: the end-of-sequence token that closed a response is not among its "
     "tokens"
 )
+AS_TEXT = (
+    "the log has no ids of them: their messages were tokenized again, which may not give the ids that were sampled, "
+    "nor the token that ended them"
+)
 ON_POLICY = Note("the rollouts hold no log-probabilities: taken as on-policy (ratio 1)", "on-policy")
 NO_TEMPERATURE = Note(
     "the sampling temperature is not in the log and was taken as 1; give --temperature (in Python temperature=)",

@@ -14,7 +14,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, Answers, Format, Row, need, pick, whole_number
+from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Answers, Format, Row, need, pick, whole_number
 from gradscope.rollouts.formats.sequences import split_sequence
 from gradscope.rollouts.formats.text import prompt_of, response_of
 
@@ -22,10 +22,6 @@ UNSAMPLED = "a rollout of their group has no completion: torchtitan drops such g
 WITHOUT_IDS = (
     "the log has no ids of them (give the recorder log_tensors), and what it has cannot be tokenized again: several "
     "turns, thoughts, tool calls, or an answer that was not parsed"
-)
-AS_TEXT = (
-    "the log has no ids of them (the recorder's log_tensors): their messages were tokenized again, which may not give "
-    "the ids that were sampled, nor the token that ended them"
 )
 FLAT = (
     "all advantages of their group are 0: torchtitan drops groups of equal rewards before training, unless told not to"

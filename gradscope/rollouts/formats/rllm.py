@@ -1,0 +1,102 @@
+"""rLLM's episodes, a JSON file each: {log}/episodes/train_step_{n}_epoch_{e}/episode_….json, of trajectories of steps.
+
+A step is one answer in its chat. The trainer's logger keeps text alone; where `Episode.to_dict` or `rllm eval` wrote,
+a step has the ids and the sampler's log-probabilities, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from gradscope.errors import InputError, show
+from gradscope.policy import Policy
+from gradscope.rollouts.files import Record
+from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Answers, Format, Row, need, whole_number
+from gradscope.rollouts.formats.text import prompt_of
+from gradscope.rollouts.formats.verifiers import FAILED
+
+UNTOLD = (
+    "the log has no ids of them, and what it has cannot be tokenized again: thoughts, tool calls, or a chat that does "
+    "not end in the answer"
+)
+UNNAMED = "default_traj_name"
+IDS = {"prompt_ids": "prompt_ids", "response_ids": "response_ids", "old_logprobs": "logprobs", "advantage": "advantage"}
+
+
+def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
+    for record in records:
+        number = whole_number(record, "training_step")
+        trajectories = _objects(record, "trajectories")
+        if record.path.parent.name.startswith("val_step_"):
+            yield Row(record.place, {}, number, left_out=EVALUATED)
+        elif not any(trajectory.get("steps") for trajectory in trajectories):
+            yield Row(record.place, {}, number, left_out=FAILED)
+        else:
+            for at, trajectory in enumerate(trajectories):
+                own = Record(record.path, f"{record.place}, trajectory {at}", trajectory)
+                name = trajectory.get("name", UNNAMED)
+                role = f"{name}_{at}" if name == UNNAMED else name
+                yield from _trajectory_rows(own, {"group": (_task(record), role)}, number)
+
+
+def _task(record: Record) -> str:
+    """Return the task of an episode, whose id is {task}:{number of the rollout}."""
+    return str(need(record, "episode_id" if "episode_id" in record.columns else "id")).split(":")[0]
+
+
+def _trajectory_rows(trajectory: Record, columns: dict[str, Any], number: int | None) -> Iterator[Row]:
+    """Yield a row per step; the trajectory's reward, without one its last step's, is that of each and counts once."""
+    steps = _objects(trajectory, "steps")
+    rewards = [trajectory.columns.get("reward"), *(step.get("reward") for step in steps[-1:])]
+    columns = columns | {"reward": next((reward for reward in rewards if reward is not None), None)}
+    for at, step in enumerate(steps):
+        place, counts = f"{trajectory.place}, step {at}", at == len(steps) - 1
+        known = {native: step[own] for native, own in IDS.items() if step.get(own) not in (None, [])}
+        if "prompt_ids" in known:
+            known = {"response_ids": []} | known
+            yield Row(place, columns | known, number, IDS, is_counted=counts)
+            continue
+        text = _text(Record(trajectory.path, place, step))
+        reason, remarks = (UNTOLD, ()) if text is None else (None, (AS_TEXT,))
+        yield Row(place, columns | (text or {}), number, left_out=reason, remarks=remarks, is_counted=counts)
+
+
+def _text(step: Record) -> dict[str, Any] | None:
+    """Return prompt and response of a step; None where its chat does not tell what was sampled."""
+    chat = _objects(step, "chat_completions")
+    answer = chat[-1] if chat else {}
+    content, said = answer.get("content"), step.columns.get("model_response") or answer.get("content")
+    thinks = any((step.columns.get("thought"), answer.get("reasoning"), answer.get("reasoning_content")))
+    has_tools = any(message.get("tool_calls") or message.get("role") == "tool" for message in chat)
+    is_text = all(isinstance(message.get("content"), str) for message in chat)
+    if answer.get("role") != "assistant" or said != content or thinks or has_tools or not is_text:
+        return None
+    return {"prompt": prompt_of(Record(step.path, step.place, {"prompt": chat[:-1]}), "prompt"), "response": content}
+
+
+def _objects(record: Record, name: str) -> list[dict[str, Any]]:
+    values = need(record, name)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InputError(f"{record.place}: `{name}` is {show(values)}; wanted is a list of objects")
+    return values
+
+
+RLLM = Format(
+    "rllm",
+    needs=frozenset({"trajectories", "is_correct"}),
+    knows="training_step epoch episode_id id session_id task task_hash termination_reason metrics metadata info timing",
+    rows=_rows,
+    notes=(
+        "episodes that rLLM filtered or rejected after they were logged are here too: neither is in the log",
+        "tools and arguments of the chat template are not in the log: a chat goes through the policy's own template",
+    ),
+    answers=Answers(
+        group="the episode's task and the trajectory's name, within a step",
+        step="`training_step`, from 1; asynchronous trainers' responses may be of earlier checkpoints",
+        sampled="the answer of each step; as text without an end-of-sequence token",
+        logprobs="none; `logprobs` where ids are there: the sampler's",
+        left_out="validations (`val_step_…`); episodes without a step; without ids, thoughts and tool calls",
+        checked="rLLM 9beb6e0f (2026-08-15): a writer after its source; 2026-11-27",
+    ),
+)
