@@ -1,0 +1,296 @@
+"""What verl's trainers train on, on their driver, as native rows; `verl_rollouts` puts it into verl.
+
+Nothing here imports verl: its trainer, batch and configuration come in as arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.integrations.row_writer import Part, RowWriter, StepRows, remove_steps, step_file, to_array
+from gradscope.objective import LossSettings
+from gradscope.rollouts import LOSS_KEY
+
+COLUMNS = {
+    **{"response_mask": "response_mask", "advantages": "advantage", "old_log_probs": "old_logprobs"},
+    **{"ref_log_prob": "ref_logprobs", "rollout_log_probs": "sampler_logprobs"},
+    "rollout_is_weights": "sampler_correction",
+}
+"""verl's tensor [B, R] → what rows call it; from the fourth on, not every run has them."""
+SCORES = ("token_level_scores", "rm_scores")
+"""verl's names of the score that each token was given; the first that is there counts."""
+FOLDER, EVERY, TEXT = "GRADSCOPE_ROLLOUTS", "GRADSCOPE_ROLLOUTS_EVERY", "GRADSCOPE_ROLLOUTS_TEXT"
+"""Environment variables."""
+CANNOT_SAY = "which rows of rollouts cannot say"
+IMAGES = "multi_modal_inputs"
+FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], "uid")
+"""What is taken from the store of the default trainer's batches."""
+
+
+def verl_loss(config: Any) -> LossSettings:
+    """Return the settings of the loss that verl's actor trains, of verl's whole configuration.
+
+    Raises InputError for a loss that rows cannot say, naming the setting.
+    """
+    actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
+    mode, correction = policy.get("loss_mode", "vanilla"), config.algorithm.get("rollout_correction", None)
+    bypass = bool(correction and correction.get("bypass_mode", False))
+    if bypass or mode == "bypass_mode":
+        _check_bypass(correction if bypass else policy.rollout_correction)
+    elif mode not in ("vanilla", "gradscope"):
+        raise InputError(f"actor.policy_loss.loss_mode is {mode}, {CANNOT_SAY}; they can say vanilla")
+    for name in ("lopti_eta", "weighting"):
+        if policy.get(name, None) is not None:
+            raise InputError(f"actor.policy_loss.{name} is {policy.get(name)}, {CANNOT_SAY}; leave one of the two out")
+    if actor.get("entropy_coeff", 0):
+        raise InputError(f"actor.entropy_coeff is {actor.entropy_coeff}, a bonus {CANNOT_SAY}; set it to 0")
+    if (config.get("distillation", None) or {}).get("enabled", False):
+        raise InputError(f"distillation.enabled is true, a loss {CANNOT_SAY}; switch one of the two off")
+    if actor.use_kl_loss and actor.kl_loss_type not in ("low_var_kl", "k3"):
+        raise InputError(f"actor.kl_loss_type is {actor.kl_loss_type}, {CANNOT_SAY}; they can say low_var_kl")
+    if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
+        raise InputError(
+            "actor.loss_scale_factor is null, so that seq-mean-token-sum-norm divides by each micro-batch's width, "
+            f"{CANNOT_SAY}; give a number"
+        )
+    several = actor.ppo_mini_batch_size < config.data.train_batch_size
+    if actor.loss_agg_mode == "token-mean" and several and actor.get("shuffle", False):
+        raise InputError(f"actor.shuffle is true: token-mean divides by mini-batches {CANNOT_SAY}; set it to false")
+    low, high = (actor.get(name, None) for name in ("clip_ratio_low", "clip_ratio_high"))
+    low, high = (actor.clip_ratio if value is None else value for value in (low, high))
+    kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
+    settings = LossSettings(low, high, actor.get("clip_ratio_c", 3.0), kl_coef, policy.get("reweight_alpha", None))
+    settings.check()
+    return settings
+
+
+def _check_bypass(correction: Any) -> None:
+    """Raise InputError unless the bypass's loss is vanilla with the sampler's log-probabilities as the old ones."""
+    for name, plain in (("loss_type", "ppo_clip"), ("rollout_rs", None)):
+        if (value := correction.get(name, plain)) != plain:
+            raise InputError(f"in bypass_mode rollout_correction.{name} is {value}, {CANNOT_SAY}; leave it out")
+
+
+def response_divisors(
+    actor: Any, kept: Float[Tensor, " B"], counted: Float[Tensor, " B"], *, mini_batch: int, processes: int
+) -> Float[Tensor, " B"]:
+    """Return what the loss divides each response's summed terms by, of the mean over the batch's mini-batches.
+
+    kept, counted: tokens of each response that its mask keeps, and that verl counts for token-mean. mini_batch:
+    responses to an optimizer step, of which each of the processes, that have equal runs of the batch, takes its part.
+    """
+    size = len(kept)
+    steps = size // mini_batch
+    if actor.loss_agg_mode == "token-mean":
+        own = torch.arange(size) % (size // processes) // (mini_batch // processes)
+        divisors = torch.zeros(steps).index_add(0, own, counted)[own]
+    elif actor.loss_agg_mode == "token-sum":
+        divisors = torch.ones(size)
+    else:
+        divisors = torch.full((size,), float(mini_batch))
+        if actor.loss_agg_mode == "seq-mean-token-mean":
+            divisors = divisors * kept
+        elif actor.loss_agg_mode == "seq-mean-token-sum-norm":
+            divisors = divisors * actor.loss_scale_factor
+    return steps * divisors.clamp(min=1)  # a response without tokens has no terms
+
+
+@dataclass(frozen=True)
+class WriterSettings:
+    """Which steps of verl's are written, where, and whether as text, too."""
+
+    folder: Path | None = None
+    """None: gradscope/rollouts in the folder of verl's checkpoints (trainer.default_local_dir)."""
+    every: int = 1
+    text: bool = False
+
+
+def read_settings(environment: Mapping[str, str]) -> WriterSettings:
+    """Return what environment variables ask for. Raises InputError for a value or a name that means nothing."""
+    if strange := sorted(n for n in environment if n.startswith(FOLDER) and n not in (FOLDER, EVERY, TEXT)):
+        raise InputError(f"{strange[0]} is no setting; known are {FOLDER}, {EVERY} and {TEXT}")
+    folder, every, text = environment.get(FOLDER), environment.get(EVERY, "1"), environment.get(TEXT, "0")
+    if folder is not None and (not folder or Path(folder).is_file()):
+        raise InputError(f"{FOLDER} is {folder!r}, which is no folder; give one, or leave it out")
+    if not (every.isdecimal() and int(every)):
+        raise InputError(f"{EVERY} is {every!r}; give 1 or more")
+    if text not in ("0", "1"):
+        raise InputError(f"{TEXT} is {text!r}; give 1 or 0")
+    return WriterSettings(folder and Path(folder), int(every), text == "1")
+
+
+def put_into(trainer: type, writer: VerlWriter) -> None:
+    """Let the writer look at each update of the actor, by replacing two methods of a trainer of verl's."""
+    update_actor, shutdown = trainer._update_actor, trainer._shutdown_dump_executor
+
+    @wraps(update_actor)
+    def watched(self: Any, batch: Any, *args: Any, **keywords: Any) -> Any:
+        writer.take(self, batch)
+        found = update_actor(self, batch, *args, **keywords)
+        # The default trainer fills the metrics that it is given, the older one returns them.
+        given = (*args, *keywords.values())
+        writer.updated(self, given[0] if given else found.meta_info["metrics"])
+        return found
+
+    @wraps(shutdown)
+    def drained(self: Any) -> None:
+        shutdown(self)  # verl's own place to wait for what it writes in the background
+        writer.close()
+
+    trainer._update_actor, trainer._shutdown_dump_executor = watched, drained
+
+
+class VerlWriter:
+    """Writes the batches of a verl trainer's steps; its `take` is called before each update of the actor."""
+
+    def __init__(self, settings: WriterSettings) -> None:
+        self.settings = settings
+        self.folder: Path | None = None
+        self.steps: list[int] = []
+        """Steps handed to the process that writes."""
+        self.seconds = 0.0
+        """Wall time of the driver in here."""
+        self._updates: list[_Update] = []
+        """Of the step that is under way."""
+        self._process: RowWriter | None = None
+
+    def take(self, trainer: Any, batch: Any) -> None:
+        """Copy what the trainer's actor is about to be updated with: a DataProto, or the metadata of a stored batch."""
+        start, step = time.perf_counter(), int(trainer.global_steps)
+        self._updates = [update for update in self._updates if update.step == step]
+        if self.folder is None:
+            local = Path(trainer.config.trainer.default_local_dir) / "gradscope" / "rollouts"
+            self.folder = self.settings.folder or local
+            self._loss = verl_loss(trainer.config)
+            remove_steps(self.folder, step)
+        if (step - 1) % self.settings.every == 0 and not self._has_images(trainer, batch):
+            self._updates.append(_make_update(trainer, batch))
+        self.seconds += time.perf_counter() - start
+
+    def updated(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
+        """Hand the step over, once its last update is done. metrics: verl's of the update."""
+        start = time.perf_counter()
+        if self._updates and len(self._updates) == getattr(trainer, "parameter_sync_step", 1):
+            self._hand_over(trainer, metrics)
+        self.seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        """Let everything be written."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+            print(f"gradscope: rollouts of {len(self.steps)} steps are in {self.folder}")
+
+    def _hand_over(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
+        updates, self._updates = self._updates, []
+        num_tokens = sum(update.num_tokens for update in updates)
+        if not num_tokens:
+            return
+        if self._process is None:
+            tokenizer = trainer.tokenizer if self.settings.text else None
+            self._process = RowWriter({LOSS_KEY: json.dumps(asdict(self._loss))}, tokenizer)
+        parts = [
+            dict(update.part) | {"loss_scale": num_tokens / (len(updates) * update.divisors)} for update in updates
+        ]
+        step, norm = updates[0].step, None
+        if len(updates) == 1 and updates[0].num_steps == 1 and "actor/grad_norm" in metrics:
+            norm = float(np.mean(metrics["actor/grad_norm"]))
+        shared = {"step": step, "temperature": float(trainer.config.actor_rollout_ref.rollout.temperature)}
+        shared["grad_norm"] = norm
+        self._process.put(StepRows(str(step_file(self.folder, step)), parts, shared))
+        self.steps.append(step)
+
+    def _has_images(self, trainer: Any, batch: Any) -> bool:
+        """Return whether prompts hold images; warn of the first."""
+        if getattr(trainer, "processor", None) is None:
+            return False
+        given = batch.non_tensor_batch.get(IMAGES, ()) if hasattr(batch, "batch") else _stored(batch, [IMAGES])[IMAGES]
+        if not any(len(one) for one in (given.tolist() if hasattr(given, "tolist") else given)):
+            return False
+        warnings.warn("gradscope: rollouts of prompts with images are not written: rows hold tokens", stacklevel=3)
+        return True
+
+
+@dataclass(frozen=True)
+class _Update:
+    """A batch that the actor was updated with, copied."""
+
+    step: int
+    part: Part
+    divisors: np.ndarray
+    num_tokens: int
+    num_steps: int
+    """Optimizer steps."""
+
+
+def _make_update(trainer: Any, batch: Any) -> _Update:
+    tensors, part, real = _from_padded(batch) if hasattr(batch, "batch") else _from_store(batch)
+    part |= {name: to_array(tensors[own]) for own, name in COLUMNS.items() if own in tensors}
+    if (scores := next((tensors[name] for name in SCORES if name in tensors), None)) is not None:
+        part["reward"] = to_array(scores.sum(-1))
+    config = trainer.config.actor_rollout_ref
+    mini_batch, kept = config.actor.ppo_mini_batch_size * config.rollout.n, tensors["response_mask"].float().sum(1)
+    divisors = response_divisors(
+        config.actor,
+        kept.cpu(),
+        tensors.get("loss_mask", tensors["response_mask"]).float().sum(1).cpu(),
+        mini_batch=mini_batch,
+        processes=_num_processes(trainer.actor_rollout_wg) if mini_batch < len(kept) else 1,
+    )
+    part = {name: values[real] for name, values in part.items()}
+    num_steps = len(kept) // mini_batch * config.actor.ppo_epochs
+    return _Update(int(trainer.global_steps), part, to_array(divisors)[real], int(kept.sum()), num_steps)
+
+
+def _num_processes(workers: Any) -> int:
+    """Return how many processes verl divides the actor's batch among."""
+    ranks = workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor")
+    return max(ranks) + 1
+
+
+def _from_padded(data: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray], slice]:
+    """Return the tensors of a DataProto, the ids of its prompts and responses with their masks, and all its rows."""
+    tensors = data.batch
+    width = tensors["prompts"].shape[1]
+    mask = to_array(tensors["attention_mask"])
+    part = {"prompt_ids": to_array(tensors["prompts"]), "response_ids": to_array(tensors["responses"])}
+    part |= {"prompt_mask": mask[:, :width], "response_seen": mask[:, width:]}
+    if "uid" in data.non_tensor_batch:
+        part["group"] = data.non_tensor_batch["uid"].astype(str)
+    return {name: tensors[name] for name in (*COLUMNS, *SCORES) if name in tensors}, part, slice(None)
+
+
+def _from_store(batch: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray], np.ndarray]:
+    """Return the same of a batch in TransferQueue, whose tensors are nested, and which of its rows are no padding."""
+    data = _stored(batch, FIELDS)
+    groups = np.array(data["uid"].tolist()).astype(str)
+    tensors = {name: data[name] for name in FIELDS if name != "uid" and name in data}
+    part = {}
+    for name, own in (("prompt_ids", "prompts"), ("response_ids", "responses")):
+        nested = tensors.pop(own)
+        lengths, part[name] = to_array(nested.offsets().diff()), to_array(nested.to_padded_tensor(0))
+        mask = "prompt_mask" if own == "prompts" else "response_seen"
+        part[mask] = np.arange(part[name].shape[1]) < lengths[:, None]
+    part["group"] = groups
+    real = np.array([not tag.get("is_padding", False) for tag in batch.tags])
+    return {name: values.to_padded_tensor(0) for name, values in tensors.items()}, part, real
+
+
+def _stored(batch: Any, fields: Any) -> Any:
+    """Take fields of a batch from TransferQueue, which the trainer that made it has loaded."""
+    import transfer_queue
+
+    return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields])

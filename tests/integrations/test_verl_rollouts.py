@@ -1,0 +1,328 @@
+"""What verl's own trainers train on, written by themselves; without verl all of this is skipped (test_verl_writer.py is
+not)."""
+
+import os
+import subprocess
+import sys
+import uuid
+import warnings
+from functools import partial
+
+import numpy as np
+import pytest
+
+with warnings.catch_warnings():
+    # OTHERS: verl names the engines that are not installed, and what its dependencies deprecate.
+    warnings.simplefilter("ignore")
+    pytest.importorskip("verl.trainer.ppo.ray_trainer", reason="verl is not installed: it needs its own environment")
+
+import torch
+from hydra import compose, initialize_config_module
+from support.words import make_tokenizer
+from verl import DataProto
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+from verl.utils import tensordict_utils as tu
+from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.utils.losses import ppo_loss
+
+from gradscope.integrations.verl_writer import VerlWriter, WriterSettings, put_into
+from gradscope.objective import LossSettings, batch_weights
+from gradscope.rollouts import read_dump
+
+# OTHERS: what hydra, verl's engines and TransferQueue warn of.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+ROWS, PROMPT, LENGTH, REPEATS = 16, 4, 7, 4
+ACTOR = ["strategy=fsdp", "ppo_micro_batch_size_per_gpu=1", "clip_ratio_low=0.1", "clip_ratio_high=0.15"]
+CORRECTED = ["rollout_is=token", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=0.8_1.3"]
+
+
+def make_config(folder, *, actor=(), algorithm=()):
+    """verl's own configuration of its trainer."""
+    given = [f"actor_rollout_ref.actor.{value}" for value in (*ACTOR, *actor)]
+    given += [f"algorithm.{value}" for value in ("adv_estimator=grpo", *algorithm)]
+    given += [f"algorithm.rollout_correction.{value}" for value in CORRECTED]
+    given += [f"actor_rollout_ref.rollout.n={REPEATS}", "actor_rollout_ref.rollout.temperature=0.7"]
+    given += [f"trainer.default_local_dir={folder}", f"data.train_batch_size={ROWS // REPEATS}"]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=given)
+
+
+def make_rows():
+    """Ids, masks and log-probabilities [B, ...] as the older trainer has them before advantages."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.arange(PROMPT) >= torch.randint(0, PROMPT, (ROWS // REPEATS,), generator=generator)[:, None]
+    before = before.repeat_interleave(REPEATS, 0)
+    lengths = torch.randint(1, LENGTH + 1, (ROWS,), generator=generator)
+    after = torch.arange(LENGTH) < lengths[:, None]
+    tool = torch.rand(ROWS, LENGTH, generator=generator) < 0.15
+    tool[:, 0] = False
+    prompts = torch.randint(4, 96, (ROWS // REPEATS, PROMPT), generator=generator).repeat_interleave(REPEATS, 0)
+    responses = torch.randint(4, 96, (ROWS, LENGTH), generator=generator) * after
+    attention = torch.cat([before, after], 1).long()
+    old = torch.rand(ROWS, LENGTH, generator=generator).clamp(min=0.02).log()
+    noise = torch.randn(3, ROWS, LENGTH, generator=generator)
+    scores = torch.zeros(ROWS, LENGTH).scatter(1, lengths[:, None] - 1, torch.rand(ROWS, 1, generator=generator))
+    return {
+        "prompts": prompts * before,
+        "responses": responses,
+        "input_ids": torch.cat([prompts * before, responses], 1),
+        "attention_mask": attention,
+        "position_ids": attention.cumsum(1) - 1,
+        "response_mask": (after & ~tool).long(),
+        "old_log_probs": old,
+        "rollout_log_probs": (old + 0.15 * noise[0]).clamp(max=0.0),
+        "ref_log_prob": (old + 0.3 * noise[1]).clamp(max=0.0),
+        "token_level_scores": scores,
+        "token_level_rewards": scores,
+        "new": (old + 0.15 * noise[2]).clamp(max=0.0),
+        "uid": np.array([f"prompt {row // REPEATS}" for row in range(ROWS)], dtype=object),
+    }
+
+
+class Workers:
+    """Stand-in for verl's worker group: trains nothing, but takes the slope of verl's own loss at log π, `new`."""
+
+    def __init__(self, config, processes):
+        self.loss = partial(ppo_loss, config=omega_conf_to_dataclass(config.actor_rollout_ref.actor))
+        self.processes, self._dispatch_info = processes, {"actor": [*range(processes)]}
+        self.slopes = {}
+        """−∂loss/∂ log π by row, of the mean over mini-batches."""
+
+    def update_actor(self, data):
+        data["row"] = torch.arange(len(data))
+        size = tu.get_non_tensor_data(data, "mini_batch_size", None)
+        ranks = tu.chunk_tensordict(data, self.processes)
+        steps = [[*tu.make_iterator(rank, size // self.processes, 1, seed=0)] for rank in ranks]
+        for parts in zip(*steps, strict=True):
+            masks = [part["loss_mask"] for part in parts]
+            known = {"dp_size": self.processes, "global_batch_size": size}
+            known["batch_num_tokens"] = sum(int((m.values() if m.is_nested else m).sum()) for m in masks)
+            for part in parts:
+                self._backward(part, known, 1 / (len(steps[0]) * self.processes))
+        metrics = tu.get_tensordict({}, {"metrics": {"grad_norm": [0.5], "mfu": [0.0]}})
+        return metrics
+
+    def _backward(self, part, known, share):
+        for micro in tu.chunk_tensordict(part, max(1, len(part) // 2)):
+            tu.assign_non_tensor(micro, **known)
+            lengths = micro["input_ids"].offsets().diff().tolist()
+            of_response = [int(n) for n in self._response_lengths(micro)]
+            values = torch.zeros(sum(lengths))
+            ends = np.cumsum(lengths)
+            new = micro["new"].unbind() if micro["new"].is_nested else [*micro["new"]]
+            for end, n, row in zip(ends, of_response, new, strict=True):
+                values[end - n - 1 : end - 1] = row[:n]
+            leaf = values.requires_grad_(True)
+            offsets = micro["input_ids"].offsets()
+            nested = torch.nested.nested_tensor_from_jagged(leaf, offsets=offsets)
+            loss, _ = self.loss(model_output={"log_probs": nested}, data=micro)
+            (slope,) = torch.autograd.grad(loss, leaf)
+            for row, end, n in zip(micro["row"].tolist(), ends, of_response, strict=True):
+                self.slopes[row] = -share * slope[end - n - 1 : end - 1]
+
+    @staticmethod
+    def _response_lengths(micro):
+        if micro["responses"].is_nested:
+            return micro["responses"].offsets().diff()
+        return micro["attention_mask"][:, micro["prompts"].shape[1] :].sum(1)
+
+
+@pytest.fixture
+def watched():
+    """Puts a writer into a trainer of verl's, and takes it out again."""
+    put = []
+
+    def give(kind, **settings):
+        put.append((kind, kind._update_actor, kind._shutdown_dump_executor))
+        writer = VerlWriter(WriterSettings(**settings))
+        put_into(kind, writer)
+        return writer
+
+    yield give
+    for kind, update_actor, shutdown in put:
+        kind._update_actor, kind._shutdown_dump_executor = update_actor, shutdown
+
+
+LOSSES = {
+    "token-mean": (),
+    "two mini-batches": ("ppo_mini_batch_size=2",),
+    "token-sum": ("loss_agg_mode=token-sum", "use_kl_loss=true", "kl_loss_coef=0.1"),
+    "seq-mean-token-sum": ("loss_agg_mode=seq-mean-token-sum", "ppo_mini_batch_size=2"),
+    "seq-mean-token-mean": ("loss_agg_mode=seq-mean-token-mean", "use_kl_loss=true", "kl_loss_coef=0.1"),
+    "a constant": ("loss_agg_mode=seq-mean-token-sum-norm", "loss_scale_factor=9", "clip_ratio_c=1.1"),
+}
+
+
+def compare(folder, workers, rows, order, *, step=1):
+    """Hold the log against what verl's loss was given, and its weights against the slopes. order: rows of the log."""
+    dump = read_dump(folder, step=step)
+    batch = dump.batch
+    new, wanted = torch.full(batch.input_ids.shape, -1.0), torch.zeros(batch.input_ids.shape)
+    for place, row in enumerate(order):
+        prompt = rows["prompts"][row][rows["attention_mask"][row, :PROMPT].bool()]
+        n, start = int(rows["attention_mask"][row, PROMPT:].sum()), len(prompt)
+        assert torch.equal(batch.input_ids[place, : start + n], torch.cat([prompt, rows["responses"][row, :n]]))
+        kept = rows["response_mask"][row, :n].bool()
+        assert torch.equal(batch.response_mask[place, start : start + n], kept)
+        names = {
+            "old_logprobs": "old_log_probs",
+            "ref_logprobs": "ref_log_prob",
+            "sampler_logprobs": "rollout_log_probs",
+        }
+        for column, name in names.items():
+            assert torch.equal(getattr(batch, column)[place, start : start + n][kept], rows[name][row, :n][kept])
+        factors = (rows["advantages"] * rows["rollout_is_weights"])[row, :n]
+        assert torch.allclose(batch.advantages[place, start : start + n][kept], factors[kept], rtol=1e-6)
+        assert float(batch.rewards[place]) == pytest.approx(float(rows["token_level_scores"][row].sum()))
+        new[place, start : start + n] = rows["new"][row, :n]
+        wanted[place, start : start + n] = workers.slopes[row]
+    uids = [rows["uid"][row] for row in order]
+    same = torch.tensor([[a == b for a in uids] for b in uids])
+    assert torch.equal(batch.group_ids[:, None] == batch.group_ids, same)
+    found = batch_weights(new, batch, LossSettings.from_log(dump.loss), num_tokens=batch.num_tokens)
+    wanted = wanted * batch.num_tokens
+    assert found.clipped.any() and (found.kl.any() == (LossSettings.from_log(dump.loss).kl_coef > 0))
+    assert float((found.total - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
+    return dump
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("processes", [1, 2])
+def test_weights_from_the_older_trainers_log_are_the_slopes_of_verls_loss(watched, tmp_path, name, processes):
+    config = make_config(tmp_path, actor=("ppo_mini_batch_size=4", *LOSSES[name]))
+    writer = watched(RayPPOTrainer)
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), 1
+    trainer.actor_rollout_wg = Workers(config, processes)
+    trainer._init_dump_executor()
+    data = DataProto.from_single_dict(make_rows())
+    data, _ = compute_rollout_correction_and_add_to_batch(data, config.algorithm.rollout_correction)
+    data = compute_advantage(data, adv_estimator="grpo", num_repeat=REPEATS, config=config.algorithm)
+    kept = {key: tensor.clone() for key, tensor in data.batch.items()}
+    trainer._update_actor(data)
+    assert all(torch.equal(data.batch[key], tensor) for key, tensor in kept.items())
+    trainer._shutdown_dump_executor()
+    rejected = (make_rows()["response_mask"] - kept["response_mask"]).sum()
+    assert rejected > 0 and writer.steps == [1]
+    order = [row for row in range(ROWS) if kept["response_mask"][row].any()]
+    rows = kept | {"uid": data.non_tensor_batch["uid"]}
+    dump = compare(tmp_path / "gradscope" / "rollouts", trainer.actor_rollout_wg, rows, order)
+    assert (dump.batch.temperature == np.float32(0.7)).all()
+
+
+# ---- the default trainer, whose batches are in TransferQueue
+
+
+@pytest.fixture(scope="module")
+def store():
+    pytest.importorskip("transfer_queue", reason="TransferQueue, the default trainer's store, is not installed")
+    import ray
+    import transfer_queue as tq
+
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setenv("RAY_AUTH_MODE", "disabled")  # else a token is left in the home folder
+        ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False)
+        tq.init()
+        yield tq
+        tq.close()
+        ray.shutdown()
+
+
+@pytest.mark.all
+def test_weights_from_the_default_trainers_log_are_the_slopes_of_verls_loss(store, watched, tmp_path):
+    from verl.trainer.ppo.padding_utils import upsample_batch_to_divisible_size
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainer, PPOTrainerSync
+
+    class StoredWorkers(Workers):
+        def update_actor(self, batch):
+            data = store.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id)
+            tu.assign_non_tensor(data, mini_batch_size=batch.extra_info["mini_batch_size"])
+            return super().update_actor(data)
+
+    writer, rows = watched(PPOTrainer), make_rows()
+    for step, name in enumerate(LOSSES, 1):
+        config = make_config(tmp_path, actor=("ppo_mini_batch_size=4", *LOSSES[name]))
+        trainer = object.__new__(PPOTrainerSync)
+        trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), step
+        trainer.parameter_sync_step, trainer.actor_rollout_wg = 1, StoredWorkers(config, 2)
+        trainer._init_dump_executor()
+        uids = [str(uuid.UUID(int=row // REPEATS, version=4)) for row in range(ROWS)]
+        used = range(ROWS - 2)  # two rows fill the batch up
+        keys = [f"{uids[row]}_{row % REPEATS}_0" for row in used]
+        lengths = {
+            "prompts": rows["attention_mask"][:, :PROMPT].sum(1),
+            "responses": rows["attention_mask"][:, PROMPT:].sum(1),
+        }
+        starts = PROMPT - lengths["prompts"]
+
+        def nested(name, rows=rows, lengths=lengths, starts=starts, used=used):
+            if name == "prompts":
+                parts = [rows[name][row, starts[row] :] for row in used]
+            elif name == "input_ids":
+                parts = [rows[name][row, starts[row] : PROMPT + lengths["responses"][row]] for row in used]
+            else:
+                parts = [rows[name][row, : lengths["responses"][row]] for row in used]
+            return torch.nested.as_nested_tensor(parts, layout=torch.jagged)
+
+        names = ("prompts", "responses", "input_ids", "response_mask", "old_log_probs", "rollout_log_probs")
+        fields = {name: nested(name) for name in (*names, "ref_log_prob", "new")}
+        fields |= {"rm_scores": nested("token_level_scores"), "loss_mask": nested("response_mask")}
+        fields["uid"] = [uids[row] for row in used]
+        tags = [{"is_padding": False, "seq_len": 1, "prompt_len": 1, "response_len": 1} for _ in used]
+        store.kv_batch_put(keys=keys, partition_id="train", fields=tu.get_tensordict(fields), tags=tags)
+        batch = store.KVBatchMeta(keys=keys, tags=tags, partition_id="train", fields=None, extra_info={})
+        batch = upsample_batch_to_divisible_size(batch, ROWS, 2)
+        all_keys, all_tags = batch.keys, batch.tags
+        trainer._compute_advantage(batch, metrics={})
+        again = store.KVBatchMeta(keys=all_keys, tags=all_tags, partition_id="train", fields=None, extra_info={})
+        trainer._update_actor(again, metrics={})
+        trainer._shutdown_dump_executor()
+        trained = store.kv_batch_get(
+            keys=keys, partition_id="train", select_fields=["advantages", "rollout_is_weights", "response_mask"]
+        )
+        known = {
+            name: trained[name].to_padded_tensor(0) for name in ("advantages", "rollout_is_weights", "response_mask")
+        }
+        known = {name: torch.nn.functional.pad(v, (0, LENGTH - v.shape[1])) for name, v in known.items()}
+        order = [row for row in used if known["response_mask"][row].any()]
+        compare(tmp_path / "gradscope" / "rollouts", trainer.actor_rollout_wg, rows | known, order, step=step)
+        assert writer.steps == [*range(1, step + 1)]
+        store.kv_clear(keys=all_keys, partition_id="train")
+        writer.folder = None
+
+
+# ---- put into verl by its environment variable
+
+
+def start(code, tmp_path, **environment):
+    modules = {"VERL_USE_EXTERNAL_MODULES": "gradscope.integrations.verl_rollouts"}
+    environment = os.environ | modules | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    return subprocess.run([sys.executable, *code], env=environment, capture_output=True, text=True, cwd=tmp_path)
+
+
+def test_verl_loads_the_module_and_its_trainers_have_the_writer(tmp_path):
+    trainers = ["verl.trainer.ppo.ray_trainer.RayPPOTrainer"]
+    if "transfer_queue" in sys.modules:
+        trainers.append("verl.trainer.ppo.v1.trainer_base.PPOTrainer")
+    lines = ["import verl, sys, pkgutil", "assert 'verl.trainer.ppo.ray_trainer' not in sys.modules"]
+    lines += [f"assert pkgutil.resolve_name('{name}')._update_actor.__wrapped__" for name in trainers]
+    done = start(["-c", "\n".join(lines)], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_bad_setting_is_one_line_when_verl_starts(tmp_path):
+    done = start(["-c", "import verl"], tmp_path, GRADSCOPE_ROLLOUTS_EVERY="0")
+    (said,) = [line for line in done.stderr.splitlines() if "gradscope" in line]
+    assert done.returncode == 2 and "GRADSCOPE_ROLLOUTS_EVERY" in said and "Traceback" not in done.stderr
+
+
+def test_a_loss_that_rows_cannot_say_is_one_line_when_verl_starts(tmp_path):
+    given = ["policy_loss.loss_mode=gspo", "ppo_micro_batch_size_per_gpu=1"]
+    given = [f"actor_rollout_ref.actor.{value}" for value in given]
+    given += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1", "algorithm.adv_estimator=grpo"]
+    done = start(["-m", "verl.trainer.main_ppo", *given], tmp_path)
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("gradscope")]
+    assert done.returncode == 2 and "gspo" in said, done.stderr
