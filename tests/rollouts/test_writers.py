@@ -54,6 +54,7 @@ WRITERS = {
     "torchtitan-0.3.0-ids": (TORCHTITAN, "write_torchtitan.py", "ids"),
     "torchtitan-0.3.0-text": (TORCHTITAN, "write_torchtitan.py", "text"),
     "areal-1.0.4": (("areal==1.0.4", "--no-deps", "numpy", "aiofiles"), "write_areal.py"),
+    "tinker-0.38.0": (("tinker==0.38.0",), "write_tinker.py"),
     "skyrl-0.1.0": (("skyrl==0.1.0", TORCH, "jaxtyping"), "write_first_skyrl.py"),
 }
 """Packages, script and its argument."""
@@ -264,6 +265,26 @@ def test_areals_completions_are_those_that_it_sampled_where_its_split_tells_them
         }
     assert partition(found, lambda row: row["group"]) == partition(kept, lambda row: row["group"])
     assert not any("another number" in note for note in dump.notes)
+
+
+def test_tinkers_datums_are_native_rows_by_the_recipe_of_the_docs(log_of):
+    log = log_of("tinker-0.38.0")
+    known = truth_of(log)
+    dump = read_dump(log)
+    assert dump.format == "native"
+    kept = [row for row in known if any(row["response_mask"])]
+    found = found_in(dump)
+    for row, (own, written) in enumerate(zip(found, kept, strict=True)):
+        assert {name: own[name] for name in ("step", "prompt_ids", "response_ids")} == {
+            name: written[name] for name in ("step", "prompt_ids", "response_ids")
+        }
+        assert own["advantage"] == pytest.approx(written["advantage"], abs=FLOAT32)
+        start = int(dump.batch.response_start[row])
+        columns = slice(start, start + len(written["response_ids"]))
+        assert dump.batch.response_mask[row, columns].tolist() == [bool(one) for one in written["response_mask"]]
+        assert dump.batch.old_logprobs[row, columns].tolist() == written["old_logprobs"]
+    assert partition(found, lambda row: row["group"]) == partition(kept, lambda row: str(row["group"]))
+    assert sum(int(note.split()[0]) for note in dump.notes if note.kind == "left-out") == len(known) - len(kept)
 
 
 @pytest.mark.parametrize("name", ["evaluated", "repeated"])
