@@ -84,7 +84,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     engine: Literal["hf", "vllm"] = "hf"
     """The engine that samples: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
+        default_factory=lambda: MeasureSettings(tokens_per_interval="enough", module_groups=True)
     )
     optimizer_state: Path | None = None
     """AdamW's state_dict, or the folder of its shards; none: the one in the checkpoint's folder, if it fits."""

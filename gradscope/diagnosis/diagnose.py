@@ -132,7 +132,7 @@ def diagnose(
     if table is None:
         each = settings.tokens_per_interval if settings.minutes is None else None
         sample = {"tokens_per_interval": each, "minutes": settings.minutes, "seed": settings.seed}
-        sample = MeasureSettings(**sample, loss=settings.loss, metric=metric and "adamw")
+        sample = MeasureSettings(**sample, loss=settings.loss, module_groups=True, metric=metric and "adamw")
         known = {"optimizer_state": metric, "resources": Resources(settings.gradient_memory, progress=progress)}
         measurement = TableMeasurement(policy, batch, sample, edges=settings.edges, **known)
         measurement.watch = watch
@@ -167,6 +167,7 @@ def diagnose(
         comparison = compare_weightings(task)
     informative = count_informative_prompts(table)
     error = sampling_error(table, task.labels, seed=settings.seed)
+    prompts = gradient_part.prompts
     known = strike_bounds if informative < VERDICT_PROMPTS else lambda part: part
     rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows])
     if comparison is not None:
@@ -183,7 +184,7 @@ def diagnose(
         num_informative_prompts=informative,
         of_prompts=len(whole.group_ids[whole.response_mask.any(1)].unique()),
         of_tokens=whole.num_tokens,
-        sums_prompts=gradient_part.prompts,
+        by_prompt=None if prompts is None else gradients.add_rollouts(prompts, table, batch),
         precision=None if error is None else error.in_words(),
         settings=settings,
         step=task.step,
@@ -194,6 +195,7 @@ def diagnose(
         proxies=token_part.proxies,
         where=known(token_part.where),
         spikes=token_part.spikes,
+        modules=token_part.modules,
         temperatures=tried,
         sums=gradient_part.plan,
         cosines=gradient_part.cosines.get("raw"),
@@ -336,12 +338,14 @@ class TokenPart:
     proxies: pd.DataFrame | None = None
     where: pd.DataFrame | None = None
     spikes: pd.DataFrame | None = None
+    modules: pd.DataFrame | None = None
 
 
 def describe_tokens(task: Task) -> TokenPart:
     table, labels, settings, draws = task.table, task.labels, task.settings, task.resampling(0)
     counts = np.bincount(table["interval"], minlength=len(labels))
-    shares, where, spikes = _without_bounds("token_share", counts / counts.sum(), counts, "share", labels), None, None
+    shares, where = _without_bounds("token_share", counts / counts.sum(), counts, "share", labels), None
+    spikes = modules = None
     if task.weighted:
         shares = tokens.token_shares(tokens.sum_by_prompt(table, len(labels)), labels, **draws)
         special = frozenset(getattr(task.policy.tokenizer, "all_special_tokens", ()))
@@ -349,6 +353,7 @@ def describe_tokens(task: Task) -> TokenPart:
             "where", lambda: tokens.shares_by(table, classes=settings.classes, special=special, **draws)
         )
         spikes = tokens.largest_tokens(table, settings.top)
+        modules = tokens.module_shares(table, task.policy)
     layers = tokens.layer_norms(table, settings.edges, **draws)
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
     proxies = task.attempt("proxies", lambda: judge_proxies(table, **draws))
@@ -366,7 +371,7 @@ def describe_tokens(task: Task) -> TokenPart:
         task.note("on-policy", "Some or all old log-probabilities are unknown: these tokens are taken as on-policy.")
     if task.weighted and settings.loss.kl_coef and table["ref_logprob"].isna().any():
         task.note("no-kl", "Some or all reference log-probabilities are unknown: these tokens have no KL part.")
-    return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes)
+    return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes, modules)
 
 
 def try_other_temperatures(task: Task) -> pd.DataFrame | None:
@@ -425,8 +430,8 @@ class GradientPart:
     totals: torch.Tensor | None = None
     """[A, P], the summed gradient of each interval's tokens, where it is at hand."""
     plan: SumsPlan | None = None
-    prompts: int | None = None
-    """Whose gradients are in it."""
+    prompts: pd.DataFrame | None = None
+    """Those whose gradients are in it: `gradients.prompt_table`."""
 
 
 def sum_gradients(task: Task) -> GradientPart:
@@ -472,7 +477,7 @@ def sum_gradients(task: Task) -> GradientPart:
     cosines = {name: gradients.cosine_matrix(own.products) for name, own in made.items()}
     partial_sums = len(found.groups) < len(J.prompts)
     totals = None if found.totals is None or partial_sums else found.totals.rows
-    return GradientPart(tuple(rows), cosines, totals, found.plan, len(found.groups))
+    return GradientPart(tuple(rows), cosines, totals, found.plan, gradients.prompt_table(found))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from jaxtyping import Float, Int
 from gradscope.diagnosis.result import join_rows, make_rows
 from gradscope.gradients import Gram
 from gradscope.resampling import Seed, centred_bootstrap, short_of
+from gradscope.rollouts import TokenBatch
 
 Pairs = Float[np.ndarray, "n A n A"]
 
@@ -82,6 +83,58 @@ def gradient_rows(
     # Noise is a variance, so that no signal exceeds the whole.
     fraction = np.where(counts > 0, np.minimum(fraction, 1.0), np.nan)
     return join_rows([*parts, make_rows("signal_fraction", fraction, counts, unit="share", **everything, short=short)])
+
+
+def prompt_table(gram: Gram) -> pd.DataFrame:
+    """Return a row per prompt p, the one that drives the update most first: its part G_p of the summed gradient G.
+
+    Columns: group; gradient_norm, ‖G_p‖; gradient_share, ⟨G_p, G⟩/‖G‖², which add up to 1 and may be negative;
+    share_error, the standard error that sketches give it, 0 of whole vectors; cosine_with_rest, of G_p and G − G_p.
+    NaN where there is no gradient.
+    """
+
+    def shares(pairs: Pairs, _: object) -> np.ndarray:
+        products = pairs.sum((1, 3))
+        return products.sum(1) / products.sum()
+
+    products, pairs = gram.products.sum((1, 3)), gram.products
+    along, own, whole = products.sum(1), np.diag(products), products.sum()
+    with np.errstate(invalid="ignore", divide="ignore"):
+        rest = np.maximum(whole - 2 * along + own, 0.0)
+        columns = {
+            "group": gram.groups,
+            "gradient_norm": np.sqrt(np.maximum(own, 0.0)),
+            "gradient_share": shares(pairs, None),
+            "share_error": gram.error(shares),
+            "cosine_with_rest": np.clip((along - own) / np.sqrt(own * rest), -1.0, 1.0),
+        }
+    found = pd.DataFrame(columns).replace([np.inf, -np.inf], np.nan)
+    return found.sort_values("gradient_share", ascending=False, kind="stable", ignore_index=True)
+
+
+def add_rollouts(prompts: pd.DataFrame, table: pd.DataFrame, batch: TokenBatch) -> pd.DataFrame:
+    """Add what the rollouts tell of each prompt of a `prompt_table`.
+
+    Columns: responses, those with tokens; tokens; reward, the mean of its responses', where rewards are known; and
+    response and position of the token with the largest |w|·(1 − π), which a page links to.
+    """
+    amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).abs()
+    first = table.loc[amounts.groupby(table["group"]).idxmax(), ["group", "response", "position"]]
+    sizes = table.groupby("group").agg(responses=("response", "nunique"), tokens=("response", "size"))
+    found = prompts.merge(sizes.reset_index(), on="group", how="left")
+    if batch.rewards is not None:
+        rewards = pd.Series(batch.rewards.double().numpy()).groupby(batch.group_ids.numpy()).mean()
+        found["reward"] = found["group"].map(rewards)
+    return found.merge(first, on="group", how="left")
+
+
+def carriers(shares: pd.Series, part: float = 0.5) -> int:
+    """Return the least number of prompts whose shares add up to this part of the whole, which is 1.
+
+    >>> carriers(pd.Series([0.4, 0.3, 0.3, 0.2, -0.2]))
+    2
+    """
+    return int((shares.sort_values(ascending=False).cumsum() < part).sum()) + 1
 
 
 def signal_and_noise(

@@ -58,6 +58,7 @@ _SIGNS = {"positive": "Â > 0: share that rose", "negative": "Â < 0: share that
 _DRIVERS = {
     "token_class": "kind of token",
     "position_class": "position in the response",
+    "length_class": "tokens of the response",
     "entropy_class": "entropy (nats)",
     "advantage_sign": "sign of Â",
 }
@@ -129,6 +130,20 @@ def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | N
     ax.set(xlabel="share (%)", ylabel=_DRIVERS.get(driver, driver))
     _put_legend_below(ax)
     return finish(ax, rows.reset_index(drop=True))
+
+
+@paper_style()
+def plot_module_shares(modules: pd.DataFrame) -> Axes:
+    """Draw each module's share of the parameters and of the gradient energy (`Diagnosis.modules`)."""
+    require(modules, ["module", "parameter_share", "squared_share"], what="the table of modules")
+    ax, places = new_axes(None, width=4.6, height=0.9 + 0.2 * len(modules)), np.arange(len(modules))
+    ax.barh(places, 100 * modules["squared_share"], color="#0072b2", height=0.6, label="of the gradient energy")
+    ax.plot(100 * modules["parameter_share"], places, "s", color=NEUTRAL, mec="white", ms=6, label="of the parameters")
+    ax.set_yticks(places, modules["module"])
+    ax.invert_yaxis()
+    ax.set(xlabel="share (%)")
+    _put_legend_below(ax)
+    return finish(ax, modules)
 
 
 @paper_style()

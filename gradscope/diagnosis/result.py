@@ -296,8 +296,8 @@ class Diagnosis:
     """Prompts of the whole batch, of which `num_prompts` were looked at; None: all were."""
     of_tokens: int | None = None
     """Tokens of the whole batch; None: those of the table."""
-    sums_prompts: int | None = None
-    """Prompts whose gradients are summed; None: there are no sums."""
+    by_prompt: pd.DataFrame | None = None
+    """A row per prompt whose gradient is summed: `gradients.prompt_table` and `add_rollouts`."""
     precision: str | None = None
     """What a larger sample of tokens would add: `precision.sampling_error` in words; None: all were measured."""
     num_informative_prompts: int | None = None
@@ -314,9 +314,11 @@ class Diagnosis:
     proxies: pd.DataFrame | None = None
     """How well cheap numbers stand for the norms: `theory.judge_proxies`."""
     where: pd.DataFrame | None = None
-    """Shares by token class, position, entropy, sign of Â: `tokens.shares_by`."""
+    """Shares by token class, position, length of the response, entropy, sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None
     """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`."""
+    modules: pd.DataFrame | None = None
+    """Shares of the gradient energy by module, over all blocks: `tokens.module_shares`."""
     temperatures: pd.DataFrame | None = None
     """The headline at other temperatures, where the rollouts' own is not known: `temperatures.try_temperatures`."""
     cosines: pd.DataFrame | None = None
@@ -350,6 +352,11 @@ class Diagnosis:
         served = self.num_informative_prompts
         of = "" if served == self.num_prompts else f" ({served:,} of them with an advantage)"
         return f"{self.num_prompts:,} prompt{'' if self.num_prompts == 1 else 's'}{of}"
+
+    @property
+    def sums_prompts(self) -> int | None:
+        """Prompts whose gradients are summed; None: there are no sums."""
+        return None if self.by_prompt is None else len(self.by_prompt)
 
     @property
     def summed_prompts(self) -> str:

@@ -22,8 +22,16 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
-from gradscope.gradients import LAYER, LOGITS, PARAMETERS, sampling_probabilities, stands_for
+from gradscope.gradients import (
+    LAYER,
+    LOGITS,
+    PARAMETERS,
+    module_groups,
+    sampling_probabilities,
+    stands_for,
+)
 from gradscope.intervals import interval_shares, summarize
+from gradscope.policy import Policy, float_parameters
 from gradscope.resampling import (
     BITS,
     SHARE,
@@ -219,7 +227,7 @@ def shares_by(
     classes = max(1, min(classes, int(np.isfinite(squares).sum()) // PRINTABLE))
     table = add_drivers(table, classes=classes, special=special)
     parts = []
-    for driver in ("token_class", "position_class", "entropy_class", "advantage_sign"):
+    for driver in ("token_class", "position_class", "length_class", "entropy_class", "advantage_sign"):
         if driver not in table:
             continue
         column = table[driver].astype("category").cat.remove_unused_categories()
@@ -240,6 +248,31 @@ def shares_by(
         part |= {"squared_lower": square["lower"], "squared_upper": square["upper"]}
         parts.append(pd.DataFrame(part))
     return pd.concat(parts, ignore_index=True)
+
+
+def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
+    """Compute which modules hold this batch's Σ‖w·g‖²: a row per group of `measure(module_groups=True)`; None without.
+
+    Columns: module; parameter_share, of the measured parameters; squared_share; and low_share, of the sum over the
+    tokens of the lowest interval alone. A parameter that two modules share counts for the first.
+    """
+    parameters: dict[str, int] = {}
+    for name, parameter in float_parameters(policy.model):
+        owner = name.rpartition(".")[0]
+        parameters[owner] = parameters.get(owner, 0) + parameter.numel()
+    groups = module_groups([*parameters], policy.blocks_name)
+    groups = {group: names for group, names in groups.items() if f"{PARAMETERS}.{group}" in table}
+    if not groups:
+        return None
+    squares = table[[f"{PARAMETERS}.{group}" for group in groups]].to_numpy(np.float64) ** 2
+    squares *= (stands_for(table, table[PARAMETERS].notna().to_numpy()) * table["weight"] ** 2).to_numpy()[:, None]
+    columns: dict[str, object] = {"module": [*groups]}
+    sizes = np.array([sum(parameters[name] for name in names) for names in groups.values()])
+    lowest = squares[table["interval"].to_numpy() == 0]
+    sums = {"parameter_share": sizes, "squared_share": np.nansum(squares, 0), "low_share": np.nansum(lowest, 0)}
+    with np.errstate(invalid="ignore"):  # no token there
+        columns |= {name: values / values.sum() for name, values in sums.items()}
+    return pd.DataFrame(columns).sort_values("squared_share", ascending=False, kind="stable", ignore_index=True)
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:

@@ -56,6 +56,8 @@ class MeasureSettings:
     """Seeds the sample and the self-check's tokens."""
     per_module: bool = False
     """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
+    module_groups: bool = False
+    """The same of modules that have one name in every block, taken together: `param_grad_norm.mlp.up_proj`."""
     metric: Literal["adamw"] | None = None
     """adamw: also the column `param_grad_norm_adamw`, the exact norm ‖g ⊘ (√v̂ + ε)‖ that AdamW's update sees, v̂ after
     the batch's plain clipped step; NaN without a saved optimizer or without advantages."""
@@ -77,6 +79,7 @@ class MeasureKeywords(TypedDict, total=False):
     advantage_eps: Number
     seed: int
     per_module: bool
+    module_groups: bool
     metric: Literal["adamw"] | None
     fast: bool
     self_check: bool

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from time import perf_counter
 
 import numpy as np
@@ -27,6 +28,7 @@ from gradscope.gradients.columns import (
     backward_columns,
     gradient_columns,
     identify_tokens,
+    module_groups,
     to_frame,
 )
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
@@ -287,6 +289,14 @@ class TableMeasurement:
             with rows.engine() as meter:
                 return check_engine(meter, [sequence for sequence in rows.sequences if sequence.lengths])
 
+    @cached_property
+    def _modules(self) -> dict[str, list[str]]:
+        """What is told by module: group → its modules."""
+        names, groups = self.meter.module_names, {}
+        if self.settings.module_groups:
+            groups = module_groups(names, self.policy.blocks_name)
+        return groups | ({name: [name] for name in names} if self.settings.per_module else {})
+
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """Return one response's rows of the table."""
         mine, known = self.statistics.span(row), self.statistics.of(row)
@@ -297,8 +307,7 @@ class TableMeasurement:
         columns["interval"] = self.statistics.intervals[mine]
         if self._probabilities is not None:
             columns[SAMPLING_PROBABILITY] = self._probabilities[mine].astype(np.float32)
-        modules = self.meter.module_names if self.settings.per_module else ()
-        columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, modules)
+        columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, self._modules)
         if self.settings.metric is not None and ADAMW not in columns:
             columns[ADAMW] = torch.full_like(columns[PARAMETERS], float("nan"))
         return to_frame(columns)

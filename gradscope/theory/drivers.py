@@ -48,11 +48,11 @@ def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Seri
 
 @checked
 def add_drivers(table: pd.DataFrame, *, classes: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
-    """Add categorical columns for `by=`: entropy_class, position_class, advantage_sign, token_class.
+    """Add categorical columns for `by=`: entropy_class, position_class, length_class, advantage_sign, token_class.
 
     Classes hold equally many tokens, [lo, hi) with the last one closed; ties leave fewer classes. entropy_class is in
-    nats, advantage_sign "negative", "zero" or "positive". token_class is made where there is a column `token`, as of
-    `measure`. What is NaN has no category.
+    nats, length_class in tokens that the table has of the response, advantage_sign "negative", "zero" or "positive".
+    length_class and token_class need columns `response` and `token`, as of `measure`. What is NaN has no category.
     """
     needed = ["entropy", "position", "advantage"]
     if missing := [c for c in needed if c not in table]:
@@ -62,6 +62,9 @@ def add_drivers(table: pd.DataFrame, *, classes: int = 4, special: Set[str] = fr
     signs = table["advantage"].map(np.sign).map({-1: "negative", 0: "zero", 1: "positive"})
     columns = {f"{name}_class": _quantile_classes(table[name], classes) for name in ("entropy", "position")}
     columns["advantage_sign"] = pd.Categorical(signs, ["negative", "zero", "positive"])
+    if "response" in table:
+        lengths = table.groupby("response")["position"].transform("size")
+        columns["length_class"] = _quantile_classes(lengths, classes)
     if "token" in table:
         columns["token_class"] = token_classes(table["token"], special)
     return table.assign(**columns)

@@ -70,7 +70,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     policy = load_policy(trained)
     batch = read_rollouts(rollouts, policy)
     metric = read_adamw_state(policy, max_grad_norm=1.0)
-    table = measure(policy, batch, metric="adamw", optimizer_state=metric)
+    table = measure(policy, batch, module_groups=True, metric="adamw", optimizer_state=metric)
     pd.testing.assert_frame_equal(pd.read_parquet(out / "tokens.parquet"), table)
 
     # The schedule's last rate is 0: the one that it began with is taken, Trainer's default, clipped at 1.

@@ -35,7 +35,8 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
     table = pd.read_parquet(tmp_path / "own" / "tokens.parquet")
     policy = load_policy(model)
-    wanted = measure(policy, read_dump(tmp_path / "token_exports", policy, step=4).batch, self_check=False)
+    batch = read_dump(tmp_path / "token_exports", policy, step=4).batch
+    wanted = measure(policy, batch, self_check=False, module_groups=True)
     assert table["response"].nunique() == len(dumps.SAMPLES)
     pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
     assert "has no step 9" in refusal(capsys, "diagnose", *command, "--out", tmp_path / "none", "--step", "9")
@@ -84,7 +85,8 @@ def test_without_rollouts_a_task_is_sampled_once_and_diagnosed(model, tmp_path, 
     (rollouts,) = tmp_path.glob("out/rollouts-*.jsonl")
     table = pd.read_parquet(tmp_path / "out" / "tokens.parquet")
     policy = load_policy(model)
-    pd.testing.assert_frame_equal(table, measure(policy, read_dump(rollouts, policy).batch, self_check=False))
+    batch = read_dump(rollouts, policy).batch
+    pd.testing.assert_frame_equal(table, measure(policy, batch, self_check=False, module_groups=True))
     assert (table["weight"] != 0).any() and "squared_share" in {*read_statistics(tmp_path / "out")["statistic"]}
     written = rollouts.stat().st_mtime_ns
     run(*command)

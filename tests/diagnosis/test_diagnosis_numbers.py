@@ -7,21 +7,23 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from support.policies import make_batch, make_policy
 from support.tiers import every
 
 from gradscope.diagnosis import cosine_matrix, gradient_rows, token_shares
-from gradscope.diagnosis.gradients import signal_and_noise
+from gradscope.diagnosis.gradients import add_rollouts, carriers, prompt_table, signal_and_noise
 from gradscope.diagnosis.result import pick_row
 from gradscope.diagnosis.steps import direction_rows, influence_rows, lag_rows, within_budget
 from gradscope.diagnosis.tokens import (
     bound_margins,
     largest_tokens,
     layer_norms,
+    module_shares,
     scaled_squares,
     shares_by,
     sum_by_prompt,
 )
-from gradscope.gradients import Gram
+from gradscope.gradients import Gram, measure
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import LossSettings
 from gradscope.rollouts import Response, collate
@@ -172,7 +174,7 @@ def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
             assert rows[f"{prefix}_{end}"].to_dict() == pytest.approx(shares.quantile(tail).to_dict())
     positions = where[where["driver"] == "position_class"]
     assert len(positions) == 3 and positions["token_share"].sum() == pytest.approx(1)
-    assert set(where["driver"]) == {"token_class", "position_class", "entropy_class", "advantage_sign"}
+    assert set(where["driver"]) == {"token_class", "position_class", "length_class", "entropy_class", "advantage_sign"}
 
 
 def test_scaled_squares_add_up_to_the_whole_sum_on_average():
@@ -194,6 +196,30 @@ def test_the_largest_tokens_come_with_their_share_of_the_squares():
     assert top["squared_share"].tolist() == pytest.approx([n**2 / sum(m**2 for m in norms) for n in norms[:-6:-1]])
     one = table[(table["response"] == top["response"][0]) & (table["position"] == top["position"][0])].iloc[0]
     assert (top["token"][0], top["prob"][0]) == (one["token"], one["prob"])
+
+
+@pytest.mark.parametrize("each", [None, 3])
+def test_module_shares_are_sums_over_tokens(each):
+    policy = make_policy("qwen2")  # embedding and head share a table
+    given = {"tokens_per_interval": each, "self_check": False}
+    table = measure(policy, make_batch(policy), per_module=True, module_groups=True, **given)
+    found = module_shares(table, policy).set_index("module")
+    chances = table.get("sampling_probability", pd.Series(1.0, table.index)).astype(float)
+    counts = table["interval"].map(chances.groupby(table["interval"]).sum()) / chances
+    counts /= table["interval"].map(table.groupby("interval")["param_grad_norm"].count())
+    energy = lambda name, own: np.nansum(own * (table["weight"] * table[name].astype(float)) ** 2)  # noqa: E731
+    lowest = counts * (table["interval"] == 0)
+    whole = {own: energy("param_grad_norm", weights) for own, weights in (("all", counts), ("low", lowest))}
+    assert found["squared_share"].sum() == pytest.approx(1) == found["parameter_share"].sum()
+    for module, row in found.iterrows():
+        single = [name for name, _ in policy.model.named_modules() if name == module or name.endswith(f".{module}")]
+        columns = [f"param_grad_norm.{name}" for name in single if f"param_grad_norm.{name}" in table]
+        parts = [sum(energy(name, own) for name in {*columns}) for own in (counts, lowest)]
+        assert row["squared_share"] == pytest.approx(parts[0] / whole["all"], rel=1e-5)
+        assert row["low_share"] == pytest.approx(parts[1] / whole["low"], rel=1e-5)
+        size = sum(p.numel() for name in single for p in policy.model.get_submodule(name).parameters(recurse=False))
+        assert row["parameter_share"] == pytest.approx(size / sum(p.numel() for p in policy.model.parameters()))
+    assert module_shares(table[[c for c in table if not c.startswith("param_grad_norm.")]], policy) is None
 
 
 def test_layer_norms_are_means_over_each_places_tokens():
@@ -233,6 +259,37 @@ def plant_vectors(
 
 def make_gram(vectors: np.ndarray) -> np.ndarray:
     return np.einsum("pai,qbi->paqb", vectors, vectors)
+
+
+def test_prompts_are_told_by_their_own_vectors():
+    rng = np.random.default_rng(1)
+    vectors = plant_vectors(7, [1, 0.2, 0.5, 0.1], [0.5, 1, 0.3, 0.2], rng)
+    vectors[2] *= -1.5  # opposes the rest
+    found, prompts, whole = prompt_table(Gram.exact(make_gram(vectors))), vectors.sum(1), vectors.sum((0, 1))
+    assert found["gradient_share"].is_monotonic_decreasing and found["gradient_share"].sum() == pytest.approx(1)
+    assert found["group"].iat[-1] == 2 and found["cosine_with_rest"].iat[-1] < 0 and not found["share_error"].any()
+    for row in found.itertuples():
+        own, rest = prompts[row.group], whole - prompts[row.group]
+        assert row.gradient_norm == pytest.approx(np.linalg.norm(own))
+        assert row.gradient_share == pytest.approx(own @ whole / (whole @ whole))
+        expected = own @ rest / np.linalg.norm(own) / np.linalg.norm(rest)
+        assert row.cosine_with_rest == pytest.approx(expected)
+    shares = found["gradient_share"]
+    assert shares[: carriers(shares)].sum() >= 0.5 > shares[: carriers(shares) - 1].sum()
+
+
+def test_what_the_rollouts_tell_of_a_prompt():
+    rows = [Response([1, 2], [3] * n, group=g, reward=r) for g, n, r in ((0, 2, 1.0), (0, 3, 0.0), (4, 2, 0.25))]
+    batch = collate(rows)
+    table = pd.DataFrame({"response": [0, 0, 1, 1, 1, 2, 2], "group": [0] * 5 + [4] * 2})
+    table["position"] = [0, 1, 0, 1, 2, 0, 1]
+    table["weight"], table["log_one_minus_prob"] = [1, -1, 1, -3, 1, 0, 2], np.log([0.5, 0.5, 0.5, 0.4, 0.9, 0.9, 0.1])
+    found = add_rollouts(pd.DataFrame({"group": [4, 0]}), table, batch)
+    assert found[["group", "responses", "tokens", "response", "position"]].to_numpy().tolist() == [
+        [4, 1, 2, 2, 1],
+        [0, 2, 5, 1, 1],
+    ]
+    assert found["reward"].tolist() == [0.25, 0.5]
 
 
 def test_gradient_rows_are_those_of_the_vectors_themselves():

@@ -14,6 +14,7 @@ from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
 from gradscope.diagnosis.format import as_sentence, bits_words, name_interval, number_words, share_words, times_words
 from gradscope.diagnosis.glossary import DEFINITIONS
+from gradscope.diagnosis.gradients import carriers
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.errors import InputError
@@ -27,6 +28,8 @@ DATA = "data"
 """Folder, beside the page, of the CSV files."""
 PERCENT = "{:.1%}"
 OVER_PROMPTS = "95 % over prompts"
+EXTREMES = 3
+"""Prompts shown at each end."""
 SHARES = ("found", "predicted_held_out")
 BASES = ("value", "share", "coefficient", "difference")
 """Columns that `lower` and `upper` may belong to; the first one present counts."""
@@ -127,8 +130,10 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
         ("theory", "Norms against 1 − π", _theory(d, policy, sheets)),
         ("layers", "Layer by layer", _layers(d, sheets)),
+        ("modules", "Module by module", _modules(d, sheets)),
         ("where", "Kinds of tokens, positions, single tokens", _where(d, sheets)),
         ("signal", "Signal, noise and cosines", _signal(d, sheets)),
+        ("prompts", "Prompt by prompt", _prompts(d, sheets)),
         ("directions", "What one step does", _directions(d, sheets)),
         ("influence", "Influence between intervals", _influence(d, sheets)),
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
@@ -266,11 +271,24 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     ]
 
 
+def _modules(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.modules is None or len(d.modules) < 2:
+        return []
+    caption = (
+        "Which parameters hold this batch's gradient energy: each module's share of it, over all blocks together, "
+        "beside its share of the parameters. A table that embedding and head share counts as the embedding."
+    )
+    draw = lambda: plot_diagnosis.plot_module_shares(d.modules)  # noqa: E731
+    drawn = sheets.figure("modules_drawn", draw, caption)
+    return [drawn, sheets.table("modules", d.modules, "The same in numbers.", folded=True)]
+
+
 def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
     blocks: list[Block] = []
     if d.where is not None:
         sheets.tables[f"{DATA}/where.csv"] = d.where
-        for driver, words in (("token_class", "kind of token"), ("position_class", "position in the response")):
+        kinds = {"token_class": "kind of token", "position_class": "position", "length_class": "response length"}
+        for driver, words in kinds.items():
             if (d.where["driver"] == driver).any():
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
                 caption = f"Shares by {words}: of the tokens and of the gradient energy."
@@ -303,6 +321,27 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
             caption = f"Cosines between the intervals' summed gradients{words}; near 0 where either is noise."
             blocks.append(sheets.figure(name, draw, caption))
     return blocks + _define("signal fraction")
+
+
+def _prompts(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.by_prompt is None or len(d.by_prompt) < 2 or d.by_prompt["gradient_share"].isna().any():
+        return []
+    found, shares = d.by_prompt, d.by_prompt["gradient_share"]
+    half, against = carriers(shares), int((found["cosine_with_rest"] < 0).sum())
+    told = f"Half of the summed gradient comes from {half:,} of {len(found):,} prompts."
+    if against:
+        told += f" {against:,} point{'s' if against == 1 else ''} against the rest: with gradients of pure noise about "
+        told += "half of them would."
+    extremes = found if len(found) <= 2 * EXTREMES else pd.concat([found.head(EXTREMES), found.tail(EXTREMES)])
+    caption = "The prompts that drive the update most"
+    caption += "" if extremes is found else f", and the {EXTREMES} that do so least or oppose it"
+    caption += ": each links to its token of the largest |w|·(1−π)."
+    if (found["share_error"] > 0).any():
+        caption += f" Sketches give a share a standard error of {found['share_error'].max():.1%} at most."
+    shown = ["group", "reward", "responses", "tokens", "gradient_norm", "gradient_share", "cosine_with_rest"]
+    table = sheets.table("prompts", extremes, caption, shown, links=True)
+    sheets.tables[table.csv] = found
+    return [Paragraph(told), table]
 
 
 def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
