@@ -6,12 +6,12 @@ A file per training step, `CHECKPOINTS/gradscope/rollouts/step_000012.parquet`, 
 `trainer.default_local_dir`. Settings are environment variables:
 
 - GRADSCOPE_ROLLOUTS: another folder for the files;
-- GRADSCOPE_ROLLOUTS_EVERY: write every so manieth step, from the first one on (1);
-- GRADSCOPE_ROLLOUTS_TEXT: 1 also writes the text of prompt and response (0: ids alone, which whoever has the tokenizer
-  can decode).
+- GRADSCOPE_ROLLOUTS_EVERY=10: write every tenth step, from the first one on; by default, each;
+- GRADSCOPE_ROLLOUTS_TEXT=1: also write the text of prompt and response; by default, ids alone, which whoever has the
+  tokenizer can decode.
 
 The hook is `_update_actor` of verl's trainers, which runs on the driver once for each batch that the actor is trained
-on and never else, and there alone the step's number, the configuration and the batch as it goes to the actor are
+on and at no other time; there alone the step's number, the configuration and the batch as it goes to the actor are
 together: `compute_advantage` has neither ids nor step, and is called before a critic's warm-up is told from training,
 `compute_data_metrics` has no log-probabilities in the default trainer. The trainers are found when verl loads them;
 nothing else of verl is loaded. What verl computes stays as it is, and no weights are looked at, so that FSDP, Megatron

@@ -7,6 +7,7 @@ import sys
 import uuid
 import warnings
 from functools import partial
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -305,7 +306,7 @@ def start(code, tmp_path, **environment):
 
 def test_verl_loads_the_module_and_its_trainers_have_the_writer(tmp_path):
     trainers = ["verl.trainer.ppo.ray_trainer.RayPPOTrainer"]
-    if "transfer_queue" in sys.modules:
+    if find_spec("transfer_queue") is not None:
         trainers.append("verl.trainer.ppo.v1.trainer_base.PPOTrainer")
     lines = ["import verl, sys, pkgutil", "assert 'verl.trainer.ppo.ray_trainer' not in sys.modules"]
     lines += [f"assert pkgutil.resolve_name('{name}')._update_actor.__wrapped__" for name in trainers]
