@@ -116,18 +116,35 @@ class Workers:
             for end, n, row in zip(ends, of_response, new, strict=True):
                 values[end - n - 1 : end - 1] = row[:n]
             leaf = values.requires_grad_(True)
-            offsets = micro["input_ids"].offsets()
-            nested = torch.nested.nested_tensor_from_jagged(leaf, offsets=offsets)
-            loss, _ = self.loss(model_output={"log_probs": nested}, data=micro)
-            (slope,) = torch.autograd.grad(loss, leaf)
+            (slope,) = torch.autograd.grad(self._loss_of(micro, leaf), leaf)
             for row, end, n in zip(micro["row"].tolist(), ends, of_response, strict=True):
                 self.slopes[row] = -share * slope[end - n - 1 : end - 1]
+
+    def _loss_of(self, micro, values):
+        nested = torch.nested.nested_tensor_from_jagged(values, offsets=micro["input_ids"].offsets())
+        return self.loss(model_output={"log_probs": nested}, data=micro)[0]
 
     @staticmethod
     def _response_lengths(micro):
         if micro["responses"].is_nested:
             return micro["responses"].offsets().diff()
         return micro["attention_mask"][:, micro["prompts"].shape[1] :].sum(1)
+
+
+class BigramWorkers(Workers):
+    """Stand-in that trains a table of logits by SGD on verl's own loss, a step per mini-batch."""
+
+    def __init__(self, config):
+        super().__init__(config, 1)
+        self.table = torch.randn(96, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+    def logprobs(self, ids):
+        return self.table[ids].log_softmax(-1).gather(-1, ids.roll(-1, -1)[..., None])[..., 0]
+
+    def _backward(self, part, known, share):
+        tu.assign_non_tensor(part, **known)
+        loss = self._loss_of(part, self.logprobs(part["input_ids"].values()))
+        self.table.data -= 100.0 * torch.autograd.grad(loss, self.table)[0]
 
 
 @pytest.fixture
@@ -211,6 +228,29 @@ def test_weights_from_the_older_trainers_log_are_the_slopes_of_verls_loss(watche
     rows = kept | {"uid": data.non_tensor_batch["uid"]}
     dump = compare(tmp_path / "gradscope" / "rollouts", trainer.actor_rollout_wg, rows, order)
     assert (dump.batch.temperature == np.float32(0.7)).all()
+
+
+def test_ten_steps_end_with_the_same_weights_bit_for_bit(watched, tmp_path):
+    config, ends = make_config(tmp_path, actor=("ppo_mini_batch_size=2",)), []
+    for name in ("without", "with"):
+        writer = watched(RayPPOTrainer) if name == "with" else None
+        trainer = object.__new__(RayPPOTrainer)
+        trainer.config, trainer.tokenizer = config, make_tokenizer()
+        trainer.actor_rollout_wg = workers = BigramWorkers(config)
+        trainer._init_dump_executor()
+        start = workers.table.detach().clone()
+        for trainer.global_steps in range(1, 11):
+            data = DataProto.from_single_dict(make_rows())
+            with torch.no_grad():
+                data.batch["old_log_probs"] = workers.logprobs(data.batch["input_ids"])[:, PROMPT - 1 : -1]
+            data = compute_advantage(data, adv_estimator="grpo", num_repeat=REPEATS, config=config.algorithm)
+            trainer._update_actor(data)
+        trainer._shutdown_dump_executor()
+        ends.append(workers.table.detach())
+    assert torch.equal(*ends) and not torch.equal(ends[0], start)
+    assert writer.steps == [*range(1, 11)]
+    files = [read_dump(tmp_path / "gradscope" / "rollouts", step=step).batch for step in (1, 10)]
+    assert not torch.equal(files[0].old_logprobs, files[1].old_logprobs)
 
 
 # ---- the default trainer, whose batches are in TransferQueue
