@@ -257,6 +257,8 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
         own = {name: _numbers(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
         own["is_routed"] = None if sample.get("rollout_routed_experts") is None else True
+        shown = [sample.get(name) for name in ("multimodal_inputs", "multimodal_train_inputs")]
+        own["has_images"] = True if any(map(_is_something, shown)) else None
         yield place, shared | {name: v for name, v in own.items() if v is not None}
 
 
@@ -272,6 +274,13 @@ def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     lists = {name: [*v] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in data.items()}
     lists = {name: v for name, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
     return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
+
+
+def _is_something(value: Any) -> bool:
+    """Return whether a value is neither None nor empty, nor a dictionary of such values."""
+    if isinstance(value, dict):
+        return any(map(_is_something, value.values()))
+    return value is not None and not (isinstance(value, list) and not value)
 
 
 def _columns_of(content: dict[str, Any]) -> dict[str, Any]:

@@ -104,6 +104,7 @@ def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tup
     prompts, real = _prompts(metadata, rows), rows - _padding(metadata)
     for row in range(rows):
         told = {"is_padding": row >= real, "is_routed": batch.get("rollout_expert_indices") is not None}
+        told["has_images"] = batch.get("pixel_values") is not None
         yield f"{path}, row {row}", _columns(columns, row, prompts.get(row)) | told
 
 

@@ -33,7 +33,7 @@ from support.writers.write_slime import miles_sample, save, slime_sample, write_
 from gradscope.cli import main
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import read_dump, read_rollouts, select_checkpoint_step
+from gradscope.rollouts import READERS, list_files, read_dump, read_rollouts, select_checkpoint_step
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -148,6 +148,18 @@ def read(log: Log, policy: Policy) -> list[tuple[int, Told, list[int], list[int]
     return [(dump.batch, *one) for one in found]
 
 
+def test_a_log_is_told_by_columns_that_no_other_format_has(policy):
+    for name, log in LOGS.items():
+        own = name.split(",")[0]
+        own = {"miles": "slime", "verifiers_graph": "prime_rl_traces"}.get(own, own)
+        assert read_dump(FIXTURES / log.path, policy).format == own
+        for path in list_files(FIXTURES / log.path):
+            if path.suffix == ".jsonl":
+                first = json.loads(path.read_text().splitlines()[0])
+                columns = {name for name, value in first.items() if value is not None}
+                assert [form.name for form in READERS.values() if form.needs and form.needs <= columns] in ([own], [])
+
+
 @READ
 def test_a_group_is_the_trainers(log, policy):
     found = read(log, policy)
@@ -255,6 +267,15 @@ def test_rewards_of_a_batch_whose_samples_are_not_all_there_are_left_alone(tmp_p
         shutil.copy(file, tmp_path)
     batch = read_dump(tmp_path, policy).batch
     assert batch.rewards is None and batch.advantages is not None
+
+
+def test_prompts_with_images_are_left_out(tmp_path):
+    given = [{"images": ["x"], "videos": None}, {}, None, {"images": None, "videos": []}]
+    made = [None, None, {"pixels": torch.zeros(2)}, None]
+    path = rollouts(tmp_path, multimodal_inputs=given, multimodal_train_inputs=made)
+    dump = read_dump(path)
+    assert len(dump.batch) == 4
+    assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [2]
 
 
 def test_a_log_with_the_samplers_experts_is_told(policy):

@@ -578,7 +578,15 @@ def test_skyrls_own_padding_and_masked_rows_are_no_responses(tmp_path):
     assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [3]
 
 
+EXPERTS = {"format": "numpy", "data": bytes(5 * 6 * 2 * 2), "shape": (5, 6, 2, 2), "dtype": "uint8"}
+
+
+def test_batches_of_skyrl_with_images_leave_nothing_to_measure(tmp_path):
+    with refused("4 of 5", "1 of 5"):
+        read_dump(dumps.write_skyrl(tmp_path, pixel_values={"format": "tensor_list", "items": []}))
+
+
 def test_experts_that_skyrls_sampler_chose_are_told(tmp_path):
     for routed in (True, False):
-        notes = read_dump(dumps.write_skyrl(tmp_path, routed=routed)).notes
+        notes = read_dump(dumps.write_skyrl(tmp_path, **({"rollout_expert_indices": EXPERTS} if routed else {}))).notes
         assert [note.startswith("4 of 4 responses") for note in notes if "experts" in note] == [True] * routed

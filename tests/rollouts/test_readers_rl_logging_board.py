@@ -42,13 +42,14 @@ def row(prompt: str, tokens: list[str], **changes: Any) -> dict[str, Any]:
 def test_ids_are_those_of_the_text_or_of_each_token_or_not_known(subwords, tmp_path):
     rows = [
         row("ab", ["abb", "a"], response="abba"),  # as the text is tokenized: "a" alone has two ids
-        row("ab", ["ab", "abb"], response="ababb"),  # sampled as the text is not: each token has one id
+        row("ab", ["ab", "abb"], response="abb ab"),  # whatever the text: each token has one id
         row("ab", ["a", "b"], response="ab"),  # nor so, and two ids each
     ]
     dump = read_dump(write_jsonl(tmp_path / "r.jsonl", rows), subwords)
     assert [dump.batch.sequence(at)[0].tolist() for at in range(len(dump.batch))] == [[6, 7, 4], [6, 6, 7]]
     assert [int(note.split()[0]) for note in dump.notes if note.kind == "left-out"] == [1]
     assert dump.batch.old_logprobs[dump.batch.response_mask].tolist() == [-0.5, -1.5] * 2
+    assert [note for note in dump.notes if note.startswith("1 of 2 responses: the text of some")]
 
 
 @pytest.mark.parametrize("pad", ["<pad>", "<eos>"])

@@ -264,10 +264,10 @@ def write_roll(folder: Path, *, step: int = 3) -> Path:
     return write_jsonl(folder / f"rollout_dump_data.step_{step}.jsonl", [line])
 
 
-def write_skyrl(folder: Path, *, step: int = 3, pad: int = 1, odd: Any = None, routed: bool = False) -> Path:
+def write_skyrl(folder: Path, *, step: int = 3, pad: int = 1, odd: Any = None, **more: dict[str, Any]) -> Path:
     """dumped_data/global_step_3_training_input.pkl, rows padded on the left; the last `pad` ones fill the batch up.
 
-    odd: an object that stands in the metadata. routed: with the sampler's experts, [rows, columns, layers, top-k].
+    odd: an object that stands in the metadata; more: further entries of the batch.
     """
     path = folder / "dumped_data" / f"global_step_{step}_training_input.pkl"
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -292,9 +292,7 @@ def write_skyrl(folder: Path, *, step: int = 3, pad: int = 1, odd: Any = None, r
         "action_log_probs": {"format": "torch", "data": saved.getvalue()},
         "base_action_log_probs": None,
     }
-    if routed:
-        experts = {"data": bytes(len(rows) * width * 4), "shape": (len(rows), width, 2, 2), "dtype": "uint8"}
-        batch["rollout_expert_indices"] = {"format": "numpy", **experts}
+    batch |= more
     bounds = [(0, 2), (2, 4)]
     state = {"batch_dict": batch, "batch_size": len(rows), "device": torch.device("cpu")}
     state["metadata"] = {"policy_prompt_boundaries": bounds, "pad_size": pad, "odd": odd}

@@ -44,6 +44,7 @@ ROUTED = (
     "their log holds the experts that the sampler chose, which the trainer takes again where it replays routing: the "
     "measured pass chooses its own, so that log π and gradients may be of other experts"
 )
+IMAGES = "their prompts hold images, video or sound, for which ids alone stand here"
 EVALUATED = "they are of an evaluation"
 
 

@@ -24,7 +24,11 @@ NAMES = {
     "ref_logprobs": "ref_logprobs",
     "response_ids": "response_tokens",
 }
-UNFOUND = "the text of some of their tokens is that of several ids, and that of the whole gives other tokens"
+UNFOUND = "the text of some of their tokens is that of several ids, and the whole text is tokenized into others"
+INFERRED = (
+    "the text of some of their tokens is that of several ids (a part of a character, a word with or without the space "
+    "before it): they are taken as the whole text is tokenized"
+)
 
 
 class _Tokens:
@@ -47,15 +51,15 @@ class _Tokens:
             found[text] = None if text in found else token
         return found
 
-    def find(self, text: str, tokens: list[str]) -> list[int] | None:
-        """Return the ids of tokens: those that the whole text gives if each has its token's text, else those that alone
-        have it; None if neither does.
+    def find(self, text: str, tokens: list[str]) -> tuple[list[int] | None, tuple[str, ...]]:
+        """Return the ids of tokens, with remarks: those that alone have each text, else those that the whole text
+        gives, if each has its token's text; None if neither does.
         """
-        ids = self._policy.encode_response(text)[: len(tokens)] if tokens else []
-        if [*map(self._text, ids)] == tokens:
-            return ids
         ids = [self._ids.get(token) for token in tokens]
-        return None if None in ids else ids
+        if None not in ids:
+            return ids, ()
+        ids = self._policy.encode_response(text)[: len(tokens)]
+        return (ids, (INFERRED,)) if [*map(self._text, ids)] == tokens else (None, ())
 
     def unpadded(self, prompt: str) -> str:
         """Return the prompt without what pads it on the left; a token that begins texts, too, may be no padding."""
@@ -85,11 +89,12 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         prompt, length = tokens.unpadded(prompt), tokens.length(own)
         columns |= {n: v[:length] for n, v in columns.items() if n.endswith("logprobs") and isinstance(v, list)}
         try:
-            columns |= {"prompt_ids": policy.encode_prompt(prompt), "response_ids": tokens.find(response, own[:length])}
+            columns["response_ids"], remarks = tokens.find(response, own[:length])
+            columns["prompt_ids"] = policy.encode_prompt(prompt)
         except InputError as error:
             raise InputError(f"{record.place}: {error}") from error
         columns["group"] = prompt
-        remarks = others_in(response, opening, policy.tokenizer.all_special_tokens)
+        remarks += others_in(response, opening, policy.tokenizer.all_special_tokens)
         left_out = UNFOUND if columns["response_ids"] is None else None
         yield Row(record.place, columns, step, NAMES, left_out, remarks)
 

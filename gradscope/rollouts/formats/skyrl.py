@@ -11,7 +11,7 @@ import re
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import ROUTED, Answers, Format, Row, pick, row_by_row
+from gradscope.rollouts.formats.base import IMAGES, ROUTED, Answers, Format, Row, pick, row_by_row
 
 NAMES = {
     "prompt_ids": "sequences",
@@ -30,8 +30,8 @@ FILLED_UP = "SkyRL filled up its batch with them: they are no samples"
 def _row(record: Record, policy: Policy | None) -> Row:
     named = re.search(r"global_step_([0-9]{1,18})", record.path.name)
     step = int(named[1]) if named else None
-    if record.columns["is_padding"]:
-        return Row(record.place, {}, step, left_out=FILLED_UP)
+    if record.columns["is_padding"] or record.columns["has_images"]:
+        return Row(record.place, {}, step, left_out=FILLED_UP if record.columns["is_padding"] else IMAGES)
     own = {native: native if native in ("prompt_ids", "response_ids") else name for native, name in NAMES.items()}
     columns, labels = pick(record, own | {"group": "prompt"}), dict(NAMES)
     if "old_logprobs" not in columns and "sampler_logprobs" in columns:
@@ -56,7 +56,7 @@ SKYRL = Format(
         "(its sampler's log π is 0, which a note counts)",
         logprobs="`action_log_probs`: the trainer's at its temperature, by which ratios are; `rollout_logprobs`: the "
         "sampler's",
-        left_out="what SkyRL fills up its batch with",
+        left_out="what SkyRL fills up its batch with; batches with images",
         checked="0.3.0: its own code (0.2.0 writes the same, 0.1.0's own code too), 2026-11-27",
     ),
 )

@@ -19,7 +19,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, ROUTED, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, IMAGES, ROUTED, Answers, Format, Row, pick, whole_number
 
 NAMES = {
     "response_mask": "loss_mask",
@@ -160,6 +160,8 @@ def _row(record: Record) -> Row:
     scored = pick(record, {"reward": "reward", "group": "group_index"})
     if length == 0:
         return Row(record.place, scored, step, labels, left_out=EMPTY)
+    if record.columns.get("has_images"):
+        return Row(record.place, scored, step, labels, left_out=IMAGES)
     if record.columns.get("remove_sample") is True:
         return Row(record.place, scored, step, labels, left_out=REMOVED)
     if not {"advantage", "reward"} & row.keys() and record.columns.get("status") in ("aborted", "failed", "pending"):
@@ -264,9 +266,9 @@ SLIME = Format(
             "that was on: a note counts), by which ratios are; `rollout_log_probs`: SGLang's"
         ),
         left_out=(
-            "evaluations (`eval_…`); removed samples (`remove_sample`); samples that were aborted or failed "
-            "before they had a reward; samples without train data, where others have some; another rank's copies, "
-            "and those of an earlier stage of the pipeline"
+            "evaluations (`eval_…`); samples with images; removed samples (`remove_sample`); samples that were aborted "
+            "or failed before they had a reward; samples without train data, where others have some; another rank's "
+            "copies, and those of an earlier stage of the pipeline"
         ),
         checked=(
             "slime 624b824a (2026-08-21) and miles 31f1ca96 (2026-08-21): a writer after their source; 2026-11-27"
