@@ -75,7 +75,8 @@ class GradScopeCallback(TrainerCallback):
     edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
     measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
     trainer that is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings`
-    refuses, DeepSpeed and FSDP's first version, numbers below 1, a budget outside (0, 1) or beside cosines or Lopti.
+    refuses, FSDP's first version and DeepSpeed's ZeRO-3, numbers below 1, a budget outside (0, 1), under DeepSpeed, or
+    beside cosines or Lopti.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class GradScopeCallback(TrainerCallback):
         self.loss = step_loss(trainer)
         if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("Lopti steps with two gradients, and a budget needs the whole one; give one of the two")
-        _refuse_launch(trainer)
+        _refuse_launch(trainer, budget)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         if (lost := find_lossy_text(tokenizer)) is not None:
             seen = f"{type(tokenizer).__name__} makes {lost[1]!r} of {lost[0]!r}"
@@ -136,11 +137,16 @@ class GradScopeCallback(TrainerCallback):
         self._step, self._window = None, []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if not self._window:  # not due, or the second of Lopti's steps
-            return
+        if self._window:  # else not due, the second of Lopti's steps, or measured before DeepSpeed stepped
+            self._measure()
+        if isinstance(self._step, StepMeasurement) and "grad_norm_ratio" not in self._step.numbers:
+            self._compare(state.global_step + 1)
+
+    def _measure(self) -> None:
+        """Measure the step whose micro-batches have been seen, at the weights before it."""
         started, trainer, window = time.perf_counter(), self.trainer, self._window
         self._due, self._window = False, []
-        batch, number = batch_from_trl(window, trainer.temperature), state.global_step + 1
+        batch, number = batch_from_trl(window, trainer.temperature), trainer.state.global_step + 1
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
         terms = trainer.model, batch, partial(self.loss.weights, window), self.loss.denominators(window)
         if self.budget is None:
@@ -152,8 +158,6 @@ class GradScopeCallback(TrainerCallback):
                 )
             with self.progress.stage(f"step {number}"), whole_weights(trainer.model):
                 self._step = measure_step(*terms, edges=self.edges, cosines=self.cosines, resources=resources)
-            if self._step is not None:
-                self._compare(number)
         else:
             together, seed = getattr(trainer, "weighting", None) is not None, (trainer.args.seed, number)
             with self.progress.stage(f"step {number}"), whole_weights(trainer.model, gradients=True):
@@ -269,11 +273,20 @@ class GradScopeCallback(TrainerCallback):
 
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
             # Lopti's second pass shows each once more.
-            if self._due and model.training and len(self._window) < self.trainer.current_gradient_accumulation_steps:
+            if self._due and model.training and not self._is_whole:
                 self._window.append(inputs)
-            return compute_loss(model, inputs, *args, **keywords)
+            loss = compute_loss(model, inputs, *args, **keywords)
+            # DeepSpeed steps in its backward pass, before any callback is called.
+            if self.trainer.is_deepspeed_enabled and self._window and self._is_whole:
+                self._measure()
+            return loss
 
         return watched
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether all micro-batches of the step have been seen."""
+        return len(self._window) >= self.trainer.current_gradient_accumulation_steps
 
     def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
         """Record what RLOO's ratio is made of."""
@@ -296,12 +309,16 @@ class GradScopeCallback(TrainerCallback):
         return normed
 
 
-def _refuse_launch(trainer: Any) -> None:
-    """Raise InputError for weights in shards that cannot be made whole, and for steps that are taken too early."""
-    if trainer.is_deepspeed_enabled:
-        raise InputError("DeepSpeed steps before a callback can look at the gradient; launch with FSDP, fsdp_version 2")
+def _refuse_launch(trainer: Any, budget: Number | None) -> None:
+    """Raise InputError for weights in shards that cannot be gathered, and for gradients that nobody may look at."""
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise InputError("FSDP's first version keeps the weights in flat shards; launch with fsdp_version 2")
+    if not trainer.is_deepspeed_enabled:
+        return
+    if trainer.args.deepspeed_plugin.zero_stage == 3:
+        raise InputError("DeepSpeed's ZeRO-3 keeps the weights in parts; launch with FSDP, fsdp_version 2")
+    if budget is not None:
+        raise InputError("a budget needs the trainer's gradient, which DeepSpeed keeps for itself; leave it out")
 
 
 def _ratio_of_all(row: dict[str, Any]) -> float:

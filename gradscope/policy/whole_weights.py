@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 
+_THEIRS = ("torch.distributed.fsdp.", "deepspeed.")
+"""Where hooks are from that exchange weights, or count forward passes as training's."""
 _REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
 """Attributes of a module that are others while its weights are whole."""
 
@@ -31,16 +33,17 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
 
     All processes enter together, between two steps of training; inside, each computes by itself and needs the memory
     of all weights. Afterwards shards, gradients, flags and hooks are the objects of before; what was changed in the
-    whole weights is lost. A model that was not in shards is left alone.
+    whole weights is lost. DeepSpeed's ZeRO-1 and 2 leave each process all weights: only their hooks are taken off. A
+    model that neither has to do with is left alone.
 
     Args:
-        gradients: gather `.grad` as well.
+        gradients: gather the shards' `.grad` as well.
 
     Raises:
         InputError: the weights are in shards of another kind.
     """
-    if not _is_sharded(model):
-        refuse_shards(model)
+    _refuse_other_shards(model)
+    if not _is_hooked(model):
         yield
         return
     from torch.distributed.fsdp import FSDPModule
@@ -60,8 +63,8 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
                     parameter = copies[id(parameter)]
                 whole[name] = parameter
             module._parameters = whole
-            module._forward_pre_hooks = _without_fsdp(kept["_forward_pre_hooks"])
-            module._forward_hooks = _without_fsdp(kept["_forward_hooks"])
+            module._forward_pre_hooks = _without_theirs(kept["_forward_pre_hooks"])
+            module._forward_hooks = _without_theirs(kept["_forward_hooks"])
         yield
     finally:
         for module, kept in before:
@@ -69,14 +72,19 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Raise InputError if a process does not have all of a model's weights."""
-    if _is_sharded(model):
-        raise InputError("the weights are in shards (fully_shard); measure in `with gradscope.whole_weights(model):`")
+    """Raise InputError if a process does not have all of a model's weights, or another's hooks run with them."""
+    _refuse_other_shards(model)
+    if _is_hooked(model):
+        raise InputError("the model is FSDP's or DeepSpeed's; measure in `with gradscope.whole_weights(model):`")
+
+
+def _refuse_other_shards(model: nn.Module) -> None:
+    """Raise InputError for weights in shards that `whole_weights` cannot gather."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InputError("the weights are in flat shards (FSDP's first version); train with fsdp_version 2")
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise InputError("the weights are in parts (DeepSpeed's ZeRO-3); train with FSDP, fsdp_version 2")
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) and not _is_hooked(model):
         raise InputError("the weights are cut up by another than fully_shard (tensor parallelism); load them whole")
 
 
@@ -97,14 +105,14 @@ def _gather(shard: nn.Parameter, gradients: bool) -> nn.Parameter:
     return made
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    """Return whether fully_shard's hooks are at work, which see to the shards."""
-    return any(_of_fsdp(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+def _is_hooked(model: nn.Module) -> bool:
+    """Return whether hooks of FSDP or DeepSpeed run with the model's forward passes."""
+    return any(_is_theirs(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
 
 
-def _of_fsdp(hook: Callable[..., Any]) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp.")
+def _is_theirs(hook: Callable[..., Any]) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith(_THEIRS)
 
 
-def _without_fsdp(hooks: Mapping[int, Callable[..., Any]]) -> OrderedDict[int, Callable[..., Any]]:
-    return OrderedDict((number, hook) for number, hook in hooks.items() if not _of_fsdp(hook))
+def _without_theirs(hooks: Mapping[int, Callable[..., Any]]) -> OrderedDict[int, Callable[..., Any]]:
+    return OrderedDict((number, hook) for number, hook in hooks.items() if not _is_theirs(hook))

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from support.processes import launch
+from support.refusals import refused
 from support.sharded_steps import step_by_one
-from support.trl_runs import needs_trl, save_policy
+from support.trl_runs import make_trainer, needs_trl, save_policy, train
+from transformers import TrainerCallback
+
+from gradscope.integrations.trl_callback import GradScopeCallback
 
 pytestmark = needs_trl
 SAME = 1e-5
-"""Relative, of sums in float32 that are added up in another order."""
+"""Of sums in float32 that are added up in another order, against the sum's size."""
 
 TRAINING = """
 import hashlib, json, os, sys, warnings
@@ -20,22 +26,27 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import torch
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from support.trl_runs import make_trainer, train
 from gradscope.integrations.trl_callback import GradScopeCallback
 out, kind, rank = Path(sys.argv[2]), sys.argv[3], os.environ["RANK"]
 sizes = {"per_device_train_batch_size": 4, "max_steps": 10, "ddp_backend": "gloo", "learning_rate": 1e-3, "move": 0.02}
+sizes |= {"max_completion_length": 7}  # every token of every block is an exchange
 
 def run(**watched):
     trainer = make_trainer(out / "policy", out / "run", **sizes)
     model, accelerator = trainer.model, trainer.accelerator
-    if kind == "fully_shard":
-        for unit in (*model.model.layers, model):
-            fully_shard(unit, mesh=init_device_mesh("cpu", (2,)))
-        # accelerate has no FSDP on a CPU, and would put DDP around it
-        accelerator.prepare_model = lambda model, **_: accelerator._models.append(model) or model
+    if kind == "FSDP":
+        # accelerate has none on a CPU, where its own preparation works nevertheless
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Qwen2DecoderLayer"],
+            cpu_ram_efficient_loading=False,
+        )
+        accelerator.state._shared_state |= {"distributed_type": DistributedType.FSDP, "fsdp_plugin": plugin}
+        trainer.is_fsdp_enabled = True
     else:
         accelerator.device_placement = False  # for which it would ask for the state of all processes
         trainer.optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
@@ -43,8 +54,8 @@ def run(**watched):
     if watched:
         trainer.add_callback(callback)
     train(trainer)
-    whole, digest = [*model.parameters()], hashlib.sha256(torch.get_rng_state().numpy())
-    if kind == "fully_shard":
+    whole, digest = [*trainer.model.parameters()], hashlib.sha256(torch.get_rng_state().numpy())
+    if kind == "FSDP":
         own = sum(p.to_local().numel() for p in whole)
         whole = [p.full_tensor() for p in whole]
     else:
@@ -60,7 +71,7 @@ found = [run(), run(cosines=True), run(budget=0.99)]
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("kind", ["fully_shard", "ZeRO-1"])
+@pytest.mark.parametrize("kind", ["FSDP", "ZeRO-1"])
 def test_the_measured_gradient_is_the_trained_one_and_ten_steps_end_bit_equal(tmp_path, kind):
     save_policy(tmp_path / "policy")
     (code := tmp_path / "training.py").write_text(TRAINING)
@@ -71,12 +82,12 @@ def test_the_measured_gradient_is_the_trained_one_and_ten_steps_end_bit_equal(tm
         assert 0 < alone["share"] < 1 and alone["digest"] == watched["digest"] == some["digest"]
         assert [row["step"] for row in watched["rows"]] == [1, 4, 7, 10]
         for row in watched["rows"]:
-            assert row["grad_norm_ratio"] == pytest.approx(1, abs=SAME) and row["num_tokens"] > 40  # of both
+            assert row["grad_norm_ratio"] == pytest.approx(1, abs=SAME) and row["num_tokens"] > 28  # of both
         for row, other in zip(some["rows"], watched["rows"], strict=True):
             assert row["measured_prompts"] == row["num_prompts"]
             assert row["grad_projection"] == pytest.approx(1, abs=SAME)
             for name in row.keys() & {n for n in other if n.startswith(("grad_share/", "right_direction_"))}:
-                assert row[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6, nan_ok=True)
+                assert row[name] == pytest.approx(other[name], abs=SAME, nan_ok=True)
     (_, first, _), (_, second, _) = runs
     assert [numbers(row) for row in first["rows"]] == [numbers(row) for row in second["rows"]]
 
@@ -96,3 +107,61 @@ def test_two_processes_with_shards_measure_a_step_as_one_with_all_responses_does
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
         assert found == pytest.approx(expected, rel=SAME, abs=SAME, nan_ok=True)
+
+
+# ---- DeepSpeed, which is not installed here: what accelerate makes of a trainer, as far as the callback can tell
+
+
+class AsUnderDeepSpeed(TrainerCallback):
+    """accelerate's backward() steps, and only it does; a hook takes each forward pass for one of training's."""
+
+    def __init__(self, trainer):
+        self.trainer, self.training, self.norms = trainer, [], []
+        trainer.args.deepspeed_plugin = SimpleNamespace(zero_stage=1)
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args, state, control, **_):
+        trainer, accelerator = self.trainer, self.trainer.accelerator
+        optimizer, backward = trainer.optimizer.optimizer, accelerator.backward
+
+        def backward_and_step(loss, **keywords):
+            backward(loss, **keywords)
+            if accelerator.sync_gradients:
+                gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+                self.norms.append(torch.nn.utils.get_total_norm(gradients))
+                optimizer.step()
+                optimizer.zero_grad()  # and the step that TRL asks for afterwards finds no gradient
+
+        def prologue(module, inputs):
+            self.training.append(module.training)
+
+        prologue.__module__ = "deepspeed.runtime.engine"
+        trainer.model.register_forward_pre_hook(prologue)
+        accelerator.backward, accelerator.clip_grad_norm_ = backward_and_step, lambda *_, **__: self.norms[-1]
+        trainer.is_deepspeed_enabled = True
+
+
+@pytest.mark.parametrize("accumulated", [1, 2])
+def test_a_step_that_is_taken_in_the_backward_pass_is_measured_before_it(tmp_path, accumulated):
+    policy, rows = save_policy(tmp_path / "policy"), []
+    sizes = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated, "move": 0.02}
+    for early in (False, True):
+        trainer = make_trainer(policy, tmp_path / "run", **sizes)
+        stepping = AsUnderDeepSpeed(trainer) if early else None
+        callback = GradScopeCallback(trainer, every=2, micro_batch_size=3, progress=False)
+        trainer.add_callback(callback)
+        train(trainer)
+        rows.append([numbers(row) for row in callback.rows])
+    assert rows[0] == rows[1] and [row["step"] for row in rows[1]] == [1, 3]
+    assert all(row["grad_norm_ratio"] == pytest.approx(1, abs=SAME) for row in rows[1])
+    assert stepping.training and all(stepping.training)  # the measured passes are in eval mode
+
+
+def test_zero_3_and_a_budget_under_deepspeed_are_refused(tmp_path):
+    trainer = make_trainer(save_policy(tmp_path / "policy"), tmp_path / "run")
+    trainer.is_deepspeed_enabled = True
+    for stage, settings in ((3, {}), (1, {"budget": 0.2})):
+        trainer.args.deepspeed_plugin = SimpleNamespace(zero_stage=stage)
+        with refused():
+            GradScopeCallback(trainer, **settings)
+    GradScopeCallback(trainer)
