@@ -128,7 +128,7 @@ def make_format(name: str) -> str:
 def make_readers() -> str:
     """What is asked of every format, a row each."""
     from gradscope.rollouts import READERS
-    from gradscope.rollouts.formats.base import RETOKENISED
+    from gradscope.rollouts.formats.base import FOUND_BY_TEXT, RETOKENISED
 
     rows = []
     for form in READERS.values():
@@ -136,7 +136,8 @@ def make_readers() -> str:
         group = f"{told.group}; a response alone keeps its raw reward" if form.keeps_single_rewards else told.group
         counts = told.step != "none"
         step = f"{told.step}; checkpoint n sampled n + {form.first_step}" if counts else told.step
-        begins = "what the tokenizer puts before text, once" if RETOKENISED in form.notes else "as logged"
+        is_text = bool({RETOKENISED, FOUND_BY_TEXT} & {*form.notes})
+        begins = "what the tokenizer puts before text, once" if is_text else "as logged"
         link = f"[{form.name}]({form.name}.md)"
         rows.append([link, group, step.replace("n + 0", "n"), told.sampled, told.logprobs, begins, told.left_out])
     names = ["format", "a group", "the step", "sampled tokens", "log π", "BOS", "left out beside the common rule"]

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 RETOKENISED = (
     "the log holds text: prompts and responses were tokenized again, which may not give the ids that were sampled"
 )
+FOUND_BY_TEXT = (
+    "the log holds text: prompts were tokenized again, and responses' ids were found by the text of their tokens"
+)
 NO_SPECIAL_TOKENS = (
     "responses were decoded without special tokens: the end-of-sequence token that closed a response is not among its "
     "tokens"
@@ -189,6 +192,14 @@ def need(record: Record, name: str) -> Any:
     if name not in record.columns:
         raise InputError(f"{record.place}: no `{name}`; every record of this format has one; leave the record out")
     return record.columns[name]
+
+
+def need_objects(record: Record, name: str) -> list[dict[str, Any]]:
+    """Return the record's list of objects of that name. Raises InputError if it is missing, or none."""
+    values = need(record, name)
+    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+        raise InputError(f"{record.place}: `{name}` is {show(values)}; wanted is a list of objects")
+    return values
 
 
 def whole_number(record: Record, name: str) -> int | None:

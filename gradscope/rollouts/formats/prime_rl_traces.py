@@ -15,7 +15,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, TORN, Answers, Format, Row, whole_number
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, TORN, Answers, Format, Row, need_objects, whole_number
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
@@ -68,7 +68,7 @@ def _is_trained(update: Record) -> bool:
     """Return whether an annotation says that the trace was trained: the trainer's own, or a shipped cohort's."""
     known = _object(update, "info").get("train")
     sent = isinstance(known, dict) and known.get("effective") is True
-    return sent or any(branch.get("trainer_logprobs") for branch in _branches(update))
+    return sent or any(branch.get("trainer_logprobs") for branch in need_objects(update, "branches"))
 
 
 def _is_stale(policy: Any, step: int | None) -> bool:
@@ -78,9 +78,7 @@ def _is_stale(policy: Any, step: int | None) -> bool:
 
 
 def _traces(episode: Record) -> list[dict[str, Any]]:
-    traces = episode.columns["traces"]
-    if not isinstance(traces, list) or not all(isinstance(trace, dict) for trace in traces):
-        raise InputError(f"{episode.place}: `traces` is {show(traces)}; wanted is a list of traces; leave the row out")
+    traces = need_objects(episode, "traces")
     return [{name: value for name, value in trace.items() if value is not None} for trace in traces]
 
 
@@ -97,20 +95,13 @@ def _id(record: Record, given: Any) -> str | int | None:
     return given
 
 
-def _branches(update: Record) -> list[dict[str, Any]]:
-    branches = update.columns["branches"]
-    if not isinstance(branches, list) or not all(isinstance(branch, dict) for branch in branches):
-        raise InputError(f"{update.place}: `branches` is {show(branches)}; wanted is a list; leave the row out")
-    return branches
-
-
 def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
     """Merge the updates' per-token values into the trace's nodes; of scalars, the newest of each name."""
     nodes, info = read_nodes(record), dict(_object(record, "info"))
     paths = node_paths(nodes)
     for update in updates:
         info |= _object(update, "info")
-        for branch in _branches(update):
+        for branch in need_objects(update, "branches"):
             index = branch.get("index")
             if not isinstance(index, int) or not 0 <= index < len(paths):
                 raise InputError(

@@ -15,7 +15,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import Answers, Format, Row, need, pick, whole_number
+from gradscope.rollouts.formats.base import FOUND_BY_TEXT, Answers, Format, Row, need, pick, whole_number
 from gradscope.rollouts.formats.text import opening_of, others_in
 
 NAMES = {
@@ -109,7 +109,7 @@ RL_LOGGING_BOARD = Format(
     knows="ref_logprobs values token_rewards ref_response ref_reward ground_truth",
     rows=_rows,
     notes=(
-        "the log holds text: prompts were tokenized again, and responses' ids were found by the text of their tokens",
+        FOUND_BY_TEXT,
         "neither values nor token_rewards are read, of which PPO makes its advantages: γ, λ and what scales them are "
         "not in the log",
     ),

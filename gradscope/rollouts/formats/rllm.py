@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Answers, Format, Row, need, whole_number
+from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Answers, Format, Row, need, need_objects, whole_number
 from gradscope.rollouts.formats.text import prompt_of
 from gradscope.rollouts.formats.verifiers import FAILED
 
@@ -27,7 +26,7 @@ IDS = {"prompt_ids": "prompt_ids", "response_ids": "response_ids", "old_logprobs
 def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
     for record in records:
         number = whole_number(record, "training_step")
-        trajectories = _objects(record, "trajectories")
+        trajectories = need_objects(record, "trajectories")
         if record.path.parent.name.startswith("val_step_"):
             yield Row(record.place, {}, number, left_out=EVALUATED)
         elif not any(trajectory.get("steps") for trajectory in trajectories):
@@ -47,7 +46,7 @@ def _task(record: Record) -> str:
 
 def _trajectory_rows(trajectory: Record, columns: dict[str, Any], number: int | None) -> Iterator[Row]:
     """Yield a row per step; the trajectory's reward, without one its last step's, is that of each and counts once."""
-    steps = _objects(trajectory, "steps")
+    steps = need_objects(trajectory, "steps")
     rewards = [trajectory.columns.get("reward"), *(step.get("reward") for step in steps[-1:])]
     columns = columns | {"reward": next((reward for reward in rewards if reward is not None), None)}
     for at, step in enumerate(steps):
@@ -64,7 +63,7 @@ def _trajectory_rows(trajectory: Record, columns: dict[str, Any], number: int | 
 
 def _text(step: Record) -> dict[str, Any] | None:
     """Return prompt and response of a step; None where its chat does not tell what was sampled."""
-    chat = _objects(step, "chat_completions")
+    chat = need_objects(step, "chat_completions")
     answer = chat[-1] if chat else {}
     content, said = answer.get("content"), step.columns.get("model_response") or answer.get("content")
     thinks = any((step.columns.get("thought"), answer.get("reasoning"), answer.get("reasoning_content")))
@@ -73,13 +72,6 @@ def _text(step: Record) -> dict[str, Any] | None:
     if answer.get("role") != "assistant" or said != content or thinks or has_tools or not is_text:
         return None
     return {"prompt": prompt_of(Record(step.path, step.place, {"prompt": chat[:-1]}), "prompt"), "response": content}
-
-
-def _objects(record: Record, name: str) -> list[dict[str, Any]]:
-    values = need(record, name)
-    if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InputError(f"{record.place}: `{name}` is {show(values)}; wanted is a list of objects")
-    return values
 
 
 RLLM = Format(

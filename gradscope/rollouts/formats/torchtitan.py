@@ -14,7 +14,17 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Answers, Format, Row, need, pick, whole_number
+from gradscope.rollouts.formats.base import (
+    AS_TEXT,
+    EVALUATED,
+    Answers,
+    Format,
+    Row,
+    need,
+    need_objects,
+    pick,
+    whole_number,
+)
 from gradscope.rollouts.formats.sequences import split_sequence
 from gradscope.rollouts.formats.text import prompt_of, response_of
 
@@ -103,10 +113,7 @@ def _text(record: Record, columns: dict[str, Any], step: int | None, remarks: tu
 
 
 def _turns(record: Record) -> list[dict[str, Any]]:
-    turns = need(record, "turns")
-    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
-        raise InputError(f"{record.place}: `turns` is {show(turns)}; wanted is a list of objects")
-    return turns
+    return need_objects(record, "turns")
 
 
 def _versions(record: Record, turn: dict[str, Any]) -> list[int]:
