@@ -21,10 +21,9 @@ SPECIAL = {0: "<pad>", EOS: "<eos>"}
 
 
 def write_rl_logging_board(out: Path) -> Path:
-    """rl_logging_board/rl_logging_board_data.jsonl; a batch for each prompt."""
-    folder = out / "rl_logging_board"
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "rl_logging_board_data.jsonl").open("w") as file:
+    """rl_logging_board_data.jsonl; a batch for each prompt."""
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "rl_logging_board_data.jsonl").open("w") as file:
         for step, groups in enumerate(STEPS, start=1):
             width = max(len(group[0].prompt) for group in groups)
             for group in groups:
@@ -32,7 +31,7 @@ def write_rl_logging_board(out: Path) -> Path:
                 for sample in group:
                     row = columns(sample, width - len(sample.prompt), longest - len(sample.response))
                     file.write(json.dumps(row | {"step": step}, ensure_ascii=False) + "\n")
-    return folder
+    return out
 
 
 def columns(sample: Sample, before: int, behind: int) -> dict[str, Any]:
@@ -55,4 +54,4 @@ def decode(ids: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    write_rl_logging_board(Path(sys.argv[1]))
+    write_rl_logging_board(Path(sys.argv[1]) / "rl_logging_board")

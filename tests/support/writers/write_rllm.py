@@ -18,11 +18,11 @@ from support.writers.sampled import STEPS, Sample, words
 
 
 def write_rllm(out: Path) -> Path:
-    """rllm/episodes/train_step_{n}_epoch_0/, with a validation's folder and each step's summary."""
+    """episodes/train_step_{n}_epoch_0/, with a validation's folder and each step's summary."""
     for step, groups in enumerate(STEPS, start=1):
-        log_step(out / "rllm" / "episodes" / f"train_step_{step}_epoch_0", step, groups, "train")
-    log_step(out / "rllm" / "episodes" / "val_step_2_epoch_0", 2, STEPS[0][:1], "val")
-    return out / "rllm" / "episodes"
+        log_step(out / "episodes" / f"train_step_{step}_epoch_0", step, groups, "train")
+    log_step(out / "episodes" / "val_step_2_epoch_0", 2, STEPS[0][:1], "val")
+    return out / "episodes"
 
 
 def log_step(folder: Path, step: int, groups: list[list[Sample]], mode: str) -> None:
@@ -82,4 +82,4 @@ def answer(sample: Sample) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    write_rllm(Path(sys.argv[1]))
+    write_rllm(Path(sys.argv[1]) / "rllm")
