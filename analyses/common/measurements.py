@@ -17,7 +17,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +49,8 @@ class Measurement:
     scales: tuple[str, ...]
     seeds: tuple[int, ...] = ()
     """Of the runs whose checkpoints it reads; none: it says so itself."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Further keywords of `measure`."""
 
 
 def list_measurements(scale: str = "cpu") -> list[Measurement]:
@@ -61,6 +63,7 @@ def list_measurements(scale: str = "cpu") -> list[Measurement]:
             entry["module"],
             *(tuple(entry[key]) for key in ("after", "figures", "scales")),
             seeds=tuple(entry.get("seeds", {}).get(scale, ())),
+            settings=entry.get("settings", {}),
         )
         for name, entry in entries.items()
     ]
@@ -71,7 +74,7 @@ def make_measurement(measurement: Measurement, scale: str = "cpu") -> None:
     """Measure, or go on, and keep the tables."""
     measure = importlib.import_module(measurement.module).measure
     settings = {"scale": scale} if len(measurement.scales) > 1 else {}
-    measure(folder(measurement.name, scale), **settings)
+    measure(folder(measurement.name, scale), **settings, **measurement.settings)
 
 
 def folder(name: str, scale: str = "cpu") -> Path:

@@ -127,7 +127,7 @@ def measure(out: Path, *, questions: int = 24, responses: int = 8) -> None:
     batch = sample_batch(policy, questions, responses, FRESH)
     tokens = part(out, "tokens", lambda: measure_tokens(policy, batch))
     frames = [by_prompt(out, "embedded", policy, batch, tokens)]
-    policy, batch = real_language.inputs()
+    policy, batch = real_language.inputs("smollm2")
     of_pretrained = read_table("real_language", "tokens.parquet")
     frames.append(by_prompt(out, "smollm2", policy, batch, of_pretrained, by_token=False))
     slim = tokens[["group", "response", "position", "prob", LOGITS, PARAMETERS]]

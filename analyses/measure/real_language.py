@@ -1,62 +1,137 @@
-"""Measures a pretrained policy on real language: SmolLM2-135M-Instruct, its weights de-quantised from four bits.
+"""Measures pretrained policies on real language, their weights de-quantised from four bits, at temperature 1.
 
-Made by `python -m analyses.recipes.pretrained` in CHECKPOINT. The 16 word problems ("think step by step") and its 8
-responses to each, sampled at temperature 1 with at most 160 tokens, lie beside the tables, so that others measure the
-same tokens. Leaves
+They are those of MODELS, each made by `python -m analyses.recipes.pretrained` in a folder of its name below WORK.
+SmolLM2-135M-Instruct was given 16 word problems ("think step by step"), 8 responses each of at most 160 tokens; these
+lie beside the tables, so that others measure the same tokens. Gemma 3 270M, a base model, is given 8 problems of
+word-problems-plain after EXAMPLES, and its 4 responses to each are sampled here, of at most 18 tokens.
+For both a right answer earns 1, one in the asked form 0.1 more. Leaves
 
-    rollouts.parquet    the problems and responses, as they were found there
-    tokens.parquet      the token table, every token measured
+    rollouts.parquet    the problems and responses
+    tokens.parquet      the token table, every token measured (SmolLM2) or as many of each interval as runs.toml says
     statistics.csv      the diagnosis's statistics of the batch
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
+import torch
 
 from analyses.common.experiments import WORK
-from analyses.common.measurements import folder, keep
-from gradscope import diagnose, load_policy
-from gradscope.gradients import LAYER, LOGITS, PARAMETERS
+from analyses.common.measurements import PARTS, folder, keep, part
+from gradscope import diagnose, load_policy, measure as measure_tokens
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS, SAMPLING_PROBABILITY, TokenJacobian, check_engine
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch, read_rollouts
+from gradscope.sampling import HFSampler, rollout_rows
+from gradscope.tasks import get_task
 
-CHECKPOINT = WORK / "smollm2"
+
+@dataclass(frozen=True)
+class Model:
+    """A pretrained policy, and where its tables are."""
+
+    measurement: str
+    """Its name in analyses/runs.toml."""
+    title: str
+
+
+MODELS = {
+    "smollm2": Model("real_language", "SmolLM2-135M-Instruct, de-quantised from four bits"),
+    "gemma3": Model("real_language_gemma3", "Gemma 3 270M, de-quantised from four bits"),
+}
+TASK, INSTRUCTION = "word-problems-plain", " End with: The answer is N."
+EXAMPLES = (
+    "Leo owns 10 books. He finds 13 more. How many books is that? 10 + 13 = 23. The answer is 23.\n"
+    "Kate has 30 eggs and breaks 4. How many eggs does she have now? 30 - 4 = 26. The answer is 26.\n"
+)
+"""Before a problem, for a base model, in place of the task's instruction, which it does not follow."""
 ROLLOUTS = "rollouts.parquet"
+EMBEDDING = "embedding_grad_norm"
+"""‖g‖ of the embedding, which is the head's matrix, too; absent from SmolLM2's table."""
 KEPT = [
     *("response", "group", "position", "token", "prob", "logprob", "log_one_minus_prob", "entropy", "advantage"),
-    *("weight", "interval", LOGITS, PARAMETERS),
+    *("weight", "interval", LOGITS, PARAMETERS, EMBEDDING),
 ]
 """Columns of the token table; and the norms of the layers."""
 SMALL = {"response": np.int16, "group": np.int16, "position": np.int16, "interval": np.int8}
+CHECKED = 4
+"""Tokens of each interval that are compared with plain autograd."""
+MEMORY = 3 << 30
+"""Bytes for summed gradients: a vector of Gemma's parameters takes one of these three."""
 
 
-def measure(out: Path) -> None:
-    """Diagnose the batch with every token measured, and keep the tables."""
-    policy, batch = inputs()
-    found = diagnose(policy, batch, minutes=None)
-    keep(
-        out,
-        tables(found.tokens, found.statistics, pd.read_parquet(folder("real_language") / ROLLOUTS)),
-        **facts(policy),
-    )
+def measure(
+    out: Path,
+    *,
+    model: str = "smollm2",
+    questions: int = 8,
+    responses: int = 4,
+    limit: int = 18,
+    tokens_per_interval: int | None = None,
+) -> None:
+    """Measure the batch's tokens, sum its gradients, and keep the tables.
+
+    Args:
+        questions, responses, limit: problems, responses to each and their most tokens, where they are sampled here.
+        tokens_per_interval: None: every token.
+    """
+    policy, rollouts = load_policy(WORK / model), out / ROLLOUTS
+    if not rollouts.is_file():
+        part(out, "rollouts", partial(sample, policy, questions, responses, limit))
+        rollouts = out / PARTS / ROLLOUTS
+    batch = read_rollouts(rollouts, policy)
+    # Equal chances within an interval: figures and fits of this table take the measured tokens as they are.
+    settings = {"tokens_per_interval": tokens_per_interval, "sample": "stratified", "per_module": True}
+    # Checked below, on more tokens.
+    tokens = part(out, "tokens", partial(measure_tokens, policy, batch, self_check=False, **settings))
+    left_out = {"influence_tokens": None, "actual_step": False, "compare": False, "gradient_memory": MEMORY}
+    statistics = part(out, "statistics", lambda: diagnose(policy, batch, tokens, **left_out).statistics)
+    check = part(out, "check", lambda: pd.DataFrame([check_some(policy, batch, tokens["interval"])]))
+    tables = {
+        "tokens.parquet": slim(policy, tokens),
+        "statistics.csv": statistics,
+        ROLLOUTS: pd.read_parquet(rollouts),
+    }
+    facts = {"policy": MODELS[model].title, "vocab_size": policy.vocab_size}
+    keep(out, tables, **facts, temperature=1.0, self_check=check.to_dict("records")[0])
 
 
-def inputs() -> tuple[Policy, TokenBatch]:
+def inputs(model: str) -> tuple[Policy, TokenBatch]:
     """The checkpoint, and the responses that were kept."""
-    policy = load_policy(CHECKPOINT)
-    return policy, read_rollouts(folder("real_language") / ROLLOUTS, policy)
+    policy = load_policy(WORK / model)
+    return policy, read_rollouts(folder(MODELS[model].measurement) / ROLLOUTS, policy)
 
 
-def tables(tokens: pd.DataFrame, statistics: pd.DataFrame, rollouts: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    """What figures are drawn from."""
+def sample(policy: Policy, questions: int, responses: int, limit: int) -> pd.DataFrame:
+    """Responses to problems with one sum or difference, a row each, rewarded as SmolLM2's were."""
+    task = get_task(TASK)
+    asked = [
+        replace(question, prompt=EXAMPLES + question.prompt.removesuffix(INSTRUCTION))
+        for question in task.questions(questions, seed=0, levels=(1,))
+    ]
+    settings = {"n": responses, "temperature": 1.0, "max_new_tokens": limit, "seed": 0}
+    rows = pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=HFSampler(policy, batch_size=64), **settings))
+    return rows.assign(reward=rows["correct"] + 0.1 * rows["format_ok"])
+
+
+def check_some(policy: Policy, batch: TokenBatch, intervals: pd.Series) -> dict[str, object]:
+    """Compare CHECKED random tokens of each interval with plain autograd; intervals: of all kept tokens."""
+    J = TokenJacobian(policy, batch)
+    chosen = intervals.groupby(intervals).sample(CHECKED, random_state=0).index
+    rows = J.row_norms(torch.isin(torch.arange(len(intervals)), torch.tensor(list(chosen))))
+    with rows.engine() as meter:
+        return asdict(check_engine(meter, [sequence for sequence in rows.sequences if sequence.lengths]))
+
+
+def slim(policy: Policy, tokens: pd.DataFrame) -> pd.DataFrame:
+    """The columns that figures are drawn from."""
     layers = [column for column in tokens if column.startswith(LAYER)]
-    slim = tokens[[*KEPT, *layers]].astype(SMALL)
-    return {"tokens.parquet": slim, "statistics.csv": statistics, ROLLOUTS: rollouts}
-
-
-def facts(policy: Policy) -> dict[str, object]:
-    """What the manifest says of the policy."""
-    return {"policy": "SmolLM2-135M-Instruct, de-quantised from four bits", "vocab_size": policy.vocab_size}
+    modules = {module: name for name, module in policy.model.named_modules()}
+    embedding = f"{PARAMETERS}.{modules[policy.model.get_input_embeddings()]}"
+    drawn = [column for column in (SAMPLING_PROBABILITY,) if column in tokens]
+    return tokens.rename(columns={embedding: EMBEDDING})[[*KEPT, *drawn, *layers]].astype(SMALL)

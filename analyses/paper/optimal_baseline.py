@@ -4,10 +4,10 @@
 
 Drawn from the measurement `optimal_baseline` (analyses/measure/optimal_baseline.py): the embedded policy at T = 0.7,
 and SmolLM2-135M-Instruct, de-quantised from four bits, at T = 1. optimal_baseline.csv: rank correlation, explained
-variance of the log, slope of the log and ratio of the means, of each pair; optimal_baseline_saved.csv: what part of the
-estimator's variance each baseline saves, against the plain mean of the other responses' rewards;
-optimal_baseline_units.csv: verl's `variance_proxy` beside the same quantities in units of parameters. Bounds are over
-prompts.
+variance of the log, slope of the log and ratio of the means, of each pair, and by token of Gemma 3 270M's;
+optimal_baseline_saved.csv: what part of the estimator's variance each baseline saves, against the plain mean of the
+other responses' rewards; optimal_baseline_units.csv: verl's `variance_proxy` beside the same quantities in units of
+parameters. Bounds are over prompts.
 
 The paper has no such figure. verl's formulas are those of its `core_algos` and `metric_utils` in November 2026.
 """
@@ -26,6 +26,7 @@ from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.optimal_baseline import ENERGY, LENGTH, POWER, PROXY, SUM, TOKENWISE, WHOLE
+from analyses.measure.real_language import MODELS
 from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.plots import paper_style, save_figure
 from gradscope.resampling import ANY, Scale, bootstrap
@@ -33,6 +34,7 @@ from gradscope.theory import FLOOR
 
 POLICIES = {"embedded": "embedded, T = 0.7", "smollm2": "SmolLM2-135M-Instruct (4 bits), T = 1"}
 ENDS = ("", "_lower", "_upper")
+BY_TOKEN = "‖g‖² by ‖e − π‖²"
 
 
 def table(options: Options) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
@@ -71,23 +73,23 @@ def judge(x: pd.Series, y: pd.Series, prompts: pd.Series) -> dict[str, float]:
     return {"number": len(a), "prompts": len(names)} | dict(zip(keys, np.concatenate(found), strict=True))
 
 
+def judge_tokens(tokens: pd.DataFrame) -> dict[str, float]:
+    """Tell how well ‖e − π‖² stands for ‖g‖² by token, of those that were measured and are not all but certain."""
+    some = tokens[(tokens["prob"] < 1 - FLOOR) & tokens[PARAMETERS].notna()]
+    squares = some[[LOGITS, PARAMETERS]].astype(float) ** 2
+    return judge(squares[LOGITS], squares[PARAMETERS], some["group"])
+
+
 def judge_all(responses: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
     """A row per question and pair, of one policy."""
-    unsure = tokens["prob"] < 1 - FLOOR
     squares = tokens[[LOGITS, PARAMETERS]].astype(float) ** 2
-    some = squares[unsure]
     upto = squares.groupby(tokens["response"]).cumsum()
     length, prompts = responses[LENGTH], responses["group"]
     verls, whole, energy = responses[PROXY], responses[SUM], responses[ENERGY]
     rows = [
         ("i", "‖Σg‖² by Σ‖g‖²", "response", judge(energy, whole, prompts)),
         ("i", "‖Σg‖² by Σ‖g‖², both per token", "response", judge(energy / length, whole / length, prompts)),
-        (
-            "ii",
-            "‖g‖² by ‖e − π‖²",
-            "token",
-            judge(some[LOGITS], some[PARAMETERS], tokens["group"][unsure]),
-        ),
+        ("ii", BY_TOKEN, "token", judge_tokens(tokens)),
         ("iii", "Σ‖g‖² to t by verl's W_t", "token", judge(upto[LOGITS], upto[PARAMETERS], tokens["group"])),
         ("iii", "Σ‖g‖² by verl's W", "response", judge(verls, energy, prompts)),
         ("iii", "‖Σg‖² by verl's W", "response", judge(verls, whole, prompts)),
@@ -146,7 +148,7 @@ def draw(responses: pd.DataFrame, tokens: dict[str, pd.DataFrame], judged: pd.Da
         told = judged[judged["policy"] == name].drop_duplicates("pair").set_index("pair")
         drawn = (
             (own[ENERGY], own[SUM], "Σ‖g‖², of a response", "‖Σg‖²", "‖Σg‖² by Σ‖g‖²"),
-            (few[LOGITS] ** 2, few[PARAMETERS] ** 2, "‖e − π‖², of a token", "‖g‖²", "‖g‖² by ‖e − π‖²"),
+            (few[LOGITS] ** 2, few[PARAMETERS] ** 2, "‖e − π‖², of a token", "‖g‖²", BY_TOKEN),
             (own[PROXY], own[SUM], "verl's W = Σ‖e − π‖²", "‖Σg‖²", "‖Σg‖² by verl's W"),
         )
         for ax, (x, y, below, beside, pair) in zip(axes, drawn, strict=False):
@@ -181,6 +183,9 @@ def main(options: Options) -> None:
         told = judge_all(own, tokens[name]), save_variance(own), compare_units(own)
         for kept, found in zip(frames.values(), told, strict=True):
             kept.append(found.assign(policy=name))
+    gemma3 = read_table(MODELS["gemma3"].measurement, "tokens.parquet", scale=options.scale)
+    told = {"question": "ii", "pair": BY_TOKEN, "of": "token"} | judge_tokens(gemma3)
+    frames[""].append(pd.DataFrame([told]).assign(policy="gemma3"))
     joined = {end: pd.concat(kept, ignore_index=True) for end, kept in frames.items()}
     figure = draw(responses, tokens, joined[""], joined["_saved"])
     save_figure(figure, options.out / "optimal_baseline.png", joined[""])

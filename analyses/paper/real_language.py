@@ -1,16 +1,19 @@
-"""A pretrained policy on real language: SmolLM2-135M-Instruct, de-quantised from four bits, on word problems at T = 1.
+"""Pretrained policies on real language: SmolLM2-135M-Instruct and Gemma 3 270M, on word problems at T = 1.
 
     python -m analyses.paper.real_language [--out figures]
 
-Drawn from the measurement `real_language` (analyses/measure/real_language.py), every token measured: smollm2_fig1.png
-(Fig. 1 a, b, d), smollm2_fig2.png, smollm2_norms.png (norms against 1 − π with the fitted power), smollm2_layers.png,
-smollm2_drivers.png (log(1 − π) against entropy), smollm2_kinds.png (kinds of tokens) and smollm2_lengths.png (shares
-by length of response). smollm2.csv has the intervals beside the paper's numbers and the embedded policy's,
-smollm2_theory.csv the powers and gains of Prop. 4.2 by layer.
+Drawn from their measurements (analyses/measure/real_language.py). Of each, MODEL being smollm2 and gemma3:
+MODEL_fig1.png (Fig. 1 a, b, d), MODEL_fig2.png, MODEL_norms.png (norms against 1 − π with the fitted power),
+MODEL_layers.png and MODEL_drivers.png (log(1 − π) against entropy); MODEL.csv has the intervals beside the paper's
+numbers and the embedded policy's, MODEL_theory.csv the powers and gains of Prop. 4.2 by layer. Of SmolLM2, every token
+of which is measured: smollm2_kinds.png (kinds of tokens), smollm2_lengths.png (shares by length of response) and
+smollm2_sizes.png (shares of Σ‖w·g‖² in batches of fewer prompts, dealt of its 16). real_language.png has all policies
+side by side, and the tied embedding's part of Gemma's norms (gemma3_embedding.csv); real_language_measured.csv says
+what was measured, and how far from plain autograd.
 
-Differs from the paper: the policy (135 M parameters instead of 3 B, weights of four bits), word problems instead of
-puzzles, temperature 1 instead of 0.7, one batch of 16 × 8; bounds are over its prompts. Fig. 1 (c, e, f) are not drawn:
-no step was taken. Its kinds are this script's own, for word problems.
+Differs from the paper: the policies (135 and 268 M parameters instead of 3 B, weights of four bits), word problems
+instead of puzzles, temperature 1 instead of 0.7, one small batch each; bounds are over its prompts. Fig. 1 (c, e, f)
+are not drawn: no step was taken. The kinds are this script's own, for word problems.
 """
 
 from __future__ import annotations
@@ -24,14 +27,16 @@ import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
+from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
+from analyses.measure.real_language import EMBEDDING, MODELS, ROLLOUTS
 from analyses.paper.base_policy import shown_layers, tabulate
 from analyses.paper.fig1 import PAPER_SHARES
 from analyses.paper.words import CATEGORIES
 from gradscope.diagnosis import PAPER_NORMS
-from gradscope.gradients import LAYER, PARAMETERS
+from gradscope.gradients import LAYER, PARAMETERS, sampling_weights
 from gradscope.intervals import interval_labels
 from gradscope.plots import (
     interval_colors,
@@ -46,7 +51,7 @@ from gradscope.plots import (
 from gradscope.resampling import SHARE, bootstrap
 from gradscope.theory import TheoryReport, measured_cones, regress_norms, theory_report
 
-TITLE = "SmolLM2-135M-Instruct, de-quantised from four bits"
+COLORS = {"smollm2": "#d95f02", "gemma3": "#1b9e77"}
 DRAWN = 4000
 """Tokens of the scatter plots, drawn at random; numbers are of all."""
 INFERENCE = {form for words in CATEGORIES.values() for word in words for form in word.forms if " " not in form}
@@ -94,12 +99,43 @@ def kind_of(token: str) -> str:
     return "other word" if re.search(r"[^\W_]", word) else "punctuation"
 
 
-def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, TheoryReport]:
-    """The token table, the diagnosis's statistics, and what of Prop. 4.2 the tokens say."""
-    tokens = read_table("real_language", "tokens.parquet", scale=options.scale)
-    statistics = read_table("real_language", "statistics.csv", scale=options.scale)
-    vocab_size = read_facts("real_language", scale=options.scale)["vocab_size"]
+def table(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame, TheoryReport]:
+    """A policy's token table, the diagnosis's statistics, and what of Prop. 4.2 the tokens say."""
+    name = MODELS[model].measurement
+    tokens, statistics = (read_table(name, file, scale=options.scale) for file in ("tokens.parquet", "statistics.csv"))
+    vocab_size = read_facts(name, scale=options.scale)["vocab_size"]
     return tokens, statistics, theory_report(tokens, vocab_size=vocab_size, seed=0)
+
+
+def describe(model: str, tokens: pd.DataFrame, options: Options) -> dict[str, object]:
+    """What was measured: sizes, rewards, and the largest difference of checked tokens' norms from plain autograd's."""
+    name = MODELS[model].measurement
+    check = read_facts(name, scale=options.scale)["self_check"]
+    rewards = read_table(name, ROLLOUTS, scale=options.scale)["reward"]
+    return {
+        "model": model,
+        "prompts": tokens["group"].nunique(),
+        "responses": len(rewards),
+        "tokens": len(tokens),
+        "measured_tokens": int(tokens[PARAMETERS].notna().sum()),
+        "accuracy": float((rewards >= 1).mean()),
+        "checked_tokens": check["tokens"],
+        "largest_difference": check["largest_difference"],
+    }
+
+
+def share_embedding(tokens: pd.DataFrame) -> pd.DataFrame:
+    """The embedding's share of Σ‖g‖², unweighted, by interval and over all tokens, with bounds over prompts."""
+    tokens = tokens[tokens[PARAMETERS].notna()]
+    prompts, clusters = np.unique(tokens["group"], return_inverse=True)
+    whole, own = (sampling_weights(tokens) * tokens[name].astype(float) ** 2 for name in (PARAMETERS, EMBEDDING))
+    rows = []
+    for place, label in enumerate([*interval_labels(), "all"]):
+        inside = (tokens["interval"] == place) | (label == "all")
+        sums = [np.bincount(clusters, squares * inside, len(prompts)) for squares in (own, whole)]
+        found = bootstrap(lambda w, s=sums: (w @ s[0] / (w @ s[1]))[:, None], len(prompts), scale=SHARE)[:, 0]
+        rows.append({"interval": label} | dict(zip(("share", "lower", "upper"), found, strict=True)))
+    return pd.DataFrame(rows)
 
 
 def compare(statistics: pd.DataFrame, options: Options) -> pd.DataFrame:
@@ -168,13 +204,45 @@ def by_length(tokens: pd.DataFrame) -> pd.DataFrame:
     return pd.concat(frames, ignore_index=True)
 
 
+def by_size(tokens: pd.DataFrame) -> pd.DataFrame:
+    """Shares of Σ‖w·g‖² by interval in batches of fewer prompts, dealt of these: mean, 95 % t interval, spread."""
+    energy = (tokens["weight"] * tokens[PARAMETERS]).astype(float) ** 2
+    sums = energy.groupby([tokens["group"], tokens["interval"]]).sum().unstack(fill_value=0.0)
+    sums = sums.sample(frac=1, random_state=0).to_numpy()
+    rows = []
+    for size in (2**power for power in range(len(sums).bit_length())):
+        batches = sums[: len(sums) // size * size].reshape(-1, size, sums.shape[1]).sum(1)
+        for label, shares in zip(interval_labels(), (batches / batches.sum(1, keepdims=True)).T, strict=True):
+            mean, lower, upper = mean_interval(shares)
+            row = {"prompts": size, "interval": label, "batches": len(shares), "mean": mean}
+            rows.append(row | {"lower": lower, "upper": upper, "least": shares.min(), "most": shares.max()})
+    return pd.DataFrame(rows)
+
+
+@paper_style()
+def draw_sizes(sizes: pd.DataFrame) -> Figure:
+    """A line per interval: means over the batches, and from the least to the most of one batch."""
+    figure, ax = plt.subplots(figsize=(4.6, 2.8), layout="constrained")
+    for place, (label, color) in enumerate(zip(interval_labels(), interval_colors(), strict=True)):
+        own = sizes[sizes["interval"] == label]
+        errors = np.abs(own[["least", "most"]].to_numpy().T - own["mean"].to_numpy())
+        beside = own["prompts"] * 1.06 ** (place - 1.5)
+        ax.errorbar(beside, own["mean"], errors, fmt="o-", color=color, ms=3.5, lw=1, capsize=2, label=label)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sizes["prompts"].unique(), sizes["prompts"].unique().astype(str))
+    ax.set(xlabel="prompts in the batch, × 8 responses", ylabel="share of Σ‖w·g‖²\n(mean, least, most of the batches)")
+    figure.legend(*ax.get_legend_handles_labels(), title="π", loc="outside right center")
+    return figure
+
+
 @paper_style()
 def draw_drivers(fits: pd.DataFrame) -> Figure:
     """Both coefficients at every sixth layer and over all parameters."""
     shown = [f"{LAYER}{layer}" for layer in range(0, len(fits["quantity"].unique()), 6)]
     figure, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
     plot_norm_drivers(fits[fits["quantity"].isin([*shown, PARAMETERS])], ax=ax)
-    return titled(figure)
+    ax.legend(loc="center", ncols=2)
+    return figure
 
 
 @paper_style()
@@ -186,7 +254,7 @@ def draw_kinds(kinds: pd.DataFrame) -> Figure:
         errors = np.abs(kinds[[f"{quantity}_lower", f"{quantity}_upper"]].to_numpy().T - kinds[quantity].to_numpy())
         ax.bar(np.arange(len(kinds)) + 0.4 * place, kinds[quantity], 0.4, yerr=errors, color=color, label=label)
     ax.set_xticks(np.arange(len(kinds)) + 0.2, [kind.replace(" ", "\n") for kind in kinds["kind"]])
-    ax.set(ylabel="share (95 % over prompts)", title=TITLE)
+    ax.set(ylabel="share (95 % over prompts)")
     ax.legend()
     return figure
 
@@ -210,7 +278,35 @@ def draw_lengths(lengths: pd.DataFrame) -> Figure:
         ax.set_xticks(np.arange(len(classes)) + 0.3, names)
         ax.set(xlabel="tokens in the response", ylabel=title)
     figure.legend(*axes[0].get_legend_handles_labels(), title="π", loc="outside right center")
-    figure.suptitle(TITLE, fontsize=8)
+    return figure
+
+
+@paper_style()
+def draw_beside(compared: pd.DataFrame, embedding: pd.DataFrame) -> Figure:
+    """Shares of the tokens and norms over that of all, of every policy; the embedding's part of Gemma's norms."""
+    figure, axes = plt.subplots(1, 3, figsize=(10.0, 2.9), layout="constrained")
+    titles = {"token_share": "share of the tokens", "norm_ratio": "norm of summed gradient\nover that of all"}
+    places = np.arange(len(interval_labels()))
+    for ax, (quantity, title) in zip(axes, titles.items(), strict=False):
+        own = compared[compared["quantity"] == quantity]
+        first = own.drop_duplicates("interval")
+        ax.plot(places - 0.24, first["paper"], "D", mfc="white", mec="black", label="paper, 3 B, T = 0.7")
+        ax.plot(places - 0.08, first["embedded"], "s", color="0.45", label="embedded, 0.8 M, T = 0.7")
+        for number, (model, rows) in enumerate(own.groupby("model", sort=False)):
+            errors = np.abs(rows[["lower", "upper"]].to_numpy().T - rows["value"].to_numpy())
+            label = f"{MODELS[str(model)].title.split(',')[0]}, T = 1"
+            look = {"fmt": "o", "ms": 4, "capsize": 2, "color": COLORS[str(model)]}
+            ax.errorbar(places + 0.08 + 0.16 * number, rows["value"], errors, label=label, **look)
+        ax.set(ylabel=title)
+    errors = np.abs(embedding[["lower", "upper"]].to_numpy().T - embedding["share"].to_numpy())
+    look = {"fmt": "o", "ms": 4, "capsize": 2, "color": COLORS["gemma3"]}
+    axes[2].errorbar(np.arange(len(embedding)), embedding["share"], errors, **look)
+    axes[2].set(ylabel="the tied embedding's share\nof Σ‖g‖², Gemma 3 270M")
+    for ax, names in zip(axes, (interval_labels(), interval_labels(), embedding["interval"]), strict=True):
+        ax.set_xticks(np.arange(len(names)), names)
+        ax.set_ylim(0)
+        ax.set_xlabel("π of the tokens")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure
 
 
@@ -222,37 +318,45 @@ def draw(
     labels = [*interval_labels(), "all"]
     bars = pd.DataFrame({"interval": [*range(len(labels) - 1), "all"], "label": labels})
     bars["norm"], bars["paper"] = norms.set_index("interval").loc[labels, "value"].to_numpy(), PAPER_NORMS
-    yield "fig1", titled(plot_figure_1(tokens, bars))
+    yield "fig1", plot_figure_1(tokens, bars)
     few = tokens.sample(min(DRAWN, len(tokens)), random_state=0)
     layers = shown_layers(tokens)
-    yield "fig2", titled(plot_figure_2(few, measured_cones(theory, layers), vocab_size=vocab))
+    yield "fig2", plot_figure_2(few, measured_cones(theory, layers), vocab_size=vocab)
     powers = theory.powers[theory.powers["quantity"].isin([*layers, PARAMETERS])]
-    yield "norms", titled(plot_norm_against_one_minus_prob(few, powers))
+    yield "norms", plot_norm_against_one_minus_prob(few, powers)
     ax = plt.subplots(figsize=(5.2, 6.4), layout="constrained")[1]
-    yield "layers", titled(plot_layers_by_interval(tokens, ax=ax).figure)
+    yield "layers", plot_layers_by_interval(tokens, ax=ax).figure
 
 
-def titled(figure: Figure) -> Figure:
-    """Say whose numbers they are."""
-    figure.suptitle(TITLE, fontsize=8)
-    return figure
+def draw_model(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Draw what is of one policy alone; return its tokens, and its numbers beside the others'."""
+    tokens, statistics, theory = table(model, options)
+    vocab = read_facts(MODELS[model].measurement, scale=options.scale)["vocab_size"]
+    fits, compared = regress_norms(tokens, seed=0), compare(statistics, options)
+    figures, sums = dict(draw(tokens, statistics, theory, vocab)) | {"drivers": draw_drivers(fits)}, {}
+    if tokens[PARAMETERS].notna().all():  # these are sums over tokens
+        sums = {"kinds": by_kind(tokens), "lengths": by_length(tokens), "sizes": by_size(tokens)}
+        drawn = {"kinds": draw_kinds, "lengths": draw_lengths, "sizes": draw_sizes}
+        figures |= {name: drawn[name](found) for name, found in sums.items()}
+    for name, figure in figures.items():
+        figure.suptitle(MODELS[model].title, fontsize=8)
+        save_figure(figure, options.out / f"{model}_{name}.png", sums.get(name))
+    for name, found in {"": compared, "_theory": tabulate(theory), "_drivers": fits}.items():
+        write_csv(found, options.out / f"{model}{name}.csv")
+    for found in (compared, *sums.values(), theory.powers):
+        print(found.to_string(index=False, float_format="{:.3f}".format))
+    return tokens, compared
 
 
 def main(options: Options) -> None:
-    tokens, statistics, theory = table(options)
-    vocab = read_facts("real_language", scale=options.scale)["vocab_size"]
-    for name, figure in draw(tokens, statistics, theory, vocab):
-        save_figure(figure, options.out / f"smollm2_{name}.png")
-    compared, kinds, lengths = compare(statistics, options), by_kind(tokens), by_length(tokens)
-    fits = regress_norms(tokens, seed=0)
-    save_figure(draw_drivers(fits), options.out / "smollm2_drivers.png")
-    write_csv(fits, options.out / "smollm2_drivers.csv")
-    save_figure(draw_kinds(kinds), options.out / "smollm2_kinds.png", kinds)
-    save_figure(draw_lengths(lengths), options.out / "smollm2_lengths.png", lengths)
-    write_csv(compared, options.out / "smollm2.csv")
-    write_csv(tabulate(theory), options.out / "smollm2_theory.csv")
-    for found in (compared, kinds, lengths, theory.powers):
-        print(found.to_string(index=False, float_format="{:.3f}".format))
+    found = {model: draw_model(model, options) for model in MODELS}
+    compared = pd.concat([rows.assign(model=model) for model, (_, rows) in found.items()])
+    embedding = share_embedding(found["gemma3"][0])
+    save_figure(draw_beside(compared, embedding), options.out / "real_language.png", compared)
+    measured = pd.DataFrame([describe(model, tokens, options) for model, (tokens, _) in found.items()])
+    for name, rows in {"gemma3_embedding": embedding, "real_language_measured": measured}.items():
+        write_csv(rows, options.out / f"{name}.csv")
+        print(rows.to_string(index=False, float_format="{:.3g}".format))
 
 
 if __name__ == "__main__":
