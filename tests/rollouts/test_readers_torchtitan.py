@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ def turn(prompt: list[int], completion: list[int], *, version: int = 3, **change
     return own | {"min_policy_version": version, "max_policy_version": version} | changes
 
 
+NUMBERS = count()
+
+
 def rollout(*turns: dict[str, Any], group: int = 0, advantage: float = 0.5, **changes: Any) -> dict[str, Any]:
-    row = {"is_validation": False, "group_id": group, "rollout_id": 0, "status": "completed", "reward": advantage}
+    row = {
+        "is_validation": False,
+        "group_id": group,
+        "rollout_id": next(NUMBERS),
+        "status": "completed",
+        "reward": advantage,
+    }
     return row | {"reward_breakdown": {}, "advantage": advantage, "turns": [*turns]} | changes
 
 
@@ -71,7 +81,9 @@ def test_the_step_is_the_version_that_began_the_group(tmp_path):
 def test_a_resumed_run_that_counts_its_groups_again_makes_new_ones(tmp_path):
     first, second = ([{"role": "user", "content": word}] for word in ("w4", "w5"))
     rows = [rollout(turn([4], [5], prompt_messages=first)), rollout(turn([5], [6], prompt_messages=second))]
-    assert read_dump(write_jsonl(tmp_path / "r.jsonl", rows)).batch.group_ids.tolist() == [0, 1]
+    rows += [rollout(turn([4], [7], prompt_messages=first, version=9), rollout_id=rows[0]["rollout_id"])]
+    dump = read_dump(write_jsonl(tmp_path / "r.jsonl", rows))
+    assert dump.batch.group_ids.tolist() == [0, 1, 2] and dump.steps.tolist() == [3, 3, 9]
 
 
 def test_groups_of_equal_rewards_are_told(tmp_path):

@@ -33,7 +33,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
             trained.append((record, task, str(record.columns.get("prompt"))))
             prompts[task][trained[-1][2]] += 1
     ends = [policy.tokenizer.decode([token]) for token in policy.stop_ids] if policy and policy.tokenizer else []
-    end, seen = re.compile("|".join(map(re.escape, ends)) or r"(?!)"), Counter()
+    end, seen = re.compile("|".join(map(re.escape, filter(None, ends))) or r"(?!)"), Counter()
     for record, task, prompt in trained:
         columns, response = pick(record, NAMES), str(record.columns.get("completion"))
         last = end.search(response)

@@ -7,6 +7,7 @@ torchtitan's training samples. Ids are there with the recorder's log_tensors, lo
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -42,13 +43,16 @@ UNKNOWN_LOGPROB = "tokens without a finite log-probability by the sampler are dr
 
 def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
     groups: dict[object, list[Record]] = {}
+    seen: Counter[object] = Counter()
     for record in records:
         if record.columns.get("is_validation") is True:
             yield Row(record.place, {}, left_out=EVALUATED)
         else:
-            # A run that resumed counts its groups from 0 again, in the same file.
+            # A run that resumed counts its groups, and begins its data, again, in the same file.
             prompt = str([turn.get("prompt_messages") for turn in _turns(record)[:1]])
-            groups.setdefault((whole_number(record, "group_id"), prompt), []).append(record)
+            again = whole_number(record, "group_id"), prompt, whole_number(record, "rollout_id")
+            groups.setdefault((*again[:2], seen[again]), []).append(record)
+            seen[again] += 1
     for number, group in enumerate(groups.values()):
         yield from _group_rows(number, group)
 
