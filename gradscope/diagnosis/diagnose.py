@@ -202,6 +202,7 @@ def diagnose(
         adamw_cosines=gradient_part.cosines.get("adamw"),
         influence=known(step_part.influence),
         against=step_part.against,
+        entropy=known(step_part.entropy),
         directions=pd.concat(step_part.directions, ignore_index=True) if step_part.directions else None,
         movement=step_part.movement,
         comparison=comparison,
@@ -487,6 +488,7 @@ class StepPart:
     rows: tuple[pd.DataFrame, ...] = ()
     influence: pd.DataFrame | None = None
     against: pd.DataFrame | None = None
+    entropy: pd.DataFrame | None = None
     directions: tuple[pd.DataFrame, ...] = ()
     """Tables of the predicted step, then of the one that was taken."""
     movement: pd.DataFrame | None = None
@@ -535,12 +537,14 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     shares, directions = steps.direction_rows(moved, "predicted", task.labels, **draws)
     against = moved_against(found.contributions, task.settings.top)
     against = against.assign(response=rows.numpy()[against["response"]])
-    return StepPart((told, shares), table, against, (directions,))
+    changed, entropy = steps.entropy_rows(found.contributions, found.entropy, task.labels, **task.resampling(9))
+    return StepPart((told, shares, changed), table, against, entropy, (directions,))
 
 
 def _move(task: Task, predicted: StepPart) -> StepPart:
     moved = RealSteps(task.jacobian.alone().moved(), **task.step_keywords()).take()
     table = movement_table([moved], edges=task.settings.edges)
     shares, directions = steps.direction_rows(table, "actual", task.labels, **task.resampling(6))
-    rows, both = (*predicted.rows, shares), (*predicted.directions, directions)
+    change = one_row("entropy_change_actual", table["delta_entropy.all"].mean(), len(table), unit="nats")
+    rows, both = (*predicted.rows, shares, change), (*predicted.directions, directions)
     return replace(predicted, rows=rows, directions=both, movement=table)

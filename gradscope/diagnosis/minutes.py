@@ -60,7 +60,7 @@ def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_interv
     """Return the forward passes that `influence` takes."""
     gradients = num_intervals + bool(loss.kl_coef)
     derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
-    return 2 + BACKWARD * gradients + FORWARD_MODE * derivatives
+    return 3 + BACKWARD * (gradients + 1) + FORWARD_MODE * (derivatives + 1)  # one more for the entropy
 
 
 def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: bool = False) -> float:

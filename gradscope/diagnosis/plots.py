@@ -147,6 +147,27 @@ def plot_module_shares(modules: pd.DataFrame) -> Axes:
 
 
 @paper_style()
+def plot_entropy(entropy: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
+    """Draw whose gradients change the mean entropy (`Diagnosis.entropy`); bars are 95 %."""
+    require(entropy, ["interval", "sign", "change", "lower", "upper"], what="the table of entropy")
+    ax = new_axes(ax, width=4.6, height=2.5)
+    looks = {"positive": ("Â > 0", "#0072b2", "o"), "negative": ("Â < 0", "#d55e00", "s")}
+    looks["zero"] = ("Â = 0", NEUTRAL, "D")
+    for number, (sign, (words, ink, marker)) in enumerate(looks.items()):
+        rows = entropy[entropy["sign"] == sign]
+        if rows.empty:
+            continue
+        value, bars = _bars(rows, "change", "lower", "upper")
+        places = np.array([list(labels).index(label) for label in rows["interval"]]) + 0.15 * (number - 1)
+        ax.errorbar(places, value, yerr=bars, fmt=marker, color=ink, ms=4, lw=0.9, label=words)
+    ax.axhline(0, color=NEUTRAL, lw=0.6)
+    ax.set_xticks(range(len(labels)), [name_interval(label) for label in labels])
+    ax.set(ylabel="change of mean entropy (nats)")
+    _put_legend_below(ax)
+    return finish(ax, entropy)
+
+
+@paper_style()
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Draw headline numbers over training steps, a panel each, with 95 % bands: statistics with a column step.
 

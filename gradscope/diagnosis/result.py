@@ -29,7 +29,7 @@ TITLE = "gradscope diagnosis"
 COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
 """metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
 n: the tokens that the number rests on, measured ones where norms are meant; unit: share, bits, nats, ratio, cosine,
-squared (the unit of a squared gradient norm), norm, tokens, prompts."""
+correlation, squared (the unit of a squared gradient norm), norm, tokens, prompts."""
 SHORTAGE = ["lacks", "wanted"]
 """lacks: "prompts" or "tokens" where a number has no bounds because these are too few, else ""; wanted: how many of
 them would give bounds, of tokens measured ones of that interval; else 0."""
@@ -330,6 +330,8 @@ class Diagnosis:
     """Tokens predicted to move farthest against their advantage: `updates.moved_against`."""
     directions: pd.DataFrame | None = None
     """Right-direction shares by interval and sign, with a column `kind`: predicted or actual."""
+    entropy: pd.DataFrame | None = None
+    """Whose gradients change the mean entropy, by interval and sign of Â: `steps.entropy_rows`."""
     movement: pd.DataFrame | None = None
     """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
     position."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch import Tensor
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
 from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
-from gradscope.resampling import Resampling, Seed, prompt_clusters
+from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
 
@@ -85,6 +85,53 @@ def direction_rows(
             parts.append(make_rows(name, found.to_numpy(np.float64).T, moved, unit="share", intervals=names))
         frames.append(shares.drop(columns=[by]).assign(interval=np.repeat(names, len(SIGNS)), kind=kind))
     return join_rows(parts), pd.concat(frames, ignore_index=True)
+
+
+def entropy_rows(
+    contributions: pd.DataFrame,
+    whole: Mapping[str, float],
+    labels: Sequence[str],
+    *,
+    seed: Seed = 0,
+    resamples: int = 1000,
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Compute what the step does to the mean entropy, to first order, and the table of whose gradients do it.
+
+    contributions, whole: of an `Influence`. entropy_change_predicted: by all sources, nats. entropy_proxy_rank: rank
+    correlation, over tokens with an advantage, of their parts with −(log π − its mean)·(Â − its mean), which Clip-Cov
+    and its kin take for them. Table: a row per interval of π_old and sign of Â: interval, sign (positive, negative,
+    zero), num_tokens, change, lower, upper (95 % over prompts). The changes, and those of momentum and decay, add up to
+    the whole's.
+    """
+    from scipy.stats import spearmanr
+
+    advantage, part = (contributions[name].to_numpy(np.float64) for name in ("advantage", "entropy_part"))
+    sign = np.sign(advantage).astype(int)
+    prompts = prompt_clusters(contributions)
+    cell = 3 * contributions["interval"].to_numpy(np.int64) + np.array([2, 0, 1])[sign]
+    size = 3 * len(labels)
+    sums = np.bincount(prompts * size + cell, part, minlength=size * (prompts.max() + 1)).reshape(-1, size)
+    tokens = np.bincount(prompts)
+
+    def evaluate(draws: np.ndarray) -> np.ndarray:  # per token of the prompts that are drawn
+        return draws @ sums * (len(part) / (draws @ tokens))[:, None]
+
+    found = bootstrap(evaluate, len(sums), seed=seed, resamples=resamples)
+    counts = np.bincount(cell, minlength=size)
+    if short_of(len(sums)):
+        found[1:] = np.nan
+    signs = ["positive", "negative", "zero"]
+    table = pd.DataFrame({"interval": np.repeat(labels, 3), "sign": signs * len(labels), "num_tokens": counts})
+    table = table.assign(**dict(zip(("change", "lower", "upper"), found, strict=True)))[counts > 0]
+    served = sign != 0
+    logprob = np.log(contributions["prob"].to_numpy(np.float64).clip(np.finfo(np.float64).tiny))
+    proxy = -(logprob - logprob.mean()) * (advantage - advantage.mean())
+    rank = spearmanr(proxy[served], part[served]).statistic if served.sum() > 1 else np.nan
+    rows = [
+        one_row("entropy_change_predicted", sum(whole.values()), len(part), unit="nats"),
+        one_row("entropy_proxy_rank", rank, int(served.sum()), unit="correlation"),
+    ]
+    return join_rows(rows), table.reset_index(drop=True)
 
 
 def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:

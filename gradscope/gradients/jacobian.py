@@ -34,6 +34,7 @@ from gradscope.objective import (
     batch_statistics,
     fitting_size,
     kept_logprobs,
+    kept_numbers,
     micro_batches,
 )
 from gradscope.policy import AdamWState, Policy, find_blocks, refuse_shards
@@ -173,8 +174,8 @@ class TokenJacobian:
         """
         return RowNorms(self, torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens, scale)
 
-    def vjp(self, weights: Float[Tensor, "R K"]) -> Vectors:
-        """Sum weighted token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
+    def vjp(self, weights: Float[Tensor, "R K"], of: Quantity = "logprob") -> Vectors:
+        """Sum weighted token gradients: row r is Σ_t weights[r, t]·∇ log π_t, or of entropies.
 
         With weights −w_t/num_tokens (Eq. 2) it is the gradient of the loss. One forward pass serves every row; each row
         costs a backward pass where it weighs a token of a micro-batch. R + 1 vectors lie in memory or, where that is
@@ -183,6 +184,7 @@ class TokenJacobian:
         Raises:
             InputError: the weights are not K a row, or a scratch file finds no room.
         """
+        _check_quantities([of])
         weights = self._check(weights)
         whole = (len(weights) + 1) * vector_bytes(self.model) <= self.resources.vectors
         sums = Vectors.zeros(self.model, len(weights), None if whole else 0)
@@ -191,14 +193,17 @@ class TokenJacobian:
             sums.rows[row, sums.slices[name]] += gradient.to(sums.rows)
 
         with differentiable(self.model, self.batch.width):
-            for places, piece in self._pieces(self._responses_at_once, 4):
+            for places, piece in self._pieces(self._responses_at_once, 4 if of == "logprob" else 6):
                 if self._sweep is not None and self._sweep.is_needed(piece):
-                    self._sweep.pass_back(piece, weights[:, places], take)
+                    self._sweep.pass_back(piece, weights[:, places], take, of)
                 elif whole:
-                    logprobs = kept_logprobs(self.model, piece)
-                    add_gradients(self.model, logprobs, weights[:, places].to(logprobs), sums.rows)
+                    if of == "logprob":  # in less memory
+                        numbers = kept_logprobs(self.model, piece)
+                    else:
+                        numbers = kept_numbers(self.model, piece, [of])[:, 0]
+                    add_gradients(self.model, numbers, weights[:, places].to(numbers), sums.rows)
                 else:
-                    stream_gradients(self.model, piece, weights[:, places], take)
+                    stream_gradients(self.model, piece, weights[:, places], take, of)
         self.resources.processes.sum(sums.rows)
         return sums
 
@@ -214,8 +219,7 @@ class TokenJacobian:
             InputError: the vectors do not fit the model, or its arithmetic is below float32, in which a tangent keeps
                 two or three digits.
         """
-        if unknown := [name for name in of if name not in get_args(Quantity)]:
-            raise InputError(f"of names {unknown[0]!r}; give a tuple of {' and '.join(map(repr, get_args(Quantity)))}")
+        _check_quantities(of)
         refuse_narrow_arithmetic(self.model)
         if vectors.rows.shape[1] != (size := zero_vectors(self.model, 0).shape[1]):
             raise InputError(
@@ -350,3 +354,8 @@ class TokenJacobian:
         row, column = piece.response_mask.nonzero().unbind(1)
         start = self.batch.attention_mask[rows].int().argmax(1)
         return self._places[rows[row], start[row] + column]
+
+
+def _check_quantities(of: Sequence[str]) -> None:
+    if unknown := [name for name in of if name not in get_args(Quantity)]:
+        raise InputError(f"of names {unknown[0]!r}; known are {' and '.join(map(repr, get_args(Quantity)))}")

@@ -14,6 +14,7 @@ from torch.func import functional_call
 from gradscope.gradients.forward_mode import KeptNumbers
 from gradscope.gradients.hooks import measuring
 from gradscope.gradients.vectors import Take
+from gradscope.objective import Quantity
 from gradscope.policy import flat_slices, float_parameters, is_upcast
 from gradscope.rollouts import TokenBatch
 
@@ -41,8 +42,13 @@ def add_gradients(
                 sums[r, part] += gradient.flatten().to(sums)
 
 
-def stream_gradients(model: nn.Module, piece: TokenBatch, weights: Float[Tensor, "R k"], take: Take) -> None:
-    """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, each parameter's as soon as it is made."""
+def stream_gradients(
+    model: nn.Module, piece: TokenBatch, weights: Float[Tensor, "R k"], take: Take, of: Quantity = "logprob"
+) -> None:
+    """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, each parameter's as soon as it is made.
+
+    of: what is differentiated of each token.
+    """
     # Leaves of our own on the same memory: no hook of another's runs, and no `.grad` of the model is touched.
     leaves = {f"model.{name}": p.detach().requires_grad_() for name, p in float_parameters(model)}
     row = 0
@@ -55,8 +61,8 @@ def stream_gradients(model: nn.Module, piece: TokenBatch, weights: Float[Tensor,
         if is_upcast(model):
             leaf.grad_dtype = torch.promote_types(leaf.dtype, torch.float32)
         leaf.register_post_accumulate_grad_hook(partial(pass_on, name.removeprefix("model.")))
-    logprobs = functional_call(KeptNumbers(model), leaves, (piece,))[:, 0]
-    weights = weights.to(logprobs)
+    numbers = functional_call(KeptNumbers(model, (of,)), leaves, (piece,))[:, 0]
+    weights = weights.to(numbers)
     active = weights.any(1).nonzero()[:, 0].tolist()
     for row in active:  # which `pass_on` reads
-        logprobs.backward(weights[row], retain_graph=row != active[-1], inputs=list(leaves.values()))
+        numbers.backward(weights[row], retain_graph=row != active[-1], inputs=list(leaves.values()))

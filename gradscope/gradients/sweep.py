@@ -23,7 +23,7 @@ from gradscope.gradients.engine.recording import BlockCall, block_input, replace
 from gradscope.gradients.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.hooks import first_tensor
 from gradscope.gradients.vectors import Take
-from gradscope.objective import choosing_places, gather_logprobs, most_logits
+from gradscope.objective import Quantity, choosing_places, most_logits, numbers_of
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
 
@@ -87,11 +87,16 @@ class Sweep:
             found[home].append(name)
         return found
 
-    def pass_back(self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take) -> None:
-        """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, a block's parameters at a time."""
+    def pass_back(
+        self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take, of: Quantity = "logprob"
+    ) -> None:
+        """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, a block's parameters at a time.
+
+        of: what is differentiated of each token.
+        """
         passed, segments, deltas = self.record(piece), self.segments(), {}
-        for row, leaf, logprobs, own in self._tails(passed, weights):
-            (delta,) = self._differentiate(logprobs, {row: own.to(logprobs)}, [leaf], segments[OUTER], take)[row]
+        for row, leaf, numbers, own in self._tails(passed, weights, of):
+            (delta,) = self._differentiate(numbers, {row: own.to(numbers)}, [leaf], segments[OUTER], take)[row]
             deltas[row] = deltas[row].add_(delta) if row in deltas else delta
         for index in reversed(range(len(self.blocks))):
             if deltas:
@@ -106,17 +111,17 @@ class Sweep:
             self._differentiate(hidden, deltas, [], segments[OUTER], take)
 
     def _tails(
-        self, passed: Passed, weights: Float[Tensor, "R K"]
+        self, passed: Passed, weights: Float[Tensor, "R K"], of: Quantity
     ) -> Iterator[tuple[int, Tensor, Float[Tensor, " k"], Float[Tensor, " k"]]]:
-        """Yield (row, hidden states before the head, log π, weights) of some tokens at a time, for rows that weigh any.
+        """Yield (row, hidden states before the head, number, weights) of some tokens at a time, for rows with weights.
 
         The head sees each row's tokens alone: rows that share none cost no more than one of all.
         """
         for row, own in enumerate(weights):
-            for kept in own.nonzero()[:, 0].split(most_logits(self.model, 4)):
+            for kept in own.nonzero()[:, 0].split(most_logits(self.model, 4 if of == "logprob" else 6)):
                 if len(kept):
-                    leaf, logprobs = self.run_tail(passed.only(kept.to(self._device)))
-                    yield row, leaf, logprobs, own[kept]
+                    leaf, numbers = self.run_tail(passed.only(kept.to(self._device)), of)
+                    yield row, leaf, numbers, own[kept]
 
     def _differentiate(
         self, out: Tensor, deltas: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
@@ -154,7 +159,7 @@ class Sweep:
         handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
         handles += [block.register_forward_hook(leave) for block in self.blocks]
         try:
-            self._logprobs(passed.only(passed.places[:0]))
+            self._numbers(passed.only(passed.places[:0]))
         finally:
             for handle in handles:
                 handle.remove()
@@ -165,11 +170,11 @@ class Sweep:
         leaf = passed.hidden[index].detach().requires_grad_(True)
         return leaf, passed.calls[index].again(self.blocks[index], leaf.clone())
 
-    def run_tail(self, passed: Passed) -> tuple[Tensor, Float[Tensor, " K"]]:
-        """(leaf, log π of the kept tokens): hidden states after the last block, and what the head makes of them."""
+    def run_tail(self, passed: Passed, of: Quantity = "logprob") -> tuple[Tensor, Float[Tensor, " K"]]:
+        """(leaf, a number of each kept token): hidden states after the last block, and what the head makes of them."""
         leaf = passed.hidden[-1].detach().requires_grad_(True)
         with self._standing_in(lambda index: _put_first(passed.outputs[index], leaf.clone())):
-            return leaf, self._logprobs(passed)
+            return leaf, self._numbers(passed, of)
 
     def run_embedding(self, passed: Passed) -> Float[Tensor, "b n hidden"]:
         """What the first block is called with, with its graph."""
@@ -226,7 +231,7 @@ class Sweep:
         weights = torch.randn(len(passed.places), generator=torch.Generator().manual_seed(0)).to(self._device)
         handles = [block.register_forward_pre_hook(enter, with_kwargs=True) for block in self.blocks]
         try:
-            logprobs = self._logprobs(passed)
+            logprobs = self._numbers(passed)
             weights = weights.to(logprobs)
             expected = torch.autograd.grad(logprobs, entered, weights, allow_unused=True)
         finally:
@@ -248,11 +253,11 @@ class Sweep:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _logprobs(self, passed: Passed) -> Float[Tensor, " K"]:
+    def _numbers(self, passed: Passed, of: Quantity = "logprob") -> Float[Tensor, " K"]:
         everything = torch.ones_like(passed.ids)
         with choosing_places(self.model, passed.places):
             logits = self.model(input_ids=passed.ids, attention_mask=everything, use_cache=False).logits.flatten(0, 1)
-        return gather_logprobs(logits, passed.token_ids, temperature=passed.temperatures)
+        return numbers_of(logits, passed.token_ids, passed.temperatures, (of,))[:, 0]
 
     @contextmanager
     def _standing_in(self, returned: Any, first: Any = None) -> Iterator[None]:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -88,17 +89,21 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
 
 def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
     """Compute the named numbers of every kept token, differentiably in one forward pass; else like `kept_logprobs`."""
+    return _compute_kept(model, piece, partial(numbers_of, names=names), copies=6)
 
-    def compute(logits: Float[Tensor, "k N"], ids: Int[Tensor, " k"], at: Float[Tensor, " k"]) -> Float[Tensor, "k Q"]:
-        def entropies() -> Float[Tensor, " k"]:
-            logprobs = (widen(logits) / at[:, None]).log_softmax(-1)
-            # A finite floor makes the term of an impossible token 0 · finite = 0.
-            return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
-        made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=at), "entropy": entropies}
-        return torch.stack([made[name]() for name in names], -1)
+def numbers_of(
+    logits: Float[Tensor, "k N"], ids: Int[Tensor, " k"], at: Float[Tensor, " k"], names: Sequence[Quantity]
+) -> Float[Tensor, "k Q"]:
+    """Compute the named numbers of tokens from their logits, differentiably, in nats at their temperature."""
 
-    return _compute_kept(model, piece, compute, copies=6)
+    def entropies() -> Float[Tensor, " k"]:
+        logprobs = (widen(logits) / at[:, None]).log_softmax(-1)
+        # A finite floor makes the term of an impossible token 0 · finite = 0.
+        return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+
+    made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=at), "entropy": entropies}
+    return torch.stack([made[name]() for name in names], -1)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:

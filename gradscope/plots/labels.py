@@ -65,6 +65,9 @@ LABELS = {
     "predicted": "predicted Δ log π",
     "mover": "pushed most by",
     "mover_change": "Δ log π by it",
+    "entropy_change_predicted": "predicted change of the mean entropy",
+    "entropy_change_actual": "change of the mean entropy",
+    "entropy_proxy_rank": "rank correlation of Clip-Cov's covariance with the exact part",
     # Weightings.
     "method": "weighting",
     "step": "step",

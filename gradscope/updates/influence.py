@@ -55,13 +55,16 @@ class Influence:
     contributions: pd.DataFrame
     """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); then for each
     source its part of the predicted change of log π, nats, float64: `by.0`, … per interval of π_old, `by.kl`,
-    `by.momentum` (AdamW), `by.decay`; and `predicted`, their sum."""
+    `by.momentum` (AdamW), `by.decay`; and `predicted`, their sum. And `entropy_part`, what this token's own gradient
+    adds to the predicted change of the kept tokens' mean entropy, nats: all of them add up to the loss's part."""
     method: Derivative
     """How the derivatives were taken."""
     clip_factor: float
     """k: what clipping the gradient's norm multiplied the whole gradient by."""
     update_norm: float
     """L2 norm of Δθ over all parameters."""
+    entropy: dict[str, float]
+    """Predicted change of the mean entropy of the kept tokens, nats, by source; see `_Sources.changes`."""
 
     def __repr__(self) -> str:
         return (
@@ -84,11 +87,11 @@ def influence(
 ) -> Influence:
     """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
 
-    The whole batch is one mini-batch. Costs a forward pass, a forward and backward pass per source, and three forward
-    passes per source in forward mode; see `TokenJacobian.jvp` for models without it, of which a
-    UserWarning and `method` tell. The policy is as it was, bit for bit, also if the call raises. Memory besides the
-    model, its activations and the given state: a vector as long as the parameters for each source (SGD: intervals + 2;
-    AdamW: intervals + 3), and 1 more.
+    The whole batch is one mini-batch. Costs a forward pass, a forward and backward pass per source and for the mean
+    entropy, and three forward passes for each of these in forward mode; see `TokenJacobian.jvp` for models without it,
+    of which a UserWarning and `method` tell. The policy is as it was, bit for bit, also if the call raises. Memory
+    besides the model, its activations and the given state: a vector as long as the parameters for each source (SGD:
+    intervals + 2; AdamW: intervals + 3), and 2 more.
 
     Args:
         batch: unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
@@ -126,16 +129,16 @@ def predict_step(
     loss.check()
     moments = read_moments(J.model, step, optimizer_state)
     names = [*map(str, range(len(interval_labels(edges)))), "kl", *_of_the_step(step)]
-    J.check_room(len(names) + 1)  # before anything is measured
+    J.check_room(len(names) + 2)  # before anything is measured
     refuse_narrow_arithmetic(J.model)
     before = J.statistics
     batch = resolve(J.batch, before)
     cotangents = _cotangents(batch, before, loss, edges, names)
-    found, method, clip_factor, update_norm = _Sources(J, cotangents, step, moments, gradients).changes()
+    found, own, entropy, *how = _Sources(J, cotangents, step, moments, gradients).changes()
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
     keys = _keys(batch, before, loss, edges)
-    contributions = pd.concat([keys, parts.assign(predicted=found.sum(0))], axis=1)
-    return Influence(contributions, method, clip_factor, update_norm)
+    contributions = pd.concat([keys, parts.assign(predicted=found.sum(0), entropy_part=own)], axis=1)
+    return Influence(contributions, *how, dict(zip(cotangents, entropy.tolist(), strict=True)))
 
 
 @checked
@@ -213,8 +216,15 @@ class _Sources:
     known: Float[Tensor, "A P"] | None
     """Gradients of the first sources, where the others have none."""
 
-    def changes(self) -> tuple[Float[np.ndarray, "C K"], Derivative, float, float]:
-        """What each source does to each token, how that was found, the clip factor, and the norm of Δθ."""
+    def changes(
+        self,
+    ) -> tuple[Float[np.ndarray, "C K"], Float[np.ndarray, " K"], Float[Tensor, " C"], Derivative, float, float]:
+        """What each source does to each token, what each token and each source do to the mean entropy, how that was
+        found, the clip factor, and the norm of Δθ.
+
+        With h the gradient of the mean entropy, a source's part is ⟨h, its part of Δθ⟩. That of a token, whose gradient
+        c·∇ log π becomes S(c·∇ log π) in Δθ, is c·⟨S(h), ∇ log π⟩: S multiplies entry by entry.
+        """
         J, cotangents = self.jacobian, torch.stack(list(self.cotangents.values()))
         if self.known is None:
             parts = J.vjp(cotangents)
@@ -223,11 +233,19 @@ class _Sources:
             parts = Vectors(rows, flat_slices(J.model))
         self._keep_held(parts)
         clip_factor = clip_scale(parts.norm_of_sum(), self.step.max_grad_norm)
+        slope = J.vjp(torch.full((1, J.num_tokens), 1 / J.num_tokens, dtype=torch.float64), of="entropy")
+        self._keep_held(slope)
+        entropy = torch.zeros(len(parts), dtype=torch.float64)
         for span, crossed in parts.spans():
-            rows = parts.rows[:, span]
-            self._shape(rows, list(self.cotangents), rows.sum(0), clip_factor, crossed)
+            rows, own = parts.rows[:, span], slope.rows[:, span]
+            whole = rows.sum(0)
+            self._shape(rows, list(self.cotangents), whole, clip_factor, crossed)
+            entropy += (rows.double() @ own[0].double()).cpu()
+            self._shape(own, ["entropy"], whole, clip_factor, crossed)
         changes = J.jvp(parts)
-        return changes.logprob.double().numpy(), changes.how, clip_factor, parts.norm_of_sum()
+        by_token = cotangents.sum(0).double() * J.jvp(slope).logprob[0].double()
+        update_norm = parts.norm_of_sum()
+        return changes.logprob.double().numpy(), by_token.numpy(), entropy, changes.how, clip_factor, update_norm
 
     def _keep_held(self, parts: Vectors) -> None:
         """Set to 0 what the optimizer does not hold."""

@@ -95,7 +95,8 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
     change = before.logprob.exp() * torch.expm1(rise)
     # 0 · ∞: an impossible token became possible.
     change = torch.where(change.isnan(), after.logprob.exp() - before.logprob.exp(), change)
-    return {"delta_prob": change, "delta_logprob": rise, "delta_log_odds": log_odds_change(before, after).to(rise)}
+    moved = {"delta_prob": change, "delta_logprob": rise, "delta_log_odds": log_odds_change(before, after).to(rise)}
+    return moved | {"delta_entropy": after.entropy - before.entropy}
 
 
 def resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:

@@ -51,6 +51,8 @@ def multiply(model: Policy | nn.Module, batch, weights) -> dict[str, torch.Tenso
         "entropy": J.statistics.entropy,
         "vjp": sums.rows,
         "scratch vjp": TokenJacobian(model, batch, Resources(vectors=1)).vjp(weights).rows,
+        "entropy vjp": J.vjp(weights, of="entropy").rows,
+        "scratch entropy vjp": TokenJacobian(model, batch, Resources(vectors=1)).vjp(weights, of="entropy").rows,
         "gram": torch.from_numpy(J.gram(weights).products),
         "totals": gram.totals.rows,
         "jvp": moved.logprob,

@@ -55,6 +55,38 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(policy
     assert result.method == "forward mode"
 
 
+def mean_entropy_slope(policy: Policy, batch: TokenBatch) -> torch.Tensor:
+    """The gradient of the kept tokens' mean entropy, by one autograd call."""
+    entropies, parameters = [], [*policy.model.parameters()]
+    for row in range(len(batch)):
+        ids, kept = batch.sequence(row)
+        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0, kept - 1].double()
+        logprobs = torch.log_softmax(logits / batch.temperature[row], -1)
+        entropies.append(-(logprobs.exp() * logprobs).sum(-1))
+    found = torch.autograd.grad(torch.cat(entropies).mean(), parameters, allow_unused=True)
+    pairs = zip(parameters, found, strict=True)
+    return torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for p, g in pairs])
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_what_each_source_and_each_token_does_to_the_mean_entropy(policy, batch, brute, step):
+    state = warm_state(policy) if step.optimizer == "adamw" else None
+    result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state)
+    slope = mean_entropy_slope(policy, batch)
+    parts = split_step(policy, brute, step, state)
+    expected = {name: float(slope @ part) for name, part in parts.items()}
+    assert result.entropy == pytest.approx(expected, rel=1e-9)
+    own = result.contributions["entropy_part"].to_numpy()
+    of_the_loss = sum(value for name, value in expected.items() if name == "kl" or name.isdigit())
+    assert own.sum() == pytest.approx(of_the_loss, rel=1e-9)
+    # Entry by entry, a token's gradient is scaled as the whole gradient is.
+    whole = sum(brute.gradients().values())
+    scaled = sum(part for name, part in parts.items() if name == "kl" or name.isdigit())
+    scale = torch.where(whole != 0, scaled / whole, 0.0)
+    weights = -(torch.tensor(brute.policy) + torch.tensor(brute.kl)).double() / len(brute.kl)
+    np.testing.assert_allclose(own, (weights * (brute.jacobian @ (scale * slope))).numpy(), rtol=1e-7, atol=1e-15)
+
+
 @pytest.mark.parametrize("step", STEPS)
 def test_gradients_that_are_known_beforehand_give_the_same_split(policy, batch, step):
     loss = replace(NARROW, kl_coef=0.0)
@@ -104,14 +136,17 @@ def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, ste
     policy = make_policy(name, torch.float64)
     batch = make_batch(policy)
     state = warm_state(policy) if step.optimizer == "adamw" else None
-    rates, errors = [4.0**-k * 4e-3 for k in range(4)], []
+    rates, errors, entropies = [4.0**-k * 4e-3 for k in range(4)], [], []
     for rate in rates:
         keywords = {"loss": NARROW, "step": replace(step, learning_rate=rate), "optimizer_state": state}
         with TrueFloat64():
-            actual = movement_table([apply_update(policy, batch, **keywords)])["delta_logprob.all"]
-            predicted = influence(policy, batch, **keywords).contributions["predicted"]
+            table = movement_table([apply_update(policy, batch, **keywords)])
+            found = influence(policy, batch, **keywords)
+        actual, predicted = table["delta_logprob.all"], found.contributions["predicted"]
         errors.append(np.sqrt(np.mean((actual - predicted) ** 2) / np.mean(actual**2)))
-    assert errors[0] < 0.1
+        entropies.append(abs(sum(found.entropy.values()) / table["delta_entropy.all"].mean() - 1))
+    assert errors[0] < 0.1 and entropies[-1] < 0.05
+    assert np.polyfit(np.log(rates), np.log(entropies), 1)[0] == pytest.approx(1, abs=0.3)
     assert np.polyfit(np.log(rates), np.log(errors), 1)[0] == pytest.approx(1, abs=0.15)
 
 

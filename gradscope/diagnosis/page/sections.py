@@ -135,6 +135,7 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("signal", "Signal, noise and cosines", _signal(d, sheets)),
         ("prompts", "Prompt by prompt", _prompts(d, sheets)),
         ("directions", "What one step does", _directions(d, sheets)),
+        ("entropy", "What the step does to entropy", _entropy(d, sheets)),
         ("influence", "Influence between intervals", _influence(d, sheets)),
         ("drivers", "Probability or entropy", _drivers(d, sheets)),
         ("proxies", "Cheap proxies of the norm", _proxies(d, sheets)),
@@ -367,6 +368,31 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
         )
     )
     return blocks + _define("right direction", "off-policy")
+
+
+def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.entropy is None:
+        return []
+    predicted, actual, rank = (
+        d.pick(name) for name in ("entropy_change_predicted", "entropy_change_actual", "entropy_proxy_rank")
+    )
+    told = f"To first order one step changes the mean entropy of {predicted['n']:,} tokens by "
+    told += f"{number_words(predicted, '.2g')} nats"
+    if actual is not None:
+        of = "" if actual["n"] == predicted["n"] else f" of all {actual['n']:,} tokens"
+        told += f"; the step that was taken changed that{of} by {number_words(actual, '.2g')}"
+    told += "."
+    if np.isfinite(rank["value"]):
+        told += (
+            " The covariance of log π and Â, which Clip-Cov takes for a token's part of it, has a rank correlation of "
+            f"{rank['value']:.2f} with the exact part."
+        )
+    caption = (
+        "What the tokens' own gradients add to the change of the mean entropy, by interval of π and sign of Â; these "
+        "parts, and those of momentum and weight decay, add up to the predicted change."
+    )
+    draw = lambda: plot_diagnosis.plot_entropy(d.entropy, d.labels)  # noqa: E731
+    return [Paragraph(told), sheets.figure("entropy", draw, caption, bars=OVER_PROMPTS)]
 
 
 def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
