@@ -61,9 +61,9 @@ def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] = E
     Columns: `response`, `position`, `token_id`, `group`, `advantage`; `prob`, `log_one_minus_prob`, `entropy` of the
     policy before the update, `old_prob`; `interval` of π_old; `weight`, the policy part of Eq. 2's w_t under the
     settings before an update changed them, which is that of "all". For each movement NAME, after minus before:
-    `delta_prob.NAME`, `delta_logprob.NAME` (nats) and `delta_log_odds.NAME` (of log π − log(1−π), nats), which moves
-    even where π rounds to 1. No change is computed by subtracting probabilities. Raises InputError for movements of
-    different batches or policies, or of the same name.
+    `delta_prob.NAME`, `delta_logprob.NAME` (nats), `delta_log_odds.NAME` (of log π − log(1−π), nats), which moves
+    even where π rounds to 1, and `delta_entropy.NAME` (nats). No change is computed by subtracting probabilities.
+    Raises InputError for movements of different batches or policies, or of the same name.
     """
     _check_movements(movements)
     first = movements[0]

@@ -363,7 +363,10 @@ def test_rows_are_the_kept_tokens_by_response_and_position_with_what_a_loop_says
     columns = ["response", "position", "token_id", "group", "advantage", "prob", "old_prob", "log_one_minus_prob"]
     columns += ["entropy", "interval", "weight"]
     wanted = pd.DataFrame(rows, columns=columns)
-    assert list(table.columns) == [*columns, "delta_prob.all", "delta_logprob.all", "delta_log_odds.all"]
+    changes = ["delta_prob.all", "delta_logprob.all", "delta_log_odds.all", "delta_entropy.all"]
+    assert list(table.columns) == [*columns, *changes]
+    entropies = moved.after.entropy[batch.response_mask].numpy() - wanted["entropy"]
+    np.testing.assert_allclose(table["delta_entropy.all"], entropies, rtol=0, atol=1e-6)
     pd.testing.assert_frame_equal(table[columns], wanted, check_dtype=False, rtol=1e-6)
     assert 0 < (wanted["weight"] == 0).sum() < len(wanted)
     other = movement_table([moved], edges=(0.0, 0.9, 1.0))
