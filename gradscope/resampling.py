@@ -287,7 +287,8 @@ def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: 
         return draws
     value, _, freedom = _leave_out(evaluate, num_clusters, ANY)
     factor = np.sqrt(num_clusters / (num_clusters - 1)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
-    return value + factor * (draws - value)
+    # Where no cluster makes a difference, there are no degrees of freedom.
+    return np.where(draws == value, value, value + factor * (draws - value))
 
 
 def odds_of_largest(draws: np.ndarray) -> np.ndarray:

@@ -53,6 +53,15 @@ _TITLES = {
     "right_direction_positive_actual": "Â > 0: share that rose",
     "right_direction_negative_actual": "Â < 0: share that fell",
 }
+STEP_TITLES = {
+    "token_share": "share of the tokens",
+    "logit_grad_share": "share of |w|·‖e − π‖",
+    "clipped_share": "clipped tokens",
+    "masked_share": "masked tokens",
+    "mismatch": "|Δ log π| of the sampler",
+    "entropy": "entropy (nats)",
+}
+"""Column of what was seen of a step → its panel's title."""
 _KINDS = {"predicted": ("#999999", "D"), "actual": ("#0072b2", "o")}
 _SIGNS = {"positive": "Â > 0: share that rose", "negative": "Â < 0: share that fell"}
 _DRIVERS = {
@@ -206,6 +215,32 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
             ax.vlines(rows["step"], rows["lower"], rows["upper"], color=ink, alpha=0.4)
             ax.set_xticks(rows["step"])
         finish(ax, rows.reset_index(drop=True))
+    return figure
+
+
+@paper_style()
+def plot_steps(steps: pd.DataFrame) -> Figure:
+    """Draw what was seen of each step, a panel per number, a line per interval; numbers that are not known are left
+    out.
+
+    steps: a row per step and interval (its label), with columns of STEP_TITLES.
+    """
+    known = [name for name in STEP_TITLES if steps[name].notna().any()]
+    figure, panels = new_panels(len(known), width=2.4, height=2.0)
+    labels = list(dict.fromkeys(steps["interval"]))
+    colors = interval_colors(max(4, len(labels)))
+    for ax, name in zip(panels, known, strict=True):
+        for label, color in zip(labels, colors, strict=False):
+            rows = steps[steps["interval"] == label]
+            ax.plot(rows["step"], rows[name], "-", color=color, lw=1, label=name_interval(label))
+            if len(rows) == 1:
+                ax.plot(rows["step"], rows[name], "o", color=color, ms=4)
+        ax.set_title(STEP_TITLES[name], loc="left")
+        ax.set_xlabel("training step")
+        ax.set_ylim(bottom=0)
+        ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        finish(ax, steps[["step", "interval", name]].reset_index(drop=True))
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(labels))
     return figure
 
 

@@ -273,6 +273,26 @@ def few_words(informative: int, prompts: int) -> str:
     return f"{informative} prompt{'' if one else 's'}{served} {'is' if one else 'are'} too few"
 
 
+@dataclass(frozen=True)
+class Shares:
+    """Shares by probability interval of what is no whole diagnosis: enough for a verdict on dominance."""
+
+    statistics: pd.DataFrame
+    """Rows of `token_shares`."""
+    labels: tuple[str, ...]
+    num_prompts: int
+    num_informative_prompts: int
+    """Those with a gradient."""
+
+    @property
+    def few_prompts(self) -> str:
+        return few_words(self.num_informative_prompts, self.num_prompts)
+
+    def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
+        """Return the row of `statistics` of that name; None if it was not computed."""
+        return pick_row(self.statistics, statistic, metric, interval)
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class Diagnosis:
     """What one checkpoint does with one batch of rollouts. Parts that were not computed are None, with a note."""

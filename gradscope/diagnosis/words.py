@@ -18,7 +18,7 @@ from gradscope.diagnosis.format import (
     times,
     times_words,
 )
-from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Finding, Findings, Verdict
+from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Finding, Findings, Shares, Verdict
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights
 from gradscope.objective import off_policy_sentence
@@ -56,7 +56,7 @@ def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable
     return Verdict.LESS if row["upper"] < least and write(row["upper"]) != write(least) else Verdict.UNDECIDED
 
 
-def lack_words(d: Diagnosis, row: pd.Series) -> str:
+def lack_words(d: Diagnosis | Shares, row: pd.Series) -> str:
     """Say why a number has no interval and what would give one; "" if it has one."""
     if not isnan(row["lower"]):
         return ""
@@ -69,7 +69,7 @@ def lack_words(d: Diagnosis, row: pd.Series) -> str:
     return "no interval: no two prompts differ in it, or all of it is of one"
 
 
-def name_shares(d: Diagnosis, statistic: str, metric: str) -> str:
+def name_shares(d: Diagnosis | Shares, statistic: str, metric: str) -> str:
     """List the share of each interval that has one."""
     rows = [(label, d.pick(statistic, metric, label)) for label in d.labels]
     return "; ".join(f"{name_interval(label)}: {share_words(row)}" for label, row in rows if not isnan(row["value"]))
@@ -88,7 +88,7 @@ def _dominance(d: Diagnosis) -> list[Finding]:
         words = f"All tokens have {name_interval(low)}: shares by probability interval say nothing here."
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     known = [metric for metric in ENERGY if d.pick("dominance_index", metric, low) is not None]
-    return [_dominance_in(d, metric) for metric in known]
+    return [dominance_words(d, metric, ENERGY[metric]) for metric in known]
 
 
 def _concentration(d: Diagnosis) -> list[Finding]:
@@ -106,8 +106,9 @@ def _concentration(d: Diagnosis) -> list[Finding]:
     return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]
 
 
-def _dominance_in(d: Diagnosis, metric: str) -> Finding:
-    low, kind, energy = d.labels[0], f"dominance_{metric}", ENERGY[metric]
+def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
+    """Judge whether tokens of the lowest interval dominate; energy: what the shares of `metric` are shares of."""
+    low, kind = d.labels[0], f"dominance_{metric}"
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
@@ -133,7 +134,7 @@ def _dominance_in(d: Diagnosis, metric: str) -> Finding:
     return Finding(kind, verdict, words, detail)
 
 
-def _rank(d: Diagnosis, metric: str, are: str, detail: str) -> Finding:
+def _rank(d: Diagnosis | Shares, metric: str, are: str, detail: str) -> Finding:
     """Judge whether the lowest interval, which is over-represented, also has the largest share of any interval."""
     odds = pd.Series({label: d.pick("largest_share", metric, label)["value"] for label in d.labels})
     low, most, kind = d.labels[0], odds.idxmax(), f"dominance_{metric}"

@@ -5,27 +5,34 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
+from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_words, make_live_report, token_shares
 from gradscope.errors import InputError
+from gradscope.integrations.trl_backends import send_alert, send_histograms, send_page
 from gradscope.integrations.trl_batch import LOSS_TYPES, Inputs
 from gradscope.integrations.trl_losses import own_loss
 from gradscope.integrations.trl_measure import add_over_processes, name_intervals
-from gradscope.integrations.trl_tokens import SeenBatch, StepTokens, numbers_of, step_tokens
+from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbers_of, step_tokens
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 
 Number = int | float
 BEFORE = 12
 """Tokens before a token that are written with it."""
+SHOWN = 30
+"""Most tokens on a page."""
+ENERGY = "gradient at the logits, Σ|w|·‖e − π‖"
 MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
 """Methods of a trainer whose results its loss is multiplied by."""
 
@@ -50,6 +57,9 @@ class TokenMonitor(TrainerCallback):
     - mismatch: mean |log π_old − log π_sampler|, where the trainer knows the sampler's;
     - entropy: mean, nats.
 
+    TensorBoard, Weights & Biases and trackio also get histograms over π_old, as often as TRL logs: of the tokens and of
+    |w|·‖e − π‖, gradscope/live/tokens_by_prob and logit_grad_by_prob.
+
     What is undefined (an interval without tokens, a loss without clips) is left out. Several processes add up. Every
     step's numbers are also a line of `OUTPUT_DIR/gradscope/live.jsonl`, with the tokens of largest |w|·‖e − π‖ as text
     (of the main process's responses). A new run in the same folder starts the file anew, a resumed one goes on with it.
@@ -60,20 +70,40 @@ class TokenMonitor(TrainerCallback):
         trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass, with a loss of its own, too.
         edges: of the intervals.
         largest: how many tokens of each step are written as text; 0: none.
+        window: steps that a verdict is of.
+        alert: every `window` steps, judge whether low-probability tokens dominate Σ|w|·‖e − π‖ of those steps, as the
+            page of `gradscope diagnose` judges gradient energy (of the main process's prompts; it takes ten with a
+            gradient); where the verdict is another than before, print its sentence and send it to W&B's or trackio's
+            alerts.
+        page_every: every so many steps, and at the end, write `OUTPUT_DIR/gradscope/live.html`: all steps, the verdict,
+            the largest tokens. W&B and trackio get it as an artifact, with these tokens' text. None: no page.
 
     Raises:
-        InputError: for another trainer or another TRL, whose head has no Σπ².
+        InputError: for another trainer or another TRL, whose head has no Σπ², and for numbers out of range.
     """
 
-    def __init__(self, trainer: Any, *, edges: Sequence[Number] = EDGES, largest: int = 10) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        edges: Sequence[Number] = EDGES,
+        largest: int = 10,
+        window: int = 20,
+        alert: bool = False,
+        page_every: int | None = None,
+    ) -> None:
         if not hasattr(trainer, "_get_per_token_logps_and_entropies"):
             kind = type(trainer).__name__
             raise InputError(f"the trainer is a {kind}; give TRL's GRPOTrainer, RLOOTrainer or a subclass of one")
         if largest < 0:
             raise InputError(f"largest is {largest}; give 0 or more")
+        for name, number in (("window", window), ("page_every", page_every)):
+            if number is not None and number < 1:
+                raise InputError(f"{name} is {number}; give 1 or more")
         _head()
-        interval_labels(edges)
-        self.trainer, self.edges, self.largest = trainer, list(edges), largest
+        self.labels = interval_labels(edges)
+        self.trainer, self.edges, self.largest, self.window = trainer, list(edges), largest, window
+        self.alert, self.page_every = alert, page_every
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
         self.left_out = _left_out(trainer)
         """Parts of the loss that are no function of log π."""
@@ -83,12 +113,24 @@ class TokenMonitor(TrainerCallback):
         self.rows: list[dict[str, Any]] = []
         """The numbers of each step since training began."""
         self._clips = own_loss(trainer) is None and getattr(trainer, "weighting", None) is None
+        self.verdict: Verdict | None = None
+        """The last one that was decided, with `alert`."""
         self._started = 0.0
+        self._histograms = np.zeros((2, len(BINS) - 1))
+        """Since the last log."""
+        self._prompts: deque[np.ndarray] = deque(maxlen=window)
+        """Of each of the last steps the sums by prompt."""
+        self._recent: deque[dict[str, Any]] = deque(maxlen=window * max(largest, 1))
+        """The largest tokens of the last steps."""
         self._inputs: Inputs | None = None
         self._seen: list[SeenBatch] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started, self.seconds, self.cpu_seconds, self.rows = time.perf_counter(), 0.0, 0.0, []
+        self.verdict = None
+        self._histograms = np.zeros_like(self._histograms)
+        self._prompts.clear()
+        self._recent.clear()
         with self._counted():
             if state.is_world_process_zero:
                 self._begin_file(state.global_step)
@@ -106,21 +148,77 @@ class TokenMonitor(TrainerCallback):
             seen, self._seen = [part for part in self._seen if part.slope is not None], []
             tokens = step_tokens(seen) if any(bool(part.kept.any()) for part in seen) else None
             device = self.trainer.accelerator.device
-            sums = add_over_processes(self._sums(tokens), device).numpy()
-            numbers = numbers_of(sums, name_intervals(self.edges))
+            size = len(self.labels)
+            sums = add_over_processes(torch.from_numpy(self._sums(tokens)), device).numpy()
+            numbers = numbers_of(sums[: -self._histograms.size].reshape(-1, size), name_intervals(self.edges))
+            self._histograms += sums[-self._histograms.size :].reshape(2, -1)
             self.rows.append({"step": state.global_step} | numbers)
             for name, value in numbers.items():
                 if math.isfinite(value):
                     self.trainer._metrics["train"][f"gradscope/live/{name}"].append(value)
             if state.is_world_process_zero:
-                line = {name: value for name, value in self.rows[-1].items() if math.isfinite(value)}
-                line["largest"] = [] if tokens is None else self._describe_largest(seen, tokens)
-                with self.path.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+                self._keep(seen, tokens)
+
+    def on_log(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        with self._counted():
+            if state.is_world_process_zero and self._histograms.any():
+                names = ("gradscope/live/tokens_by_prob", "gradscope/live/logit_grad_by_prob")
+                send_histograms(self.trainer, dict(zip(names, self._histograms, strict=True)), BINS, state.global_step)
+            self._histograms = np.zeros_like(self._histograms)
+
+    def _keep(self, seen: Sequence[SeenBatch], tokens: StepTokens | None) -> None:
+        """Write the newest step down and, where that is due, judge and lay out those up to it."""
+        row = self.rows[-1]
+        largest = [] if tokens is None else self._describe_largest(seen, tokens)
+        with self.path.open("a") as file:
+            file.write(json.dumps({n: v for n, v in row.items() if math.isfinite(v)} | {"largest": largest}) + "\n")
+        self._recent.extend({"step": row["step"]} | told for told in largest)
+        if tokens is not None:
+            self._prompts.append(tokens.by_prompt(self.edges))
+        if self.alert and len(self.rows) % self.window == 0:
+            self._tell(self._judge())
+        if self.page_every is not None and row["step"] % self.page_every == 0:
+            self._write_page()
+
+    def _judge(self) -> Finding | None:
+        """Judge the last steps; None where they have no gradient."""
+        if not self._prompts:
+            return None
+        tokens, amounts = np.concatenate(self._prompts, axis=1)
+        if not amounts.sum() > 0:
+            return None
+        rows = token_shares(PromptSums(tokens, tokens, amounts, amounts), self.labels)
+        known = int((amounts.sum(1) > 0).sum())
+        return dominance_words(Shares(rows, tuple(self.labels), len(tokens), known), "raw", ENERGY)
+
+    def _tell(self, found: Finding | None) -> None:
+        """Say and send a verdict that is not that of before; of an undecided one nothing is said."""
+        if found is None or found.verdict in (self.verdict, Verdict.UNDECIDED, Verdict.UNKNOWN):
+            return
+        self.verdict = found.verdict
+        step = self.rows[-1]["step"]
+        print(f"gradscope: steps {max(step - self.window, 0) + 1} to {step}: {found.statement}")
+        send_alert(self.trainer, f"gradscope, step {step}", found.statement, warn=found.verdict is Verdict.DOMINATES)
+
+    def _write_page(self) -> None:
+        kinds = list(dict.fromkeys(name.split("/")[0] for name in self.rows[0] if name != "step"))
+        named = list(zip(name_intervals(self.edges), self.labels, strict=True))
+        rows = [
+            {"step": row["step"], "interval": label} | {kind: row[f"{kind}/{name}"] for kind in kinds}
+            for row in self.rows
+            for name, label in named
+        ]
+        largest = pd.DataFrame(sorted(self._recent, key=lambda told: -told["share"])[:SHOWN])
+        facts = {"trainer": type(self.trainer).__name__, "left out": ", ".join(self.left_out) or "nothing"}
+        report = make_live_report(pd.DataFrame(rows), largest, self._judge(), facts=facts)
+        send_page(self.trainer, report.to_html(self.path.with_suffix(".html")))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         watch(self.trainer, self)
         if state.is_world_process_zero:
+            with self._counted():
+                if self.page_every is not None and self.rows and self.rows[-1]["step"] % self.page_every:
+                    self._write_page()
             total = time.perf_counter() - self._started
             print(
                 f"gradscope: looking at the tokens of {len(self.rows)} steps took {self.seconds:.2f} s, "
@@ -194,9 +292,10 @@ class TokenMonitor(TrainerCallback):
 
         return masked
 
-    def _sums(self, tokens: StepTokens | None) -> Tensor:
-        empty = np.empty(0)
-        return torch.from_numpy((tokens or StepTokens(*[empty] * 10)).sums(self.edges))
+    def _sums(self, tokens: StepTokens | None) -> np.ndarray:
+        """Return what processes add up, in one row."""
+        tokens = tokens or StepTokens(*[np.empty(0)] * 11)
+        return np.concatenate([tokens.sums(self.edges).ravel(), tokens.histograms().ravel()])
 
     def _describe_largest(self, seen: Sequence[SeenBatch], tokens: StepTokens) -> list[dict[str, Any]]:
         """Return the tokens of largest amount, with what was before them."""

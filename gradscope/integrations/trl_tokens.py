@@ -20,6 +20,10 @@ MEANS = {"clipped_share": "clipped", "masked_share": "masked", "mismatch": "mism
 """Number → the column of `StepTokens` that it is the mean of, over an interval's tokens."""
 
 
+BINS = np.linspace(0, 1, 21)
+"""Of π_old, for histograms."""
+
+
 @dataclass
 class SeenBatch:
     """What a trainer computed on the way to one micro-batch's loss, [B, C] over completions, on its device."""
@@ -73,10 +77,17 @@ class StepTokens:
     """Micro-batch, row and place of the token in it."""
     row: Int[np.ndarray, " n"]
     place: Int[np.ndarray, " n"]
+    prompt: Int[np.ndarray, " n"]
+    """Number of its prompt in this part of the step."""
+
+    @property
+    def probs(self) -> Column:
+        """π_old."""
+        return np.exp(self.old).clip(0, 1)
 
     def sums(self, edges: Sequence[Number]) -> Float[np.ndarray, "K intervals"]:
         """Sum by interval of π_old: tokens, amounts, then per mean of MEANS its values and how many are known."""
-        intervals = assign_intervals(np.exp(self.old).clip(0, 1), edges)
+        intervals = assign_intervals(self.probs, edges)
 
         def by_interval(values: Column) -> np.ndarray:
             return np.bincount(intervals, values, minlength=len(edges) - 1)
@@ -87,6 +98,18 @@ class StepTokens:
             known = ~np.isnan(values)
             rows += [by_interval(np.where(known, values, 0.0)), by_interval(known.astype(np.float64))]
         return np.stack(rows)
+
+    def histograms(self) -> Float[np.ndarray, "2 bins"]:
+        """Sum tokens and amounts by BINS."""
+        return np.stack([np.histogram(self.probs, BINS, weights=w)[0] for w in (np.ones_like(self.old), self.amount)])
+
+    def by_prompt(self, edges: Sequence[Number]) -> Float[np.ndarray, "2 prompts intervals"]:
+        """Sum tokens and amounts by prompt and interval."""
+        size = len(edges) - 1
+        cells = self.prompt * size + assign_intervals(self.probs, edges)
+        count = (int(self.prompt.max(initial=-1)) + 1) * size
+        sums = [np.bincount(cells, w, minlength=count) for w in (np.ones_like(self.old), self.amount)]
+        return np.stack(sums).reshape(2, -1, size)
 
 
 def numbers_of(sums: Float[np.ndarray, "K intervals"], names: Sequence[str]) -> dict[str, float]:
@@ -107,7 +130,8 @@ def step_tokens(parts: Sequence[SeenBatch]) -> StepTokens:
     number = np.repeat(np.arange(len(parts)), [len(each) for each in places])
     row, place = np.concatenate(places).T
     amount = np.abs(slope) * logit_grad_norms(logprob, log_sum_squares)
-    return StepTokens(logprob, old, entropy, amount, clipped, masked, mismatch, number, row, place)
+    prompt = np.concatenate(_number_prompts(parts))[np.cumsum([0, *(len(p.logprob) for p in parts)])[number] + row]
+    return StepTokens(logprob, old, entropy, amount, clipped, masked, mismatch, number, row, place, prompt)
 
 
 def logit_grad_norms(logprob: Column, log_sum_squares: Column) -> Column:
@@ -131,6 +155,17 @@ def _columns(part: SeenBatch) -> Float[np.ndarray, "8 n"]:
     known = (part.logprob, part.old, part.entropy, part.log_sum_squares, part.slope)
     columns = torch.stack([_spread(c, part.logprob) for c in (*known, part.clipped, part.masked(), mismatch)])
     return columns[:, part.kept].cpu().double().numpy()
+
+
+def _number_prompts(parts: Sequence[SeenBatch]) -> list[Int[np.ndarray, " B"]]:
+    """Number equal prompts alike, in all micro-batches, from 0 on."""
+    numbers: dict[tuple[int, ...], int] = {}
+    found = []
+    for part in parts:
+        ids, real = part.inputs["prompt_ids"].cpu().numpy(), part.inputs["prompt_mask"].cpu().numpy() > 0
+        rows = (tuple(row[seen].tolist()) for row, seen in zip(ids, real, strict=True))
+        found.append(np.array([numbers.setdefault(row, len(numbers)) for row in rows]))
+    return found
 
 
 def _spread(values: Any, like: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:

@@ -419,6 +419,13 @@ def test_an_interval_without_tokens_or_without_a_gradient_is_nan():
     assert rows.loc[rows["statistic"].isin(["gradient_share", "signal_fraction"]), "value"].isna().all()
 
 
+def test_all_of_one_interval_is_the_largest_share_in_every_redraw():
+    table = plant_table()
+    table["weight"] = np.where(table["interval"] == 0, table["weight"], 0.0)
+    rows = token_shares(sum_by_prompt(table, 4), LABELS)
+    assert [pick_row(rows, "largest_share", "raw", label)["value"] for label in LABELS] == [1.0, 0.0, 0.0, 0.0]
+
+
 def test_lag_and_clipping_are_those_of_a_loop_over_tokens_whose_old_logprob_is_known():
     table, rng = plant_table(), np.random.default_rng(1)
     table["logprob"] = np.log(table["prob"])

@@ -6,6 +6,7 @@ import json
 import math
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,8 +25,9 @@ from support.trl_runs import (
     train,
     weights,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
 
+from gradscope.diagnosis import Verdict
 from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer, RolloutWriter, TokenMonitor
 
 pytestmark = needs_trl
@@ -353,6 +355,95 @@ def test_with_adapters_the_numbers_are_there(checkpoint, tmp_path):
         assert sum(int(part["completion_mask"].sum()) for part in step["window"]) == 80
 
 
+# ---- where people look
+
+KINDS_BY_PROB = ("tokens_by_prob", "logit_grad_by_prob")
+
+
+class Backend(TrainerCallback):
+    """A callback like transformers' for trackio, whose module records what it is given, and for TensorBoard."""
+
+    _initialized = True
+
+    def __init__(self):
+        self.alerts, self.logged, self.artifacts, self.raw = [], [], [], []
+        self._trackio = SimpleNamespace(
+            Histogram=lambda np_histogram: np_histogram,
+            AlertLevel=SimpleNamespace(WARN="warn", INFO="info"),
+            alert=lambda **told: self.alerts.append(told),
+            log=self.logged.append,
+            log_artifact=lambda path, **told: self.artifacts.append((Path(path).read_text(), told)),
+        )
+        self.tb_writer = SimpleNamespace(add_histogram_raw=lambda name, **told: self.raw.append((name, told)))
+
+
+def test_histograms_are_those_of_the_steps_since_the_last_log(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=4, logging_steps=2, learning_rate=1e-3)
+    trainer.add_callback(backend := Backend())
+    callback = monitor(trainer)
+    train(trainer)
+    assert [entry["train/global_step"] for entry in backend.logged] == [2, 4]
+    for entry, rows in zip(backend.logged, (callback.rows[:2], callback.rows[2:]), strict=True):
+        counts, edges = entry["train/gradscope/live/tokens_by_prob"]
+        assert counts.sum() == 160 and edges[[0, 5, 10, 15, 20]].tolist() == [0, 0.25, 0.5, 0.75, 1]
+        for place, a in enumerate(INTERVALS):
+            assert counts[5 * place :][:5].sum() == pytest.approx(80 * sum(row[f"token_share/{a}"] for row in rows))
+            amounts, _ = entry["train/gradscope/live/logit_grad_by_prob"]
+            shares = [row[f"logit_grad_share/{a}"] for row in rows]
+            assert min(shares) - 1e-6 <= amounts[5 * place :][:5].sum() / amounts.sum() <= max(shares) + 1e-6
+    for (name, told), (step, kind) in zip(backend.raw, [(s, k) for s in (0, 1) for k in KINDS_BY_PROB], strict=True):
+        heights, edges = backend.logged[step][name]
+        assert name.endswith(kind) and told["global_step"] == 2 * step + 2
+        assert told["bucket_counts"] == heights.tolist() and told["bucket_limits"] == edges[1:].tolist()
+        assert told["num"] == heights.sum()
+
+
+def test_an_alert_is_sent_where_a_planted_verdict_changes(checkpoint, tmp_path):
+    """First tokens of π < ¼ are trained on, then, nearly alone, the others; an alert at the first window of either."""
+
+    class Planted(import_trl().GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            ids, seen = (
+                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
+            )
+            logprobs, *_ = self._get_per_token_logps_and_entropies(model, ids, seen, inputs["completion_ids"].shape[1])
+            low = logprobs.detach().exp() < 0.25
+            chosen = low if self.state.global_step < 8 else ~low
+            return -(logprobs * (0.01 + chosen.float()) * inputs["completion_mask"]).sum()
+
+    settings = {"max_steps": 16, "num_generations": 2, "learning_rate": 1e-9}
+    trainer = make_trainer(checkpoint, tmp_path, kind=Planted, **settings)
+    trainer.add_callback(backend := Backend())
+    callback = monitor(trainer, alert=True, window=4)
+    said = train(trainer)
+    assert [(told["title"].split()[-1], told["level"]) for told in backend.alerts] == [("4", "warn"), ("12", "info")]
+    assert all(told["text"] in said for told in backend.alerts)
+    assert callback.verdict is Verdict.LESS
+    shares = [row["logit_grad_share/p0-25"] for row in callback.rows]
+    assert min(shares[:8]) > 0.9 and max(shares[8:]) < 0.1
+
+
+def test_a_page_is_written_and_sent_every_so_many_steps_and_at_the_end(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=5, learning_rate=1e-3)
+    trainer.add_callback(backend := Backend())
+    callback = monitor(trainer, page_every=2, largest=3)
+    train(trainer)
+    assert [told["type"] for _, told in backend.artifacts] == ["report"] * 3
+    page = callback.path.with_suffix(".html").read_text()
+    assert page == backend.artifacts[-1][0]
+    recent = [told for line in callback.path.read_text().splitlines() for told in json.loads(line)["largest"]]
+    assert len(recent) == 15 and all(told["before"] in page for told in recent)
+
+
+def test_without_a_page_or_an_alert_nothing_but_numbers_leaves_the_machine(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=3)
+    trainer.add_callback(backend := Backend())
+    callback = monitor(trainer, window=1)
+    train(trainer)
+    assert backend.alerts == backend.artifacts == [] and len(backend.logged) == 3
+    assert not callback.path.with_suffix(".html").exists()
+
+
 # ---- several processes
 
 TOGETHER = """
@@ -398,13 +489,11 @@ def test_several_processes_add_up(tmp_path):
 
 
 def test_another_trainer_is_refused_by_name(checkpoint, tmp_path):
-    from types import SimpleNamespace
-
     with refused("SimpleNamespace"):
         TokenMonitor(SimpleNamespace())
 
 
-@pytest.mark.parametrize("settings", [{"largest": -1}, {"edges": [0.5, 0.2]}])
+@pytest.mark.parametrize("settings", [{"largest": -1}, {"edges": [0.5, 0.2]}, {"window": 0}, {"page_every": 0}])
 def test_settings_out_of_range_are_refused(checkpoint, tmp_path, settings):
     with refused(*settings):
         TokenMonitor(make_trainer(checkpoint, tmp_path), **settings)

@@ -1,0 +1,55 @@
+"""Lay out what was seen of a training while it runs as one page: shares by step, and the largest tokens as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pandas as pd
+
+from gradscope.diagnosis.page.contents import Report
+from gradscope.diagnosis.page.page import Definition, Finding, Page, Section
+from gradscope.diagnosis.result import Finding as Told
+
+
+def make_live_report(
+    steps: pd.DataFrame, largest: pd.DataFrame, found: Told | None, *, facts: Mapping[str, str] | None = None
+) -> Report:
+    """Lay out a training's steps as a page.
+
+    steps: a row per step and interval: step, interval (its label), token_share, logit_grad_share, clipped_share,
+    masked_share, mismatch, entropy; NaN: not known. largest: tokens of recent steps. found: the verdict on them.
+    """
+    from gradscope.diagnosis.page.sections import Sheets  # which loads matplotlib
+    from gradscope.diagnosis.plots import plot_steps
+
+    sheets = Sheets()
+    first, last = steps["step"].min(), steps["step"].max()
+    drawn = sheets.figure("steps", lambda: plot_steps(steps), f"Steps {first} to {last}, by interval of π_old.")
+    shown: Sequence[str] = ("step", "token", "before", "prob", "share", "slope", "position")
+    tokens = sheets.table(
+        "largest",
+        largest,
+        "Tokens of recent steps with the largest |w|·‖e − π‖, by their share of their step's sum; before: the text "
+        "that they go on with; slope: ∂loss/∂ log π, negative where the step shall make the token more probable.",
+        [name for name in shown if name in largest],
+    )
+    numbers = sheets.table("numbers", steps, "Every number of every step.", folded=True)
+    meaning = (
+        "|w|·‖e − π‖ is the size of a token's part of the gradient at its own logits, w its weight in the trainer's "
+        "own loss, e − π the gradient of its log π. What the network adds on the way to the parameters, and what "
+        "cancels between tokens, is not in it."
+    )
+    sections = (
+        Section("steps", "Over the steps", (drawn, Definition("gradient at the logits", meaning))),
+        Section("largest", "The largest tokens", (tokens,)),
+        Section("numbers", "All numbers", (numbers,)),
+    )
+    said = () if found is None else (Finding(found.statement, found.detail, found.tone),)
+    page = Page(
+        title="gradscope: while it trains",
+        subtitle=f"steps {first} to {last}",
+        findings=said,
+        sections=sections if len(largest) else sections[::2],
+        facts=dict(facts or {}),
+    )
+    return Report(page, sheets.tables)

@@ -1,0 +1,55 @@
+"""Where a trainer of transformers reports to: what scalars cannot say goes there, too.
+
+TensorBoard, Weights & Biases and trackio, as far as the trainer's `report_to` has them running.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+
+def send_histograms(
+    trainer: Any, heights: Mapping[str, Float[np.ndarray, " bins"]], edges: Float[np.ndarray, " ends"], step: int
+) -> None:
+    """Send histograms by name: sums over the intervals between the edges."""
+    for callback in trainer.callback_handler.callbacks:
+        if (writer := getattr(callback, "tb_writer", None)) is not None:
+            for name, sums in heights.items():
+                _to_tensorboard(writer, f"train/{name}", sums, edges, step)
+    for backend in _backends(trainer):
+        drawn = {f"train/{n}": backend.Histogram(np_histogram=(sums, edges)) for n, sums in heights.items()}
+        backend.log(drawn | {"train/global_step": step})
+
+
+def send_alert(trainer: Any, title: str, text: str, *, warn: bool) -> None:
+    """Send an alert, to Weights & Biases and trackio."""
+    for backend in _backends(trainer):
+        backend.alert(title=title, text=text, level=backend.AlertLevel.WARN if warn else backend.AlertLevel.INFO)
+
+
+def send_page(trainer: Any, page: Path) -> None:
+    """Send a page as an artifact, to Weights & Biases and trackio."""
+    for backend in _backends(trainer):
+        backend.log_artifact(str(page), name="gradscope-live", type="report")
+
+
+def _backends(trainer: Any) -> Iterator[Any]:
+    """Yield the modules wandb and trackio, where the trainer has a run of them; they name these things alike."""
+    for callback in trainer.callback_handler.callbacks:
+        for name in ("_wandb", "_trackio"):
+            if getattr(callback, "_initialized", False) and (module := getattr(callback, name, None)) is not None:
+                yield module
+
+
+def _to_tensorboard(writer: Any, name: str, sums: np.ndarray, edges: np.ndarray, step: int) -> None:
+    middles = (edges[:-1] + edges[1:]) / 2
+    whole, squares = float(sums @ middles), float(sums @ middles**2)
+    ends = {"min": edges[0], "max": edges[-1], "num": sums.sum(), "sum": whole, "sum_squares": squares}
+    writer.add_histogram_raw(
+        name, **ends, bucket_limits=edges[1:].tolist(), bucket_counts=sums.tolist(), global_step=step
+    )
