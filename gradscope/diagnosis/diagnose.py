@@ -196,6 +196,7 @@ def diagnose(
         where=known(token_part.where),
         spikes=token_part.spikes,
         modules=token_part.modules,
+        mismatch=token_part.mismatch,
         temperatures=tried,
         sums=gradient_part.plan,
         cosines=gradient_part.cosines.get("raw"),
@@ -340,6 +341,7 @@ class TokenPart:
     where: pd.DataFrame | None = None
     spikes: pd.DataFrame | None = None
     modules: pd.DataFrame | None = None
+    mismatch: pd.DataFrame | None = None
 
 
 def describe_tokens(task: Task) -> TokenPart:
@@ -359,6 +361,7 @@ def describe_tokens(task: Task) -> TokenPart:
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
     proxies = task.attempt("proxies", lambda: judge_proxies(table, **draws))
     bounds = tokens.bound_margins(table, task.policy.vocab_size)
+    apart, mismatch = steps.mismatch_rows(table, labels, **draws)
     rows = (
         shares,
         _without_bounds("tokens", counts, counts, "tokens", labels),
@@ -367,12 +370,13 @@ def describe_tokens(task: Task) -> TokenPart:
         one_row("bound_lower_margin", bounds.lower_margin, bounds.num_tokens, unit="ratio"),
         one_row("bound_upper_margin", bounds.upper_margin, bounds.num_tokens, unit="ratio"),
         steps.lag_rows(table, settings.loss, **draws),
+        apart,
     )
     if table["old_logprob"].isna().any():
         task.note("on-policy", "Some or all old log-probabilities are unknown: these tokens are taken as on-policy.")
     if task.weighted and settings.loss.kl_coef and table["ref_logprob"].isna().any():
         task.note("no-kl", "Some or all reference log-probabilities are unknown: these tokens have no KL part.")
-    return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes, modules)
+    return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes, modules, mismatch)
 
 
 def try_other_temperatures(task: Task) -> pd.DataFrame | None:

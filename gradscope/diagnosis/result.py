@@ -350,6 +350,8 @@ class Diagnosis:
     """Tokens predicted to move farthest against their advantage: `updates.moved_against`."""
     directions: pd.DataFrame | None = None
     """Right-direction shares by interval and sign, with a column `kind`: predicted or actual."""
+    mismatch: pd.DataFrame | None = None
+    """How far the sampler's log π is from the trainer's, by interval: `steps.mismatch_rows`."""
     entropy: pd.DataFrame | None = None
     """Whose gradients change the mean entropy, by interval and sign of Â: `steps.entropy_rows`."""
     movement: pd.DataFrame | None = None

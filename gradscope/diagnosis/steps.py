@@ -12,10 +12,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
+from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
 from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import TokenBatch
+from gradscope.theory import fit_powers
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
 
 
@@ -132,6 +134,43 @@ def entropy_rows(
         one_row("entropy_proxy_rank", rank, int(served.sum()), unit="correlation"),
     ]
     return join_rows(rows), table.reset_index(drop=True)
+
+
+def mismatch_rows(
+    table: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
+) -> tuple[pd.DataFrame, pd.DataFrame | None]:
+    """Measure how far the sampler's log π is from the trainer's of the same weights, where the log has both.
+
+    d = old_logprob − sampler_logprob, of the tokens that have both. Rows: mismatch_mean, of |d| in each interval and in
+    "all", nats; mismatch_power, the power of 1 − π by which |d| goes (`theory.fit_powers`; that of an error of the
+    logits is 1). Table, a row per interval and one of all: label, num_tokens, value (mean |d|), lower, upper, largest
+    (|d|), ratio (mean e^d), masked: the share of tokens without an advantage in a response where others have one, as
+    a trainer's rule leaves them. Nothing and None where no token has both.
+    """
+    if "sampler_logprob" not in table:
+        return join_rows([]), None
+    both = table[table["sampler_logprob"].notna() & table["old_logprob"].notna()]
+    gap = (both["old_logprob"] - both["sampler_logprob"]).to_numpy(np.float64)
+    if not gap.any():  # no token, or one column is the other
+        return join_rows([]), None
+    served = (both["advantage"] != 0).groupby(both["response"]).transform("any")
+    masked = (served & (both["advantage"] == 0)).to_numpy()
+    clusters, parts, resampling = prompt_clusters(both), [], Resampling(seed, resamples=resamples)
+    for cells, names in ((both["interval"].to_numpy(np.int64), labels), (np.zeros(len(both), np.int64), ["all"])):
+        found = summarize_cells(np.abs(gap), cells, clusters, len(names), resampling=resampling)
+        of = pd.DataFrame({"largest": np.abs(gap), "ratio": np.exp(gap), "masked_share": masked}).groupby(cells)
+        known = of.agg({"largest": "max", "ratio": "mean", "masked_share": "mean"}).reindex(range(len(names)))
+        parts.append(pd.concat([found.drop(columns="num_measured"), known], axis=1).assign(label=names))
+    found = pd.concat(parts, ignore_index=True)
+    numbers = found[["value", "lower", "upper"]].to_numpy(np.float64).T
+    rows = [make_rows("mismatch_mean", numbers, found["num_tokens"], unit="nats", intervals=[*labels, "all"])]
+    seen = np.where(gap != 0, np.abs(gap), np.nan)
+    columns = both[["group", "log_one_minus_prob", LOGITS]].assign(**{PARAMETERS: seen})
+    if np.isfinite(seen).sum() >= 3:
+        fit = fit_powers(columns, seed=seed, resamples=resamples).iloc[-1]
+        power = fit[["slope", "slope_lower", "slope_upper"]].to_numpy(np.float64)[:, None]
+        rows.append(make_rows("mismatch_power", power, fit["tokens"], unit="ratio"))
+    return join_rows(rows), found[["label", *found.columns.drop("label")]]
 
 
 def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:

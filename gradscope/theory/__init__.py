@@ -4,10 +4,10 @@ from gradscope.theory.bounds import TheoryReport, measured_cones, theory_report
 from gradscope.theory.closed_form import logit_grad_bounds, logit_grad_norm, rounding_tolerance
 from gradscope.theory.constants import layer_constants, token_contexts
 from gradscope.theory.drivers import add_drivers, regress_norms
-from gradscope.theory.gains import FLOOR
+from gradscope.theory.gains import FLOOR, fit_powers
 from gradscope.theory.proxies import judge_proxies
 
 __all__ = [
-    "FLOOR", "TheoryReport", "add_drivers", "judge_proxies", "layer_constants", "logit_grad_bounds",
+    "FLOOR", "TheoryReport", "add_drivers", "fit_powers", "judge_proxies", "layer_constants", "logit_grad_bounds",
     "logit_grad_norm", "measured_cones", "regress_norms", "rounding_tolerance", "theory_report", "token_contexts",
 ]  # fmt: skip

@@ -13,7 +13,14 @@ from support.tiers import every
 from gradscope.diagnosis import cosine_matrix, gradient_rows, token_shares
 from gradscope.diagnosis.gradients import add_rollouts, carriers, prompt_table, signal_and_noise
 from gradscope.diagnosis.result import pick_row
-from gradscope.diagnosis.steps import direction_rows, entropy_rows, influence_rows, lag_rows, within_budget
+from gradscope.diagnosis.steps import (
+    direction_rows,
+    entropy_rows,
+    influence_rows,
+    lag_rows,
+    mismatch_rows,
+    within_budget,
+)
 from gradscope.diagnosis.tokens import (
     bound_margins,
     largest_tokens,
@@ -535,3 +542,27 @@ def test_the_covariance_that_stands_for_a_tokens_part_is_ranked_with_it():
     for part, expected in ((-covariance, 1.0), (covariance**3, -1.0)):
         rows, _ = entropy_rows(table.assign(entropy_part=part), {"0": 0.0}, LABELS, seed=None)
         assert numbers(rows, "entropy_proxy_rank") == [pytest.approx(expected)]
+
+
+def test_what_sampler_and_trainer_differ_by_is_told_by_interval_with_its_power():
+    table, rng = plant_table(prompts=40), np.random.default_rng(1)
+    table["old_logprob"] = np.log(table["prob"])
+    noise = np.exp(0.3 * rng.normal(size=len(table))) * rng.choice([-1, 1], len(table))
+    gap = 0.01 * (1 - table["prob"]) ** 0.7 * noise
+    table["sampler_logprob"] = table["old_logprob"] - gap
+    table.loc[:4, "sampler_logprob"] = np.nan  # unknown
+    table.loc[10:13, "advantage"] = 0.0  # masked, in a response where others have an advantage
+    rows, found = mismatch_rows(table, LABELS, seed=0)
+    known = table["sampler_logprob"].notna()
+    for place, label in enumerate([*LABELS, "all"]):
+        own, row = known if label == "all" else known & (table["interval"] == place), found.iloc[place]
+        assert (row["label"], row["num_tokens"]) == (label, own.sum())
+        assert row["value"] == pytest.approx(gap[own].abs().mean())
+        assert row["largest"] == pytest.approx(gap[own].abs().max())
+        assert row["ratio"] == pytest.approx(np.exp(gap[own]).mean())
+        assert row["masked_share"] == pytest.approx((table.loc[own, "advantage"] == 0).mean())
+    assert numbers(rows, "mismatch_mean") == pytest.approx(found["value"].tolist())
+    power = rows[rows["statistic"] == "mismatch_power"].iloc[0]
+    assert power["lower"] < 0.7 < power["upper"] and power["value"] == pytest.approx(0.7, abs=0.1)
+    for nothing in (table.drop(columns="sampler_logprob"), table.assign(sampler_logprob=table["old_logprob"])):
+        assert mismatch_rows(nothing, LABELS)[1] is None

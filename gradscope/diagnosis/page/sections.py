@@ -134,6 +134,7 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("where", "Kinds of tokens, positions, single tokens", _where(d, sheets)),
         ("signal", "Signal, noise and cosines", _signal(d, sheets)),
         ("prompts", "Prompt by prompt", _prompts(d, sheets)),
+        ("mismatch", "Sampler against trainer", _mismatch(d, sheets)),
         ("directions", "What one step does", _directions(d, sheets)),
         ("entropy", "What the step does to entropy", _entropy(d, sheets)),
         ("influence", "Influence between intervals", _influence(d, sheets)),
@@ -368,6 +369,20 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
         )
     )
     return blocks + _define("right direction", "off-policy")
+
+
+def _mismatch(d: Diagnosis, sheets: Sheets) -> list[Block]:
+    if d.mismatch is None:
+        return []
+    mean, power = d.pick("mismatch_mean", interval="all"), d.pick("mismatch_power")
+    told = f"The sampler's log π differs from the trainer's by {number_words(mean, '.2g')} nats in the mean."
+    if power is not None and np.isfinite(power["value"]):
+        told += f" It goes with the power {number_words(power, '.2g')} of 1 − π; that of an error of the logits is 1."
+    masked = d.mismatch["masked_share"].iat[-1]
+    if masked > 0:
+        told += f" {masked:.1%} of the tokens are masked: others of their response have an advantage, they have none."
+    caption = "|Δ log π| of sampler and trainer by interval of π, and the mean ratio of trainer to sampler."
+    return [Paragraph(told), sheets.table("mismatch", d.mismatch, caption)]
 
 
 def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
