@@ -360,6 +360,7 @@ def diagnosed(tmp_path_factory):
         make_batch(policy, lengths=(7, 1, 11, 4, 9, 6) * 3, prompt_lengths=(5, 5, 3, 3, 8, 8) * 3),
         notes=(Note("a temperature was assumed", "temperature"),),
     )
+    batch = replace(batch, sampler_logprobs=1.01 * batch.old_logprobs)
     found = diagnose(policy, batch, settings=DiagnosisSettings(resamples=100))
     return write_report(tmp_path_factory.mktemp("diagnosed"), make_report(found, policy, batch)), found
 

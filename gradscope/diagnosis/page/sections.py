@@ -119,7 +119,8 @@ def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
     if "quantity" in frame:
         frame = frame.assign(quantity=frame["quantity"].map(label_of))
     if "label" in frame:  # the interval's number is for code
-        frame = frame.assign(label=frame["label"].map(name_interval)).drop(columns="interval", errors="ignore")
+        names = [name_interval(label) if "," in label else label for label in frame["label"]]  # or "all"
+        frame = frame.assign(label=names).drop(columns="interval", errors="ignore")
     return frame
 
 
@@ -382,7 +383,12 @@ def _mismatch(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if masked > 0:
         told += f" {masked:.1%} of the tokens are masked: others of their response have an advantage, they have none."
     caption = "|Δ log π| of sampler and trainer by interval of π, and the mean ratio of trainer to sampler."
-    return [Paragraph(told), sheets.table("mismatch", d.mismatch, caption)]
+    means = ["–" if row["value"] != row["value"] else number_words(row, ".2g") for _, row in d.mismatch.iterrows()]
+    shown = d.mismatch.assign(mean=means).drop(columns=["value", "lower", "upper"])
+    columns = ["label", "num_tokens", "mean", "largest", "ratio", "masked_share"]
+    table = sheets.table("mismatch", shown, caption, columns)
+    sheets.tables[table.csv] = d.mismatch
+    return [Paragraph(told), table]
 
 
 def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
