@@ -356,6 +356,8 @@ def describe_tokens(task: Task) -> TokenPart:
             "where", lambda: tokens.shares_by(table, classes=settings.classes, special=special, **draws)
         )
         spikes = tokens.largest_tokens(table, settings.top)
+        if task.batch.rewards is not None:
+            spikes["reward"] = task.batch.rewards.numpy()[spikes["response"]]
         modules = tokens.module_shares(table, task.policy)
     layers = tokens.layer_norms(table, settings.edges, **draws)
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))

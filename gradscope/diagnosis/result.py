@@ -336,7 +336,7 @@ class Diagnosis:
     where: pd.DataFrame | None = None
     """Shares by token class, position, length of the response, entropy, sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None
-    """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`."""
+    """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`, with their response's `reward` where that is known."""
     modules: pd.DataFrame | None = None
     """Shares of the gradient energy by module, over all blocks: `tokens.module_shares`."""
     temperatures: pd.DataFrame | None = None

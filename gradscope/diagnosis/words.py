@@ -30,6 +30,8 @@ MOST_PROMPTS = 100
 """
 CONCENTRATED = 0.25
 """Share of the gradient energy from which on it is said that one prompt holds it."""
+NAMED = 5
+"""Tokens that are named, of those that push hardest."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 
 
@@ -376,17 +378,24 @@ def _driver(d: Diagnosis) -> list[Finding]:
 def _spikes(d: Diagnosis) -> list[Finding]:
     if d.spikes is None or d.spikes.empty:
         return []
-    first, measured = d.spikes.iloc[0], int(d.table[PARAMETERS].notna().sum())
+    measured = int(d.table[PARAMETERS].notna().sum())
     together = percent(d.spikes["squared_share"].sum())
     of = "the gradient energy of all"
     if sampling_probabilities(d.table) is not None:
         of = "the gradient energy, estimated for all tokens"
     statement = f"The {len(d.spikes)} of {measured:,} measured tokens with the largest ‖w·g‖ hold {together} % of {of}."
-    weight = f"{first['weight']:+.2g}".replace("-", "−")
-    where = f"token {first['token']!r} at position {first['position']} of response {first['response']}"
-    detail = f"The largest: {where}, π {first['prob']:.2g}, weight {weight}, with "
-    detail += f"{percent(first['squared_share'])} %. A fact of this batch, not of others."
+    told = "; ".join(_spike_words(spike) for _, spike in d.spikes.head(NAMED).iterrows())
+    detail = f"The largest: {told}. A fact of this batch, not of others."
     return [Finding("spikes", Verdict.FACT, statement, detail)]
+
+
+def _spike_words(spike: pd.Series) -> str:
+    """Name a token, what the update does with it and what its response was rewarded with."""
+    pushed = "raised" if spike["weight"] > 0 else "lowered"
+    told = f"{spike['token']!r} in response {spike['response']} (π {spike['prob']:.2g}, {pushed}"
+    if "reward" in spike and not isnan(spike["reward"]):
+        told += f", reward {spike['reward']:.3g}".replace("-", "−")
+    return f"{told}; {percent(spike['squared_share'])} %)"
 
 
 def lag_words(d: Diagnosis) -> list[Finding]:

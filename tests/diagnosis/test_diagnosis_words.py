@@ -272,3 +272,10 @@ def test_a_prompt_that_holds_much_of_the_energy_is_named(large, said, chance):
     if said:
         share = large**2 / (large**2 + 9)
         assert f"{100 * share:.0f} %" in found[0].statement and "10 prompts" in found[0].statement
+
+
+def test_the_tokens_that_push_hardest_are_named_with_what_they_were_rewarded_for():
+    found = findings(plant(spikes=SPIKES.assign(reward=[-0.5, 2.0])))["spikes"]
+    assert "'\\n<b>' in response 1 (π 0.1, lowered, reward −0.5; 30 %)" in found.detail
+    assert "'x' in response 0 (π 0.2, raised, reward 2; 10 %)" in found.detail
+    assert "reward" not in findings(plant(spikes=SPIKES))["spikes"].detail

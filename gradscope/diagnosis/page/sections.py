@@ -298,8 +298,8 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 blocks.append(sheets.figure(f"where_{driver}", draw, caption, bars="95 % for all together"))
     if d.spikes is not None and len(d.spikes):
         caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
-        shown = ["response", "position", "token", "prob", "advantage", "weight", "param_grad_norm", "weighted_norm"]
-        shown += ["squared_share"]
+        shown = ["response", "position", "token", "reward", "prob", "advantage", "weight", "param_grad_norm"]
+        shown += ["weighted_norm", "squared_share"]
         blocks.append(sheets.table("spikes", _readable(d.spikes), caption, shown, links=True))
     return blocks
 
