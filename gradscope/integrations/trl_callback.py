@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl_batch import Inputs, batch_from_trl
-from gradscope.integrations.trl_losses import SUMMED_LOGPROBS, step_loss
+from gradscope.integrations.trl_losses import SLOPES, SUMMED_LOGPROBS, SlopeLoss, left_out, measured_loss
 from gradscope.integrations.trl_measure import StepMeasurement, agree, measure_step, name_intervals
 from gradscope.integrations.trl_sample import StepSample, affordable
 from gradscope.integrations.trl_watch import watch
@@ -73,10 +73,14 @@ class GradScopeCallback(TrainerCallback):
     cosines, which are not sums over prompts, are left out.
 
     edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
-    measured, and how far that is, or tell a `Progress`; of several processes the main one does. Raises InputError for a
-    trainer that is neither GRPOTrainer nor RLOOTrainer or has a loss of its own, for losses that `trl_settings`
-    refuses, FSDP's first version and DeepSpeed's ZeRO-3, numbers below 1, a budget outside (0, 1), under DeepSpeed, or
-    beside cosines or Lopti.
+    measured, and how far that is, or tell a `Progress`; of several processes the main one does.
+
+    Any loss is measured: where gradscope has no weights for it ("cispo", "sapo", "vespo", ratios and masks of
+    responses, GMPO, yours), the trainer's own backward pass says them. An entropy bonus and the routers' auxiliary loss
+    are left out, which grad_norm_ratio then shows. Raises InputError for a trainer that is neither GRPOTrainer nor
+    RLOOTrainer nor a subclass of one, for a loss without known weights under DeepSpeed, fp16 or Lopti, for FSDP's first
+    version and DeepSpeed's ZeRO-3, numbers below 1, a budget outside (0, 1), under DeepSpeed, or beside cosines or
+    Lopti.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class GradScopeCallback(TrainerCallback):
             raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
         if budget is not None and cosines:
             raise InputError("cosines need all prompts' gradients, and a budget may allow some; give one of the two")
-        self.loss = step_loss(trainer)
+        self.loss = measured_loss(trainer)
         if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("Lopti steps with two gradients, and a budget needs the whole one; give one of the two")
         _refuse_launch(trainer, budget)
@@ -146,6 +150,9 @@ class GradScopeCallback(TrainerCallback):
         """Measure the step whose micro-batches have been seen, at the weights before it."""
         started, trainer, window = time.perf_counter(), self.trainer, self._window
         self._due, self._window = False, []
+        if isinstance(self.loss, SlopeLoss) and not all(SLOPES in part for part in window):
+            warnings.warn("gradscope: a step is not measured: its loss is not made of TRL's log π", stacklevel=2)
+            return
         batch, number = batch_from_trl(window, trainer.temperature), trainer.state.global_step + 1
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
         terms = trainer.model, batch, partial(self.loss.weights, window), self.loss.denominators(window)
@@ -223,6 +230,8 @@ class GradScopeCallback(TrainerCallback):
     def _reason(self) -> str:
         """Return the cause of a difference, if it is a known one."""
         trainer = self.trainer
+        if parts := left_out(trainer):
+            return f"its loss has {' and '.join(parts)}, no function of log π, which is left out"
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()):
             return "it trains with dropout, which is off while measuring"
         if trainer.args.fp16 or trainer.args.bf16:
@@ -289,16 +298,23 @@ class GradScopeCallback(TrainerCallback):
         return len(self._window) >= self.trainer.current_gradient_accumulation_steps
 
     def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        """Record what RLOO's ratio is made of."""
+        """Record what RLOO's ratio is made of; of a loss without known weights, what its backward pass hands back."""
 
         def scored(*args: Any, **keywords: Any) -> Any:
             found = log_probs(*args, **keywords)
-            if self._window and "old_logps" in (inputs := self._window[-1]) and found[0].requires_grad:
+            if self._window and isinstance(self.loss, SlopeLoss):
+                if found[0].requires_grad:
+                    found[0].register_hook(partial(self._take_slopes, len(self._window) - 1))
+            elif self._window and "old_logps" in (inputs := self._window[-1]) and found[0].requires_grad:
                 logps = (found[0].detach() * inputs["completion_mask"]).sum(1)
                 self._window[-1] = {**inputs, SUMMED_LOGPROBS: logps}
             return found
 
         return scored
+
+    def _take_slopes(self, place: int, gradient: Tensor) -> None:
+        if place < len(self._window):  # the micro-batch's; gone once the step is measured
+            self._window[place] = {**self._window[place], SLOPES: gradient.detach().clone()}
 
     def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
         def normed(*args: Any, **keywords: Any) -> Any:

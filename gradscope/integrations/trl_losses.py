@@ -26,6 +26,9 @@ TRAINERS = ("GRPOTrainer", "RLOOTrainer")
 """TRL's trainers that are measured."""
 LOSS_METHODS = ("_compute_loss", "compute_loss")
 """Methods that make up a trainer's loss; an override of one may make another loss."""
+SLOPES = "slopes"
+"""In the inputs as the callback keeps them for `SlopeLoss`: ∂loss/∂ log π [B, C] as the trainer's own backward pass
+handed it back."""
 SUMMED_LOGPROBS = "logps"
 """In the inputs of RLOO as the callback keeps them: the responses' log π [B] of the trainer's own forward pass."""
 
@@ -47,11 +50,7 @@ def step_loss(trainer: Any) -> StepLoss:
     Raises InputError for another trainer, for one with a loss of its own, by name, and for settings that
     `trl_settings` refuses.
     """
-    kind = next((c.__name__ for c in type(trainer).__mro__ if _is_trls(c) and c.__name__ in TRAINERS), None)
-    if kind is None:
-        raise InputError(
-            f"the trainer is a {type(trainer).__name__}; give TRL's {' or '.join(TRAINERS)}, or a subclass of one"
-        )
+    kind = _find_kind(trainer)
     if (own := own_loss(trainer)) is not None:
         raise InputError(
             f"{own} is not {kind}'s, so the loss may be another than the one that would be measured; leave the "
@@ -67,6 +66,48 @@ def step_loss(trainer: Any) -> StepLoss:
         return RLOOLoss(trainer.args.epsilon, high)
     settings = replace(trl_settings(trainer.args).loss, reweight_alpha=getattr(trainer, "reweight_alpha", None))
     return GRPOLoss(trainer, settings, getattr(trainer, "weighting", None))
+
+
+def measured_loss(trainer: Any) -> StepLoss:
+    """Return `step_loss` or, where it knows no weights, the loss by the slopes of the trainer's own backward pass.
+
+    Raises InputError for another trainer, and where these slopes come too late, twice or scaled.
+    """
+    _find_kind(trainer)
+    try:
+        return step_loss(trainer)
+    except InputError as error:
+        reasons = {
+            "DeepSpeed steps before its slopes are known": trainer.is_deepspeed_enabled,
+            "fp16 scales its slopes": trainer.args.fp16,
+            "Lopti steps twice": getattr(trainer, "lopti_eta", None) is not None,
+        }
+        if found := [reason for reason, holds in reasons.items() if holds]:
+            raise InputError(f"{error}; nor can it be measured by its slopes: {found[0]}") from error
+    return SlopeLoss()
+
+
+def left_out(trainer: Any) -> list[str]:
+    """Name the parts of a trainer's loss that are no function of log π."""
+    parts = [("_entropy_bonus_enabled", "the entropy bonus"), ("aux_loss_enabled", "the routers' auxiliary loss")]
+    return [words for name, words in parts if getattr(trainer, name, False)]
+
+
+@dataclass(frozen=True)
+class SlopeLoss:
+    """Any loss of the log-probabilities, by ∂loss/∂ log π as the window holds it."""
+
+    def weights(self, window: Sequence[Inputs], batch: TokenBatch, before: TokenStatistics) -> Float[Tensor, "B S"]:
+        # TRL's log-probabilities are padded and joined with the others; these come in their place.
+        placed = batch_from_trl([part | {"old_per_token_logps": part[SLOPES]} for part in window], 1.0)
+        return -self._size(window) * placed.old_logprobs.nan_to_num(0.0)
+
+    def denominators(self, window: Sequence[Inputs]) -> Float[Tensor, " B"]:
+        return torch.full((sum(len(part["completion_ids"]) for part in window),), self._size(window))
+
+    def _size(self, window: Sequence[Inputs]) -> float:
+        """Return the tokens' number, about what a loss divides by, so that weights are of the size of advantages."""
+        return float(max(1, sum(int(part["completion_mask"].sum()) for part in window)))
 
 
 @dataclass(frozen=True)
@@ -133,6 +174,16 @@ class RLOOLoss:
     def denominators(self, window: Sequence[Inputs]) -> Float[Tensor, " B"]:
         sizes = [len(part["completion_ids"]) for part in window]
         return torch.tensor([float(size * len(sizes)) for size in sizes for _ in range(size)])
+
+
+def _find_kind(trainer: Any) -> str:
+    """Return which of TRAINERS it is. Raises InputError for another."""
+    kind = next((c.__name__ for c in type(trainer).__mro__ if _is_trls(c) and c.__name__ in TRAINERS), None)
+    if kind is None:
+        raise InputError(
+            f"the trainer is a {type(trainer).__name__}; give TRL's {' or '.join(TRAINERS)}, or a subclass of one"
+        )
+    return kind
 
 
 def _is_trls(kind: type) -> bool:

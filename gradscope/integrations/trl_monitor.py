@@ -21,7 +21,7 @@ from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_
 from gradscope.errors import InputError
 from gradscope.integrations.trl_backends import send_alert, send_histograms, send_page
 from gradscope.integrations.trl_batch import LOSS_TYPES, Inputs
-from gradscope.integrations.trl_losses import own_loss
+from gradscope.integrations.trl_losses import left_out, own_loss
 from gradscope.integrations.trl_measure import add_over_processes, name_intervals
 from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbers_of, step_tokens
 from gradscope.integrations.trl_watch import watch
@@ -105,7 +105,7 @@ class TokenMonitor(TrainerCallback):
         self.trainer, self.edges, self.largest, self.window = trainer, list(edges), largest, window
         self.alert, self.page_every = alert, page_every
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
-        self.left_out = _left_out(trainer)
+        self.left_out = left_out(trainer)
         """Parts of the loss that are no function of log π."""
         self.seconds = self.cpu_seconds = 0.0
         """Spent inside the calls of this callback since training began, wall time and this thread's CPU time. What Σπ²
@@ -309,11 +309,6 @@ class TokenMonitor(TrainerCallback):
             told |= {"slope": float(part.slope[row, place]), "position": place, "token_id": ids[-1]}
             found.append(told | {"token": tokenizer.decode(ids[-1:]), "before": tokenizer.decode(ids[:-1])})
         return sorted(found, key=lambda each: -each["share"])
-
-
-def _left_out(trainer: Any) -> list[str]:
-    parts = [("_entropy_bonus_enabled", "the entropy bonus"), ("aux_loss_enabled", "the routers' auxiliary loss")]
-    return [words for name, words in parts if getattr(trainer, name, False)]
 
 
 def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:

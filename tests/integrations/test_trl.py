@@ -468,8 +468,10 @@ def test_a_resumed_training_goes_on_with_the_file_and_a_new_one_starts_it_anew(c
 
 
 def test_the_callback_refuses_what_it_cannot_measure(checkpoint, tmp_path):
-    with refused("loss_type", "cispo"):
-        watched(checkpoint, tmp_path, loss_type="cispo")
+    trainer = make_trainer(checkpoint, tmp_path, loss_type="cispo")
+    trainer.is_deepspeed_enabled = True
+    with refused("loss_type", "cispo", "DeepSpeed"):
+        GradScopeCallback(trainer)
     trainer = make_trainer(checkpoint, tmp_path)
     with refused("every"):
         GradScopeCallback(trainer, every=0)

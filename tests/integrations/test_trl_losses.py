@@ -23,7 +23,7 @@ from torch import nn
 from gradscope.gradients import Resources, TokenJacobian
 from gradscope.integrations.trl_batch import batch_from_trl
 from gradscope.integrations.trl_callback import GradScopeCallback
-from gradscope.integrations.trl_losses import step_loss
+from gradscope.integrations.trl_losses import left_out, step_loss
 from gradscope.objective import make_weighting
 
 pytestmark = needs_trl
@@ -62,14 +62,6 @@ def with_loss(kind, name, change):
 # ---- who is measured
 
 
-def test_gmpo_is_refused_by_name(checkpoint, tmp_path):
-    from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
-
-    trainer = make_trainer(checkpoint, tmp_path, kind=GMPOTrainer, config=GMPOConfig)
-    with refused("GMPOTrainer._compute_loss"):
-        GradScopeCallback(trainer)
-
-
 @pytest.mark.parametrize("methods", [{"reweight_alpha": 0.3}, {"lopti_eta": 0.5}, {"weighting": "cispo"}])
 def test_the_methods_are_refused_before_rloo(checkpoint, tmp_path, methods):
     from gradscope.integrations.trl import ReweightLoptiMixin
@@ -80,7 +72,7 @@ def test_the_methods_are_refused_before_rloo(checkpoint, tmp_path, methods):
         make_trainer(checkpoint, tmp_path, kind=kind, config=trl.RLOOConfig, methods=methods)
 
 
-def test_gmpo_behind_the_mixin_is_refused_by_both(checkpoint, tmp_path):
+def test_gmpo_behind_the_mixin_is_refused_its_methods(checkpoint, tmp_path):
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 
     from gradscope.integrations.trl import ReweightLoptiMixin
@@ -88,27 +80,35 @@ def test_gmpo_behind_the_mixin_is_refused_by_both(checkpoint, tmp_path):
     kind = type("Mine", (ReweightLoptiMixin, GMPOTrainer), {})
     with refused("reweight_alpha", "GMPOTrainer"):
         make_trainer(checkpoint, tmp_path, kind=kind, config=GMPOConfig, methods={"reweight_alpha": 0.3})
-    trainer = make_trainer(checkpoint, tmp_path, kind=kind, config=GMPOConfig)  # without a method it is GMPO
-    with refused("GMPOTrainer._compute_loss"):
-        GradScopeCallback(trainer)
 
 
 @pytest.mark.parametrize("kind", ["GRPOTrainer", "RLOOTrainer", "GradScopeGRPOTrainer"])
 @pytest.mark.parametrize("name", ["_compute_loss", "compute_loss"])
-def test_a_loss_of_its_own_is_refused_by_name(checkpoint, tmp_path, kind, name):
+def test_a_loss_of_its_own_is_measured_by_its_slopes(checkpoint, tmp_path, kind, name):
     from gradscope.integrations.trl import GradScopeGRPOTrainer
 
     trl = import_trl()
     base = GradScopeGRPOTrainer if kind == "GradScopeGRPOTrainer" else getattr(trl, kind)
     config = trl.RLOOConfig if kind == "RLOOTrainer" else None
-    trainer = make_trainer(checkpoint, tmp_path, kind=with_loss(base, name, lambda _, loss: 2 * loss), config=config)
-    with refused(f"Mine.{name}"):
-        GradScopeCallback(trainer)
-    plain = make_trainer(checkpoint, tmp_path, kind=base, config=config)
-    assert GradScopeCallback(plain).loss is not None
-    setattr(plain, name, lambda *_, **__: torch.zeros(()))
-    with refused(name):
-        GradScopeCallback(plain)
+    doubled = with_loss(base, name, lambda _, loss: 2 * loss)
+    rows = []
+    for own in (base, doubled):
+        trainer = make_trainer(checkpoint, tmp_path, kind=own, config=config, max_steps=1, **ACCUMULATED)
+        callback = watch(trainer)
+        train(trainer)
+        rows += callback.rows
+    assert [row["grad_norm_ratio"] for row in rows] == pytest.approx([1, 1], abs=SAME)
+    for place in (*INTERVALS, "all"):
+        assert rows[1][f"grad_norm/{place}"] == pytest.approx(2 * rows[0][f"grad_norm/{place}"], rel=SAME)
+
+
+def test_a_loss_that_is_not_made_of_log_probabilities_is_not_measured_and_a_warning_says_so(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=1)
+    trainer.compute_loss = lambda model, *_, **__: sum((p**2).sum() for p in model.parameters())
+    callback = watch(trainer)
+    with pytest.warns(UserWarning) as caught:
+        train(trainer)
+    assert any("gradscope" in str(w.message) for w in caught) and callback.rows == []
 
 
 def test_a_subclass_that_changes_rewards_and_logging_is_measured(checkpoint, tmp_path):
@@ -120,11 +120,22 @@ def test_a_subclass_that_changes_rewards_and_logging_is_measured(checkpoint, tmp
     assert callback.rows[0]["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
 
 
-def test_the_experts_auxiliary_loss_that_the_models_config_switches_on_is_refused(tmp_path):
+def test_what_a_loss_has_beside_log_probabilities_is_left_out_and_shows_in_the_ratio(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=1, entropy_coef=1.0)
+    callback = watch(trainer)
+    with pytest.warns(UserWarning) as caught:
+        train(trainer)
+    said = [str(w.message) for w in caught if "gradscope" in str(w.message)]
+    assert abs(callback.rows[0]["grad_norm_ratio"] - 1) > 0.01 and "entropy bonus" in said[0]
+
+
+def test_the_experts_auxiliary_loss_that_the_models_config_switches_on_is_named(tmp_path):
     folder = save_checkpoint(tmp_path / "policy", "qwen3_moe")
-    with refused("router_aux_loss_coef"):
-        GradScopeCallback(make_trainer(folder, tmp_path))  # GRPOConfig's is None, which is the model's own
-    assert GradScopeCallback(make_trainer(folder, tmp_path, router_aux_loss_coef=0.0)).loss is not None
+    left = [
+        left_out(make_trainer(folder, tmp_path)),  # GRPOConfig's is None, which is the model's own
+        left_out(make_trainer(folder, tmp_path, router_aux_loss_coef=0.0)),
+    ]
+    assert [len(parts) for parts in left] == [1, 0] and "auxiliary" in left[0][0]
 
 
 # ---- the norm beside the trainer's own
@@ -140,6 +151,13 @@ RUNS = {
     "unclipped": {"max_grad_norm": 0.0, "loss_type": "bnpo"},
     "top entropy": {"kind": "ours", "methods": {"weighting": "top-entropy:q=0.3"}, "beta": 0.0, **ACCUMULATED},
     "empty pass": {"kind": "ours", "methods": {"lopti_eta": 0}},
+    "cispo": {"loss_type": "cispo", "epsilon_high": 1.1, **ACCUMULATED},
+    "sapo": {"loss_type": "sapo", "beta": 0.0},
+    "vespo": {"loss_type": "vespo", **ACCUMULATED},
+    "gmpo": {"kind": "gmpo", "epsilon": 0.4, "epsilon_high": 0.4, "beta": 0.0},
+    "gspo": {"importance_sampling_level": "sequence", "epsilon": 0.01, **ACCUMULATED},
+    "TRL's top entropy": {"top_entropy_quantile": 0.4, **ACCUMULATED},
+    "off-policy mask": {"off_policy_mask_threshold": 0.01, **UNCORRECTED},
     "no passes": {"kind": "ours", "methods": {"reweight_alpha": 0.5}, "loss_type": "dr_grpo"},
 }
 
@@ -149,6 +167,10 @@ def run(checkpoint, folder, *, kind=None, **settings):
 
     if kind == "rloo":
         return rloo(checkpoint, folder, **settings)
+    if kind == "gmpo":
+        from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+
+        return make_trainer(checkpoint, folder, kind=GMPOTrainer, config=GMPOConfig, **settings)
     return make_trainer(checkpoint, folder, kind=GradScopeGRPOTrainer if kind else None, **settings)
 
 

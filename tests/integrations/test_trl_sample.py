@@ -189,8 +189,9 @@ def test_a_samples_shares_are_those_of_some_of_the_prompts(checkpoint, tmp_path,
     assert sum(fits) == 1
 
 
-def test_all_prompts_say_what_is_measured_without_a_budget(checkpoint, tmp_path, monkeypatch):
-    settings = {"num_iterations": 2, "beta": 0.1, "move": 0.02, "max_steps": 2} | SIXTEEN
+@pytest.mark.parametrize("loss", [{}, {"loss_type": "cispo", "epsilon_high": 1.1}])
+def test_all_prompts_say_what_is_measured_without_a_budget(checkpoint, tmp_path, monkeypatch, loss):
+    settings = {"num_iterations": 2, "beta": 0.1, "move": 0.02, "max_steps": 2} | SIXTEEN | loss
     plain = make_trainer(checkpoint, tmp_path / "plain", **settings)
     plain.add_callback(whole := GradScopeCallback(plain, every=1, progress=False))
     train(plain)
