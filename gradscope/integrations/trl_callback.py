@@ -79,8 +79,7 @@ class GradScopeCallback(TrainerCallback):
     responses, GMPO, yours), the trainer's own backward pass says them. An entropy bonus and the routers' auxiliary loss
     are left out, which grad_norm_ratio then shows. Raises InputError for a trainer that is neither GRPOTrainer nor
     RLOOTrainer nor a subclass of one, for a loss without known weights under DeepSpeed, fp16 or Lopti, for FSDP's first
-    version and DeepSpeed's ZeRO-3, numbers below 1, a budget outside (0, 1), under DeepSpeed, or beside cosines or
-    Lopti.
+    version, numbers below 1, a budget outside (0, 1), under DeepSpeed, or beside cosines or Lopti.
     """
 
     def __init__(
@@ -284,11 +283,10 @@ class GradScopeCallback(TrainerCallback):
             # Lopti's second pass shows each once more.
             if self._due and model.training and not self._is_whole:
                 self._window.append(inputs)
-            loss = compute_loss(model, inputs, *args, **keywords)
-            # DeepSpeed steps in its backward pass, before any callback is called.
-            if self.trainer.is_deepspeed_enabled and self._window and self._is_whole:
-                self._measure()
-            return loss
+                # DeepSpeed steps in its backward pass, before any callback is called.
+                if self._is_whole and self.trainer.is_deepspeed_enabled:
+                    self._measure()
+            return compute_loss(model, inputs, *args, **keywords)
 
         return watched
 
@@ -326,14 +324,10 @@ class GradScopeCallback(TrainerCallback):
 
 
 def _refuse_launch(trainer: Any, budget: Number | None) -> None:
-    """Raise InputError for weights in shards that cannot be gathered, and for gradients that nobody may look at."""
+    """Raise InputError for weights in shards that cannot be gathered, and for a gradient that cannot be looked at."""
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise InputError("FSDP's first version keeps the weights in flat shards; launch with fsdp_version 2")
-    if not trainer.is_deepspeed_enabled:
-        return
-    if trainer.args.deepspeed_plugin.zero_stage == 3:
-        raise InputError("DeepSpeed's ZeRO-3 keeps the weights in parts; launch with FSDP, fsdp_version 2")
-    if budget is not None:
+    if trainer.is_deepspeed_enabled and budget is not None:
         raise InputError("a budget needs the trainer's gradient, which DeepSpeed keeps for itself; leave it out")
 
 

@@ -19,6 +19,8 @@ from gradscope.errors import InputError, checked
 
 _THEIRS = ("torch.distributed.fsdp.", "deepspeed.")
 """Where hooks are from that exchange weights, or count forward passes as training's."""
+_ZERO_3 = "ds_id"
+"""Attribute of a parameter that DeepSpeed's ZeRO-3 has cut up."""
 _REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
 """Attributes of a module that are others while its weights are whole."""
 
@@ -26,7 +28,7 @@ _REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
 @checked
 @contextmanager
 def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
-    """Put whole weights in the place of the shards that torch's `fully_shard` (FSDP2) left each process, while inside.
+    """Put whole weights in the place of the shards that FSDP2 (`fully_shard`) or ZeRO-3 left a process, while inside.
 
         with whole_weights(policy.model):
             table = measure(policy, batch)
@@ -37,13 +39,13 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
     model that neither has to do with is left alone.
 
     Args:
-        gradients: gather the shards' `.grad` as well.
+        gradients: gather FSDP's `.grad` as well.
 
     Raises:
         InputError: the weights are in shards of another kind.
     """
     _refuse_other_shards(model)
-    if not _is_hooked(model):
+    if not _is_shared(model):
         yield
         return
     from torch.distributed.fsdp import FSDPModule
@@ -57,7 +59,7 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
         for module, kept in before:
             whole = {}
             for name, parameter in kept["_parameters"].items():
-                if hasattr(parameter, "full_tensor"):
+                if hasattr(parameter, "full_tensor") or hasattr(parameter, _ZERO_3):
                     if id(parameter) not in copies:
                         copies[id(parameter)] = _gather(parameter, gradients)
                     parameter = copies[id(parameter)]
@@ -74,7 +76,7 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
 def refuse_shards(model: nn.Module) -> None:
     """Raise InputError if a process does not have all of a model's weights, or another's hooks run with them."""
     _refuse_other_shards(model)
-    if _is_hooked(model):
+    if _is_shared(model):
         raise InputError("the model is FSDP's or DeepSpeed's; measure in `with gradscope.whole_weights(model):`")
 
 
@@ -82,15 +84,18 @@ def _refuse_other_shards(model: nn.Module) -> None:
     """Raise InputError for weights in shards that `whole_weights` cannot gather."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InputError("the weights are in flat shards (FSDP's first version); train with fsdp_version 2")
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        raise InputError("the weights are in parts (DeepSpeed's ZeRO-3); train with FSDP, fsdp_version 2")
-    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) and not _is_hooked(model):
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) and not _is_shared(model):
         raise InputError("the weights are cut up by another than fully_shard (tensor parallelism); load them whole")
 
 
 @torch.no_grad()
 def _gather(shard: nn.Parameter, gradients: bool) -> nn.Parameter:
     """Return a shard's whole parameter; all processes call it."""
+    if hasattr(shard, _ZERO_3):
+        import deepspeed
+
+        with torch.inference_mode(False), deepspeed.zero.GatheredParameters([shard]):
+            return nn.Parameter(shard.detach().clone(), requires_grad=shard.requires_grad)
     if sum(not placement.is_replicate() for placement in shard.placements) > 1:
         raise InputError("the weights are cut up in more ways than fully_shard's; train without tensor parallelism")
 
@@ -105,9 +110,10 @@ def _gather(shard: nn.Parameter, gradients: bool) -> nn.Parameter:
     return made
 
 
-def _is_hooked(model: nn.Module) -> bool:
-    """Return whether hooks of FSDP or DeepSpeed run with the model's forward passes."""
-    return any(_is_theirs(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+def _is_shared(model: nn.Module) -> bool:
+    """Return whether FSDP or DeepSpeed sees to the weights, by hooks or by shards."""
+    hooked = any(_is_theirs(hook) for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return hooked or any(hasattr(parameter, _ZERO_3) for parameter in model.parameters())
 
 
 def _is_theirs(hook: Callable[..., Any]) -> bool:

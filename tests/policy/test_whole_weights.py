@@ -126,11 +126,8 @@ def test_weights_that_are_whole_are_left_alone():
     assert all(a[n] is b[n] for a, b in zip(held, inside, strict=True) for n in a)
 
 
-def test_weights_in_parts_of_other_kinds_are_refused():
+def test_a_parameter_that_deepspeed_has_cut_up_is_refused():
     policy = make_policy("gpt2")
-    first = next(policy.model.parameters())
-    first.ds_id = 0  # DeepSpeed's mark of a parameter under ZeRO-3
-    with refused("ZeRO-3"):
+    next(policy.model.parameters()).ds_id = 0  # its mark under ZeRO-3
+    with refused("whole_weights"):
         TokenJacobian(policy, make_batch(policy))
-    with refused("ZeRO-3"), whole_weights(policy.model):
-        pass
