@@ -293,6 +293,25 @@ def add_weighted_norms(table: pd.DataFrame) -> pd.DataFrame:
     return table.assign(weighted_norm=norm, squared_share=100 * norm**2 / total if total > 0 else np.nan)
 
 
+def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
+    """Add weighted_norm_estimate where some tokens were measured and others not; the same table otherwise.
+
+    ‖w·g‖ where it is known; elsewhere |w|·‖e − π‖ times the ratio of the two sums over the measured tokens of the
+    interval, each of which counts for as many as `stands_for` says.
+    """
+    if not {"weighted_norm", "weight", LOGITS} <= {*table}:
+        return table
+    exact, cheap = table["weighted_norm"].astype(float), table["weight"].abs() * table[LOGITS].astype(float)
+    known = exact.notna()
+    if known.all() or not known.any():
+        return table
+    counts = stands_for(table, known.to_numpy())
+    both = pd.DataFrame({"exact": counts * exact, "cheap": counts * cheap.where(known)})
+    sums = both.groupby(table["interval"]).sum()
+    ratio = (sums["exact"] / sums["cheap"].where(sums["cheap"] > 0)).reindex(table["interval"]).to_numpy()
+    return table.assign(weighted_norm_estimate=exact.where(known, cheap * ratio))
+
+
 def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
     """Return the n measured tokens with the largest ‖w·g‖, in descending order: where the gradient's norm spikes.
 

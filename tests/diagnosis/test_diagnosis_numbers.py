@@ -22,6 +22,8 @@ from gradscope.diagnosis.steps import (
     within_budget,
 )
 from gradscope.diagnosis.tokens import (
+    add_estimated_norms,
+    add_weighted_norms,
     bound_margins,
     largest_tokens,
     layer_norms,
@@ -566,3 +568,19 @@ def test_what_sampler_and_trainer_differ_by_is_told_by_interval_with_its_power()
     assert power["lower"] < 0.7 < power["upper"] and power["value"] == pytest.approx(0.7, abs=0.1)
     for nothing in (table.drop(columns="sampler_logprob"), table.assign(sampler_logprob=table["old_logprob"])):
         assert mismatch_rows(nothing, LABELS)[1] is None
+
+
+def test_norms_that_were_not_measured_are_estimated_by_the_cheap_ones_of_their_interval():
+    table = add_weighted_norms(sample_some(plant_table(), 20))
+    found = add_estimated_norms(table)
+    known = table["weighted_norm"].notna()
+    assert found.loc[known, "weighted_norm_estimate"].tolist() == table.loc[known, "weighted_norm"].tolist()
+    for a in range(4):
+        own = table["interval"] == a
+        measured, cheap = table[own & known], (table["weight"] * table["logit_grad_norm"]).abs()
+        ratio = measured["weighted_norm"].sum() / cheap[measured.index].sum()
+        assert found.loc[own & ~known, "weighted_norm_estimate"].tolist() == pytest.approx(
+            (ratio * cheap[own & ~known]).tolist()
+        )
+    whole = add_weighted_norms(plant_table())
+    assert add_estimated_norms(whole) is whole

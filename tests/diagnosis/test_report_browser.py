@@ -12,10 +12,11 @@ import pandas as pd
 import pytest
 from support.policies import make_batch, make_policy
 
-from gradscope.diagnosis import DiagnosisSettings, diagnose, make_report, write_report
+from gradscope.diagnosis import DiagnosisSettings, diagnose, make_report, viewer, write_report
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Section, Table
 from gradscope.diagnosis.page.render import write_page
 from gradscope.diagnosis.page.viewer import Viewer
+from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -263,6 +264,19 @@ def test_tokens_that_were_not_measured_are_hatched_and_say_so(opened):
     opened.execute_script("arguments[0].focus()", tokens(opened)[3])
     assert told(opened)["param_grad_norm"] == "not measured"
     assert "not measured" in opened.find_element(By.ID, "legend").text
+
+
+def test_where_norms_are_estimated_every_token_is_shaded_and_the_measured_ones_are_marked(chromium, tmp_path):
+    table = TABLE.assign(logit_grad_norm=1.2 * (1 - TABLE["prob"]), interval=assign_intervals(TABLE["prob"]))
+    emulate(chromium)
+    chromium.get(viewer(table).to_html(tmp_path / "viewer.html").as_uri())
+    chromium.execute_script("document.querySelectorAll('#list button')[1].click()")
+    assert "estimated" in Select(chromium.find_element(By.ID, "quantity")).first_selected_option.text
+    assert not chromium.find_elements(By.CSS_SELECTOR, "#responses .unknown")
+    marked = [int(s.get_attribute("data-index")) for s in chromium.find_elements(By.CSS_SELECTOR, "#responses .exact")]
+    assert marked == [place for place in range(30) if place % 3]
+    chromium.execute_script("arguments[0].focus()", tokens(chromium)[3])
+    assert told(chromium)["weighted_norm"] == "not measured" and told(chromium)["weighted_norm_estimate"] > 0
 
 
 def test_responses_are_sorted_by_what_is_asked_for(opened):

@@ -16,7 +16,7 @@ from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Ta
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.result import TITLE, Diagnosis, Finding as Told
-from gradscope.diagnosis.tokens import add_weighted_norms
+from gradscope.diagnosis.tokens import add_estimated_norms, add_weighted_norms
 from gradscope.diagnosis.words import findings
 from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
@@ -141,7 +141,9 @@ def viewer(
     first = None
     if "squared_share" in shown and (energy := shown.groupby("response")["squared_share"].sum()).max() > 0:
         first = int(energy.idxmax())
-    made = Viewer(shown, prompts=prompts, rewards=rewards, shade="weighted_norm", first=first)
+    shown, shade = add_estimated_norms(shown), "weighted_norm"
+    shade = "weighted_norm_estimate" if "weighted_norm_estimate" in shown else shade
+    made = Viewer(shown, prompts=prompts, rewards=rewards, shade=shade, first=first)
     viewer_data(made)  # refused here, not when it is shown
     return TokenViewer(Page(title, viewer=made))
 

@@ -36,6 +36,8 @@ class Quantity:
     """Ends of the scale; None: from the table."""
     missing: str = "not measured"
     """What is said where the column is NaN."""
+    exact: str | None = None
+    """Column that is known where this one is exact, of one that is an estimate elsewhere: such tokens are marked."""
 
 
 QUANTITIES = (
@@ -52,6 +54,11 @@ QUANTITIES = (
         "weighted_norm", "size of its term |w|·‖g‖", "log",
         definition="The gradient norm times |w|, the size of the weight before this token's ∇ log π in the loss, "
         "without the 1/num_tokens of the mean.",
+    ),
+    Quantity(
+        "weighted_norm_estimate", "size of its term, estimated", "log", exact="weighted_norm",
+        definition="|w|·‖g‖ where it was measured (underlined); elsewhere |w| times the norm at the logits, times the "
+        "ratio of their sums in the token's probability interval.",
     ),
     Quantity(
         "squared_share", "share of the gradient energy", "log", "%",
@@ -162,8 +169,9 @@ def viewer_data(viewer: Viewer) -> ViewerData:
         if shown and budget < 0:
             break
         shown.append(encoded)
+    places = {quantity.column: place for place, quantity in enumerate(quantities)}
     head = {
-        "quantities": [_describe(quantity, table[quantity.column]) for quantity in quantities],
+        "quantities": [_describe(q, table[q.column], places.get(q.exact)) for q in quantities],
         "orders": _orders(viewer, quantities),
         "shade": next((place for place, q in enumerate(quantities) if q.column == viewer.shade), 0),
         "first": viewer.first,
@@ -223,10 +231,11 @@ def _base64(column: pd.Series) -> str:
     return base64.b64encode(column.to_numpy(dtype="<f4").tobytes()).decode("ascii")
 
 
-def _describe(quantity: Quantity, column: pd.Series) -> dict[str, Any]:
+def _describe(quantity: Quantity, column: pd.Series, exact: int | None) -> dict[str, Any]:
+    """exact: number of the quantity that is known where this one is exact; None: none."""
     low, high = quantity.limits or _limits(quantity, column.to_numpy(dtype=np.float64))
     names = ("column", "label", "scale", "unit", "definition", "reverse", "missing")
-    return {name: getattr(quantity, name) for name in names} | {"low": low, "high": high}
+    return {name: getattr(quantity, name) for name in names} | {"low": low, "high": high, "exact": exact}
 
 
 def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:

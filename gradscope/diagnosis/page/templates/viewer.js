@@ -174,6 +174,7 @@
       const unknown = Number.isNaN(value);
       const rgb = unknown ? null : mix(stops, fractionOf(quantity, value));
       span.classList.toggle("unknown", unknown);
+      span.classList.toggle("exact", quantity.exact !== null && !Number.isNaN(response.values[quantity.exact][span.dataset.index]));
       span.style.backgroundColor = unknown ? "" : `rgb(${rgb})`;
       span.style.color = unknown ? "" : textOn(rgb);
     }
@@ -239,7 +240,8 @@
     const caption = make("p", "caption", `${quantity.label}${unit ? ` (${unit})` : ""}${scale === "log" ? ", log scale" : ""}`);
     const unknown = make("span", "token unknown", quantity.missing);
     const some = responses.some((response) => response.values[state.quantity].some(Number.isNaN));
-    element("legend").replaceChildren(caption, bar, ticks, ...(some ? [unknown] : []));
+    const exact = quantity.exact === null ? [] : [make("span", "token exact", "measured")];
+    element("legend").replaceChildren(caption, bar, ticks, ...exact, ...(some ? [unknown] : []));
     element("meaning").textContent = quantity.definition;
     const beyond = responses.flatMap(({ values }) => Array.from(values[state.quantity].filter((value) => value < low || value > high)));
     if (beyond.length) element("meaning").textContent += ` Tokens beyond an end of the scale, which have its colour: ${beyond.length.toLocaleString("en")}.`;
