@@ -1,4 +1,4 @@
-"""The callback where training keeps weights or AdamW's state in shards: two processes, measured as one, left alone."""
+"""Callback and monitor where weights or AdamW's state lie in shards: two processes, measured as one, left alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from support.trl_runs import make_trainer, train
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl import GradScopeCallback, TokenMonitor
 out, kind, rank = Path(sys.argv[2]), sys.argv[3], os.environ["RANK"]
 sizes = {"per_device_train_batch_size": 4, "max_steps": 10, "ddp_backend": "gloo", "learning_rate": 1e-3, "move": 0.02}
 sizes |= {"max_completion_length": 7}  # every token of every block is an exchange
@@ -62,8 +62,10 @@ def run(**watched):
         accelerator.device_placement = False  # for which it would ask for the state of all processes
         trainer.optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     callback = GradScopeCallback(trainer, every=3, micro_batch_size=3, progress=False, **watched) if watched else None
+    monitor = TokenMonitor(trainer)
     if watched:
         trainer.add_callback(callback)
+        trainer.add_callback(monitor)
     train(trainer)
     whole, digest = [*trainer.model.parameters()], hashlib.sha256(torch.get_rng_state().numpy())
     if kind == "FSDP":
@@ -79,7 +81,8 @@ def run(**watched):
     for parameter in whole:
         digest.update(parameter.detach().numpy())
     share = own / sum(p.numel() for p in whole)
-    return {"digest": digest.hexdigest(), "share": share, "rows": callback.rows if watched else []}
+    rows = {"rows": callback.rows if watched else [], "live": monitor.rows}
+    return {"digest": digest.hexdigest(), "share": share} | rows
 
 found = [run(), run(cosines=True), run(budget=0.99) if not stage else None]
 (out / f"{rank}.json").write_text(json.dumps(found))
@@ -112,6 +115,12 @@ def test_the_measured_gradient_is_the_trained_one_and_ten_steps_end_bit_equal(tm
             assert row["grad_projection"] == pytest.approx(1, abs=SAME)
             for name in row.keys() & {n for n in other if n.startswith(("grad_share/", "right_direction_"))}:
                 assert row[name] == pytest.approx(other[name], abs=SAME, nan_ok=True)
+        assert [row["step"] for row in watched["live"]] == [*range(1, 11)]
+        for row in watched["rows"]:
+            live = watched["live"][row["step"] - 1]
+            shares = [name for name in live if name.startswith("token_share/")]
+            assert [live[name] for name in shares] == pytest.approx([row[name] for name in shares])
+            assert sum(v for name, v in live.items() if name.startswith("logit_grad_share/")) == pytest.approx(1)
     (_, first, _), (_, second, _) = runs
     assert [numbers(row) for row in first["rows"]] == [numbers(row) for row in second["rows"]]
 
