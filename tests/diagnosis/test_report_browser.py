@@ -470,3 +470,15 @@ def test_no_name_of_the_code_is_left_on_the_page(chromium, diagnosed):
     )
     of_the_model = {*diagnosed[1].modules["module"]}
     assert [text for text in shown if re.search(r"[a-z]_[a-z]{2}", text) and text not in of_the_model] == []
+
+
+def test_at_most_nine_sections_are_open_and_a_link_opens_the_others(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed)
+    figures = "[...document.querySelectorAll('main > section > figure')]"
+    drawn = chromium.execute_script(f"return {figures}.map((figure) => figure.parentElement.id)")
+    folded = chromium.find_elements(By.CSS_SELECTOR, "main > section > details.folded")
+    assert 0 < len({*drawn} - {"verdict"}) <= 9 and folded and not any(one.get_property("open") for one in folded)
+    chromium.find_element(By.CSS_SELECTOR, "nav a[href='#layers']").click()
+    assert [one.get_property("open") for one in folded] == [
+        one.find_element(By.XPATH, "..").get_attribute("id") == "layers" for one in folded
+    ]

@@ -89,6 +89,8 @@ class Section:
     """For links; "verdict", "evidence", "tokens" and "made" are the page's own."""
     title: str
     blocks: tuple[Block, ...]
+    folded: bool = False
+    """Only its title shows until it is opened."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,11 @@ DATA = "data"
 """Folder, beside the page, of the CSV files."""
 PERCENT = "{:.1%}"
 OVER_PROMPTS = "95 % over prompts"
+SHOWN = (
+    *("dominance", "figure-1", "where", "signal", "prompts"),
+    *("mismatch", "directions", "entropy", "weightings"),
+)
+"""Sections that are not folded: what an update serves, and what it does."""
 EXTREMES = 3
 """Prompts shown at each end."""
 SHARES = ("found", "predicted_held_out")
@@ -144,7 +149,8 @@ def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section
         ("weightings", "What each weighting would change", _weightings(d, sheets)),
         ("numbers", "All numbers", _numbers(d, sheets)),
     )
-    return tuple(Section(name, title, tuple(blocks)) for name, title, blocks in made if blocks)
+    sections = [Section(name, title, tuple(blocks), name not in SHOWN) for name, title, blocks in made if blocks]
+    return tuple(sorted(sections, key=lambda section: section.folded))
 
 
 def _define(*terms: str) -> list[Block]:

@@ -13,6 +13,13 @@
     for (const details of opened) details.open = false;
     opened = [];
   };
+  // A link to a folded section opens it.
+  const arrive = () => {
+    const details = document.getElementById(location.hash.slice(1))?.querySelector(":scope > details.folded");
+    if (details) details.open = true;
+  };
+  addEventListener("hashchange", arrive);
+  arrive();
   // A drawing that is wider than a phone is scrolled, by keys too.
   const reach = () => {
     for (const drawing of document.querySelectorAll(".drawing")) {
