@@ -15,9 +15,9 @@ from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.objective import LossSettings
 from gradscope.policy import checkpoint_step, find_policy_state
-from gradscope.rollouts import read_checkpoint_dump
+from gradscope.rollouts import Dump, read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
-from gradscope.updates import Audit as Audited, audit, gradient_of_moments
+from gradscope.updates import Audit as Audited, audit, gradient_of_moments, undo_clip
 
 SHOWN = 12
 """Most rows of what parts."""
@@ -35,11 +35,14 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
     gradient: Path | None = None
     """safetensors of the trainer's gradient by parameter name."""
     grad_norm: float | None = None
-    """The norm that the trainer logged; it tells less."""
+    """The norm that the trainer logged, which tells less; where none of the three is given, that of the rollouts."""
     after: Path | None = None
     """The checkpoint of the next step: its optimizer's first moments less MODEL's give the gradient after clipping."""
     micro_batch: int | None = None
-    """Responses of one micro-batch of the trainer's."""
+    """Responses of one micro-batch of the trainer's; none: as the rollouts say, if they do."""
+    processes: int | None = None
+    """Processes of the trainer, each with as many responses, one process's after the other's; none: as the rollouts
+    say, if they do."""
     max_grad_norm: float | None = None
     """The trainer's clipping, where the gradient is after it."""
     temperature: float | None = None
@@ -50,9 +53,8 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
 
     def run(self) -> None:
         given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
-        if len(named := [flag for flag, value in given.items() if value is not None]) != 1:
-            told = " and ".join(named) or "nothing"
-            raise InputError(f"{told} is given; give the trainer's gradient by one of {', '.join(given)}")
+        if len(named := [flag for flag, value in given.items() if value is not None]) > 1:
+            raise InputError(f"{' and '.join(named)} are given; give the trainer's gradient by one of them")
         for path in filter(None, (self.gradient, self.after)):
             if not path.exists():
                 raise InputError(f"{path} is not there; give what the trainer saved")
@@ -60,12 +62,19 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
         how = {"temperature": self.temperature, **self.reading}
         dump = read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
         print_notes(dump.remarks)
-        gradient = self.grad_norm
+        logged = _logged_norm(dump)
+        gradient = logged if self.grad_norm is None else self.grad_norm
         if self.gradient is not None:
             gradient = _read_gradient(self.gradient)
         elif self.after is not None:
-            gradient = gradient_of_moments(policy, find_policy_state(policy), self.after)
-        settings = {"micro_batch": self.micro_batch, "max_grad_norm": self.max_grad_norm}
+            gradient, clip = gradient_of_moments(policy, find_policy_state(policy), self.after), 1.0
+            if logged is not None:
+                gradient, clip = undo_clip(gradient, logged)
+            print_notes([_of_moments(logged, clip)])
+        if gradient is None:
+            told = ", ".join(given)
+            raise InputError(f"the rollouts say no gradient norm; give the trainer's gradient by one of {told}")
+        settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
         settings["loss"] = self.own_loss(self.loss, dump)
         with progress.stage("the exact gradient"):
             found = audit(policy, dump.batch, gradient, **settings, resources=Resources(progress=progress))
@@ -99,6 +108,20 @@ def _where_they_part(found: Audited) -> str:
 
 def _table(rows: pd.DataFrame) -> str:
     return rows.to_string(index=False, float_format="{:.4g}".format)
+
+
+def _logged_norm(dump: Dump) -> float | None:
+    """The norm of the step's gradient before clipping; None: the log does not say it."""
+    norms = dump.batch.grad_norms
+    return None if norms is None or not norms.isfinite().all() else float(norms.double().mean())
+
+
+def _of_moments(logged: float | None, clip: float) -> str:
+    """Say what the gradient that moments give is."""
+    told = "the moments tell the gradient of one step, from this checkpoint to the next, as it was after clipping; "
+    if logged is None:
+        return told + "the log has no norm from before, so that clipping is not undone"
+    return told + (f"it was multiplied by {clip:.4g}, which is undone" if clip < 1 else "it was not clipped")
 
 
 def _read_gradient(path: Path) -> dict[str, Tensor]:

@@ -31,7 +31,7 @@ Part = Mapping[str, np.ndarray]
 (which of their places hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and
 PER_TOKEN that the trainer has."""
 
-OPTIONAL = ("reward", "group")
+OPTIONAL = ("reward", "group", "micro_batch")
 """Columns of a value per response, [B]."""
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction")
 """Columns per token, [B, C], or [B, 1] of whole responses."""

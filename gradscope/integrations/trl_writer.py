@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import TrainerCallback
 
@@ -42,9 +43,10 @@ class RolloutWriter(TrainerCallback):
     A file per step, `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on of
     further processes), with a row per response of what the trainer trained on: ids of prompt and response, the mask of
     tools, reward, advantages, old, reference and sampler log-probabilities as far as TRL keeps them, the factors that
-    correct for the sampler, step, temperature, the trainer's own gradient norm before clipping, and by how much the
-    loss scales the response's terms; the loss's settings are in the file's metadata. `gradscope diagnose CHECKPOINT
-    --rollouts OUTPUT_DIR/gradscope/rollouts` needs no more. Identical prompts of a step are a group.
+    correct for the sampler, step, process, micro-batch, temperature, the trainer's own gradient norm before clipping,
+    and by how much the loss scales the response's terms; the loss's settings are in the file's metadata. `gradscope
+    diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs no more. Identical prompts of a step are a
+    group.
 
     Nothing about the training changes, bit for bit, and no weight is looked at, so it works under DDP, FSDP and
     DeepSpeed. A step's tensors are copied to the CPU; all else is done by a process of its own. Where that process
@@ -211,11 +213,12 @@ class RolloutWriter(TrainerCallback):
             self._process = RowWriter(told, tokenizer if self.text else None)
         processes, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
         scales = num_tokens / (processes * self.loss.denominators(window))
-        parts = []
-        for part, scale in zip(window, scales.split([len(p["completion_ids"]) for p in window]), strict=True):
+        parts, sizes = [], [len(part["completion_ids"]) for part in window]
+        for number, (part, scale) in enumerate(zip(window, scales.split(sizes), strict=True)):
             arrays = {name: to_array(part[own]) for own, name in COLUMNS.items() if part.get(own) is not None}
+            arrays["micro_batch"] = np.full(len(scale), number)
             parts.append(arrays | {"loss_scale": to_array(scale)})
-        shared = {"step": step, "temperature": float(self.trainer.temperature)}
+        shared = {"step": step, "process": rank, "temperature": float(self.trainer.temperature)}
         shared["grad_norm"] = None if self._norm is None else float(self._norm)
         path = step_file(self.folder, step, f"-rank_{rank}" if rank else "")
         self._process.put(StepRows(str(path), parts, shared))

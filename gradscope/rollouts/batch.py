@@ -38,7 +38,12 @@ class Note(str):
 
 
 _PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
-_PER_RESPONSE = ("rewards", "steps", "group_reward_means", "group_reward_stds", "loss_scales")
+_PER_RESPONSE = {
+    **{"rewards": "reward", "steps": "step", "loss_scales": "loss_scale", "grad_norms": "grad_norm"},
+    **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
+    **{"process_ids": "process", "micro_batch_ids": "micro_batch"},
+}
+"""Field → what a row calls it."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,12 @@ class TokenBatch:
     loss_scales: Float[Tensor, " B"] | None = None
     """What the loss multiplies each response's terms by beside 1/N, N the tokens of the optimizer step: N/D of a
     trainer that divides them by D. None: 1, the mean over tokens."""
+    process_ids: Float[Tensor, " B"] | None = None
+    """Number of the trainer's process that trained on the response."""
+    micro_batch_ids: Float[Tensor, " B"] | None = None
+    """Number of the response's micro-batch within its process and step."""
+    grad_norms: Float[Tensor, " B"] | None = None
+    """Norm of the step's gradient before clipping, as the trainer has it."""
     notes: tuple[Note, ...] = ()
     """What a reader of any number made from this must know: what was assumed, left out or mixed in reading it."""
 
@@ -242,10 +253,9 @@ class TokenBatch:
             own = real[real >= start]
             told = {"prompt_ids": self.input_ids[row, real[real < start]], "response_ids": self.input_ids[row, own]}
             told |= {"group": self.group_ids[row], "temperature": self.temperature[row]}
-            singular = {name: name.removesuffix("s") for name in _PER_RESPONSE}
             told |= {
                 to: value[row]
-                for name, to in singular.items()
+                for name, to in _PER_RESPONSE.items()
                 if (value := getattr(self, name)) is not None and not value[row].isnan()
             }
             if not (kept := self.response_mask[row, own]).all():
@@ -292,6 +302,9 @@ class Response:
     group_reward_mean: float | None = None
     group_reward_std: float | None = None
     loss_scale: float | None = None
+    process: float | None = None
+    micro_batch: float | None = None
+    grad_norm: float | None = None
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
@@ -353,6 +366,9 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         group_reward_means=stack("group_reward_mean", torch.float64),
         group_reward_stds=stack("group_reward_std", torch.float64),
         loss_scales=stack("loss_scale", torch.float32),
+        process_ids=stack("process", torch.float32),
+        micro_batch_ids=stack("micro_batch", torch.float32),
+        grad_norms=stack("grad_norm", torch.float32),
         advantages=spread("advantage", float("nan"), torch.float32),
         old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
         ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),

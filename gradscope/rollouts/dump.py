@@ -92,7 +92,10 @@ def _strip(text: str, special: list[str]) -> str:
     return "".join(text.replace("\ufffd", "").split())
 
 
-ALL_OR_NONE = ("group", "temperature", "step", "group_reward_mean", "group_reward_std", "loss_scale")
+ALL_OR_NONE = (
+    *("group", "temperature", "step", "group_reward_mean", "group_reward_std"),
+    *("loss_scale", "process", "micro_batch"),
+)
 """Columns that every row needs as soon as one row has them: there is no substitute for a missing value."""
 
 WITHOUT = {

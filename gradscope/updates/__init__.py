@@ -1,7 +1,7 @@
 """What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
 
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
-from gradscope.updates.audit import Audit, audit, gradient_of_moments
+from gradscope.updates.audit import Audit, audit, gradient_of_moments, undo_clip
 from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_rows, distinct_rows
 from gradscope.updates.comparison.describe import (
     ONE_BATCH,
@@ -33,5 +33,6 @@ __all__ = [
     "compare", "compare_rows", "describe", "distinct_rows", "gain_sentence", "gradient_of_moments", "influence",
     "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against", "movement_summary",
     "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step", "read_moments",
-    "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "without_extremes",
+    "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "undo_clip",
+    "without_extremes",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
@@ -28,6 +28,7 @@ READINGS = {
     "token-mean": "the mean over all tokens of the batch",
     "sequence-mean": "the mean over responses of the mean over their tokens",
     "micro-batches": "the mean over micro-batches of the mean over their tokens",
+    "processes": "the mean over processes of the mean over their tokens",
     "mask-late": "the mean over all tokens, where each has the weight of the one before it",
     "mask-early": "the mean over all tokens, where each has the weight of the one after it",
     "no-temperature": "the mean over all tokens of log π at temperature 1",
@@ -35,10 +36,10 @@ READINGS = {
 """What a trainer may have added up."""
 FLOAT32 = 2e-3
 """Relative distance of two sums of the same terms in float32, beyond which they are not the same."""
-BFLOAT16 = 2.0**-8
-"""Spacing of bfloat16's numbers around 1."""
-PASSES = 8.0
-"""Spacings by which passes in bfloat16 may put a gradient off: 4 to 6 under TRL's autocast on the embedded policy."""
+BFLOAT16 = torch.finfo(torch.bfloat16).eps
+"""Spacing of bfloat16's numbers from 1 on, 2⁻⁷."""
+PASSES = 4.0
+"""Spacings by which passes in bfloat16 may put a gradient off: 2 to 3 under TRL's autocast on the embedded policy."""
 ALL, OUTSIDE = "all", "outside"
 """In place of a layer or a group: over all of them; not in a layer."""
 Kind = Literal["same", "factor", "parameters", "rounding", "other"]
@@ -93,6 +94,7 @@ def audit(
     *,
     loss: LossSettings | None = None,
     micro_batch: int | None = None,
+    processes: int | None = None,
     max_grad_norm: int | float | None = None,
     resources: Resources | None = None,
 ) -> Audit:
@@ -103,7 +105,9 @@ def audit(
         batch: all responses of the step, in the trainer's order, with advantages, and with π_old where it is another.
         gradient: the trainer's, by parameter name, before the optimizer's step; or its norm alone, which tells less.
         loss: what was trained; None: what the log at a path says, else the paper's.
-        micro_batch: responses of one micro-batch; None: one micro-batch is not told from another.
+        micro_batch: responses of one micro-batch; None: as the batch says, if it does.
+        processes: of the trainer, each with as many responses, one process's after the other's; None: as the batch
+            says, if it does.
         max_grad_norm: the trainer's clipping, where the gradient is after it.
 
     Raises:
@@ -114,7 +118,8 @@ def audit(
     loss = LossSettings.from_log(told) if loss is None else loss
     batch = replace(batch, advantages=resolve_advantages(batch))
     J = TokenJacobian(policy, batch, resources)
-    weights = _weigh(J, loss, micro_batch)
+    parts = _parts(batch, micro_batch, processes)
+    weights = _weigh(J, loss, parts)
     vectors = J.vjp(-torch.stack([*weights.values()]))
     sums = {name: vectors[row : row + 1] for row, name in enumerate(weights)}
     if (batch.temperature[batch.response_mask.any(1)] != 1).any():
@@ -124,8 +129,8 @@ def audit(
         return _of_a_norm(float(gradient), {name: own.norm_of_sum() for name, own in sums.items()})
     theirs = _match(gradient, vectors)
     found = {name: _products(own, theirs) for name, own in sums.items()}
-    count = None if micro_batch is None else -(-len(batch) // micro_batch)
-    judged = _judge(found, module_groups(policy), batch, count, max_grad_norm)
+    counts = {name: len(own.unique()) for name, own in parts.items()}
+    judged = _judge(found, module_groups(policy), batch, counts, max_grad_norm)
     if lacking := len(vectors.slices) - len(theirs):
         told = f"{judged.verdict} It has no gradient of {lacking} of the policy's {len(vectors.slices)} parameters."
         return replace(judged, verdict=told)
@@ -163,7 +168,40 @@ def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | 
     return found
 
 
-def _weigh(J: TokenJacobian, loss: LossSettings, micro_batch: int | None) -> dict[str, Float[Tensor, " K"]]:
+def undo_clip(gradient: Mapping[str, Tensor], grad_norm: int | float) -> tuple[dict[str, Tensor], float]:
+    """Return a gradient as it was before clipping, and by how much it had been multiplied; 1 where it was not clipped.
+
+    Args:
+        gradient: after clipping, by parameter name.
+        grad_norm: its norm before, as the trainer logged it.
+    """
+    norm = float(np.sqrt(sum(float(own.double().square().sum()) for own in gradient.values())))
+    factor = norm / grad_norm
+    if not 0 < factor < 1 - FLOAT32:
+        return dict(gradient), 1.0
+    return {name: own / factor for name, own in gradient.items()}, factor
+
+
+def _parts(batch: TokenBatch, micro_batch: int | None, processes: int | None) -> dict[str, Int[Tensor, " B"]]:
+    """Each response's micro-batch, among those of all processes, and its process, as far as either is known."""
+    if processes is not None and not (processes > 0 and len(batch) % processes == 0):
+        raise InputError(f"{len(batch)} responses do not divide among {processes} processes; give how many there were")
+    rows, found = torch.arange(len(batch)), {}
+    if processes is not None:
+        found["processes"] = rows // (len(batch) // processes)
+    elif batch.process_ids is not None:
+        found["processes"] = batch.process_ids.long()
+    if micro_batch is not None:
+        found["micro-batches"] = rows // micro_batch
+    elif batch.micro_batch_ids is not None:
+        own = batch.micro_batch_ids.long()
+        found["micro-batches"] = own + (own.max() + 1) * found.get("processes", torch.zeros_like(own))
+    return found
+
+
+def _weigh(
+    J: TokenJacobian, loss: LossSettings, parts: Mapping[str, Int[Tensor, " B"]]
+) -> dict[str, Float[Tensor, " K"]]:
     """c_t·w_t of every kept token, by reading."""
     batch, scales = replace(J.batch, loss_scales=None), J.batch.loss_scales
     known = batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total
@@ -173,10 +211,11 @@ def _weigh(J: TokenJacobian, loss: LossSettings, micro_batch: int | None) -> dic
     filled = int(batch.response_mask.any(1).sum())
     readings = {} if scales is None else {"logged": w * scales.double()[response] / len(w)}
     readings |= {"token-mean": w / len(w), "sequence-mean": w / (filled * lengths)}
-    if micro_batch is not None and micro_batch < len(batch):
-        part = response // micro_batch
+    for name, own in parts.items():
+        part = own[response]
         counts = torch.bincount(part).double()
-        readings["micro-batches"] = w / (counts[part] * (counts > 0).sum())
+        if (filled := int((counts > 0).sum())) > 1:
+            readings[name] = w / (counts[part] * filled)
     same = torch.cat([response.new_zeros(1, dtype=torch.bool), response[1:] == response[:-1]])
     readings["mask-late"] = torch.where(same, w.roll(1), 0.0) / len(w)
     readings["mask-early"] = torch.where(same.roll(-1), w.roll(-1), 0.0) / len(w)
@@ -248,7 +287,7 @@ def _judge(
     found: dict[str, pd.DataFrame],
     homes: Mapping[str, tuple[int | None, str]],
     batch: TokenBatch,
-    count: int | None,
+    counts: Mapping[str, int],
     max_grad_norm: int | float | None,
 ) -> Audit:
     if not next(iter(found.values()))["other"].sum():
@@ -257,8 +296,11 @@ def _judge(
     exact = readings[(readings["typical"] <= FLOAT32) & ((readings["factor"] - 1).abs() <= FLOAT32)]
     best = exact.iloc[0] if len(exact) else readings.sort_values("typical", kind="stable").iloc[0]
     products, factor = found[best["reading"]], float(best["factor"])
-    accumulated = BFLOAT16 * np.sqrt(count or 1)
-    rounding = max(PASSES * BFLOAT16, 2 * accumulated)
+    count = max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))  # that one process accumulates
+    # Each of n additions puts a partial sum off by up to eps/2 of it, by eps/√12 in the root mean square; partial sums
+    # grow as √k, so that all add up to eps·√(n/24). Five times that; it is more where micro-batches cancel.
+    accumulated = BFLOAT16 * np.sqrt(count)
+    rounding = max(PASSES * BFLOAT16, accumulated)
     sound = best["typical"] <= FLOAT32
     parameters = products[["parameter"]].join(_tabulate(products, factor))
     # Of a parameter with next to no gradient the rounding of larger ones is left.
@@ -271,8 +313,8 @@ def _judge(
         kind: Kind = "rounding"
         told = (
             f"The trainer's gradient is {100 * best['typical']:.2g} % from that of {words}: as far as bfloat16 can put "
-            f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %) or in accumulating {count or 1} micro-batches "
-            f"(eps·√{count or 1} = {100 * accumulated:.2g} %)."
+            f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %) or in accumulating {count} micro-batches "
+            f"(up to eps·√{count} = {100 * accumulated:.2g} %)."
         )
     elif not sound:
         kind = "other"
@@ -285,7 +327,7 @@ def _judge(
         times = "" if abs(factor - 1) <= FLOAT32 else f"{factor:.4g} times "
         kind = "parameters" if odd else "factor" if times else "same"
         told = f"The trainer's gradient is {times}that of {words}"
-        told += _explain(factor, batch, count, best["norm"], max_grad_norm) if times else ""
+        told += _explain(factor, batch, counts, best["norm"], max_grad_norm) if times else ""
         if odd:
             worst = parameters.set_index("parameter").loc[list(odd)].sort_values("norm").index[-1]
             found_there = parameters.set_index("parameter").loc[worst]
@@ -331,19 +373,22 @@ def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
 
 
 def _explain(
-    factor: float, batch: TokenBatch, count: int | None, norm: float, max_grad_norm: int | float | None
+    factor: float, batch: TokenBatch, counts: Mapping[str, int], norm: float, max_grad_norm: int | float | None
 ) -> str:
     """Return what is known to make a constant factor."""
     sizes: dict[str, float] = {}
     if max_grad_norm is not None and norm > 0:
         sizes[f"the clipping to {max_grad_norm:g}"] = max_grad_norm / norm
-    if count is not None:
-        sizes |= {"the number of micro-batches": count, "one over the number of micro-batches": 1 / count}
+    for name, count in counts.items():
+        sizes |= {f"the number of {name}": count, f"one over the number of {name}": 1 / count}
     kept, filled = batch.num_tokens, int(batch.response_mask.any(1).sum())
     longest = int(batch.response_mask.sum(1).max())
     sizes |= {"the number of tokens, so a sum": kept, "a division by the responses": kept / filled}
     sizes["a division by responses × the longest one's length"] = kept / (filled * longest)
     near = [name for name, size in sizes.items() if abs(factor / size - 1) <= FLOAT32]
+    constant = kept / (filled * factor)
+    if not near and abs(constant - round(constant)) <= 1e-4 * constant and round(constant) > longest:
+        near = [f"as a division by the responses × a constant of {round(constant)} would make it"]
     return f" ({near[0]})" if near else ""
 
 

@@ -159,6 +159,8 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
         dump = read_dump(writer.folder, step=number)
         batch = dump.batch
         rows = [(part, row) for part in step["window"] for row in range(len(part["completion_ids"]))]
+        numbers = [n for n, part in enumerate(step["window"]) for _ in part["completion_ids"]]
+        assert batch.micro_batch_ids.tolist() == numbers and not batch.process_ids.any()
         slopes = [own_slopes(trainer, part) for part in step["window"]]
         logprobs, slopes = (torch.cat(each).detach() for each in zip(*slopes, strict=True))
         spread = torch.full(batch.input_ids.shape, -1.0)
@@ -256,6 +258,8 @@ def test_each_process_writes_its_responses_and_scales_are_of_all(tmp_path):
     batch = read_dump(folder, step=2).batch
     lengths = batch.response_mask.sum(1)
     assert sorted(lengths.tolist()) == [3] * 4 + [7] * 4
+    assert sorted(batch.process_ids.tolist()) == [0.0] * 4 + [1.0] * 4
+    assert len({*zip(batch.process_ids.tolist(), lengths.tolist(), strict=True)}) == 2
     # TRL's loss of a process is a mean over its 4 responses of means over tokens, and gradients of 2 are averaged.
     assert torch.allclose(batch.loss_scales, batch.num_tokens / (2 * 4 * lengths), rtol=1e-6)
 

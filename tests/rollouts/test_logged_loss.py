@@ -35,6 +35,8 @@ def batch():
     noise = torch.randn(2, *plain.input_ids.shape, generator=torch.Generator().manual_seed(0))
     known = {"advantages": noise[0], "old_logprobs": -noise[1].abs(), "ref_logprobs": -noise[0].abs() - 0.1}
     scales = torch.linspace(0.3, 2.0, len(plain))
+    known |= {"process_ids": torch.arange(len(plain)) % 2.0, "micro_batch_ids": torch.arange(len(plain)) // 2.0}
+    known["grad_norms"] = torch.full_like(scales, 0.25)
     return replace(plain, rewards=None, notes=(), **known, loss_scales=scales)
 
 
@@ -47,7 +49,8 @@ def test_what_is_written_of_a_loss_is_read_again(batch, tmp_path, suffix):
     path = write_rollouts(tmp_path / f"rollouts.{suffix}", batch, loss=asdict(TRAINED))
     dump = read_dump(path)
     assert LossSettings.from_log(dump.loss) == TRAINED
-    assert torch.equal(dump.batch.loss_scales, batch.loss_scales)
+    for name in ("loss_scales", "process_ids", "micro_batch_ids", "grad_norms"):
+        assert torch.equal(getattr(dump.batch, name), getattr(batch, name))
     assert [note.kind for note in dump.notes].count("loss") == 1
     write_rollouts(path, batch)  # other rows in its place, of which no loss is known
     assert read_dump(path).loss is None and not [note for note in read_dump(path).notes if note.kind == "loss"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pandas as pd
 import pytest
@@ -15,9 +16,9 @@ from torch import Tensor
 from gradscope.cli import main
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings
-from gradscope.policy import Policy, float_parameters
+from gradscope.policy import Policy, float_parameters, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate, write_rollouts
-from gradscope.updates import Audit, audit, gradient_of_moments
+from gradscope.updates import Audit, audit, gradient_of_moments, undo_clip
 
 LOSS = LossSettings(kl_coef=0.0)
 MICRO = 4
@@ -109,6 +110,40 @@ def test_another_way_of_adding_up_is_named(reading: str, make: Callable[[Policy,
     assert (of_norm.kind, of_norm.reading) == ("same", reading)
 
 
+def test_processes_are_told_by_number_or_by_the_batch():
+    """Two processes, each with the mean over its own tokens, averaged."""
+    policy, batch = make_step()
+    gradient = train(policy, batch, mean_of_means(batch, 8))
+    found = check(policy, batch, gradient, processes=2)
+    assert (found.kind, found.reading) == ("same", "processes")
+    # Dealt out in another order, as the log says.
+    order = [*range(0, 16, 2), *range(1, 16, 2)]
+    ranks = torch.tensor([float(order.index(row) // 8) for row in range(16)])
+    dealt = replace(batch, process_ids=ranks)
+    back = [order.index(row) for row in range(16)]
+    factors = mean_of_means(batch.select(order), 8)
+    gradient = train(policy, batch, [factors[place] for place in back])
+    assert check(policy, dealt, gradient).reading == "processes"
+    assert check(policy, batch, gradient, processes=2).reading != "processes"
+    for wrong in (0, 3):
+        with pytest.raises(InputError):
+            check(policy, batch, gradient, processes=wrong)
+
+
+def test_micro_batches_are_those_of_the_log_within_their_processes():
+    policy, batch = make_step()
+    numbers = torch.arange(16) // 4
+    told = replace(batch, process_ids=(numbers // 2).float(), micro_batch_ids=(numbers % 2).float())
+    found = check(policy, told, train(policy, batch, mean_of_means(batch)), micro_batch=None)
+    assert (found.kind, found.reading) == ("same", "micro-batches")
+
+
+def test_a_constant_divisor_is_named():
+    policy, batch = make_step()
+    found = check(policy, batch, train(policy, batch, [1 / (16 * 77)] * 16))
+    assert found.kind == "factor" and "a constant of 77" in found.verdict
+
+
 @pytest.mark.parametrize("factor", [2.0, 1.1, 1.01])
 def test_a_multiple_is_told_with_its_factor(factor):
     policy, batch = make_step()
@@ -198,6 +233,18 @@ def test_accumulating_in_bfloat16_is_told_by_its_rounding(count):
     assert (found.kind, found.reading) == ("rounding", "token-mean")
 
 
+def test_accumulating_in_bfloat16_is_told_on_the_embedded_policy():
+    policy, draw = load_policy("embedded"), torch.Generator().manual_seed(0)
+    ids = torch.randint(4, policy.vocab_size, (64, 9), generator=draw).tolist()
+    advantages = torch.randn(64, generator=draw).tolist()
+    batch = collate([Response(own[:3], own[3:], advantage=a) for own, a in zip(ids, advantages, strict=True)])
+    gradient = train(policy, batch, token_mean(batch), temperature=1.0, accumulate=torch.bfloat16, size=1)
+    found = check(policy, batch, gradient, micro_batch=1)
+    # Of terms of either sign: eps·√(n/24), which is a fifth of the threshold; as measured, within a factor of 3.
+    expected = torch.finfo(torch.bfloat16).eps * (64 / 24) ** 0.5
+    assert found.kind == "rounding" and expected / 3 < found.readings["typical"].min() < 3 * expected
+
+
 def test_a_gradient_of_another_batch_is_that_of_no_reading():
     (policy, batch), (_, other) = make_step(), make_step(5)
     assert check(policy, batch, train(policy, other, token_mean(other))).kind == "other"
@@ -225,6 +272,18 @@ def test_first_moments_give_the_gradient_between_two_steps(tmp_path):
         gradient_of_moments(policy, files[0], files[2])
 
 
+def test_clipping_is_undone_by_the_norm_before():
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    norm = float(torch.cat([own.flatten() for own in gradient.values()]).norm())
+    clipped = {name: own * 0.25 for name, own in gradient.items()}
+    found, factor = undo_clip(clipped, norm)
+    assert factor == pytest.approx(0.25, rel=1e-6)
+    assert all(torch.allclose(found[name], own, rtol=1e-6) for name, own in gradient.items())
+    for other in (norm, norm / 2):  # not clipped; more than there was, which no clipping makes
+        assert undo_clip(gradient, other)[1] == 1.0
+
+
 def test_the_command_reads_a_saved_gradient_and_refuses_two(tmp_path):
     policy, batch = make_step()
     policy.model.save_pretrained(tmp_path / "policy")
@@ -245,6 +304,14 @@ def test_the_command_reads_a_saved_gradient_and_refuses_two(tmp_path):
     assert len(parameters) == len(gradient) and parameters["distance"].max() < 2e-3
     groups = pd.read_csv(tmp_path / "audited" / "groups.csv")
     assert groups[groups["layer"] == "all"]["parameters"].sum() == len(gradient) and not groups["parts"].any()
+    norm = float(torch.cat([own.flatten() for own in gradient.values()]).norm())
+    logged = [own | {"temperature": 0.7, "grad_norm": norm} for own in rows]
+    write_rollouts(tmp_path / "logged.jsonl", logged)
+    command[2] = str(tmp_path / "logged.jsonl")
+    main([*command, "--out", str(tmp_path / "of-norm")])
+    readings = pd.read_csv(tmp_path / "of-norm" / "readings.csv").set_index("reading")
+    assert (readings["ratio"] - 1).abs().idxmin() == "micro-batches"
+    command[2] = str(tmp_path / "step.jsonl")
     for wrong in ([], [*given, "--grad-norm", "1"], ["--gradient", str(tmp_path / "policy" / "config.json")]):
         with pytest.raises(SystemExit) as caught:
             main([*command, *wrong])

@@ -131,6 +131,9 @@ def parse_response(
         group_reward_mean=parse_number(row, "group_reward_mean"),
         group_reward_std=parse_number(row, "group_reward_std"),
         loss_scale=_loss_scale(row),
+        process=parse_number(row, "process"),
+        micro_batch=parse_number(row, "micro_batch"),
+        grad_norm=parse_number(row, "grad_norm"),
     )
 
 
