@@ -251,7 +251,7 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
         assert (d.num_prompts, d.of_prompts) == (1, case.prompts)
         return
     assert (d.num_prompts, d.num_informative_prompts) == (case.prompts, served)
-    own = text.partition("All numbers Every")[0]
+    own = text.partition("All numbers Show")[0]
     if d.comparison is not None:  # which counts what it would take
         own = " ".join([*decide(d, d.findings), *d.notes, *(f"{f.statement} {f.detail}" for f in d.findings)])
     for number in re.findall(r"(\d+) prompts? with an advantage", own):
