@@ -306,15 +306,17 @@ def _judge(
     # Of a parameter with next to no gradient the rounding of larger ones is left.
     size = np.maximum(products["own"] * factor**2, products["other"])
     heavy = size > 1e-8 * products["other"].sum()
-    limit = 10 * FLOAT32 if sound else rounding
-    odd = tuple(parameters["parameter"][heavy & (parameters["distance"] > limit)]) if sound else ()
+    limit = 10 * (FLOAT32 if sound else rounding)
+    rounded = not sound and best["typical"] <= rounding and abs(factor - 1) <= rounding
+    odd = tuple(parameters["parameter"][heavy & (parameters["distance"] > limit)]) if sound or rounded else ()
+    exception = _describe(odd, parameters, factor) if odd else ""
     words = READINGS[best["reading"]]
-    if not sound and best["typical"] <= rounding and abs(factor - 1) <= rounding:
-        kind: Kind = "rounding"
+    if rounded:
+        kind: Kind = "parameters" if odd else "rounding"
         told = (
             f"The trainer's gradient is {100 * best['typical']:.2g} % from that of {words}: as far as bfloat16 can put "
             f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %) or in accumulating {count} micro-batches "
-            f"(up to eps·√{count} = {100 * accumulated:.2g} %)."
+            f"(up to eps·√{count} = {100 * accumulated:.2g} %){exception}."
         )
     elif not sound:
         kind = "other"
@@ -328,14 +330,18 @@ def _judge(
         kind = "parameters" if odd else "factor" if times else "same"
         told = f"The trainer's gradient is {times}that of {words}"
         told += _explain(factor, batch, counts, best["norm"], max_grad_norm) if times else ""
-        if odd:
-            worst = parameters.set_index("parameter").loc[list(odd)].sort_values("norm").index[-1]
-            found_there = parameters.set_index("parameter").loc[worst]
-            told += f", but for {len(odd)} of {len(parameters)} parameters: at {worst} it is "
-            told += f"{found_there['ratio'] / factor:.4g} times that, with a cosine of {found_there['cosine']:.3f}"
-        told += "." + _name_others(exact["reading"], best["reading"])
+        told += exception + "." + _name_others(exact["reading"], best["reading"])
     groups = _by_group(products, homes, factor, parts=heavy & (parameters["distance"] > limit))
     return Audit(kind, best["reading"], factor, readings, parameters, groups, odd, told)
+
+
+def _describe(odd: tuple[str, ...], parameters: pd.DataFrame, factor: float) -> str:
+    """Say how the largest of the parameters that differ does."""
+    worst = parameters[parameters["parameter"].isin(odd)].sort_values("norm").iloc[-1]
+    return (
+        f", but for {len(odd)} of {len(parameters)} parameters: at {worst['parameter']} it is "
+        f"{worst['ratio'] / factor:.4g} times that, with a cosine of {worst['cosine']:.3f}"
+    )
 
 
 def _name_others(fitting: Iterable[str], named: str) -> str:

@@ -245,6 +245,19 @@ def test_accumulating_in_bfloat16_is_told_on_the_embedded_policy():
     assert found.kind == "rounding" and expected / 3 < found.readings["typical"].min() < 3 * expected
 
 
+@pytest.mark.parametrize("strength", [72.0, 1.5, 1.0])
+def test_a_multiple_is_told_from_what_passes_in_bfloat16_do(strength):
+    policy, batch = make_step()
+    with torch.autocast("cpu", torch.bfloat16):
+        gradient = train(policy, batch, token_mean(batch))
+    name = "model.layers.1.mlp.up_proj.weight"
+    gradient[name] = strength * gradient[name]
+    found = check(policy, batch, gradient)
+    planted = strength != 1.0
+    assert (found.kind, found.odd) == (("parameters", (name,)) if planted else ("rounding", ()))
+    assert found.parting["group"].tolist() == ["MLP"] * planted
+
+
 def test_a_gradient_of_another_batch_is_that_of_no_reading():
     (policy, batch), (_, other) = make_step(), make_step(5)
     assert check(policy, batch, train(policy, other, token_mean(other))).kind == "other"
