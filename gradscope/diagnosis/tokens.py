@@ -26,12 +26,11 @@ from gradscope.gradients import (
     LAYER,
     LOGITS,
     PARAMETERS,
-    module_groups,
     sampling_probabilities,
     stands_for,
 )
 from gradscope.intervals import interval_shares, summarize
-from gradscope.policy import Policy, float_parameters
+from gradscope.policy import Policy, float_parameters, module_groups
 from gradscope.resampling import (
     BITS,
     SHARE,
@@ -253,23 +252,21 @@ def shares_by(
 def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
     """Compute which modules hold this batch's Σ‖w·g‖²: a row per group of `measure(module_groups=True)`; None without.
 
-    Columns: module; parameter_share, of the measured parameters; squared_share; and low_share, of the sum over the
-    tokens of the lowest interval alone. A parameter that two modules share counts for the first.
+    Columns: module, a group of `policy.module_groups`; parameter_share, of the measured parameters; squared_share; and
+    low_share, of the sum over the tokens of the lowest interval alone.
     """
-    parameters: dict[str, int] = {}
-    for name, parameter in float_parameters(policy.model):
-        owner = name.rpartition(".")[0]
-        parameters[owner] = parameters.get(owner, 0) + parameter.numel()
-    groups = module_groups([*parameters], policy.blocks_name)
-    groups = {group: names for group, names in groups.items() if f"{PARAMETERS}.{group}" in table}
-    if not groups:
+    parameters, sizes = dict(float_parameters(policy.model)), {}
+    for name, (_, group) in module_groups(policy).items():
+        if f"{PARAMETERS}.{group}" in table:
+            sizes[group] = sizes.get(group, 0) + parameters[name].numel()
+    if not sizes:
         return None
-    squares = table[[f"{PARAMETERS}.{group}" for group in groups]].to_numpy(np.float64) ** 2
+    squares = table[[f"{PARAMETERS}.{group}" for group in sizes]].to_numpy(np.float64) ** 2
     squares *= (stands_for(table, table[PARAMETERS].notna().to_numpy()) * table["weight"] ** 2).to_numpy()[:, None]
-    columns: dict[str, object] = {"module": [*groups]}
-    sizes = np.array([sum(parameters[name] for name in names) for names in groups.values()])
+    columns: dict[str, object] = {"module": [*sizes]}
     lowest = squares[table["interval"].to_numpy() == 0]
-    sums = {"parameter_share": sizes, "squared_share": np.nansum(squares, 0), "low_share": np.nansum(lowest, 0)}
+    sums = {"parameter_share": np.array([*sizes.values()]), "squared_share": np.nansum(squares, 0)}
+    sums |= {"low_share": np.nansum(lowest, 0)}
     with np.errstate(invalid="ignore"):  # no token there
         columns |= {name: values / values.sum() for name, values in sums.items()}
     return pd.DataFrame(columns).sort_values("squared_share", ascending=False, kind="stable", ignore_index=True)

@@ -6,7 +6,6 @@ from gradscope.gradients.columns import (
     LOGITS,
     PARAMETERS,
     describe_reread,
-    module_groups,
     refuse_infinite_weights,
     statistics_of,
 )
@@ -64,8 +63,7 @@ __all__ = [
     "capture_gradients", "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table",
     "first_tensor", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
     "interval_gradients_over", "largest_share", "latest_end", "measure", "measure_into", "measure_key", "measuring",
-    "module_groups", "note_logged", "plan_batch", "plan_sums", "read_table", "refuse_infinite_weights",
-    "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities", "sampling_weights",
-    "settle_minutes", "stands_for", "statistics_of", "sum_intervals", "token_sizes", "vector_bytes",
-    "weighted_quantiles", "zero_vectors",
+    "note_logged", "plan_batch", "plan_sums", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic",
+    "refuse_narrow_weights", "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for",
+    "statistics_of", "sum_intervals", "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

@@ -113,19 +113,6 @@ def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
     return torch.full(batch.input_ids.shape, float("nan")) if unknown else batch.advantages.float()
 
 
-def module_groups(modules: Sequence[str], blocks: str) -> dict[str, list[str]]:
-    """Group modules that have the same name in every block; blocks: the name of their ModuleList.
-
-    >>> module_groups(["embed", "layers.0.mlp.up", "layers.1.mlp.up"], "layers")
-    {'embed': ['embed'], 'mlp.up': ['layers.0.mlp.up', 'layers.1.mlp.up']}
-    """
-    groups: dict[str, list[str]] = {}
-    for name in modules:
-        inside = name.removeprefix(f"{blocks}.").partition(".")[2] if name.startswith(f"{blocks}.") else name
-        groups.setdefault(inside or name, []).append(name)
-    return groups
-
-
 def gradient_columns(found: TokenGradients, modules: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
     """Return the columns that take a backward pass: norms by layer, over all parameters, and of each group of modules.
     """

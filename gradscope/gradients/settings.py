@@ -57,7 +57,7 @@ class MeasureSettings:
     per_module: bool = False
     """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
     module_groups: bool = False
-    """The same of modules that have one name in every block, taken together: `param_grad_norm.mlp.up_proj`."""
+    """The same of modules that do the same in every block, taken together: `param_grad_norm.attention q`."""
     metric: Literal["adamw"] | None = None
     """adamw: also the column `param_grad_norm_adamw`, the exact norm ‖g ⊘ (√v̂ + ε)‖ that AdamW's update sees, v̂ after
     the batch's plain clipped step; NaN without a saved optimizer or without advantages."""

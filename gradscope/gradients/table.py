@@ -28,7 +28,6 @@ from gradscope.gradients.columns import (
     backward_columns,
     gradient_columns,
     identify_tokens,
-    module_groups,
     to_frame,
 )
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
@@ -52,7 +51,7 @@ from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seco
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.gradients.timed_rounds import Stopwatch
 from gradscope.intervals import EDGES
-from gradscope.policy import AdamWState, Policy, square_norm
+from gradscope.policy import AdamWState, Policy, module_groups, square_norm
 from gradscope.rollouts import Note, TokenBatch
 from gradscope.runs import track
 
@@ -292,10 +291,13 @@ class TableMeasurement:
     @cached_property
     def _modules(self) -> dict[str, list[str]]:
         """What is told by module: group → its modules."""
-        names, groups = self.meter.module_names, {}
+        groups: dict[str, list[str]] = {}
+        if self.settings.per_module:
+            groups = {name: [name] for name in self.meter.module_names}
         if self.settings.module_groups:
-            groups = module_groups(names, self.policy.blocks_name)
-        return groups | ({name: [name] for name in names} if self.settings.per_module else {})
+            for name, (_, group) in module_groups(self.policy).items():
+                groups.setdefault(group, []).append(name.rpartition(".")[0])
+        return {group: sorted({*modules}) for group, modules in groups.items()}
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """Return one response's rows of the table."""

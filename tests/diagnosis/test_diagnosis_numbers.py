@@ -220,10 +220,13 @@ def test_module_shares_are_sums_over_tokens(each):
     lowest = counts * (table["interval"] == 0)
     whole = {own: energy("param_grad_norm", weights) for own, weights in (("all", counts), ("low", lowest))}
     assert found["squared_share"].sum() == pytest.approx(1) == found["parameter_share"].sum()
+    leaves = {f"attention {part}": [f"{part}_proj"] for part in "qkvo"} | {"embedding and head": ["embed_tokens"]}
+    leaves |= {"MLP": ["gate_proj", "up_proj", "down_proj"]}
+    leaves |= {"norms": ["input_layernorm", "post_attention_layernorm", "norm"]}
+    assert {*found.index} == {*leaves}
     for module, row in found.iterrows():
-        single = [name for name, _ in policy.model.named_modules() if name == module or name.endswith(f".{module}")]
-        columns = [f"param_grad_norm.{name}" for name in single if f"param_grad_norm.{name}" in table]
-        parts = [sum(energy(name, own) for name in {*columns}) for own in (counts, lowest)]
+        single = [name for name, _ in policy.model.named_modules() if name.rpartition(".")[2] in leaves[module]]
+        parts = [sum(energy(f"param_grad_norm.{name}", own) for name in single) for own in (counts, lowest)]
         assert row["squared_share"] == pytest.approx(parts[0] / whole["all"], rel=1e-5)
         assert row["low_share"] == pytest.approx(parts[1] / whole["low"], rel=1e-5)
         size = sum(p.numel() for name in single for p in policy.model.get_submodule(name).parameters(recurse=False))

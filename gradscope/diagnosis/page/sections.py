@@ -285,7 +285,7 @@ def _modules(d: Diagnosis, sheets: Sheets) -> list[Block]:
         return []
     caption = (
         "Which parameters hold this batch's gradient energy: each module's share of it, over all blocks together, "
-        "beside its share of the parameters. A table that embedding and head share counts as the embedding."
+        "beside its share of the parameters."
     )
     draw = lambda: plot_diagnosis.plot_module_shares(d.modules)  # noqa: E731
     drawn = sheets.figure("modules_drawn", draw, caption)
