@@ -70,7 +70,7 @@ def test_each_source_contributes_its_part_of_a_step_that_is_split_by_hand(on_dis
     result = influence(policy, batch, loss=NARROW, step=step, optimizer_state=state, resources=Resources(1))
     brute = brute_force(policy, batch, NARROW)
     assert_split_as(result, brute, split_step(policy, brute, step, state), 1e-10)
-    assert len(on_disk) == 1 and result.method == "forward mode"
+    assert len(on_disk) == 2 and result.method == "forward mode"  # the sources, and the mean entropy's gradient
 
 
 @pytest.mark.parametrize("variant", every(2, ["lopti", "all"]))
