@@ -164,7 +164,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         is_alone = run.is_dir() and not list_step_folders(run) and model_of_step(run) is not None
         if is_alone or self.model[0] in EMBEDDED:
             raise InputError(f"{run} is a checkpoint, and --follow takes a run; give the folder that its trainer fills")
-        single = {"--plan": self.plan, "--step": self.step is not None}
+        single = {"--plan": self.plan, "--step": self.step not in (None, "own")}
         single |= {"--optimizer-state": self.optimizer_state is not None}
         if given := [flag for flag, is_given in single.items() if is_given]:
             raise InputError(f"{given[0]} concerns one checkpoint, and --follow all of a run; leave one out")

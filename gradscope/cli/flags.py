@@ -16,7 +16,7 @@ import tyro
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings
 from gradscope.policy import Policy, check_prompt
-from gradscope.rollouts import Dump
+from gradscope.rollouts import Dump, Step
 from gradscope.runs import SILENT, Progress, Reporter, parse_json
 from gradscope.tasks import Question
 
@@ -106,9 +106,10 @@ class ReadingFlags:
 
     format: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")] = None
     """Format of the rollouts: native, trl, verl, prime_rl, …."""
-    step: int | None = None
-    """Only the responses of this training step; none: of a log that holds several, those that the checkpoint sampled:
-    of the step after its own, or of the nearest one."""
+    step: Step = None
+    """Training step whose responses are taken, or all of them. own: of a log that holds several, the one that the
+    checkpoint sampled, which is the step after its own, or the nearest. none: the same, and where that has too few
+    prompts for intervals, diagnose and compare take earlier steps with it."""
     reward_key: str | None = None
     """Which entry is the reward, where the log's rewards are dictionaries."""
     loss_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
@@ -266,14 +267,16 @@ def _json_object(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors
 
 
 @REGISTRY.primitive_rule
-def _count_or_auto(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Parse a number, auto, enough or none."""
-    if info.type != int | Literal["auto", "enough"] | None:
+def _number_or_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
+    """Parse a number, one of some words, or none."""
+    known = (("auto", "enough"), ("own", "all"))
+    found = next((each for each in known if info.type == int | Literal[each] | None), None)
+    if found is None:
         return None
-    words = {"auto": "auto", "enough": "enough", "none": None}
+    words = dict(zip(found, found, strict=True)) | {"none": None}
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar="N|auto|enough|none",
+        metavar="|".join(["N", *words]),
         instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else int(w),
         is_instance=lambda value: value in words.values() or isinstance(value, int),
         str_from_instance=lambda value: [str(value).lower()],

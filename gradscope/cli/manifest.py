@@ -21,7 +21,7 @@ def own_weightings(methods: Iterable[str]) -> list[str]:
 
 def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
     """Describe rollouts for a manifest: file, hash, format, and the notes a reader must know."""
-    step = next((note for note in dump.notes if note.kind in ("step", "other-step")), None)
+    step = "; ".join(note for note in dump.notes if note.kind in ("step", "other-step", "pooled")) or None
     other = any(note.kind == "other-step" for note in dump.notes)
     told = {"path": str(path), "sha256": sha256, "format": dump.format, "reader": READER, "notes": list(dump.notes)}
     return told | {"step_note": step, "other_step": other, "loss": dump.loss}

@@ -28,7 +28,7 @@ from gradscope.cli.flags import (
 )
 from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.optimizer import read_step
-from gradscope.diagnosis import SUMMARY, THEORY, add_summary, judge_sample
+from gradscope.diagnosis import SUMMARY, THEORY, VERDICT_PROMPTS, add_summary, judge_sample
 from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
@@ -124,6 +124,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     keeps_prompts: ClassVar[bool] = False
     """Whether the summed gradients are kept of each prompt, or of two halves of them."""
+    prompts: ClassVar[int] = 0
+    """Prompts with an advantage for which earlier steps are read with the checkpoint's own."""
 
     def run(self) -> None:
         if self.plan:
@@ -207,7 +209,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         from gradscope.rollouts import read_checkpoint_dump
 
         how = {"temperature": self.settings.temperature, **self.reading}
-        return read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
+        return read_checkpoint_dump(
+            self.rollouts, policy, checkpoint_step(self.model), prompts=self.prompts, **how
+        )
 
     def has_metric(self, policy: Policy) -> bool:
         """Return whether summed gradients are also computed in AdamW's metric."""
@@ -238,6 +242,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         else:
             policy, device = self.outline(self.model), torch.device(find_device(self.device))
         dump = self.read(policy)
+        print_notes([note for note in dump.notes if note.kind in ("step", "other-step", "pooled")])
         settings, batch = self.settle(policy, device.type if self.flops is None else "cuda"), dump.batch
         settings = replace(settings, loss=self.own_loss(settings.loss, dump))
         resources = Resources(self.gradient_memory, self.chunk_memory).settle(device)
@@ -256,9 +261,11 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
 @dataclass(frozen=True)
 class MeasureOwn(Measure):
-    """Measure a checkpoint on its own rollouts: the step that it sampled, where a log holds several."""
+    """Measure a checkpoint on its own rollouts: the step that it sampled, where a log holds several, with earlier ones
+    where that has too few prompts."""
 
     keeps_prompts: ClassVar[bool] = True
+    prompts: ClassVar[int] = VERDICT_PROMPTS
 
     def has_metric(self, policy: Policy) -> bool:
         return (self.optimizer_state or find_policy_state(policy)) is not None

@@ -135,7 +135,7 @@ def write_trend(
         each = ", ".join(f"{prompts:,} at {count} of the checkpoints" for prompts, count in sorted(summed.items()))
         notes = [*notes, f"summed gradients differ in their number of prompts, {each}: a signal fraction grows with it"]
     rollouts = [manifest["rollouts"] for manifest in manifests]
-    told = (note for dump in rollouts for note in dump["notes"] if note != dump.get("step_note"))
+    told = (note for dump in rollouts for note in dump["notes"] if note not in (dump.get("step_note") or ""))
     notes = [*notes, *dict.fromkeys(told)]
     facts = {f"step {step}": describe_rollouts(manifest) for step, manifest in zip(steps, manifests, strict=True)}
     report = make_trend_report(trend, links=links, notes=notes, facts=facts | {"gradscope": __version__})

@@ -8,7 +8,17 @@ from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.live import make_live_report
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
 from gradscope.diagnosis.precision import judge_sample, sampling_error
-from gradscope.diagnosis.result import PARTS, Diagnosis, DiagnosisSettings, Finding, Shares, Verdict, join_rows, one_row
+from gradscope.diagnosis.result import (
+    PARTS,
+    VERDICT_PROMPTS,
+    Diagnosis,
+    DiagnosisSettings,
+    Finding,
+    Shares,
+    Verdict,
+    join_rows,
+    one_row,
+)
 from gradscope.diagnosis.steps import direction_rows, influence_rows
 from gradscope.diagnosis.summary import (
     PAPER_NORMS,
@@ -24,10 +34,11 @@ from gradscope.diagnosis.tokens import PromptSums, shares_by, sum_by_prompt, tok
 from gradscope.diagnosis.words import CERTAIN, dominance_words, findings
 
 __all__ = [
-    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "SUMS", "THEORY", "Diagnosis", "DiagnosisSettings", "Finding",
-    "Minutes", "Pairs", "PromptSums", "Shares", "Summary", "TokenViewer", "Verdict", "add_summary", "compare_cost",
-    "cosine_matrix", "decide", "diagnose", "direction_rows", "dominance_words", "findings", "gradient_rows",
-    "influence_rows", "interval_summary", "join_rows", "judge_sample", "make_live_report", "make_report",
-    "make_trend_report", "one_row", "part_costs", "sampling_error", "shares_by", "stage_costs", "sum_by_prompt",
-    "summarize_measurement", "token_shares", "trend_changes", "viewer", "write_figures", "write_report",
+    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "SUMS", "THEORY", "VERDICT_PROMPTS", "Diagnosis",
+    "DiagnosisSettings", "Finding", "Minutes", "Pairs", "PromptSums", "Shares", "Summary", "TokenViewer", "Verdict",
+    "add_summary", "compare_cost", "cosine_matrix", "decide", "diagnose", "direction_rows", "dominance_words",
+    "findings", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "judge_sample",
+    "make_live_report", "make_report", "make_trend_report", "one_row", "part_costs", "sampling_error", "shares_by",
+    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer",
+    "write_figures", "write_report",
 ]  # fmt: skip

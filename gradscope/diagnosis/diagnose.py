@@ -303,7 +303,8 @@ def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSe
 
 def _first_notes(task: Task, logged: Sequence[Note]) -> list[Note]:
     """Return what must be known of the rollouts before any number; warnings come first."""
-    told = (*logged, *task.batch.without_notes("on-policy").notes)  # of that the table knows more
+    batch = steps.tell_pooled(task.batch, task.table)
+    told = (*logged, *batch.without_notes("on-policy").notes)  # of that the table knows more
     first = [note for kind in WARNINGS for note in told if note.kind == kind]
     whole = {"second_moments": task.metric is not None, "whole_state": task.saved is not None}
     limits = note_limits(task.table, task.labels, **whole)

@@ -108,7 +108,7 @@ LARGEST_SEED = 2**57
 """torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
 LARGE = 100_000_000
 """Parameters from which on weightings are compared only on demand: it takes more passes than all the rest."""
-WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step")
+WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step", "pooled")
 """Kinds of notes that may change the verdict itself; the page shows them first and unfolded."""
 VERDICT_PROMPTS = FEWEST
 """Fewest prompts for an interval (`resampling`) and a verdict."""

@@ -11,14 +11,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
 from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
 from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters, short_of
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import Note, TokenBatch
 from gradscope.theory import fit_powers
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
+
+EACH_STEP = 4
+"""Most training steps of which each one's distance is told; of more the latest, the nearest and the farthest."""
 
 
 def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
@@ -28,6 +32,23 @@ def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
     advantages = torch.full(batch.input_ids.shape, float("nan"))
     advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
     return replace(batch, advantages=advantages)
+
+
+def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
+    """Add how far the policies that sampled the training steps of a batch are from this one, if it is of several."""
+    taken = [] if batch.steps is None else batch.steps.unique().tolist()
+    if len(taken) < 2:
+        return batch
+    first = next((note for note in batch.notes if note.kind == "pooled"), f"responses of {len(taken)} training steps")
+    gap = (table["logprob"] - table["old_logprob"]).abs().groupby(batch.steps.numpy()[table["response"]]).mean()
+    gap = gap.dropna().sort_index(ascending=False)
+    if len(gap) > EACH_STEP:
+        gap = gap.loc[[gap.index[0], gap.idxmin(), gap.idxmax()]].pipe(lambda own: own[~own.index.duplicated()])
+    told = ", ".join(f"{value:.2g} at step {step}" for step, value in gap.items()).replace("-", "−")
+    told = f"mean |Δ log π| to it, in nats, is {told}" if told else "the log does not say how far they are from it"
+    words = f"{as_sentence(first)} Other checkpoints than this one sampled some of them: {told}."
+    others = batch.without_notes("pooled")
+    return replace(others, notes=(Note(words, "pooled"), *others.notes))
 
 
 def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator) -> Int[Tensor, " b"]:

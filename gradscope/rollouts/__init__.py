@@ -10,6 +10,7 @@ from gradscope.rollouts.reading import (
     READERS,
     BatchLike,
     LogSteps,
+    Step,
     list_steps,
     read_checkpoint_dump,
     read_dump,
@@ -19,7 +20,7 @@ from gradscope.rollouts.reading import (
 )
 
 __all__ = [
-    "LARGEST", "LOSS_KEY", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "TokenBatch",
-    "check_batch", "collate", "list_files", "list_steps", "read_checkpoint_dump", "read_dump", "read_inputs",
-    "read_logged", "read_rollouts", "rollouts_hash", "select_checkpoint_step", "write_rollouts",
+    "LARGEST", "LOSS_KEY", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "Step",
+    "TokenBatch", "check_batch", "collate", "list_files", "list_steps", "read_checkpoint_dump", "read_dump",
+    "read_inputs", "read_logged", "read_rollouts", "rollouts_hash", "select_checkpoint_step", "write_rollouts",
 ]  # fmt: skip

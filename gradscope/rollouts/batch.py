@@ -25,8 +25,8 @@ class Note(str):
     """A sentence that readers of numbers from these rollouts must know, and its kind."""
 
     kind: str
-    """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, on-policy, temperature,
-    groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding, loss."""
+    """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, pooled, on-policy,
+    temperature, groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding, loss."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.rollouts.batch import Note, TokenBatch
@@ -54,20 +54,41 @@ def find_caveats(
     return tuple(note for notes in found for note in notes)
 
 
+def count_served(batch: TokenBatch) -> int:
+    """Count the prompts with an advantage other than 0; all, where nothing tells advantages."""
+    _, group = batch.group_ids.unique(return_inverse=True)
+    if batch.advantages is not None:
+        has = ((batch.advantages != 0) & batch.response_mask).any(1)
+    elif batch.rewards is None:
+        has = torch.ones(len(batch), dtype=torch.bool)
+    else:
+        has = ~_is_flat(batch, group)
+    return len(group[has].unique())
+
+
+def _is_flat(batch: TokenBatch, group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
+    """Return whether all rewards of each response's group are equal. group: its number."""
+    if batch.group_reward_stds is not None:
+        return batch.group_reward_stds == 0
+    least = torch.full((int(group.max()) + 1,), math.nan)
+    highest, lowest = (
+        least.scatter_reduce(0, group, batch.rewards, way, include_self=False) for way in ("amax", "amin")
+    )
+    return (highest == lowest)[group]
+
+
 def _describe_groups(batch: TokenBatch) -> list[Note]:
     """Report groups of one response and groups without an advantage, for advantages computed from rewards."""
     if batch.advantages is not None or batch.rewards is None:
         return []
     _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
     if batch.group_reward_stds is None:
-        highest = torch.zeros(len(sizes)).scatter_reduce_(0, group, batch.rewards, "amax", include_self=False)
-        lowest = torch.zeros(len(sizes)).scatter_reduce_(0, group, batch.rewards, "amin", include_self=False)
-        alone, flat = (sizes == 1)[group], (highest == lowest)[group]
+        alone, flat = (sizes == 1)[group], _is_flat(batch, group)
         raw = torch.zeros_like(alone)
     else:
         # Mean 0 and standard deviation 1 of a group of one: its trainer keeps the reward.
         raw = (sizes == 1)[group] & (batch.group_reward_means == 0) & (batch.group_reward_stds == 1)
-        flat = (batch.group_reward_stds == 0) | (raw & (batch.rewards == 0))
+        flat = _is_flat(batch, group) | (raw & (batch.rewards == 0))
         alone = raw | ((sizes == 1)[group] & flat)
     notes, prompts = [], len(sizes)
     count = int(alone.sum())

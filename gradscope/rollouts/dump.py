@@ -273,7 +273,7 @@ class _Reading:
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
-        if self._options.step is not None and row.step != self._options.step:
+        if self._options.step is not None and row.step not in self._options.step:
             return
         self._keyed += isinstance(row.columns.get("reward"), dict)
         if row.left_out is not None:
@@ -336,8 +336,9 @@ class _Reading:
         that only some rows have, and for an option that changes nothing."""
         if not self._seen:
             raise InputError(f"{path} holds no rows; give at least one response")
-        if self._options.step is not None and self._options.step not in self._seen:
-            raise InputError(f"{path} has no step {self._options.step}; {_name_steps(self._seen)}")
+        for step in self._options.step or ():
+            if step not in self._seen:
+                raise InputError(f"{path} has no step {step}; {_name_steps(self._seen)}")
         if self._options.chat_template_kwargs and self.responses and not self._templated:
             raise InputError(
                 f"chat_template_kwargs are given, and no prompt of {path} is a chat that a template writes out; leave "

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
-from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.caveats import find_caveats, replace_caveats
+from gradscope.rollouts.batch import Note, TokenBatch
+from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records
@@ -53,9 +53,25 @@ NATIVE_ALONE = frozenset({"response_ids", "old_logprobs"})
 READER = 3
 """Version of the readers, incremented whenever one of them reads a log differently."""
 
+MOST_STEPS = 10
+"""Most training steps that are read together where one has too few prompts."""
+
+Step = int | Literal["own", "all"] | None
+"""Which training step: this one; a checkpoint's own; all; None: its own, with earlier ones where that is too small."""
+
+
+class ReadingKeywords(TypedDict, total=False):
+    """Arguments of `read_dump` beside the step, as keywords."""
+
+    format: str | None
+    temperature: int | float | None
+    reward_key: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
 __all__ = [
-    "READER", "READERS", "BatchLike", "Dump", "LogSteps", "list_steps", "read_checkpoint_dump", "read_dump",
-    "read_inputs", "read_logged", "read_rollouts", "write_rollouts",
+    "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Step", "list_steps", "read_checkpoint_dump",
+    "read_dump", "read_inputs", "read_logged", "read_rollouts", "write_rollouts",
 ]  # fmt: skip
 
 BatchLike = TokenBatch | str | Path
@@ -124,7 +140,7 @@ def read_dump(
     policy: PolicyLike | None = None,
     *,
     format: str | None = None,
-    step: int | None = None,
+    step: int | Collection[int] | None = None,
     temperature: int | float | None = None,
     reward_key: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -134,7 +150,7 @@ def read_dump(
     policy: whose tokenizer encodes rows of text, and whose vocabulary and context bound the ids; without one, rows
         must hold ids and their size is not checked.
     format: a name in READERS; None tells it by the columns of each file's first record.
-    step: keeps the responses of one training step; None keeps all.
+    step: keeps the responses of one training step, or of these; None keeps all.
     temperature: that all responses were sampled at; None: what the log says of each, else 1.0.
     reward_key: which entry is the reward, where the log's are dictionaries.
     chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}, for prompts that are
@@ -145,12 +161,13 @@ def read_dump(
     row, for anything that cannot be used, and for a step that is not there, naming those that are.
     """
     path, policy = Path(path), load_policy(policy) if isinstance(policy, str | Path) else policy
-    options = ReadingOptions(step, temperature, reward_key, chat_template_kwargs)
+    steps = (step,) if isinstance(step, int) else step
+    options = ReadingOptions(steps, temperature, reward_key, chat_template_kwargs)
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; give a positive number")
     form, files, unfinished = _open(path, format)
-    if step is not None:
-        files = {f: named for f, named in files.items() if _only_step(form, f) in (None, step)} or files
+    if steps is not None:
+        files = {f: named for f, named in files.items() if _only_step(form, f) in (None, *steps)} or files
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
     rows = form.rows(_records(form, files), policy)
     return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
@@ -186,25 +203,43 @@ def read_checkpoint_dump(
     policy: Policy,
     checkpoint: int | None,
     *,
-    format: str | None = None,
-    step: int | None = None,
-    temperature: int | float | None = None,
-    reward_key: str | None = None,
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    step: Step = None,
+    prompts: int = 0,
+    **how: Unpack[ReadingKeywords],
 ) -> Dump:
     """Read the responses that a checkpoint sampled, as `select_checkpoint_step` selects them.
 
     Only those are tokenized and batched, so neither the length of a log nor what it grows by changes them.
-    checkpoint: how many steps it had taken. step: take that one instead. Other arguments are those of `read_dump`.
+    checkpoint: how many steps it had taken. step: take that one instead, or all. prompts: where fewer of the
+    checkpoint's own have an advantage, and no step is given, those of as many earlier steps are read with them as it
+    takes, at most MOST_STEPS; a note of the kind "pooled" says so. how: other arguments of `read_dump`.
     """
-    how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
-    how["format"] = format
-    if step is None and checkpoint is not None:
-        steps = list_steps(path, format=format)
+    if step == "all":
+        return read_dump(path, policy, **how)
+    if step in (None, "own") and checkpoint is not None:
+        steps = list_steps(path, format=how.get("format"))
         if len(steps.known) > 1:
             own, note = choose_step(steps.known, steps.of_checkpoint(checkpoint))
-            return read_dump(path, policy, step=own, **how).with_note(note, note.kind)
-    return select_checkpoint_step(read_dump(path, policy, step=step, **how), checkpoint)
+            dump = read_dump(path, policy, step=own, **how).with_note(note, note.kind)
+            earlier = [] if step == "own" else [known for known in steps.known if known < own][1 - MOST_STEPS :]
+            return _pool(dump, earlier, prompts, lambda chosen: read_dump(path, policy, step=chosen, **how), note)
+    own = step if isinstance(step, int) else None
+    return select_checkpoint_step(read_dump(path, policy, step=own, **how), checkpoint)
+
+
+def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int]], Dump], note: Note) -> Dump:
+    """Add earlier steps, the latest first, until so many prompts have an advantage. note: which step the dump is of."""
+    [own], alone = dump.steps.unique().tolist(), count_served(dump.batch)
+    if alone >= prompts or not earlier:
+        return dump
+    batch = read([*earlier, own]).batch
+    served = (first for first in reversed(earlier) if count_served(batch[batch.steps >= first]) >= prompts)
+    first = next(served, earlier[0])
+    chosen = [step for step in earlier if step >= first]
+    taken = f"step {first} is" if len(chosen) == 1 else f"steps {first} to {chosen[-1]} are"
+    few = f"{alone} prompt{' has' if alone == 1 else 's have'} an advantage and {prompts} are wanted"
+    words = f"{taken} taken with step {own}, of which {few} (--step own takes it alone)"
+    return read([*chosen, own]).with_note(note, note.kind).with_note(words, "pooled")
 
 
 def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None], int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
 import pytest
+import torch
 from support import dumps
 from support.cli import refusal, run
 from support.pages import BRIEF, native_rows, read_page, read_statistics, write_rows
@@ -15,7 +18,7 @@ from support.policies import save_checkpoint
 
 from gradscope.gradients import measure
 from gradscope.policy import load_policy
-from gradscope.rollouts import read_dump
+from gradscope.rollouts import read_dump, read_rollouts, write_rollouts
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -29,7 +32,7 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     for step in (3, 4, 5):
         dumps.write_prime_rl(tmp_path, step=step)
     command = (model, "--rollouts", tmp_path / "token_exports", *BRIEF)
-    run("diagnose", *command, "--out", tmp_path / "own")
+    run("diagnose", *command, "--out", tmp_path / "own", "--step", "own")
     told = "the log holds 3 training steps, 3 to 5; step 4 is taken, the one after this checkpoint's"
     assert f"note: {told}" in capsys.readouterr().out and told[1:] in read_page(tmp_path / "own").text
     assert told in json.loads((tmp_path / "own" / "manifest.json").read_text())["rollouts"]["notes"]
@@ -41,6 +44,21 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
     assert "has no step 9" in refusal(capsys, "diagnose", *command, "--out", tmp_path / "none", "--step", "9")
     assert not (tmp_path / "none").exists()
+
+
+def test_steps_with_too_few_prompts_are_taken_together_and_the_page_says_how_far_their_policies_are(model, tmp_path):
+    rows = [row for step in (2, 3, 4) for row in native_rows(step=step)]
+    log, policy, gaps = tmp_path / "log.jsonl", load_policy(model), {2: 0.3, 3: 0.1, 4: 0.0}
+    batch = read_rollouts(write_rows(log, rows), policy, step="all")
+    kept, own = batch.response_mask, measure(policy, batch, self_check=False)["logprob"]
+    old = torch.zeros(kept.shape).masked_scatter(kept, torch.tensor(own.to_numpy()))
+    away = torch.tensor([gaps[step] for step in batch.steps.tolist()])
+    write_rollouts(log, replace(batch, old_logprobs=(old - away[:, None]) * kept))
+    run("diagnose", model, "--rollouts", log, *BRIEF, "--out", tmp_path / "out")
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    assert manifest["tokens"] == len(own) * 2 // 3 and "step 4 is taken" in manifest["rollouts"]["step_note"]
+    found = dict(re.findall(r"([\d.]+) at step (\d)", read_page(tmp_path / "out").text))
+    assert found == {"0": "4", "0.1": "3"}  # six prompts have an advantage without step 2
 
 
 def test_what_a_log_grows_by_leaves_the_diagnosis_of_a_step_as_it_is(model, tmp_path, capsys):

@@ -23,6 +23,7 @@ from gradscope.rollouts import (
     READERS,
     Response,
     collate,
+    read_checkpoint_dump,
     read_dump,
     read_inputs,
     read_rollouts,
@@ -88,6 +89,27 @@ def test_a_step_of_native_rows_is_picked_by_number_or_by_the_checkpoint_and_seve
     with refused("step 7", "1, 101, 102"):
         read_dump(path, step=7)
     assert select_checkpoint_step(read_dump(path), 100).steps.tolist() == [101, 101]
+
+
+@pytest.mark.parametrize("advantages", [False, True])
+def test_earlier_steps_are_taken_until_so_many_prompts_have_an_advantage(tmp_path, policy, advantages):
+    served = {1: 3, 2: 3, 3: 0, 5: 2, 6: 0, 7: 1, 8: 1, 9: 4}  # prompts with an advantage, of five
+    rows = [
+        row(step, reward, group=prompt) | ({"advantage": (2 * reward - 1) * (prompt < count)} if advantages else {})
+        for step, count in served.items() for prompt in range(5) for reward in (1.0, float(prompt >= count))
+    ]  # fmt: skip
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    for checkpoint in range(9):
+        for prompts in (0, 2, 3, 6, 9):
+            dump = read_checkpoint_dump(path, policy, checkpoint, prompts=prompts)
+            own = min(served, key=lambda step: (abs(step - checkpoint - 1), step))
+            runs = [[step for step in served if first <= step <= own] for first in sorted(served) if first <= own]
+            enough = [steps for steps in runs if sum(served[step] for step in steps) >= prompts]
+            wanted = min(enough, key=len) if enough else max(runs, key=len)
+            assert sorted({*dump.steps.tolist()}) == wanted
+            assert ("pooled" in {note.kind for note in dump.notes}) == (len(wanted) > 1)
+        assert {*read_checkpoint_dump(path, policy, checkpoint, step="own", prompts=9).steps.tolist()} == {own}
+    assert {*read_checkpoint_dump(path, policy, 3, step="all").steps.tolist()} == {*served}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -82,8 +82,8 @@ class Row:
 class ReadingOptions:
     """The user's options for reading a log; None: as the log says."""
 
-    step: int | None = None
-    """The training step whose responses are kept; None keeps all."""
+    step: Collection[int] | None = None
+    """The training steps whose responses are kept; None keeps all."""
     temperature: int | float | None = None
     """Sampling temperature of all responses, whatever the log says."""
     reward_key: str | None = None
