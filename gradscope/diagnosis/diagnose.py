@@ -39,6 +39,7 @@ from gradscope.diagnosis.precision import sampling_error
 from gradscope.diagnosis.result import (
     LARGE,
     PARTS,
+    REWARD_PART,
     VERDICT_PROMPTS,
     WARNINGS,
     BoundMargins,
@@ -357,8 +358,9 @@ def describe_tokens(task: Task) -> TokenPart:
             "where", lambda: tokens.shares_by(table, classes=settings.classes, special=special, **draws)
         )
         spikes = tokens.largest_tokens(table, settings.top)
-        if task.batch.rewards is not None:
-            spikes["reward"] = task.batch.rewards.numpy()[spikes["response"]]
+        known = {} if task.batch.rewards is None else {"reward": task.batch.rewards}
+        known |= {f"{REWARD_PART}{name}": part for name, part in (task.batch.reward_parts or {}).items()}
+        spikes = spikes.assign(**{name: own.numpy()[spikes["response"]] for name, own in known.items()})
         modules = tokens.module_shares(table, task.policy)
     layers = tokens.layer_norms(table, settings.edges, **draws)
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))

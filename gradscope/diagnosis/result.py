@@ -110,6 +110,8 @@ LARGE = 100_000_000
 """Parameters from which on weightings are compared only on demand: it takes more passes than all the rest."""
 WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step", "pooled")
 """Kinds of notes that may change the verdict itself; the page shows them first and unfolded."""
+REWARD_PART = "reward."
+"""Beginning of the columns of a response's `reward_parts`."""
 VERDICT_PROMPTS = FEWEST
 """Fewest prompts for an interval (`resampling`) and a verdict."""
 
@@ -336,7 +338,8 @@ class Diagnosis:
     where: pd.DataFrame | None = None
     """Shares by token class, position, length of the response, entropy, sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None
-    """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`, with their response's `reward` where that is known."""
+    """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`, with their response's `reward`, and its parts as columns
+    REWARD_PART + name, where those are known."""
     modules: pd.DataFrame | None = None
     """Shares of the gradient energy by module, over all blocks: `tokens.module_shares`."""
     temperatures: pd.DataFrame | None = None

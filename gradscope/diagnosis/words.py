@@ -18,7 +18,15 @@ from gradscope.diagnosis.format import (
     times,
     times_words,
 )
-from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Finding, Findings, Shares, Verdict
+from gradscope.diagnosis.result import (
+    REWARD_PART,
+    VERDICT_PROMPTS,
+    Diagnosis,
+    Finding,
+    Findings,
+    Shares,
+    Verdict,
+)
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights
 from gradscope.objective import off_policy_sentence
@@ -384,17 +392,34 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     if sampling_probabilities(d.table) is not None:
         of = "the gradient energy, estimated for all tokens"
     statement = f"The {len(d.spikes)} of {measured:,} measured tokens with the largest ‖w·g‖ hold {together} % of {of}."
+    statement += _split_rewards(d.spikes.head(NAMED))
     told = "; ".join(_spike_words(spike) for _, spike in d.spikes.head(NAMED).iterrows())
     detail = f"The largest: {told}. A fact of this batch, not of others."
     return [Finding("spikes", Verdict.FACT, statement, detail)]
+
+
+def _split_rewards(spikes: pd.DataFrame) -> str:
+    """Say how many of these tokens are raised in responses that lack a part of their reward and have another; "": none.
+    """
+    parts = spikes[[name for name in spikes if name.startswith(REWARD_PART)]]
+    has = parts.gt(0).set_axis([name.removeprefix(REWARD_PART) for name in parts], axis=1)
+    lacks = parts.le(0).set_axis(has.columns, axis=1).mul((spikes["weight"] > 0) & has.any(axis=1), axis=0)
+    if not lacks.to_numpy().any():
+        return ""
+    name = lacks.sum().idxmax()
+    others = [other for other in has if has.loc[lacks[name], other].any()]
+    count = int(lacks[name].sum())
+    are = "is raised in a response" if count == 1 else "are raised in responses"
+    return f" {count} of the first {len(spikes)} {are} without {name} (0 or less) but with {' or '.join(others)}."
 
 
 def _spike_words(spike: pd.Series) -> str:
     """Name a token, what the update does with it and what its response was rewarded with."""
     pushed = "raised" if spike["weight"] > 0 else "lowered"
     told = f"{spike['token']!r} in response {spike['response']} (π {spike['prob']:.2g}, {pushed}"
-    if "reward" in spike and not isnan(spike["reward"]):
-        told += f", reward {spike['reward']:.3g}".replace("-", "−")
+    numbers = {name: spike[name] for name in spike.index if name == "reward" or name.startswith(REWARD_PART)}
+    known = {name.removeprefix(REWARD_PART): value for name, value in numbers.items() if not isnan(value)}
+    told += "".join(f", {name} {value:.3g}".replace("-", "−") for name, value in known.items())
     return f"{told}; {percent(spike['squared_share'])} %)"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -69,6 +69,8 @@ class TokenBatch:
     """Sampling temperature of each response: π is softmax(logits / temperature)."""
     rewards: Float[Tensor, " B"] | None = None
     """One number per response."""
+    reward_parts: Mapping[str, Float[Tensor, " B"]] | None = None
+    """What the log has of each response beside its reward, such as each reward function's number; NaN where unknown."""
     advantages: Float[Tensor, "B S"] | None = None
     """Per token; NaN where unknown."""
     old_logprobs: Float[Tensor, "B S"] | None = None
@@ -120,7 +122,10 @@ class TokenBatch:
         if not isinstance(self.input_ids, Tensor) or self.input_ids.dim() != 2:
             raise InputError("input_ids must be a tensor of responses × columns, [B, S]")
         per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
-        for name, value in ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "notes"):
+        if any(part.shape != self.input_ids.shape[:1] for part in (self.reward_parts or {}).values()):
+            raise InputError(f"reward_parts are not of {len(self.input_ids)} responses; give each part one number each")
+        named = [f.name for f in fields(self) if f.name not in ("notes", "reward_parts")]
+        for name, value in ((name, getattr(self, name)) for name in named):
             if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN):
                 continue
             shape = self.input_ids.shape[:1] if name in per_response else self.input_ids.shape
@@ -157,7 +162,8 @@ class TokenBatch:
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
         """Return the batch with only these rows, in this order."""
         rows = torch.as_tensor(rows)
-        return replace(self, **{name: value[rows] for name, value in self.tensors().items()})
+        parts = self.reward_parts and {name: value[rows] for name, value in self.reward_parts.items()}
+        return replace(self, reward_parts=parts, **{name: value[rows] for name, value in self.tensors().items()})
 
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenBatch:
         """Return the batch with only these prompts' tokens kept; every response stays in its row.
@@ -263,7 +269,8 @@ class TokenBatch:
             told |= {
                 to: getattr(self, name)[row, own] for to, name in per_token.items() if getattr(self, name) is not None
             }
-            yield {name: value.tolist() for name, value in told.items()}
+            parts = {name: value[row].item() for name, value in (self.reward_parts or {}).items()}
+            yield {name: value.tolist() for name, value in told.items()} | ({"reward_parts": parts} if parts else {})
 
     def positions(self) -> Int[Tensor, "B S"]:
         """Return positions [B, S] within the response from 0, counting kept and dropped tokens; negative on the prompt.
@@ -293,6 +300,7 @@ class Response:
     group: int = 0
     temperature: float = 1.0
     reward: float | None = None
+    reward_parts: Mapping[str, float] | None = None
     advantage: float | list[float] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
@@ -353,7 +361,9 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
             return None
         return torch.tensor([float("nan") if value is None else value for value in values], dtype=dtype)
 
-    steps = [r.step for r in responses]
+    steps, known = [r.step for r in responses], [r.reward_parts or {} for r in responses]
+    names = dict.fromkeys(name for own in known for name in own)
+    parts = {name: torch.tensor([own.get(name, float("nan")) for own in known]) for name in names}
     return TokenBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -362,6 +372,7 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         group_ids=torch.tensor([r.group for r in responses]),
         temperature=torch.tensor([float(r.temperature) for r in responses]),
         rewards=stack("reward", torch.float32),
+        reward_parts=parts or None,
         steps=None if None in steps else torch.tensor(steps),
         group_reward_means=stack("group_reward_mean", torch.float64),
         group_reward_stds=stack("group_reward_std", torch.float64),

@@ -279,3 +279,17 @@ def test_the_tokens_that_push_hardest_are_named_with_what_they_were_rewarded_for
     assert "'\\n<b>' in response 1 (π 0.1, lowered, reward −0.5; 30 %)" in found.detail
     assert "'x' in response 0 (π 0.2, raised, reward 2; 10 %)" in found.detail
     assert "reward" not in findings(plant(spikes=SPIKES))["spikes"].detail
+
+
+@pytest.mark.parametrize(
+    ("right", "form", "weights", "count"),
+    [([0, 0], [0.2, 0.2], [1, 1], 2), ([0, 0], [0.2, 0.2], [1, -1], 1), ([0, 0], [0, 0.2], [1, -1], 0),
+     ([1, 1], [0.2, 0.2], [1, 1], 0), ([1, 0], [0.2, 0.2], [1, 1], 1), ([np.nan, -1], [0.2, 0.2], [1, 1], 1)],
+)  # fmt: skip
+def test_tokens_that_are_raised_for_another_part_of_the_reward_are_counted(right, form, weights, count):
+    spikes = SPIKES.assign(weight=weights, reward=1.0, **{"reward.right": right, "reward.form": form})
+    said = findings(plant(spikes=spikes))["spikes"]
+    assert (re.findall(r"(\d) of the first 2 (?:is|are) raised.*without right .* but with form", said.statement)) == (
+        [str(count)] if count else []
+    )
+    assert "form 0.2" in said.detail

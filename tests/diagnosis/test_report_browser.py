@@ -80,7 +80,8 @@ def page(tmp_path_factory):
     )
     blocks = (Definition("a term", HOSTILE[0]), Figure(figure, HOSTILE[1], "numbers.csv"), Table(frame, HOSTILE[2]))
     findings = tuple(Finding(f"A {tone} finding.", HOSTILE[1], tone, HOSTILE[2]) for tone in ("good", "warn", "bad"))
-    viewer = Viewer(TABLE, prompts=["prompt <b>one</b>", "two", "three", "four"], rewards=[1.0, -1.0, 3.0, 0.0])
+    rewards = {"rewards": [1.0, -1.0, 3.0, 0.0], "reward_parts": {"form": [0.2, np.nan, 0.5, 0.0]}}
+    viewer = Viewer(TABLE, prompts=["prompt <b>one</b>", "two", "three", "four"], **rewards)
     whole = Page(
         "A page",
         "of a test",
@@ -277,6 +278,13 @@ def test_where_norms_are_estimated_every_token_is_shaded_and_the_measured_ones_a
     assert marked == [place for place in range(30) if place % 3]
     chromium.execute_script("arguments[0].focus()", tokens(chromium)[3])
     assert told(chromium)["weighted_norm"] == "not measured" and told(chromium)["weighted_norm_estimate"] > 0
+
+
+def test_each_part_of_a_reward_is_shown_with_its_response_where_it_is_known(opened):
+    script = "return [...document.querySelectorAll('#list .outcome')].map((outcome) => outcome.textContent)"
+    outcomes = opened.execute_script(script)
+    assert ["form" in text for text in outcomes] == [True, False, True, True] and "form 0.5" in outcomes[2]
+    assert "reward 1 · form 0.2" in opened.find_element(By.CSS_SELECTOR, "#responses .summary").text
 
 
 def test_responses_are_sorted_by_what_is_asked_for(opened):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -89,6 +90,26 @@ def test_a_step_of_native_rows_is_picked_by_number_or_by_the_checkpoint_and_seve
     with refused("step 7", "1, 101, 102"):
         read_dump(path, step=7)
     assert select_checkpoint_step(read_dump(path), 100).steps.tolist() == [101, 101]
+
+
+def test_what_a_log_has_beside_the_reward_is_kept_through_selecting_and_writing(tmp_path, policy):
+    parts = [{"right": 1, "form": 0.2}, {"right": True, "form": None}, {"form": -1.0, "note": "w"}]
+    native = [row(1, 0.5) | {"reward_parts": own} for own in parts]
+    keyed = [row(1, own | {"score": 0.5}) for own in parts]
+    trl = [{"step": 1, "prompt": "w4", "completion": "w7", "advantage": 0.5} | own for own in parts]
+    verl = [{"step": 1, "input": "w4", "output": "w7", "score": 0.5} | own for own in parts]
+    for name, rows, keys in (("native", native, {}), ("keyed", keyed, {"reward_key": "score"}), ("trl", trl, {}),
+                             ("verl", verl, {})):  # fmt: skip
+        batch = read_dump(write_jsonl(tmp_path / f"{name}.jsonl", rows), policy, **keys).batch
+        again = read_dump(write_rollouts(tmp_path / f"{name}.parquet", batch)).batch
+        for found in (batch, batch[[0, 1, 2]], again):
+            told = {name: own.tolist() for name, own in found.reward_parts.items() if name != "score"}
+            assert told == {"right": pytest.approx([1, 1, nan], nan_ok=True),
+                            "form": pytest.approx([0.2, nan, -1], nan_ok=True)}  # fmt: skip
+        assert batch[[2]].reward_parts["form"].tolist() == [-1.0]
+        assert batch.digest() == replace(batch, reward_parts=None).digest()  # they change no number
+    with refused("reward_parts", "dictionary"):
+        read_dump(write_jsonl(tmp_path / "bad.jsonl", [row(1, 0.5, reward_parts=[1])]))
 
 
 @pytest.mark.parametrize("advantages", [False, True])

@@ -138,12 +138,13 @@ def viewer(
         shown = shown.merge(moved, on=KEYS, how="left", validate="one_to_one")
     prompts = None if batch is None or tokenizer is None else prompt_texts(batch, tokenizer)
     rewards = None if batch is None or batch.rewards is None else batch.rewards.tolist()
+    parts = {} if batch is None else {name: own.tolist() for name, own in (batch.reward_parts or {}).items()}
     first = None
     if "squared_share" in shown and (energy := shown.groupby("response")["squared_share"].sum()).max() > 0:
         first = int(energy.idxmax())
     shown, shade = add_estimated_norms(shown), "weighted_norm"
     shade = "weighted_norm_estimate" if "weighted_norm_estimate" in shown else shade
-    made = Viewer(shown, prompts=prompts, rewards=rewards, shade=shade, first=first)
+    made = Viewer(shown, prompts=prompts, rewards=rewards, reward_parts=parts, shade=shade, first=first)
     viewer_data(made)  # refused here, not when it is shown
     return TokenViewer(Page(title, viewer=made))
 

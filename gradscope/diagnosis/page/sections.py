@@ -16,7 +16,7 @@ from gradscope.diagnosis.format import as_sentence, bits_words, name_interval, n
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.gradients import carriers
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
-from gradscope.diagnosis.result import Diagnosis
+from gradscope.diagnosis.result import REWARD_PART, Diagnosis
 from gradscope.errors import InputError
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.plots import METRICS, drawn_numbers, label_of
@@ -304,8 +304,8 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 blocks.append(sheets.figure(f"where_{driver}", draw, caption, bars="95 % for all together"))
     if d.spikes is not None and len(d.spikes):
         caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
-        shown = ["response", "position", "token", "reward", "prob", "advantage", "weight", "param_grad_norm"]
-        shown += ["weighted_norm", "squared_share"]
+        shown = ["response", "position", "token", "reward", *(c for c in d.spikes if c.startswith(REWARD_PART))]
+        shown += ["prob", "advantage", "weight", "param_grad_norm", "weighted_norm", "squared_share"]
         blocks.append(sheets.table("spikes", _readable(d.spikes), caption, shown, links=True))
     return blocks
 

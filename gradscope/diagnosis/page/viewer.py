@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -89,6 +89,8 @@ class Viewer:
     """The prompt of each row of the rollouts (the table's `response` counts them), as `prompt_texts` gives them."""
     rewards: Sequence[int | float] | None = None
     """The reward of each row of the rollouts."""
+    reward_parts: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
+    """Further numbers of each row, such as each reward function's."""
     quantities: tuple[Quantity, ...] = QUANTITIES
     """Those whose column is absent, or NaN throughout, are left out."""
     responses: Sequence[int] | None = None
@@ -198,7 +200,7 @@ def _checked(viewer: Viewer) -> pd.DataFrame:
     if table.empty:
         raise InputError("the token table has no rows; the viewer needs at least one; measure a response first")
     last = int(table["response"].max())
-    for name, values in (("prompts", viewer.prompts), ("rewards", viewer.rewards)):
+    for name, values in (("prompts", viewer.prompts), ("rewards", viewer.rewards), *viewer.reward_parts.items()):
         if values is not None and len(values) <= last:
             raise InputError(
                 f"{name} has {len(values)} entries, and the token table has response {last}; give one per row of the "
@@ -224,6 +226,9 @@ def _encode_response(
         encoded["prompt"] = prompts.number(str(viewer.prompts[response]))
     if viewer.rewards is not None and np.isfinite(viewer.rewards[response]):
         encoded["reward"] = float(viewer.rewards[response])
+    parts = {name: float(values[response]) for name, values in viewer.reward_parts.items()}
+    if known := {name: value for name, value in parts.items() if np.isfinite(value)}:
+        encoded["parts"] = known
     return encoded
 
 

@@ -187,6 +187,12 @@ def pick(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
     return {native: record.columns[own] for native, own in names.items() if own in record.columns}
 
 
+def numbers_beside(record: Record, known: Collection[str]) -> dict[str, Any]:
+    """Return the record's numbers under other names than these, as the column `reward_parts`; nothing without."""
+    parts = {name: v for name, v in record.columns.items() if name not in known and isinstance(v, int | float)}
+    return {"reward_parts": parts} if parts else {}
+
+
 def need(record: Record, name: str) -> Any:
     """Return the record's column of that name. Raises InputError if it is missing."""
     if name not in record.columns:

@@ -34,7 +34,7 @@ COLUMNS = (
 
 MORE = (
     *("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std"),
-    *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm"),
+    *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm", "reward_parts"),
 )
 """Further columns with a meaning, whose near misses may be a user's own columns."""
 

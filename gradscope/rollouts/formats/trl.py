@@ -16,7 +16,16 @@ from pathlib import Path
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import (
+    NO_SPECIAL_TOKENS,
+    RETOKENISED,
+    Answers,
+    Format,
+    Row,
+    numbers_beside,
+    pick,
+    whole_number,
+)
 from gradscope.rollouts.formats.text import ends_with_opening, opening_of, prompt_of, response_of
 from gradscope.runs import parse_json_file
 
@@ -53,6 +62,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 def _row(record: Record, step: int | None, left_out: str | None, policy: Policy | None, opening: str | None) -> Row:
     # TRL's reward columns bear any name and their weights are not in the file: the advantage is all that counts.
     columns = {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
+    columns |= numbers_beside(record, ("step", "advantage"))
     columns |= pick(record, {"advantage": "advantage", "chat_template_kwargs": "chat_template_kwargs"})
     remarks = _doubts(columns["prompt"], policy, opening) if isinstance(columns["prompt"], str) else ()
     return Row(record.place, columns, step, {"response": "completion"}, left_out, remarks)

@@ -122,6 +122,7 @@ def parse_response(
         group=group,
         temperature=temperature,
         reward=parse_reward(row, options, needed=advantage is None),
+        reward_parts=_reward_parts(row),
         advantage=advantage,
         old_logprobs=parse_logprobs(row, "old_logprobs", kept),
         ref_logprobs=parse_logprobs(row, "ref_logprobs", kept),
@@ -164,6 +165,15 @@ def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> f
         + (f" without {key!r}; " if key is not None else "; ")
         + "say which entry is the reward: --reward-key NAME (in Python reward_key=)"
     )
+
+
+def _reward_parts(row: Row) -> dict[str, float]:
+    """Return the finite numbers of the row's `reward_parts`, or of a reward that is a dictionary."""
+    parts = row.columns.get("reward_parts", row.columns.get("reward"))
+    if "reward_parts" in row.columns and not isinstance(parts, dict):
+        raise InputError(f"{row.place}: `reward_parts` is {show(parts)}; give a dictionary of numbers")
+    parts = parts if isinstance(parts, dict) else {}
+    return {str(n): float(v) for n, v in parts.items() if isinstance(v, int | float) and abs(v) <= LARGEST}
 
 
 def parse_mask(row: Row, length: int) -> np.ndarray:

@@ -22,6 +22,7 @@ from gradscope.rollouts.formats.base import (
     Answers,
     Format,
     Row,
+    numbers_beside,
     pick,
     whole_number,
 )
@@ -79,7 +80,7 @@ def _row(record: Record, has_penalty: bool) -> Row:
         return Row(record.place, {}, step, left_out=FILLED_UP)
     if step == 0:  # of the validation before training, whose first step is 1
         return Row(record.place, {}, step, left_out=EVALUATED)
-    columns, remarks = pick(record, NAMES), ()
+    columns, remarks = pick(record, NAMES) | numbers_beside(record, ("step", "score", "uid", "request_id")), ()
     if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
         remarks += (VALIDATED,)
     if has_penalty and (penalty := _number(record, "overlong_reward")):

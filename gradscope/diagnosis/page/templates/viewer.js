@@ -100,6 +100,7 @@
 
   function describe(response) {
     const parts = data.orders.filter(({ by }) => by !== "place").map((order) => [order, summarize(response, order)]);
+    parts.splice(parts[0][0].by === "reward" ? 1 : 0, 0, ...Object.entries(response.parts ?? {}).map(([label, value]) => [{ label, unit: "" }, value]));
     return parts.filter(([, value]) => !Number.isNaN(value)).map(([{ label, unit }, value]) => `${label} ${withUnit(value, unit, 3)}`).join(" · ");
   }
 
@@ -107,7 +108,8 @@
   const advantage = data.quantities.findIndex(({ column }) => column === "advantage");
   function outcomeOf(response) {
     const mean = advantage < 0 ? NaN : summarize(response, { by: "mean", quantity: advantage });
-    const parts = [["reward", response.reward ?? NaN], ["Â", mean]].filter(([, value]) => !Number.isNaN(value));
+    const numbers = [["reward", response.reward ?? NaN], ...Object.entries(response.parts ?? {}), ["Â", mean]];
+    const parts = numbers.filter(([, value]) => !Number.isNaN(value));
     return parts.map(([name, value]) => `${name} ${show(value, 3)}`).join(" · ");
   }
 
