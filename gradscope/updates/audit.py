@@ -31,6 +31,10 @@ READINGS = {
     "processes": "the mean over processes of the mean over their tokens",
     "mask-late": "the mean over all tokens, where each has the weight of the one before it",
     "mask-early": "the mean over all tokens, where each has the weight of the one after it",
+    "mask-late-2": "the mean over all tokens, where each has the weight of the second before it",
+    "mask-early-2": "the mean over all tokens, where each has the weight of the second after it",
+    "mask-late-3": "the mean over all tokens, where each has the weight of the third before it",
+    "mask-early-3": "the mean over all tokens, where each has the weight of the third after it",
     "no-temperature": "the mean over all tokens of log π at temperature 1",
 }
 """What a trainer may have added up."""
@@ -121,7 +125,7 @@ def audit(
     parts = _parts(batch, micro_batch, processes)
     weights = _weigh(J, loss, parts)
     vectors = J.vjp(-torch.stack([*weights.values()]))
-    sums = {name: vectors[row : row + 1] for row, name in enumerate(weights)}
+    sums = _by_name(vectors, weights)
     if (batch.temperature[batch.response_mask.any(1)] != 1).any():
         unscaled = TokenJacobian(policy, batch.at_temperature(1.0), resources)
         sums["no-temperature"] = unscaled.vjp(-weights["token-mean"][None])
@@ -130,7 +134,12 @@ def audit(
     theirs = _match(gradient, vectors)
     found = {name: _products(own, theirs) for name, own in sums.items()}
     counts = {name: len(own.unique()) for name, own in parts.items()}
-    judged = _judge(found, module_groups(policy), batch, counts, max_grad_norm)
+    given = (module_groups(policy), batch, counts, max_grad_norm)
+    judged = _judge(found, *given)
+    if judged.kind == "other":  # a mask may be further off, which is looked at where nothing else is found
+        further = _shifted(weights["token-mean"], J, (2, 3))
+        sums = _by_name(J.vjp(-torch.stack([*further.values()])), further)
+        judged = _judge(found | {name: _products(own, theirs) for name, own in sums.items()}, *given)
     if lacking := len(vectors.slices) - len(theirs):
         told = f"{judged.verdict} It has no gradient of {lacking} of the policy's {len(vectors.slices)} parameters."
         return replace(judged, verdict=told)
@@ -216,10 +225,25 @@ def _weigh(
         counts = torch.bincount(part).double()
         if (filled := int((counts > 0).sum())) > 1:
             readings[name] = w / (counts[part] * filled)
-    same = torch.cat([response.new_zeros(1, dtype=torch.bool), response[1:] == response[:-1]])
-    readings["mask-late"] = torch.where(same, w.roll(1), 0.0) / len(w)
-    readings["mask-early"] = torch.where(same.roll(-1), w.roll(-1), 0.0) / len(w)
-    return {name: own.float() for name, own in readings.items()}
+    return {name: own.float() for name, own in (readings | _shifted(readings["token-mean"], J, (1,))).items()}
+
+
+def _shifted(weights: Float[Tensor, " K"], J: TokenJacobian, shifts: Iterable[int]) -> dict[str, Float[Tensor, " K"]]:
+    """The readings whose mask is that many tokens off: each kept token has the weight of another of its response, or
+    none.
+    """
+    response, rows = J.batch.response_mask.nonzero()[:, 0], torch.arange(len(weights))
+    found = {}
+    for shift in shifts:
+        for way, by in (("late", shift), ("early", -shift)):
+            source = (rows - by).clamp(0, len(rows) - 1)
+            moved = (source == rows - by) & (response[source] == response)
+            found[f"mask-{way}" + f"-{shift}" * (shift > 1)] = torch.where(moved, weights[source], 0.0)
+    return found
+
+
+def _by_name(vectors: Vectors, names: Iterable[str]) -> dict[str, Vectors]:
+    return {name: vectors[row : row + 1] for row, name in enumerate(names)}
 
 
 def _match(gradient: Mapping[str, Tensor], ours: Vectors) -> dict[str, Float[Tensor, " p"]]:

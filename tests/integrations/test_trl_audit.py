@@ -1,16 +1,20 @@
-"""An audit of TRL's own gradient: the reading of each of its losses is named."""
+"""Audits of TRL's own gradient: the reading of each of its losses is named, and faults planted while it trains."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
-from support.trl_runs import TEMPERATURE, Recorder, make_trainer, needs_trl, save_policy, train
+from support.trl_runs import PROMPTS, TEMPERATURE, Recorder, make_trainer, needs_trl, save_policy, train
+from torch import Tensor
 
 from gradscope import load_policy
 from gradscope.integrations.trl import RolloutWriter, batch_from_trl, response_denominators, trl_settings
-from gradscope.updates import audit
+from gradscope.policy import find_checkpoint
+from gradscope.updates import Audit, audit
 
 pytestmark = needs_trl
 
@@ -55,7 +59,110 @@ def test_a_constant_divisor_is_the_logs_or_a_factor(checkpoint, tmp_path):
     assert (told.kind, told.reading) == ("same", "logged")
 
 
-@pytest.mark.parametrize("strength", [72.0, 1.5, 1.03, 1.0])
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong in one optimizer step of TRL's, while it trains."""
+
+    factor: float = 1.0
+    """Of its loss."""
+    late: int = 0
+    """Tokens at the start of each response that the mask leaves out."""
+    forget: float | None = None
+    """The run's temperature, where log π is taken at 1."""
+    mean_of_means: bool = False
+    """Each micro-batch divides by its own tokens."""
+    shorter: int | None = None
+    """Tokens that one response lacks, where all others have eight; None: lengths from 4 to 10."""
+
+
+FAULTS = {
+    "sound": (Fault(),),
+    "multiple": (Fault(2.0), Fault(1.1), Fault(1.003)),
+    "mask": (Fault(late=3), Fault(late=2), Fault(late=1)),
+    "temperature": (Fault(forget=0.7), Fault(forget=0.97), Fault(forget=0.997)),
+    "means": (Fault(mean_of_means=True), Fault(mean_of_means=True, shorter=3), Fault(mean_of_means=True, shorter=1)),
+}
+"""Each at three strengths, the smallest last."""
+PLANTED = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
+
+
+def plant(trainer: Any, faults: Sequence[Fault]) -> None:
+    """Have each optimizer step make its fault; the log of it is that of a sound one."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    loss, generate = trainer._compute_loss, trainer._generate_single_turn
+    draw = torch.Generator().manual_seed(0)
+
+    def compute_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+        fault, mask = faults[trainer.state.global_step], inputs["completion_mask"]
+        if fault.late:
+            inputs = inputs | {"tool_mask": mask * (torch.arange(mask.shape[1]) >= fault.late)}  # the loss alone has it
+        if fault.mean_of_means:
+            inputs = inputs | {"num_items_in_batch": mask.sum() * trainer.args.gradient_accumulation_steps}
+        return fault.factor * loss(model, inputs)
+
+    def generate_single_turn(*args: Any, **keywords: Any) -> Any:
+        fault = faults[trainer.state.global_step]
+        trainer.temperature = trainer.generation_config.temperature = fault.forget or TEMPERATURE
+        of_head = 1.0 if fault.forget else TEMPERATURE
+        add_fused_lm_head(trainer.model, temperature=of_head, outputs=("log_probs", "entropy"))
+        ids, *rest = generate(*args, **keywords)
+        lengths = torch.randint(4, 11, (len(ids),), generator=draw).tolist()
+        if fault.shorter is not None:
+            lengths = [8 - fault.shorter] + [8] * (len(ids) - 1)
+        return [own[:length] for own, length in zip(ids, lengths, strict=True)], *rest
+
+    trainer._compute_loss, trainer._generate_single_turn = compute_loss, generate_single_turn
+
+
+@pytest.fixture(scope="module")
+def audited(checkpoint, tmp_path_factory) -> list[Audit]:
+    """A training with a fault per step, at weights that stay, and the audit of each step from the log of it."""
+    folder, small = tmp_path_factory.mktemp("planted"), {"per_device_train_batch_size": 4, "beta": 0.0}
+    small |= {"gradient_accumulation_steps": 4, "max_steps": len(PLANTED), "learning_rate": 0.0}
+    trainer = make_trainer(checkpoint, folder, generation_kwargs={"min_new_tokens": 10}, **small)
+    writer, recorder = RolloutWriter(trainer), Recorder(trainer)
+    trainer.add_callback(writer)
+    plant(trainer, [fault for _, fault in PLANTED])
+    train(trainer)
+    files = sorted(writer.folder.iterdir())
+    policy = load_policy(checkpoint)
+    return [audit(policy, path, own["gradient"]) for path, own in zip(files, recorder.steps, strict=True)]
+
+
+@pytest.mark.parametrize(("step", "name", "fault"), [(n, *each) for n, each in enumerate(PLANTED)])
+def test_a_fault_in_trls_step_is_named(audited, step, name, fault):
+    found = audited[step]
+    wanted = {"multiple": ("factor", "logged"), "mask": ("same", "mask-late" + f"-{fault.late}" * (fault.late > 1))}
+    wanted |= {"temperature": ("same", "no-temperature"), "means": ("same", "micro-batches")}
+    assert (found.kind, found.reading) == wanted.get(name, ("same", "logged"))
+    assert found.factor == pytest.approx(fault.factor, rel=1e-4) and found.odd == ()
+
+
+def round_gradient(parameter: Tensor) -> None:
+    parameter.grad.copy_(parameter.grad.bfloat16())
+
+
+@pytest.mark.parametrize("count", [64, 16, 4, 0])
+def test_accumulating_in_bfloat16_is_told_by_its_rounding(tmp_path, count):
+    """TRL on the embedded policy, a response to each micro-batch, whose sum is rounded as it grows; 0: it is not."""
+    embedded, small = find_checkpoint("embedded"), {"per_device_train_batch_size": 1, "beta": 0.0, "max_steps": 1}
+    small |= {"gradient_accumulation_steps": count or 4, "max_completion_length": 6}
+    trainer = make_trainer(embedded, tmp_path, prompts=PROMPTS * 4, **small)
+    writer, recorder = RolloutWriter(trainer), Recorder(trainer)
+    trainer.add_callback(writer)
+    for parameter in trainer.model.parameters() if count else ():
+        parameter.register_post_accumulate_grad_hook(round_gradient)
+    train(trainer)
+    found = audit(embedded, writer.folder, recorder.steps[0]["gradient"])
+    assert (found.kind, found.reading) == ("rounding" if count else "same", "logged")
+    if count:
+        # Of terms of either sign: eps·√(n/24), which is a fifth of the threshold; as measured, within a factor of 3.
+        expected = torch.finfo(torch.bfloat16).eps * (count / 24) ** 0.5
+        assert expected / 3 < found.readings["typical"].min() < 3 * expected
+
+
+@pytest.mark.parametrize("strength", [72.0, 1.5, 1.021, 1.0])
 def test_a_layers_adapter_b_that_is_scaled_is_named(checkpoint, tmp_path, strength):
     """TRL with a LoRA on two modules of three layers; in the last one B's gradient is scaled while TRL makes it."""
     peft = pytest.importorskip("peft")

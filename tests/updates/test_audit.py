@@ -16,7 +16,7 @@ from torch import Tensor
 from gradscope.cli import main
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings
-from gradscope.policy import Policy, float_parameters, load_policy
+from gradscope.policy import Policy, float_parameters
 from gradscope.rollouts import Response, TokenBatch, collate, write_rollouts
 from gradscope.updates import Audit, audit, gradient_of_moments, undo_clip
 
@@ -56,28 +56,27 @@ def train(
     *,
     temperature: float = 0.7,
     shift: int = 0,
-    accumulate: torch.dtype = torch.float32,
-    size: int = MICRO,
 ) -> dict[str, Tensor]:
-    """The gradient of −Σ c·Â·log π, micro-batch by micro-batch, by name; shift: a token's advantage goes so far on."""
+    """The gradient of −Σ c·Â·log π by name; shift: a token's advantage goes so far on."""
     named = dict(float_parameters(policy.model))
-    sums = {name: torch.zeros_like(p, dtype=accumulate) for name, p in named.items()}
-    for start in range(0, len(batch), size):
+    sums = {name: torch.zeros_like(p) for name, p in named.items()}
+    for start in range(0, len(batch), MICRO):
         loss = torch.zeros(())
-        for row in range(start, min(start + size, len(batch))):
+        for row in range(start, min(start + MICRO, len(batch))):
             ids, kept = batch.sequence(row)
             logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / temperature
             logprobs = torch.log_softmax(logits[kept - 1], -1).gather(1, ids[kept][:, None])[:, 0]
             advantages = batch.advantages[row][batch.response_mask[row]].clone()
             if shift:
-                advantages = advantages.roll(shift)
-                advantages[:shift] = 0.0
+                places = torch.arange(len(advantages)) - shift
+                inside = (places >= 0) & (places < len(advantages))
+                advantages = torch.where(inside, advantages.roll(shift), 0.0)
             loss = loss - factors[row] * (advantages * logprobs).sum()
         found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
         for name, gradient in zip(named, found, strict=True):
             if gradient is not None:
-                sums[name] += gradient.to(accumulate)
-    return {name: own.float() for name, own in sums.items()}
+                sums[name] += gradient
+    return sums
 
 
 def check(policy: Policy, batch: TokenBatch, gradient: dict[str, Tensor] | float, **settings: object) -> Audit:
@@ -101,13 +100,20 @@ def test_a_sound_step_gives_no_alarm(seed):
         ("no-temperature", lambda p, b: train(p, b, token_mean(b), temperature=1.0)),
     ],
 )
-def test_another_way_of_adding_up_is_named(reading: str, make: Callable[[Policy, TokenBatch], dict[str, Tensor]]):
+def test_the_norm_of_another_way_of_adding_up_is_named(
+    reading, make: Callable[[Policy, TokenBatch], dict[str, Tensor]]
+):
     policy, batch = make_step()
     gradient = make(policy, batch)
-    found = check(policy, batch, gradient)
-    assert (found.kind, found.reading, found.odd) == ("same", reading, ())
     of_norm = check(policy, batch, float(torch.cat([own.flatten() for own in gradient.values()]).norm()))
     assert (of_norm.kind, of_norm.reading) == ("same", reading)
+
+
+@pytest.mark.parametrize(("shift", "reading"), [(-1, "mask-early"), (-2, "mask-early-2"), (-3, "mask-early-3")])
+def test_a_mask_that_is_early_is_named(shift, reading):
+    policy, batch = make_step()
+    found = check(policy, batch, train(policy, batch, token_mean(batch), shift=shift))
+    assert (found.kind, found.reading, found.odd) == ("same", reading, ())
 
 
 def test_processes_are_told_by_number_or_by_the_batch():
@@ -144,14 +150,6 @@ def test_a_constant_divisor_is_named():
     assert found.kind == "factor" and "a constant of 77" in found.verdict
 
 
-@pytest.mark.parametrize("factor", [2.0, 1.1, 1.01])
-def test_a_multiple_is_told_with_its_factor(factor):
-    policy, batch = make_step()
-    found = check(policy, batch, train(policy, batch, [factor * own for own in token_mean(batch)]))
-    assert (found.kind, found.reading) == ("factor", "token-mean")
-    assert found.factor == pytest.approx(factor, rel=1e-4)
-
-
 def test_known_causes_of_a_factor_are_named():
     policy, batch = make_step()
     gradient = train(policy, batch, token_mean(batch))
@@ -160,18 +158,6 @@ def test_known_causes_of_a_factor_are_named():
     assert clipped.kind == "factor" and "clipping" in clipped.verdict
     summed = check(policy, batch, {n: g * (len(batch) // MICRO) for n, g in gradient.items()})
     assert summed.kind == "factor" and "number of micro-batches" in summed.verdict
-
-
-@pytest.mark.parametrize("factor", [72.0, 1.5, 1.05])
-def test_a_parameter_with_another_gradient_is_named(factor):
-    policy, batch = make_step()
-    gradient = train(policy, batch, token_mean(batch))
-    name = "model.layers.1.mlp.up_proj.weight"
-    gradient[name] = factor * gradient[name]
-    found = check(policy, batch, gradient)
-    assert (found.kind, found.reading, found.odd) == ("parameters", "token-mean", (name,))
-    ratio = found.parameters.set_index("parameter")["ratio"][name]
-    assert ratio == pytest.approx(factor, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -223,26 +209,6 @@ def test_parameters_without_a_gradient_are_counted():
         del gradient[name]
     found = check(policy, batch, gradient)
     assert found.kind == "same" and f"2 of the policy's {len(gradient) + 2} parameters" in found.verdict
-
-
-@pytest.mark.parametrize("count", [16, 32, 64])
-def test_accumulating_in_bfloat16_is_told_by_its_rounding(count):
-    policy, batch = make_step(responses=count)
-    gradient = train(policy, batch, token_mean(batch), accumulate=torch.bfloat16, size=1)
-    found = check(policy, batch, gradient, micro_batch=1)
-    assert (found.kind, found.reading) == ("rounding", "token-mean")
-
-
-def test_accumulating_in_bfloat16_is_told_on_the_embedded_policy():
-    policy, draw = load_policy("embedded"), torch.Generator().manual_seed(0)
-    ids = torch.randint(4, policy.vocab_size, (64, 9), generator=draw).tolist()
-    advantages = torch.randn(64, generator=draw).tolist()
-    batch = collate([Response(own[:3], own[3:], advantage=a) for own, a in zip(ids, advantages, strict=True)])
-    gradient = train(policy, batch, token_mean(batch), temperature=1.0, accumulate=torch.bfloat16, size=1)
-    found = check(policy, batch, gradient, micro_batch=1)
-    # Of terms of either sign: eps·√(n/24), which is a fifth of the threshold; as measured, within a factor of 3.
-    expected = torch.finfo(torch.bfloat16).eps * (64 / 24) ** 0.5
-    assert found.kind == "rounding" and expected / 3 < found.readings["typical"].min() < 3 * expected
 
 
 @pytest.mark.parametrize("strength", [72.0, 1.5, 1.0])
