@@ -97,7 +97,7 @@ class Evaluate(PolicyFlags):
     def _evaluate(self, exam: Exam, folder: RunFolder) -> None:
         """Parts hold responses without grades: a task that raises is mended, and no response is sampled again."""
         if folder.begin(overwrite=self.overwrite):
-            print(f"taking up the unfinished run in {folder.folder}")
+            print(f"resuming the unfinished run in {folder.folder}")
         graded = []
         with command_progress().stage("evaluating", len(exam.questions), "questions") as advance:
             for part in range(exam.num_parts):

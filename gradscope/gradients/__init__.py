@@ -1,4 +1,4 @@
-"""The instrument: every token's own gradient, as a table; summed gradients of intervals and prompts; what they cost."""
+"""Token gradients: the token Jacobian, exact norms in a table, summed gradients by interval and prompt, their cost."""
 
 from gradscope.gradients.columns import (
     ADAMW,

@@ -1,9 +1,9 @@
-"""Causal attention in strips of queries, whose scores are recomputed for the backward pass: memory linear in length.
+"""Causal attention in strips of queries that are recomputed in the backward pass, with memory linear in length.
 
-Plain attention keeps its probabilities, [heads, n, n] in each block: at 8,192 tokens and 9 heads, 2.4 GB a block in
-float32. Here each strip of queries meets all keys that it sees, and its probabilities are freed before the next strip;
-the backward pass recomputes them from queries and keys, as FlashAttention's does. A row of scores is whole within its
-strip, and everything is plain torch operations, so several gradients flow back at once (vmap), and tangents forward.
+Plain attention stores its probabilities, [heads, n, n] per block: 2.4 GB at 8,192 tokens with 9 heads in float32. Here
+each strip of queries attends to all of its keys, and its probabilities are freed before the next strip; the backward
+pass recomputes them from queries and keys, like FlashAttention. Each strip holds whole rows of scores, and uses plain
+torch operations only, so it supports batched gradients (vmap) and forward-mode tangents.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
 STRIPS = "gradscope_strips"
-"""The name under which transformers knows `_attend` and `_find_band`."""
+"""The name under which `_attend` and `_find_band` are registered with transformers."""
 PLAIN = 1 << 28
-"""Bytes of the probabilities of all blocks up to which attention stays plain: a graph holds a few times as much. Strips
-took, forward and backward with 9 heads of 64 on one core, 1.25 times as long at 256 tokens, .9 at 512, .36 at 1,024."""
+"""Attention stays plain up to this many bytes of probabilities in all blocks; the graph holds a few times as much. With
+9 heads of width 64 on one core, forward and backward, strips took 1.25 times as long as plain attention at 256 tokens,
+.9 at 512 and .36 at 1,024."""
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
-"""Scores of a strip. cpu: at 2,048 and 4,096 tokens a quarter or four times as many take as long; cuda: assumed."""
+"""Scores in a strip. cpu: at 2,048 and 4,096 tokens, 4 times fewer or more take equally long; cuda: assumed."""
 SHORTEST = 16
 """Fewest queries of a strip."""
 TOLERANCE = 1e-4
-"""How far strips may be off plain attention in the trial, relative to the largest logit; float32 rounding is 1e-6."""
+"""Largest accepted difference between strips and plain attention in the trial, relative to the largest logit; float32
+rounding is about 1e-6."""
 HARMLESS = {"sliding_window", "position_ids", "cache_position"}
-"""Arguments, beside switches, that plain attention ignores: masks and rotated queries already hold what they say."""
+"""Arguments that plain attention ignores, since the mask and the rotated queries already reflect them."""
 
 
 @dataclass(frozen=True)
 class Band:
-    """Which keys a query sees, in place of a mask [n, n]: its own and those before it, `window` in all."""
+    """A banded causal mask: each query sees its own key and those before it, at most `window` in all."""
 
     window: int | None = None
 
@@ -46,7 +48,7 @@ class Band:
         return distance < 0 if self.window is None else (distance < 0) | (distance >= self.window)
 
     def strips(self, length: int, rows: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
-        """Yield each strip's queries, as positions, and all keys that they see. rows: of scores for each query."""
+        """Yield the positions of each strip's queries and of all keys that they see. rows: score rows per query."""
         seen = length if self.window is None else min(length, self.window)
         size = max(SHORTEST, SCORES.get(device.type, SCORES["cuda"]) // (rows * seen))
         for start in range(0, length, size):
@@ -63,9 +65,9 @@ def attend(
     scaling: float,
     softcap: float | None = None,
 ) -> Float[Tensor, "B n H V"]:
-    """Return softmax(scaling · q kᵀ) v over the keys in the band, differentiable backward, under vmap, and forward.
+    """Compute softmax(scaling · q kᵀ) v over the keys in the band; supports backward, vmap and forward mode.
 
-    H / G neighbouring heads share keys and values. softcap: c of c · tanh(scores / c).
+    Each group of H / G consecutive heads shares keys and values. softcap: c in c · tanh(scores / c).
     """
     return _Attention.apply(query, key, value, band, scaling, softcap)
 
@@ -88,7 +90,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Float[Tensor, "B n H V"]) -> tuple[Tensor | None, ...]:
         states, (_, scaling, _) = ctx.saved_tensors, ctx.settings
         heads, groups = (tensor.shape[1] for tensor in states[:2])
-        # Made from the gradient, which has one more axis under vmap.
+        # Allocated from `gradient`, which has an extra axis under vmap.
         back, keys_back, values_back = (gradient.new_zeros(tensor.shape) for tensor in states)
         for s in _strips(*states, *ctx.settings):
             arrived = _together(_part(gradient, 1, s.at).transpose(1, 2), groups)
@@ -115,26 +117,26 @@ class _Attention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Strip:
-    """Some queries, with those of heads that share keys one after another, and all keys that they see."""
+    """A strip of queries, grouped by the heads that share keys, and all keys that they see."""
 
     at: slice
-    """Their positions."""
+    """Positions of the queries."""
     seen: slice
-    """The keys' positions."""
+    """Positions of the keys."""
     queries: Float[Tensor, "B G q D"]
     keys: Float[Tensor, "B G k D"]
     values: Float[Tensor, "B G k V"]
     probs: Float[Tensor, "B G q k"]
-    """In float32 at least."""
+    """Attention probabilities, in float32 or wider."""
     slopes: Float[Tensor, "B G q k"] | None
-    """Derivatives of capped scores; None: they are not capped."""
+    """Derivatives of capped scores; None without a cap."""
 
     def weigh(self, weights: Float[Tensor, "B G r c"], rows: Float[Tensor, "B G c V"]) -> Float[Tensor, "B G r V"]:
-        """Sum rows by weights in the rows' precision, as plain attention does."""
+        """Compute weighted sums of rows in the rows' precision, as plain attention does."""
         return weights.to(rows.dtype) @ rows
 
     def through_softmax(self, change: Float[Tensor, "B G q k"]) -> Float[Tensor, "B G q k"]:
-        """Multiply by the softmax's derivative, which is symmetric, in place."""
+        """Multiply by the softmax's (symmetric) Jacobian, in place."""
         return change.sub_((change * self.probs).sum(-1, keepdim=True)).mul_(self.probs)
 
 
@@ -149,7 +151,7 @@ def _strips(
             scores = (scores / softcap).tanh_()
             slopes = 1 - scores.square()
             scores = scores.mul_(softcap)
-        # Views: all heads of a group at once. A band without a window hides only keys among the queries.
+        # A view of all heads of a group. Without a window, only keys within the strip's own positions are hidden.
         first = seen.start if band.window is not None else at.start
         some = scores.view(batch, heads, -1, scores.shape[-1])[..., first - seen.start :]
         some.masked_fill_(band.hides(at, slice(first, seen.stop), query.device), -torch.inf)
@@ -161,12 +163,12 @@ def _widen(scores: Tensor) -> Tensor:
 
 
 def _part(values: Tensor, axis: int, where: slice) -> Tensor:
-    """Return a view of a slice, by an operation that batched gradients know; indexing is not always one."""
+    """Return a view of a slice, by an operation that batched gradients support; indexing is not always one."""
     return values.narrow(axis, where.start, where.stop - where.start)
 
 
 def _together(states: Float[Tensor, "B H q D"], groups: int) -> Float[Tensor, "B G r D"]:
-    """Put the queries of heads that share their keys one after another."""
+    """Group the queries of heads that share keys."""
     return states.reshape(len(states), groups, -1, states.shape[-1])
 
 
@@ -176,9 +178,9 @@ def _apart(states: Float[Tensor, "B G r V"], heads: int) -> Float[Tensor, "B q H
 
 @contextmanager
 def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
-    """Let passes over long sequences attend in strips; others stay plain, as the model's attention must be before.
+    """Run attention in strips for long sequences; the model's attention must be plain, and stays so for others.
 
-    length: tokens of the longest sequence that will come; if it is short, `can_strip` is not asked.
+    length: longest sequence that will come; if it is short, `can_strip` is not tried.
     """
     if probability_bytes(model, 1, length) <= PLAIN or not can_strip(model):
         yield
@@ -189,7 +191,7 @@ def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
         long = probability_bytes(model, *ids.shape[:2]) > PLAIN
         model.config._attn_implementation = STRIPS if long else "eager"
 
-    # The body is called without the head, too.
+    # The body is also called without the head.
     modules = {id(module): module for module in (model, getattr(model, "base_model", model))}.values()
     hooks = [module.register_forward_pre_hook(choose, with_kwargs=True) for module in modules]
     try:
@@ -201,7 +203,7 @@ def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
 
 
 def probability_bytes(model: nn.Module, batch: int, length: int) -> int:
-    """Return the bytes of plain attention's probabilities in all blocks, over sequences of this many tokens."""
+    """Return the bytes of plain attention's probabilities in all blocks, for sequences of this length."""
     config = model.config.get_text_config()
     rows = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
     return 4 * batch * rows * length**2
@@ -211,10 +213,10 @@ _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def can_strip(model: nn.Module) -> bool:
-    """Return whether this model, whose attention is plain, computes the same in strips: tried once on a few tokens.
+    """Return whether this model, with plain attention, computes the same in strips; tried once on a few tokens.
 
-    It needs attention and masks that transformers dispatches by name, causal or within a window, and nothing beyond
-    plain attention of queries, keys and values, such as sinks, biases or dropout.
+    Requires attention and masks that transformers dispatches by name, causal or sliding-window, without extras such as
+    sinks, biases or dropout.
     """
     if model not in _tried:
         _tried[model] = getattr(model, "_supports_attention_backend", False) and _try(model)
@@ -235,7 +237,7 @@ def _try(model: nn.Module) -> bool:
             strips = model(input_ids=ids, use_cache=False).logits
         except torch.OutOfMemoryError:
             raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # its attention is of another kind
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another kind of attention
             return False
         finally:
             model.config._attn_implementation = "eager"
@@ -255,7 +257,7 @@ def _attend(
     softcap: float | None = None,
     **others: Any,
 ) -> tuple[Float[Tensor, "B n H V"], None]:
-    """Attend in strips, called as transformers calls its attention functions."""
+    """Attend in strips, with the signature of transformers' attention functions."""
     unknown = [n for n, value in others.items() if not (value is None or isinstance(value, bool) or n in HARMLESS)]
     if dropout or unknown or not isinstance(attention_mask, Band):
         raise NotImplementedError(f"{type(module).__name__} wants {unknown or 'another kind of attention'}")
@@ -273,7 +275,7 @@ def _find_band(
     device: torch.device | None = None,
     **others: Any,
 ) -> Band:
-    """Return the band that transformers' mask function describes; raises NotImplementedError where it is none."""
+    """Return the band described by transformers' mask function. Raises NotImplementedError for other masks."""
     band, span = Band(local_size), 4 * max(q_length, local_size or 0)
     queries = torch.linspace(0, span, 65, device=device).long()[:, None]
     near = [0, 1, 2, span // 2, *((local_size - 1, local_size, local_size + 1) if local_size else ())]

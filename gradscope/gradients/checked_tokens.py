@@ -1,20 +1,20 @@
-"""Which tokens the self-check takes: some of every interval, as they were drawn or, of a large policy, the cheapest."""
+"""Tokens for the self-check: some of every interval, at random or, for a large policy, the cheapest."""
 
 from __future__ import annotations
 
 import numpy as np
 
 CHECKED_EACH = 2
-"""Tokens of each interval, at most, that the self-check recomputes."""
+"""Most tokens per interval that the self-check recomputes."""
 LIGHT = 2e11
-"""FLOPs that plain backward passes of the tokens as drawn may take, some 3 s of a processor's core; beyond, the check
-is lightened."""
+"""FLOPs allowed for the plain backward passes of the drawn tokens, about 3 s on one core; above, the check is made
+cheaper."""
 
 
 def choose_checked(
     intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, generator: np.random.Generator, *, parameters: int
 ) -> np.ndarray:
-    """Return the mask of CHECKED_EACH random tokens of each interval (all of one with fewer), lightened if dear.
+    """Return the mask of CHECKED_EACH random tokens per interval, or cheaper ones if these cost too much.
 
     parameters: number of the policy's parameters; see `lighten_check`.
     """
@@ -28,16 +28,16 @@ def choose_checked(
 def lighten_check(
     drawn: np.ndarray, intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, *, parameters: int
 ) -> np.ndarray:
-    """Return the drawn tokens if checking them is cheap, else one of each non-empty interval, of few
-    responses and with short prefixes, as tokens of one response share a forward pass.
+    """Return the drawn tokens if checking them is cheap, else one per non-empty interval, chosen from few responses
+    (which share a forward pass) and with short prefixes.
 
-    All arrays are by token [n]: True for those drawn; the interval of π; the response; the length of the prefix.
+    All arrays are per token [n]: whether it was drawn, its interval of π, its response, the length of its prefix.
     """
     if 6 * parameters * int(prefixes[drawn].sum()) <= LIGHT:  # forward 2, backward 4 for each parameter and position
         return drawn
     chosen, left = np.zeros_like(drawn), set(np.unique(intervals).tolist())
     while left:
-        # Of each response and interval, the first token; intervals that were dealt with do not count any more.
+        # The first token of each response and remaining interval.
         wanted = np.flatnonzero(np.isin(intervals, list(left)))
         order = wanted[np.lexsort((prefixes[wanted], intervals[wanted], rows[wanted]))]
         first = order[np.unique(np.stack([rows[order], intervals[order]]), axis=1, return_index=True)[1]]

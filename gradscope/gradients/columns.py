@@ -1,4 +1,4 @@
-"""Columns of the token table: who a token is, how probable it was, what its weight is, and its gradient's norms."""
+"""Columns of the token table: a token's identity, probability, weight and gradient norms."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
 LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
-"""Norms of token gradients: at the logits / T, over all parameters and, with a block's number behind it, at a layer."""
+"""Columns with norms of token gradients: at the logits / T, over all parameters, and (prefix) at a layer."""
 ADAMW = "param_grad_norm_adamw"
-"""‖g ⊘ (√v̂ + ε)‖ over all parameters, v̂ of AdamW after the batch's plain clipped step."""
+"""Column with ‖g ⊘ (√v̂ + ε)‖ over all parameters, with AdamW's v̂ after the batch's plain clipped step."""
 ROUNDING = 1e-4
-"""Nats by which float32 may round log π of one token in another arrangement of its sequence."""
+"""Largest rounding difference of log π in float32, in nats, between two ways of batching a sequence."""
 TRIED = 4
-"""Responses that are scored again before a table's log π is taken for this policy's."""
+"""Responses to rescore before accepting a table's log π as this policy's."""
 
 
 def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
-    """Return place, id and text of one response's kept tokens; row: of the response in the rollouts."""
+    """Return position, id and text of one response's kept tokens. row: the response's row in the rollouts."""
     kept = one.response_mask[0]
     positions, ids = one.positions()[0][kept], one.input_ids[0][kept].tolist()
     return {
@@ -45,9 +45,9 @@ def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, obje
 def describe_tokens(
     one: TokenBatch, statistics: TokenStatistics, loss: LossSettings, *, num_tokens: int
 ) -> dict[str, object]:
-    """Return probabilities, advantage and Eq. 2's weights of one response's kept tokens.
+    """Return the probabilities, advantages and weights (Eq. 2) of one response's kept tokens.
 
-    statistics: of these tokens, [k]. num_tokens: of the whole batch.
+    statistics: of these tokens [k]. num_tokens: of the whole batch.
     """
     kept, logprob = one.response_mask[0], statistics.logprob.float().cpu()
     unknown = torch.full_like(logprob, float("nan"))
@@ -96,14 +96,14 @@ def refuse_infinite_weights(columns: Mapping[str, object] | pd.DataFrame) -> Non
     if np.isinf(token.get("kl_weight", 0.0)):
         raise InputError(
             f"{told}its KL term, of log π {logprob:.4g} and log π_ref {token['ref_logprob']:.4g}, is beyond float32; "
-            "are ref_logprobs of this policy's reference? Give those, or a smaller --kl-coef"
+            "do ref_logprobs come from this policy's reference? Give those, or a smaller --kl-coef"
         )
     clip, flag = (
         ("dual clip", "--clip-ratio-c") if token["advantage"] < 0 else ("clipping", "a smaller --clip-ratio-high")
     )
     raise InputError(
         f"{told}its ratio, the exponential of log π {logprob:.4g} − log π_old {token['old_logprob']:.4g}, has no bound "
-        f"without {clip}; are old_logprobs of this policy? Give rollouts of it, or {flag}"
+        f"without {clip}; do old_logprobs come from this policy? Give rollouts of it, or {flag}"
     )
 
 
@@ -114,8 +114,7 @@ def known_advantages(batch: TokenBatch) -> Float[Tensor, "B S"]:
 
 
 def gradient_columns(found: TokenGradients, modules: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    """Return the columns that take a backward pass: norms by layer, over all parameters, and of each group of modules.
-    """
+    """Return the columns that need a backward pass: norms by layer, over all parameters, and by group of modules."""
     layers = {f"{LAYER}{layer}": norms for layer, norms in enumerate(found.act_grad_norm.T)}
     unused = torch.where(found.param_grad_norm.isnan(), found.param_grad_norm, 0.0)
     own = {
@@ -133,7 +132,7 @@ def backward_columns(table: pd.DataFrame) -> list[str]:
 
 
 def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:
-    """Make a DataFrame; floating tensors become float32. Tensors on a device are copied together."""
+    """Make a DataFrame; floating tensors become float32, and tensors on a device are copied together."""
     there = {name: values for name, values in columns.items() if isinstance(values, Tensor) and not values.is_cpu}
     if there:
         here = torch.stack([values.detach().float() for values in there.values()]).cpu()
@@ -154,9 +153,9 @@ def statistics_of(
 ) -> TokenStatistics | None:
     """Return a token table's log π, log(1−π) and entropy at the batch's columns [B, S], 0 elsewhere.
 
-    None where they are not this policy's up to rounding, as some responses show that are scored again, and for a policy
-    in float64, of which the table keeps half of the digits. All processes call it together. They serve weights and
-    intervals; what a step changes is the difference of two scores of one kind, and not of one with a table's.
+    Returns None if rescoring some responses shows that they are not this policy's up to rounding, and for a float64
+    policy, since the table keeps only float32. All processes call it together. Use them for weights and intervals, not
+    for changes by a step, which need two scores computed alike.
     """
     names = [field.name for field in fields(TokenStatistics)]
     found = torch.zeros(len(names), *batch.input_ids.shape)
@@ -172,7 +171,9 @@ def statistics_of(
 
 
 def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:
-    """Say, as a verb phrase, how an earlier table read the same log differently; "" if that cannot be seen."""
+    """Describe in a verb phrase how an earlier table read the same log differently; "" if there is no visible
+    difference.
+    """
     groups = batch.group_ids.repeat_interleave(batch.response_mask.sum(1)).numpy()
     if len(table) != len(groups):
         return f"took {len(table):,} tokens as sampled, not {len(groups):,}"

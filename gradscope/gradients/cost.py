@@ -1,12 +1,12 @@
-"""What exact token gradients take: FLOPs and bytes in closed form from configuration and lengths, seconds by a pilot.
+"""The cost of exact token gradients: FLOPs and bytes in closed form from configuration and lengths, seconds by a pilot.
 
-A token whose logits stand at position p has a gradient at the n = p + 1 positions of its prefix. The least that its
-exact norms take is to carry it back through every block over that prefix, and to turn what arrives at each linear layer
-into the norm of its weight's gradient, ‖Σ_s δ_s a_sᵀ‖. Backward rules make the last block nearly free: up to its
-attention's values, δ lives at p alone. Blocks are taken for Llama's: two norms, attention, a gated MLP, no biases;
-others for one of those with as many weights.
+A token with logits at position p has gradients at the n = p + 1 positions of its prefix. At minimum, exact norms
+require carrying it back through every block over that prefix and, at each linear layer, turning δ into the norm of the
+weight's gradient, ‖Σ_s δ_s a_sᵀ‖. With backward rules the last block is nearly free: up to its attention's values, δ is
+nonzero at p only. Blocks are assumed to be Llama's (two norms, attention, a gated MLP, no biases); other blocks count
+as Llama blocks with the same number of weights.
 
-The formula is within a factor of 1.25 of what torch counts in the engine's products, for widths of 256 or more
+For widths of 256 or more, the formula is within a factor of 1.25 of what torch counts in the engine's products
 (tests/gradients/test_cost.py).
 """
 
@@ -49,9 +49,9 @@ from gradscope.rollouts import TokenBatch, check_batch
 Number = int | float
 
 PILOT_SECONDS = 1.0
-"""A pilot is tried on more tokens until their own gradients take so long."""
+"""The pilot measures more and more tokens until a round takes this long."""
 FIRST, GROWTH = 1e9, 4
-"""FLOPs of the tokens of the first try, which also warms up, and how many times as many tokens the next one has."""
+"""FLOPs of the first round, which also warms up, and the factor by which rounds grow."""
 
 
 @dataclass(frozen=True)
@@ -65,18 +65,18 @@ class ModelShape:
     heads: int
     """Query heads."""
     query_width: int
-    """Numbers of one token's queries, over all heads of a layer."""
+    """Width of the queries, over all heads."""
     kv_width: int
-    """Numbers of one token's keys in a layer; the values have as many."""
+    """Width of the keys, and of the values."""
     vocab: int
     active: int
-    """Weights of the blocks' matrices that one token is multiplied by: all, unless they have experts."""
+    """Weights in the blocks' matrices that one token is multiplied by; all of them, unless there are experts."""
     tied: bool
     """Whether the output head is the embedding."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ModelShape:
-        """Read the shape off a causal language model of transformers, which may be on the meta device."""
+        """Read the shape from a transformers causal language model, which may be on the meta device."""
         text, inside = model.config.get_text_config(), list(model.get_submodule(find_blocks(model)).parameters())
         experts = [p for p in inside if p.dim() == 3]  # [experts, rows, columns]
         visited = getattr(text, "num_experts_per_tok", None)
@@ -97,27 +97,28 @@ class ModelShape:
 
     @property
     def mlp_width(self) -> float:
-        """Width of a gated MLP that has all weights which are not attention's."""
+        """Width of a gated MLP with all the weights that attention does not have."""
         attention = 2 * self.hidden * (self.query_width + self.kv_width)
         return (self.active / self.layers - attention) / (3 * self.hidden)
 
     @property
     def linear_layers(self) -> tuple[tuple[Number, Number], ...]:
-        """(outputs, inputs) of a block's linear layers, those of one input together."""
+        """Return (outputs, inputs) of a block's linear layers, merging those that share an input."""
         first = self.query_width + 2 * self.kv_width + 2 * self.mlp_width
         return (first, self.hidden), (self.hidden, self.query_width), (self.hidden, self.mlp_width)
 
 
 def gradient_flops(shape: ModelShape, prefixes: Sequence[int], *, rules: bool = True) -> dict[str, float]:
-    """Count the FLOPs, by part, of exact norms of tokens with prefixes of these lengths; with rules, the least.
+    """Count the FLOPs, by part, of the exact norms of tokens with prefixes of these lengths.
 
-    backward: of activation gradients, head included. norms: the contractions with a triangular factor [n, min(n, d)] of
-    each linear layer's inputs. rules: whether the engine has backward rules for the blocks; along the model's graph the
-    last block is dense up to its queries, and so are scores. Forward passes and factors are left out.
+    The parts are `backward`, the activation gradients including the head's, and `norms`, the contractions with a
+    triangular factor [n, min(n, d)] of each linear layer's inputs. Forward passes and factors are not included. With
+    `rules` (analytic backward rules for the blocks) this is the minimum; autograd computes the last block's gradients
+    densely up to its queries, and all scores.
     """
     n = np.asarray(prefixes, dtype=np.float64)
     block, keys = 2 * shape.active / shape.layers, (n + 1) / 2 if rules else n
-    # Of a pair of positions: scores, values, queries and keys.
+    # Per pair of positions: scores, values, queries and keys.
     attention = 8 * shape.query_width
     spread = shape.hidden * (4 * shape.kv_width + (0 if rules else 2 * shape.query_width))
     dense = (shape.layers - 1) * (block * n + attention * n * keys)
@@ -129,14 +130,14 @@ def gradient_flops(shape: ModelShape, prefixes: Sequence[int], *, rules: bool = 
 
     norms = (shape.layers - 1) * sum(contract(*layer) for layer in shape.linear_layers)
     norms += contract(2 * shape.kv_width + (0 if rules else shape.query_width), shape.hidden)
-    # The tied table's cross term: the head's input with what flows back to each position.
+    # The tied table's cross term: the head's input times the gradient at each position.
     norms += 2 * shape.hidden * n * shape.tied
     head = 2 * shape.hidden * shape.vocab * len(n)
     return {"backward": float(head + (dense + last).sum()), "norms": float(norms.sum())}
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int], logits: int = 0) -> float:
-    """Count the FLOPs of forward passes over sequences of these lengths, with logits at so many tokens."""
+    """Count the FLOPs of forward passes over sequences of these lengths, with logits for `targets` tokens."""
     n = np.asarray(lengths, dtype=np.float64)
     matrices = 2 * shape.active * n.sum() + 2 * shape.hidden * shape.vocab * logits
     return float(matrices + 4 * shape.layers * shape.query_width * (n**2).sum())
@@ -147,17 +148,17 @@ class Responses:
     """The lengths that determine the cost of measuring a batch."""
 
     lengths: tuple[int, ...]
-    """Tokens before the last response token, of each response that keeps one."""
+    """Tokens before the last response token, for each response that keeps one."""
     reaches: tuple[int, ...]
-    """Tokens before the last one that gets a backward pass, of each response that has one."""
+    """Tokens before the last token with a backward pass, for each response that has one."""
     prefixes: tuple[int, ...]
-    """Tokens before each one that gets a backward pass."""
+    """Tokens before each token with a backward pass."""
     targets: int
-    """Response tokens: each has its logits computed."""
+    """Number of response tokens, each of which needs logits."""
 
     @classmethod
     def of(cls, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]) -> Responses:
-        """Read the lengths off a batch; chosen: mask of the kept tokens to measure, in the table's order."""
+        """Read the lengths from a batch. chosen: mask of the kept tokens to measure, in table order."""
         counts = batch.response_mask.sum(1).tolist()
         each = [batch.sequence(row)[1].numpy() for row in range(len(batch))]
         picked = [ends[own] for ends, own in zip(each, np.split(chosen, np.cumsum(counts)[:-1]), strict=True)]
@@ -166,11 +167,12 @@ class Responses:
 
 
 def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: int = 1 << 30) -> dict[str, float]:
-    """Count the FLOPs of a measurement, by part: those of `gradient_flops`, forward passes and factors.
+    """Count the FLOPs of a measurement, by part.
 
-    statistics: the pass that finds the intervals. forward: another one, for the activations, with the measured tokens'
-    logits; where activations do not fit the memory, and by autograd, one more for each wave or chunk of tokens.
-    factors: QR of the linear layers' inputs and, by rules, attention's probabilities.
+    The parts are those of `gradient_flops`, and: `statistics`, the pass that assigns intervals; `forward`, another pass
+    for the activations, with the logits of the measured tokens, and one per wave or chunk of tokens if activations do
+    not fit or autograd is used; `factors`, the QR decompositions of the linear layers' inputs and, with rules, the
+    attention probabilities.
     """
     reach = np.asarray(found.reaches, dtype=np.float64)
     tokens = len(found.prefixes) / max(1, len(reach))  # per response
@@ -183,7 +185,7 @@ def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: i
         pays = [not rules or factor_pays(n, inside, outputs, w) for n, w in zip(reach, wave, strict=True)]
         factors += np.array(pays, dtype=bool) * 2 * reach * inside * np.minimum(reach, inside)
     factors *= np.maximum(1, tokens / wave)
-    if rules:  # Probabilities that do not fit are recomputed for each chunk, in strips that leave out half.
+    if rules:  # Probabilities that do not fit are recomputed for each chunk, in strips that skip half.
         again = probs_bytes(shape.heads, reach) > memory
         factors += shape.query_width * reach**2 * (4 + again * np.maximum(1, tokens * reach / ROWS))
         passes = 1 + ~keeps * np.ceil(tokens / wave)
@@ -199,7 +201,7 @@ def measure_flops(shape: ModelShape, found: Responses, *, rules: bool, memory: i
 
 
 def _keeps_blocks(shape: ModelShape, length: int, memory: int) -> bool:
-    """Return whether all blocks' activations of a response are kept, as `DecoderBody` decides."""
+    """Return whether `DecoderBody` would keep the activations of all blocks for a response."""
     widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
     return shape.layers * block_bytes(*widths, length, norms=2) <= memory
 
@@ -209,10 +211,14 @@ def measure_bytes(
 ) -> dict[str, float]:
     """Bound the bytes in memory while the longest response is measured, by part.
 
-    memory: `chunk_memory` of `measure`; weights: bytes of the parameters; device: its type. Responses that are measured
-    together keep no more than `memory` of activations between them. A response's activations in all blocks are kept if
-    they fit the memory; else the inputs of all blocks, the activations of one, and what flows back for a wave of
-    tokens. That grows linearly with length; what does not is at most three times `memory`.
+    Responses measured together hold at most `memory` bytes of activations between them. If one response's activations
+    in all blocks fit, they are kept; else only the blocks' inputs, one block's activations, and the gradients of a wave
+    of tokens. This grows linearly with length, plus at most three times `memory`.
+
+    Args:
+        memory: the `chunk_memory` of `measure`.
+        weights: bytes of the parameters.
+        device: type of device.
     """
     longest = max(found.reaches, default=0)
     widths = shape.hidden, shape.query_width, shape.kv_width, shape.mlp_width
@@ -226,7 +232,7 @@ def measure_bytes(
     if held < shape.layers:
         delta = 4 * shape.hidden
         response += shape.layers * delta * longest + max(delta * longest, min(memory, delta * rows))
-        # A block that is computed again, as it is recorded, and what its MLP's slopes are computed from.
+        # A recomputed block while it is recorded, and the inputs of its MLP's slopes.
         carried = max(carried, seen_bytes(*widths, longest, norms=2) + 4 * shape.mlp_width * longest)
     logits = LOGIT_BYTES * shape.vocab * min(longest, logit_rows(shape.vocab, memory))
     return {"weights": weights, "response": response, "logits or tokens": max(logits, carried)}
@@ -237,19 +243,19 @@ class Speed:
     """The speed of a machine."""
 
     machine: str
-    """In words."""
+    """Description."""
     forward: Number
     """FLOP/s of a forward pass."""
     gradients: Number
-    """FLOP/s of all that follows it."""
+    """FLOP/s of everything after it."""
     preparation: float = 0.0
     """Seconds before any token is measured: the model's structure, and the self-check."""
 
 
 def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"], settings: MeasureSettings) -> Speed:
-    """Measure ever more of the chosen tokens, until they take PILOT_SECONDS or all are measured; the speed of the last.
+    """Measure more and more of the chosen tokens, until a round takes PILOT_SECONDS or all are measured.
 
-    chosen: which kept tokens get a backward pass, in the table's order.
+    chosen: mask of the kept tokens with a backward pass, in table order. Returns the speed of the last round.
     """
     shape, settings = ModelShape.of(policy.model), replace(settings, tokens_per_interval=None, minutes=None)
     whole = sum(gradient_flops(shape, Responses.of(batch, chosen).prefixes).values())
@@ -274,7 +280,7 @@ def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]
 
 
 def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tuple[TokenBatch, Bool[np.ndarray, " k"]]:
-    """Draw responses with `count` of the chosen tokens, of the last one its middle; return them and the mask."""
+    """Draw responses with `count` of the chosen tokens (from the middle of the last one); return them and the mask."""
     own = np.split(chosen, np.cumsum(batch.response_mask.sum(1).tolist())[:-1])
     rows, picks = [], []
     for row in np.random.default_rng(0).permutation(len(batch)).tolist():
@@ -293,25 +299,25 @@ class Plan:
     """The cost of a measurement; `str` gives a table with its assumptions."""
 
     policy: Policy
-    """Without weights where the machine is another one."""
+    """Without weights if the plan is for another machine."""
     shape: ModelShape
     responses: Responses
     prompts: int
     draw: str
-    """How the measured tokens are drawn."""
+    """How the measured tokens are drawn, in words."""
     rules: bool
-    """Whether the engine goes by backward rules."""
+    """Whether the engine uses analytic backward rules."""
     flops: Mapping[str, float]
     """By part."""
     speed: Speed
     memory: Mapping[str, float]
     """Bytes at most, by part."""
     sums: SumsPlan | None
-    """How summed gradients are made; None where the rollouts have no weights."""
+    """How summed gradients are computed; None if the rollouts give no weights."""
     minutes: Number | None = None
-    """What everything is fitted to; None: everything is done, however long it takes."""
+    """Time limit; None: no limit."""
     shares: Shares | None = None
-    """What fits into them."""
+    """What fits into the time limit."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -336,7 +342,7 @@ class Plan:
 
     @property
     def floor(self) -> float:
-        """FLOPs that the norms take at least."""
+        """Minimum FLOPs for the norms."""
         return sum(gradient_flops(self.shape, self.responses.prefixes).values())
 
     def __str__(self) -> str:
@@ -381,9 +387,9 @@ def plan_batch(
 ) -> Plan:
     """Predict the cost of measuring this batch.
 
-    speed: FLOP/s of a machine that is not here, for which the policy may be without weights; None: a pilot measures a
-    few of the tokens here. sums: how summed gradients will be made. Raises InputError for what `measure` would refuse,
-    as far as can be seen without weights.
+    speed: FLOP/s of another machine, for which the policy may lack weights; None: a pilot measures a few tokens here.
+    sums: how summed gradients will be computed. Raises InputError for anything that `measure` would refuse, as far as
+    can be seen without weights.
     """
     check_settings(settings)
     check_batch(policy, batch)
@@ -430,9 +436,9 @@ def plan_batch(
 def plan_sums(
     policy: Policy, batch: TokenBatch, memory: int, *, keeps_prompts: bool, metric: bool = False
 ) -> SumsPlan | None:
-    """Plan the summed gradients that follow a table: of each prompt, or of two halves of them; None without weights.
+    """Plan the summed gradients that follow a table, by prompt or by half of the prompts; None without weights.
 
-    Raises InputError where they do not fit into `memory` bytes.
+    Raises InputError if they do not fit into `memory` bytes.
     """
     if batch.advantages is None and batch.rewards is None:
         return None
@@ -443,11 +449,10 @@ def plan_sums(
 
 
 def follows_rules(policy: Policy) -> bool:
-    """Return whether the blocks have the modules of a common decoder, for which the engine has backward rules.
+    """Return whether the blocks look like a common decoder's, for which the engine has backward rules.
 
-    Names and weights alone are looked at. The engine also tries whether the blocks compute what the rules say, and
-    goes along the graph where they do not: Granite with multipliers, SmolLM3 with layers without positions, Helium,
-    Ernie 4.5.
+    Checks names and weights only. The engine also checks what the blocks compute, and falls back to autograd if that
+    differs from the rules: Granite with multipliers, SmolLM3 with layers without positions, Helium, Ernie 4.5.
     """
     return all(_is_common(block) for block in policy.blocks)
 
@@ -460,10 +465,10 @@ def _is_common(block: nn.Module) -> bool:
 
 
 def choose_tokens(batch: TokenBatch, each: int | None, seed: int) -> tuple[Bool[np.ndarray, " n"], str]:
-    """Choose `each` tokens of every interval; return the mask in the table's order, and how they were chosen.
+    """Choose `each` tokens per interval; return the mask in table order, and a description.
 
-    A sample is drawn by π, which takes the weights to know: by π_old if the rollouts tell it, else as many tokens as
-    four full intervals have, from all.
+    Intervals depend on π, which needs the weights. Without them π_old is used if known, else the sample is drawn from
+    all tokens, as many as four full intervals would have.
     """
     if each is None:
         return np.ones(batch.num_tokens, dtype=bool), "every token"

@@ -1,4 +1,4 @@
-"""J·v by forward mode: how much a step along a direction changes log π of each token, to first order."""
+"""J·v by forward-mode differentiation: the first-order change of each token's log π along a direction."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ Tangents = dict[str, Tensor]
 """A tensor of each parameter's shape, by its name in _KeptNumbers."""
 Derivative = Literal["forward mode", "central differences"]
 Pieces = Callable[[int, int], Iterator[tuple[Int[Tensor, " k"], TokenBatch]]]
-"""(most responses, copies of the logits) → micro-batches, each with the places of its kept tokens among all K."""
+"""(most responses, copies of the logits) → micro-batches, each with the indices of its tokens among all K."""
 
 REACH = 1e-2
-"""Root mean square change of log π, in nats, at which a central difference is taken: there, in float32, rounding and
-curvature cost about the same."""
+"""Root mean square change of log π, in nats, at which central differences are taken: where the errors from rounding (in
+float32) and from curvature are about equal."""
 BACKWARD, FORWARD_MODE = 2.0, 3.0
-"""Time of a backward pass, and of a derivative in forward mode, in forward passes: per product with a weight, two more
-products. Measured at 32 M parameters on one core: 1.8 and 3.1."""
+"""Cost of a backward pass and of a forward-mode derivative, in forward passes. Measured at 32 M parameters on one core:
+1.8 and 3.1."""
 TOGETHER = 8
-"""Most directions along which derivatives are taken at once, on fewer responses: one forward pass serves them all."""
+"""Most directions differentiated at once (on fewer responses), so that they share one forward pass."""
 TANGENTS = 1 << 28
-"""Bytes of tangents up to which that is done: of larger ones a copy would cost more memory than the pass is worth."""
+"""Bytes of tangents above which directions are taken one by one: the copies would cost too much memory."""
 ATTEMPTS = 8
-"""Most step sizes tried until that change is met within a factor of 2."""
+"""Most step sizes tried to reach that change within a factor of 2."""
 
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """What moving the parameters along each vector does to every kept token, to first order: in nats, on the CPU."""
+    """First-order changes of every kept token when the parameters move along each vector; in nats, on the CPU."""
 
     how: Derivative
     logprob: Float[Tensor, "R K"] | None = None
@@ -54,35 +54,35 @@ class Changes:
 def changes_along(
     kept: KeptNumbers, vectors: Vectors, batch: TokenBatch, micro_batch: int, pieces: Pieces
 ) -> tuple[Float[Tensor, "R K Q"], Derivative]:
-    """Differentiate the kept tokens' numbers along each vector: on the CPU, and how the derivatives were taken.
+    """Differentiate the kept tokens' quantities along each vector; return the derivatives (on the CPU) and their kind.
 
     Raises:
-        InputError: the model has no forward mode and its weights are upcast on use.
+        InputError: the model does not support forward mode, and its weights are upcast on use.
     """
     model, arguments = kept.model, (kept, vectors, batch.num_tokens, micro_batch, pieces)
     with torch.inference_mode(False), torch.no_grad(), measuring(model, batch.width), _still_padding(model):
         try:
             if _fits_together(model, vectors, batch):
-                with suppress(NotImplementedError, RuntimeError):  # what vmap does not know; memory is tried again
+                with suppress(NotImplementedError, RuntimeError):  # unsupported by vmap; or out of memory, retried
                     return _changes_together(*arguments), "forward mode"
             return _changes(_forward_mode, *arguments), "forward mode"
         except torch.OutOfMemoryError:
             raise
-        # What has no forward mode raises either; a model that does not run at all will raise again.
+        # Operations without forward mode raise either error; a model that does not run at all will raise again.
         except (NotImplementedError, RuntimeError) as error:
             reason = first_line(error)
-            if is_upcast(model):  # its weights, a little moved, would be whole float32 copies
+            if is_upcast(model):  # perturbed weights would be whole float32 copies
                 raise InputError(
-                    f"no forward mode ({reason}), and central differences are not of weights that are upcast; load the "
-                    "policy in float32"
+                    f"the model does not support forward mode ({reason}), and central differences need float32 "
+                    "weights; load the policy in float32"
                 ) from error
-            warnings.warn(f"no forward mode ({reason}); changes are central differences instead", stacklevel=3)
+            warnings.warn(f"no forward mode ({reason}); using central differences instead", stacklevel=3)
             return _changes(_central_differences, *arguments), "central differences"
 
 
 @contextmanager
 def _still_padding(model: nn.Module) -> Iterator[None]:
-    """Keep the embedding of a padding id where it is, whatever a direction says: no gradient flows there."""
+    """Keep the embedding of the padding id fixed in every direction, since no gradient flows there."""
     handles = []
     try:
         for module in model.modules():
@@ -100,21 +100,21 @@ def _still_padding(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_narrow_weights(model: nn.Module) -> None:
-    """Raise InputError for weights below float32, whether they are measured or not: all that flows is as narrow."""
+    """Raise InputError for weights below float32, measured or not, since activations have the same precision."""
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and torch.finfo(parameter.dtype).bits < 32:
             dtype = str(parameter.dtype).removeprefix("torch.")
-            raise InputError(f"{name} is {dtype}, in which changes are mostly rounding; load the policy in float32")
+            raise InputError(f"{name} is {dtype}, where changes would be mostly rounding; load the policy in float32")
 
 
 def refuse_narrow_arithmetic(model: nn.Module) -> None:
-    """Raise InputError for arithmetic below float32; weights that are upcast on use are as good as float32 here."""
+    """Raise InputError for arithmetic below float32; weights that are upcast on use count as float32."""
     if not is_upcast(model):
         refuse_narrow_weights(model)
 
 
 class KeptNumbers(nn.Module):
-    """Q numbers of each of a piece's kept tokens, as a module whose parameters can be swapped for one call."""
+    """A module that returns Q quantities of each kept token, for `functional_call`."""
 
     def __init__(self, model: nn.Module, names: Sequence[Quantity] = ("logprob",)) -> None:
         super().__init__()
@@ -132,13 +132,13 @@ def _changes(
     micro_batch: int,
     pieces: Pieces,
 ) -> Float[Tensor, "R K Q"]:
-    """The derivative along each vector, piece by piece."""
+    """Differentiate along each vector, piece by piece."""
     parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
     changes = torch.zeros(len(vectors), num_tokens, len(module.names), dtype=vectors.rows.dtype)
     for r, vector in enumerate(vectors.rows):
         if not vector.any():
             continue
-        # A tangent with an offset in its memory would be copied: each has to begin where its memory does.
+        # A tangent at an offset in its storage would be copied, so each gets its own.
         parts = {f"model.{name}": _alone(vector[part]) for name, part in vectors.slices.items()}
         tangents = {name: _tangent(p, parts[name]) for name, p in parameters.items()}
         for places, piece in pieces(micro_batch, 6):
@@ -149,7 +149,7 @@ def _changes(
 
 def _fits_together(model: nn.Module, vectors: Vectors, batch: TokenBatch) -> bool:
     count = min(TOGETHER, int(vectors.rows.any(1).sum()))
-    if int(batch.response_mask.sum(1).max()) > most_logits(model, 6):  # a response in several parts is enough at a time
+    if int(batch.response_mask.sum(1).max()) > most_logits(model, 6):  # one long response is enough at a time
         return False
     return count > 1 and not is_upcast(model) and count * vector_bytes(model) <= TANGENTS
 
@@ -178,7 +178,7 @@ def _along(numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents
 
 
 def _alone(part: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
-    """The same numbers as the only ones of their memory, not copied where that can be."""
+    """Return the same values in their own storage, without a copy if possible."""
     part = part.detach()
     return torch.from_dlpack(part) if part.device.type in ("cpu", "cuda") else part.clone()
 
@@ -204,7 +204,7 @@ def _forward_mode(
 def _central_differences(
     numbers: Callable[[Tangents], Tensor], parameters: Tangents, tangents: Tangents
 ) -> Float[Tensor, "K Q"]:
-    """[log π(θ + h·d) − log π(θ − h·d)] / 2h, with h such that log π changes by about REACH."""
+    """Compute [log π(θ + h·d) − log π(θ − h·d)] / 2h, with h such that log π changes by about REACH."""
     norms = [nn.utils.get_total_norm(list(vectors.values())).item() for vectors in (parameters, tangents)]
     h = 1e-3 * norms[0] / norms[1]
     for _ in range(ATTEMPTS):
@@ -218,6 +218,6 @@ def _central_differences(
         h *= REACH / reach
     else:
         warnings.warn(
-            f"central differences change log π by {reach:.1g}, not by about {REACH:g}: they are off", stacklevel=2
+            f"central differences change log π by {reach:.1g}, not {REACH:g}, and may be inaccurate", stacklevel=2
         )
     return slopes

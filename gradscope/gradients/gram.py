@@ -1,8 +1,8 @@
-"""Inner products of sums of token gradients, and how they are made within a budget of memory.
+"""Inner products of sums of token gradients, computed within a memory budget.
 
 - **whole**: vectors as long as the parameters, by one forward pass and a backward pass per vector.
-- **sketches**: random projections of the gradients (`sketches`), made as the backward pass goes, block after block
-  where that can be: inner products are unbiased, with a known error, whatever the number of groups.
+- **sketches**: random projections of the gradients (`sketches`), accumulated during the backward pass, block by block
+  where possible. Inner products are unbiased, with a known error, for any number of groups.
 """
 
 from __future__ import annotations
@@ -36,42 +36,41 @@ from gradscope.runs import deal_by_cost, track
 Way = Literal["whole", "sketches"]
 Pairs = Literal["all", "within"]
 Statistic = Callable[[Float[np.ndarray, "n ..."], Float[np.ndarray, "R R"]], np.ndarray]
-"""Of the products by group and of those of the totals."""
+"""A statistic of the products by group and of the products of the totals."""
 Piece = tuple[Int[Tensor, " _"], TokenBatch]
-"""Places among all kept tokens, and the micro-batch that holds them."""
+"""A micro-batch, with the indices of its tokens among all kept ones."""
 
 SEED, BETWEEN = 5929, 2112
-"""Seeds of the random projections, of gradients as they are made and of whole vectors: the same in every run, as
-nothing else decides which they are."""
+"""Seeds of the random projections: of gradients as they arrive, and of whole vectors. Fixed, so that runs agree."""
 
 SKETCH = 1 << 16
-"""Numbers of a sketch: errors of inner products are 1/256 of the norms' product."""
+"""Length of a sketch: the error of an inner product is 1/256 of the product of the norms."""
 LEAST_SKETCH = 1 << 10
 BETWEEN_WIDTH = 1 << 12, 1 << 16
-"""Numbers of the sketches that stand beside whole vectors, least and most."""
+"""Shortest and longest sketch kept in addition to whole vectors."""
 SKETCHED_AT_ONCE = 1 << 10
-"""Times the sketch's length that a whole vector may have before the sketch is longer."""
+"""A sketch is doubled while the vector is more than this many times as long."""
 SLICE = 1 << 21
-"""Numbers that are widened to float64 at a time."""
+"""Entries converted to float64 at a time."""
 
 
 @dataclass(frozen=True)
 class SumsPlan:
-    """How the vectors behind a Gram are made."""
+    """How the vectors behind a Gram are computed."""
 
     way: Way
     rows: int
     """Rows of weights."""
     groups: int
-    """Groups that the budget holds: all, or as many as their inner products fit for."""
+    """Groups that fit the budget: all, or fewer if the inner products of all pairs do not fit."""
     memory: int
     """Budget, bytes."""
     sketch_size: int | None
-    """Numbers of a sketch; None for whole vectors."""
+    """Length of a sketch; None for whole vectors."""
     blocks: int
-    """Parts of a sketch's coordinates whose inner products are kept apart; 1 for whole vectors."""
+    """Blocks of a sketch's coordinates whose inner products are kept separately; 1 for whole vectors."""
     forward_passes: float
-    """Cost of making the vectors once, in forward passes over the batch (a backward pass counts as two)."""
+    """Cost of computing the vectors once, in forward passes over the batch (a backward pass counts as two)."""
 
     def __str__(self) -> str:
         cost = f"about {self.forward_passes:.0f} forward passes over the batch"
@@ -85,34 +84,34 @@ class SumsPlan:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the memory of a Gram depends on."""
+    """The sizes that determine the memory of a Gram."""
 
     parameters: int
-    """Measured ones."""
+    """Number of measured parameters."""
     largest: int
-    """Numbers of the largest parameter, or of the largest block."""
+    """Entries of the largest parameter, or of the largest block."""
     states: int
-    """Numbers that a piece leaves between blocks, for each row of weights and once more for each block."""
+    """Entries of a piece's hidden states; one copy is kept per block and one per row of weights."""
     blocks: int
     groups: int
     width: int = 4
-    """Bytes of a number: 4, or 8 in float64."""
+    """Bytes per entry: 4, or 8 in float64."""
 
 
 def plan_gram(
     sizes: Sizes, *, rows: int, pairs: Pairs, memory: int, metric: bool = False, way: Way | None = None
 ) -> SumsPlan:
-    """Choose how R vectors for each group are made: whole where they fit into `memory` bytes, else as sketches.
+    """Choose how to keep R vectors per group: whole if they fit into `memory` bytes, else as sketches.
 
-    Where the inner products of all pairs of groups do not fit either, it is for as many groups as do, if they are at
-    least FEWEST.
+    If the inner products of all pairs of groups do not fit either, the plan is for as many groups as do, but at least
+    FEWEST.
 
     Args:
-        metric: whether the sum of all vectors is wanted too.
-        way: this one, whether the other would fit or not.
+        metric: whether the sum of all vectors is needed too.
+        way: force this way.
 
     Raises:
-        InputError: the memory does not hold them.
+        InputError: they do not fit into memory.
     """
     found = _fit(sizes, rows, pairs, memory, metric, way)
     if isinstance(found, int) and pairs == "all":  # their products grow with the square of the groups
@@ -132,7 +131,7 @@ def plan_gram(
 
 
 def _fit(sizes: Sizes, rows: int, pairs: Pairs, memory: int, metric: bool, way: Way | None) -> SumsPlan | int:
-    """Return how vectors for all groups are made, or the bytes that they need where `memory` is less."""
+    """Return the plan for all groups, or the bytes that it would need if `memory` is less."""
     width, held = sizes.width, rows * (sizes.groups if pairs == "all" else 1)
     products = 8 * (held**2 if pairs == "all" else sizes.groups * rows**2)
     whole = (held + rows + 1 + metric) * sizes.parameters * width  # and the gradient as autograd returns it
@@ -156,23 +155,23 @@ class Gram:
     """Inner products over all measured parameters of u_{p,r} = Σ_t weights[r, t]·g_t over the tokens of group p."""
 
     parts: Float[np.ndarray, "M n R n R"] | Float[np.ndarray, "M n R R"]
-    """⟨u_{p,r}, u_{q,s}⟩, or within each group alone, in float64: what each of M blocks of a sketch's coordinates adds;
-    M is 1 for whole vectors."""
+    """⟨u_{p,r}, u_{q,s}⟩ in float64, for all pairs of groups or within each, split by the M blocks of a sketch's
+    coordinates; M is 1 for whole vectors."""
     total_parts: Float[np.ndarray, "M R R"]
-    """The same of the sums over groups, U_r = Σ_p u_{p,r}."""
+    """The same for the sums over groups, U_r = Σ_p u_{p,r}."""
     plan: SumsPlan
     groups: tuple[int, ...]
     """Ids of the n groups, ascending."""
     totals: Vectors | None = None
-    """U_r, where they were asked for or are whole all the same."""
+    """U_r, if requested or available anyway."""
     sketches: Float[Tensor, "n R k"] | None = None
-    """Of each u_{p,r}, where they were asked for or made all the same."""
+    """A sketch of each u_{p,r}, if requested or available anyway."""
     scaled: Gram | None = None
-    """The same in AdamW's metric, of D ⊙ u_{p,r}; None where it was not asked for, or not ready by the deadline."""
+    """The Gram of D ⊙ u_{p,r}, in AdamW's metric; None if not requested, or not ready by the deadline."""
 
     @classmethod
     def exact(cls, products: Float[np.ndarray, "n R n R"]) -> Gram:
-        """The Gram of known inner products of all pairs."""
+        """Make a Gram from known inner products of all pairs."""
         plan = SumsPlan("whole", products.shape[1], len(products), products.nbytes, None, 1, 0.0)
         return cls(products[None], products.sum((0, 2))[None], plan, tuple(range(len(products))))
 
@@ -186,9 +185,9 @@ class Gram:
 
     @property
     def by_module(self) -> dict[str, Float[np.ndarray, "R R"]]:
-        """What each module's own parameters add to `total`, in float64, from the totals as vectors.
+        """Split `total` by module, in float64: the contribution of each module's own parameters.
 
-        A parameter that several modules share counts for the first. Raises InputError where the totals were not kept.
+        A shared parameter counts for the first module that owns it. Raises InputError if the totals were not kept.
         """
         if self.totals is None:
             raise InputError("inner products by module need the sums as vectors; give totals=True or a larger budget")
@@ -199,7 +198,7 @@ class Gram:
         return found
 
     def error(self, statistic: Statistic) -> np.ndarray:
-        """Standard error that sketching gives a statistic of (products, total); 0 of whole vectors."""
+        """Return the standard error of a statistic of (products, total) due to sketching; 0 for whole vectors."""
         if len(self.parts) == 1:
             return np.zeros_like(statistic(self.products, self.total))
         shapes = self.parts.shape[1:], self.total_parts.shape[1:]
@@ -209,11 +208,11 @@ class Gram:
 
 
 class _Late(Exception):
-    """The group at hand would end too long after the deadline."""
+    """Raised when the current group would end too long after the deadline."""
 
 
 class GroupSums:
-    """The vectors u_{p,r} = Σ_t weights[r, t]·∇ log π_t of each group's tokens, made group by group."""
+    """The vectors u_{p,r} = Σ_t weights[r, t]·∇ log π_t of each group's tokens, computed group by group."""
 
     def __init__(
         self,
@@ -228,17 +227,17 @@ class GroupSums:
         costs = [float(sum(piece.input_ids.numel() for _, piece in own)) for own in self._pieces]
         processes = resources.processes
         self.mine = deal_by_cost(range(len(costs)), costs, processes.count)[processes.rank]
-        """Numbers of the groups whose vectors this process makes."""
+        """Indices of the groups that this process computes."""
         if resources.deadline is not None:
             self.mine = np.random.default_rng(SEED).permutation(self.mine).tolist()
         self._latest = inf
-        """When the group at hand is given up."""
+        """Time at which the current group is abandoned."""
 
     def plan(self, pairs: Pairs, *, metric: bool = False, way: Way | None = None) -> SumsPlan:
-        """Choose the way by the memory that it takes; raises InputError where none fits."""
+        """Choose the way by its memory. Raises InputError if none fits."""
         named, within = float_parameters(self.model), [{id(p) for p in b.parameters()} for b in self.blocks]
         blocks = [sum(p.numel() for _, p in named if id(p) in own) for own in within]
-        # Of a table that embedding and head share, both gradients and their sum are there at once, or all of a block.
+        # For a tied embedding, both gradients and their sum exist at the same time.
         largest = max(3 * max(p.numel() for _, p in named), *blocks)
         positions = max(piece.input_ids.numel() for own in self._pieces for _, piece in own)
         one = zero_vectors(self.model, 0)
@@ -265,19 +264,19 @@ class GroupSums:
         total = self._zeros(plan, 1) if metric is not None else None
         begun, deadline = monotonic(), self.resources.deadline
         if deadline is not None and metric is not None and not (keeps_whole and pairs == "all"):
-            # A second pass of as long follows.
+            # A second pass, equally long, follows.
             self.resources = replace(self.resources, deadline=(begun + deadline) / 2)
         found, vectors = self._pass(plan, pairs, totals=sums, total=total, sketch=sketch)
-        # A second pass is of the same groups, all or none.
+        # A second pass covers the same groups, all or none.
         self.resources = replace(self.resources, deadline=None)
         self._latest = inf if deadline is None else latest_end(begun, deadline)
         if metric is None:
             return found
         scale = metric.turn_into_scale(self.model, total.rows[0])
-        if vectors is not None and keeps_whole:  # held all the same
+        if vectors is not None and keeps_whole:  # no second pass needed
             scaled = self._all(plan, vectors.mul_(scale.to(vectors)))
         elif not self.resources.processes.gather([2 * monotonic() - begun <= self._latest])[0]:
-            scaled = None  # as long again would be too long
+            scaled = None  # a second pass would take too long
         else:
             del vectors
             again = self._zeros(plan, len(self.weights)) if keeps_whole else None
@@ -285,7 +284,7 @@ class GroupSums:
         return replace(found, scaled=scaled)
 
     def _zeros(self, plan: SumsPlan, count: int) -> Vectors:
-        """Room for sums; of sketched vectors in a scratch file, or on a GPU that has it."""
+        """Allocate sums; in a scratch file if vectors are sketched, unless the GPU has room."""
         device = next(self.model.parameters()).device
         roomy = device.type == "cuda" and (count + 3) * vector_bytes(self.model) <= free_memory(device)
         return Vectors.zeros(self.model, count, None if roomy or plan.way == "whole" else 0)
@@ -300,9 +299,9 @@ class GroupSums:
         scale: Float[Tensor, " P"] | None = None,
         sketch: bool = False,
     ) -> tuple[Gram | None, Float[Tensor, "n R size"] | None]:
-        """Make all vectors once; totals get their sums by row, total the sum of all, before they are scaled.
+        """Compute all vectors once. Adds their sums by row to `totals` and, before scaling, the sum of all to `total`.
 
-        There is no Gram where vectors that are scaled were not all ready in time.
+        Returns no Gram if scaled vectors were not all ready in time.
         """
         n, rows, together = len(self.groups), len(self.weights), self.resources.processes
         size = plan.sketch_size or zero_vectors(self.model, 0).shape[1]
@@ -323,7 +322,7 @@ class GroupSums:
         for shared in (kept, sketches, torch.from_numpy(within), *(v.rows for v in (totals, total) if v is not None)):
             if shared is not None:
                 together.sum(shared)
-        if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came before the last group
+        if (made := sorted(together.gather(self._made))) != [*range(n)]:  # the deadline came first
             if scale is not None:
                 return None, None
             factor = self._narrow(made)
@@ -349,7 +348,7 @@ class GroupSums:
     def _vectors(
         self, plan: SumsPlan, scale: Float[Tensor, " P"] | None, total: Vectors | None, totals: Vectors | None
     ) -> Iterator[tuple[int, Float[Tensor, "R size"]]]:
-        """(group's number, its vectors) of this process's groups; each is overwritten by the next."""
+        """Yield (index, vectors) of this process's groups; the next group overwrites the vectors."""
         longest = max(piece.width for own in self._pieces for _, piece in own)
         with differentiable(self.model, longest):
             make = self._whole() if plan.way == "whole" else self._sketched(plan, scale, total, totals)
@@ -362,9 +361,9 @@ class GroupSums:
                 yield group, vectors
 
     def _counted(self) -> Iterator[tuple[int, list[Piece]]]:
-        """Groups to make, in random order where there is a deadline, until the next one would end too late.
+        """Yield the groups to compute; under a deadline in random order, until the next one would end too late.
 
-        One begins where half of it fits, at the price of those before, and it ends at most a quarter of the time later.
+        A group starts if half of it fits, judged by those before, and may overrun by at most a quarter of the time.
         """
         self._made: list[int] = []
         deadline, begun, progress = self.resources.deadline, monotonic(), self.resources.progress
@@ -387,19 +386,17 @@ class GroupSums:
                 advance(monotonic() - started)
 
     def _check_clock(self) -> None:
-        """Give up the group at hand where the machine is so much slower than when it was begun that it ends too late.
+        """Abandon the current group if the machine has become so slow that it would end too late.
 
-        It then counts as not drawn, like those after it. A long group is given up sooner than a short one: were the
-        last one always chosen by its length, the mean length of n groups would be too small by about its squared
-        coefficient of variation over n, which is less than its chance error.
+        The group then counts as not drawn, like those after it. This favours short groups: in the worst case, where the
+        length always decides about the last group, the mean length of n groups is too small by about its squared
+        coefficient of variation over n, which is below its sampling error.
         """
         if monotonic() > self._latest:
             raise _Late
 
     def _narrow(self, made: list[int]) -> float:
-        """Keep only these groups from now on; return what their weights are multiplied by, as if a mean were of their
-        tokens alone.
-        """
+        """Keep only these groups, and return the factor on their weights that makes a mean over their tokens alone."""
         count = sum(len(places) for group in made for places, _ in self._pieces[group])
         factor = self.weights.shape[1] / count
         self.weights = self.weights * factor
@@ -438,11 +435,11 @@ class GroupSums:
         numbers = {name: number for number, name in enumerate(slices)}
         sketcher = Sketcher(plan.sketch_size, seed=SEED)
         found = zero_vectors(self.model, 0).new_zeros(len(self.weights), plan.sketch_size)
-        # Block by block where the model's blocks hear of each other from one to the next alone.
+        # Block by block is possible if each block sees nothing but the output of the one before.
         swept = all(self.resources.processes.gather([sweep.holds(self._pieces[0][0][1])]))
         pass_back = sweep.pass_back if swept else partial(stream_gradients, self.model)
         sums = total, totals
-        if self.resources.deadline is not None:  # of the group at hand alone, which may be given up
+        if self.resources.deadline is not None:  # separately, since the current group may be abandoned
             total, totals = (None if whole is None else self._zeros(plan, len(whole.rows)) for whole in sums)
 
         def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
@@ -471,7 +468,7 @@ class GroupSums:
 
 
 def sketch_width(length: int) -> int:
-    """Return the numbers of a sketch of whole vectors of this length, a power of two."""
+    """Return the length of the sketch of a whole vector of this length, a power of two."""
     width = BETWEEN_WIDTH[0]
     while width < BETWEEN_WIDTH[1] and length > SKETCHED_AT_ONCE * width:
         width *= 2
@@ -479,12 +476,12 @@ def sketch_width(length: int) -> int:
 
 
 def largest_share(groups: int, processes: int) -> float:
-    """The part of the groups that the busiest of several processes has."""
+    """Return the fraction of the groups that the busiest process computes."""
     return ceil(groups / processes) / max(1, groups)
 
 
 def block_products(vectors: Float[Tensor, "n R P"]) -> Float[np.ndarray, "n R n R"]:
-    """⟨u_{p,r}, u_{q,s}⟩ in float64, in slices of the parameters that are small beside the vectors."""
+    """Compute ⟨u_{p,r}, u_{q,s}⟩ in float64, a slice of the parameters at a time."""
     n, size, length = vectors.shape
     width = max(1, min(length, SLICE // (n * size)))
     found = sum(inner_products(part) for part in vectors.flatten(0, 1).split(width, dim=1))

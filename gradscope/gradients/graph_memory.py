@@ -1,4 +1,4 @@
-"""What the graph of a model's blocks takes in memory, and blocks that are run again in the backward pass instead."""
+"""The memory of the autograd graph of a model's blocks, and recomputation where it does not fit."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.utils.checkpoint import checkpoint
 from gradscope.gradients.attention import probability_bytes
 
 GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
-"""Bytes that a graph may take on a device; cuda: assumed to be there beside the weights."""
+"""Bytes allowed for a graph, by device; cuda: assumed to be free beside the weights."""
 SAVED = 2
-"""Numbers that a graph holds for each input, output and probability in the blocks; six architectures hold .8 to 1.8."""
+"""Numbers stored in a graph per input, output and attention probability; .8 to 1.8 for six architectures."""
 
 
 def graph_room(model: nn.Module) -> int:
-    """Return the bytes that a graph may take where the model is."""
+    """Return the bytes allowed for a graph on the model's device."""
     return GRAPH.get(next(model.parameters()).device.type, GRAPH["cuda"])
 
 
 def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int) -> int:
-    """Bound the bytes of a graph of the blocks over rows of this many tokens, with plain attention."""
+    """Bound the bytes of the blocks' graph over `rows` sequences of this length, with plain attention."""
     config, parameters = model.config.get_text_config(), list(blocks.parameters())
     visited = getattr(config, "num_experts_per_tok", None)
     sides = sum(sum(p.shape) for p in parameters if p.dim() == 2)
@@ -33,15 +33,15 @@ def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int)
 
 
 def graph_fits(model: nn.Module, blocks: nn.ModuleList, length: int) -> bool:
-    """Return whether a graph of the blocks over a sequence of this many tokens fits where the model is."""
+    """Return whether the blocks' graph over a sequence of this length fits on the model's device."""
     return graph_bytes(model, blocks, 1, length) <= graph_room(model)
 
 
 def norms_bytes(model: nn.Module, blocks: nn.ModuleList, length: int) -> int:
-    """Bound the bytes that norms along the graph of a sequence of this many tokens take beside the weights.
+    """Bound the bytes, beside the weights, of measuring norms by autograd for a sequence of this length.
 
-    The graph, and as much again for inputs, their factors and what flows back; or, where it does not fit, the blocks'
-    inputs, one block's graph and a parameter's gradient, there twice while it is added up.
+    If the graph fits: twice its size, for inputs, their factors and gradients. Else: the blocks' inputs, one block's
+    graph, and two copies of a parameter's gradient.
     """
     whole = graph_bytes(model, blocks, 1, length)
     if whole <= graph_room(model):
@@ -53,9 +53,9 @@ def norms_bytes(model: nn.Module, blocks: nn.ModuleList, length: int) -> int:
 
 @contextmanager
 def recomputing(model: nn.Module, blocks: nn.ModuleList, length: int) -> Iterator[None]:
-    """Let a forward pass over this many tokens hold only the blocks' inputs, where the whole graph would not fit.
+    """Checkpoint each block if the graph of a forward pass over this many tokens would not fit.
 
-    Each backward pass then runs each block once more, with the hooks that it has by then.
+    Each backward pass then runs every block once more, with the hooks that it has at that time.
     """
     if graph_fits(model, blocks, length):
         yield

@@ -1,4 +1,4 @@
-"""Hooks that record activations and their gradients on any torch module, and always come off."""
+"""Hooks that record activations and their gradients on any torch module, and are always removed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradscope.errors import InputError, checked
 from gradscope.gradients.attention import strips_where_long
 
 ForwardHook = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
-"""(name, module, args, kwargs, output) → None, or what the module shall return instead."""
+"""(name, module, args, kwargs, output) → None, or a replacement for the output."""
 
 
 @runtime_checkable
@@ -25,7 +25,7 @@ class HasModel(Protocol):
 
 @contextmanager
 def forward_hooks(module: nn.Module | HasModel, names: Iterable[str], hook: ForwardHook) -> Iterator[None]:
-    """Call `hook` after the forward of each named submodule ("" is the module itself); removed whatever happens."""
+    """Call `hook` after the forward pass of each named submodule ("" is the module itself); always removed."""
     if isinstance(names, str):
         raise InputError(f"names is the string {names!r}; give a list of names, [{names!r}]")
     names, module = list(dict.fromkeys(names)), module if isinstance(module, nn.Module) else module.model
@@ -47,7 +47,7 @@ def forward_hooks(module: nn.Module | HasModel, names: Iterable[str], hook: Forw
 
 
 def first_tensor(output: Any) -> Tensor | None:
-    """The tensor that a module returns, or the first floating one in the tuple or mapping that it returns."""
+    """Return a module's output tensor, or the first floating one in its output tuple or mapping."""
     if isinstance(output, Tensor):
         return output
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
@@ -86,7 +86,7 @@ def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Ite
 
     Yields a dict, filled as backward runs: name → gradient, of the output's shape. With a summed loss these are
     **position gradients** (attention mixes the tokens); they are a token gradient only if the loss is one token's.
-    Backward passes add up, as they do in `.grad`; repeated calls are kept as "name#1", "name#2", …, in the order of
+    Backward passes accumulate, as in `.grad`; repeated calls are kept as "name#1", "name#2", …, in the order of
     the forward. Gradients belong to the values as the module returned them, even if they are changed in place later.
 
     >>> import torch
@@ -106,7 +106,7 @@ def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Ite
             return None
         replaced = None
         if tensor._is_view() and isinstance(output, (Tensor, tuple)):
-            # A change in place rewrites a view's history, and takes the hook with it: hand out a copy.
+            # An in-place change rewrites a view's history and loses the hook, so return a copy.
             whole, tensor = tensor, tensor.clone()
             replaced = tensor if output is whole else tuple(tensor if part is whole else part for part in output)
         key = _fresh_key(name, calls)
@@ -129,11 +129,10 @@ def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Ite
 
 @contextmanager
 def measuring(model: nn.Module, length: int = 0) -> Iterator[None]:
-    """Freeze the parameters, switch dropout off and attention to the plain implementation; restore all afterwards.
+    """Freeze the parameters, disable dropout and switch to plain attention; restore everything afterwards.
 
-    Plain ("eager") attention and experts are the ones whose backward can carry many tokens' gradients at once, and
-    the only ones that apply every soft cap. Passes over long sequences attend in strips, which do both, where the model
-    allows it.
+    Only plain ("eager") attention and experts can carry many tokens' gradients back at once, and apply every soft cap.
+    Long sequences are attended to in strips, which do both, if the model allows it.
 
     length: tokens of the longest sequence that will be run.
     """

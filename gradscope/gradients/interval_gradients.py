@@ -1,16 +1,16 @@
-"""Summed gradients of groups of tokens under the loss that is trained: norms, shares, cosines, signal against noise.
+"""Summed gradients of groups of tokens under the training loss: norms, shares, cosines, signal and noise.
 
-With ONE denominator, the count of all response tokens of the batch, and tokens sorted into intervals a,
+With a common denominator, the number of response tokens in the batch, and tokens sorted into intervals a,
 
     G_a = ∇ policy_loss restricted to the tokens of interval a,    G = Σ_a G_a,    g_{p,a}: prompt p's part of G_a.
 
-The loss is a sum over tokens, so one forward pass serves every interval, and each interval costs one backward pass over
-the batch. It is made prompt by prompt, which costs the same and gives the g_{p,a}: the noise, and any split by prompts.
-Every number of the table is an inner product of those sums over all parameters (a tied one counts once).
+The loss is a sum over tokens, so all intervals share one forward pass, and each costs one backward pass over the batch.
+Working prompt by prompt costs the same and yields the g_{p,a}, hence the noise and any split by prompts. Every number
+in the table is an inner product of these sums over all parameters (tied ones count once).
 
-Memory besides the model and its activations: 4 × intervals vectors as long as the parameters (the sums of two halves of
-the batch, and one prompt's) or, where that is over the budget, sketches of each prompt's: see `TokenJacobian.gram`. An
-optimizer state adds a vector and a second pass.
+Memory beside the model and its activations: 4 × intervals vectors as long as the parameters (the sums of two halves of
+the batch, and one prompt's) or, beyond the budget, a sketch per prompt: see `TokenJacobian.gram`. An optimizer state
+adds a vector and a second pass.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ Number = int | float
 
 @dataclass(frozen=True, repr=False, eq=False)
 class IntervalGradients:
-    """What the tokens of each interval add to the gradient (Fig. 1 (d)), and how much of it is signal."""
+    """Each interval's contribution to the gradient (Fig. 1 (d)), and how much of it is signal."""
 
     table: pd.DataFrame
-    """A row per interval (0, 1, …) and one for "all" tokens; NaN where undefined, all of a row without tokens.
+    """A row per interval (0, 1, …) and one for "all" tokens; NaN where undefined.
 
     interval, label; num_tokens: kept response tokens; norm: ‖G_a‖; share: ⟨G_a, G⟩/‖G‖², sums to 1, may be negative;
     cosine_with_all: between G_a and G; half_cosine: between the G_a of two random halves of the prompts.
-    signal and noise take n·g_{p,a} of the n prompts for draws of one distribution: signal is the unbiased estimate of
-    the squared norm of their mean (it can be negative), noise that of their variance summed over parameters, so that
+    signal and noise treat n·g_{p,a} for the n prompts as draws from one distribution: signal is the unbiased estimate
+    of the squared norm of its mean (it can be negative), noise that of its variance summed over parameters, so that
     norm² = signal + noise / n holds exactly. signal_to_noise = signal / noise is that of ONE prompt; its inverse is the
-    number of prompts at which both are equal. These three and half_cosine are NaN for one prompt.
+    number of prompts at which both are equal. These three and half_cosine are NaN for a single prompt.
     """
     cosines: pd.DataFrame
     """Cosine between G_a (row) and G_b (column)."""
     num_prompts: int
     settings: LossSettings
     plan: SumsPlan | None = None
-    """How the gradients were made; of sketches each number of `table` has its standard error, NAME_error."""
+    """How the gradients were computed; with sketches, `table` has standard errors in columns NAME_error."""
     adamw_table: pd.DataFrame | None = None
     """The same columns in the metric of the AdamW update (see AdamWState); None without an optimizer state."""
     adamw_cosines: pd.DataFrame | None = None
@@ -90,14 +90,14 @@ def interval_gradients(
     optimizer_state: AdamWState | None = None,
     resources: Resources | None = None,
 ) -> IntervalGradients:
-    """Measure the summed gradient of each interval's tokens, and of all, over all parameters, frozen ones too.
+    """Measure the summed gradient of each interval's tokens and of all tokens, over all parameters, frozen or not.
 
     Args:
-        intervals: index of each token's interval, of `len(edges) - 1`; read on kept tokens only. None: by the
-            probability π_old of the token or, where old_logprobs are unknown, by the policy's own (on-policy, ratio 1).
-        generator: splits the prompts into two halves of equal count (to one); None: seeded with 0.
-        optimizer_state: adds the same in the metric of the AdamW update.
-        resources: its `vectors` decides whether gradients are whole or sketches; its processes share the prompts.
+        intervals: interval index of each token, below `len(edges) - 1`; read on kept tokens only. None: by the
+            token's probability π_old or, where old_logprobs are unknown, by the policy's own π (on-policy, ratio 1).
+        generator: splits the prompts into two halves of equal size (up to one prompt); None: seeded with 0.
+        optimizer_state: adds the same statistics in the metric of the AdamW update.
+        resources: `vectors` decides whether gradients are kept whole or as sketches; processes share the prompts.
 
     Raises:
         InputError: the batch has no response tokens, no advantages and rewards, or a NaN advantage.
@@ -118,14 +118,14 @@ def sum_intervals(
     generator: torch.Generator | None = None,
     optimizer_state: AdamWState | None = None,
 ) -> IntervalGradients:
-    """`interval_gradients` of a Jacobian's tokens, whose advantages are known; of the prompts made by its deadline."""
+    """Compute `interval_gradients` for a Jacobian with known advantages, over the prompts that meet its deadline."""
     edges = [float(edge) for edge in edges]
     _check(J.batch, intervals, edges)
     size, batch = len(edges) - 1, J.batch
     slopes, cells = _slopes(J, loss, intervals, edges)
     generator, prompts = generator or torch.Generator().manual_seed(0), J.prompts
     halves = torch.randperm(len(prompts), generator=generator) * 2 // len(prompts)
-    number = torch.searchsorted(prompts, batch.group_ids).clamp(max=len(prompts) - 1)  # of a prompt without tokens: any
+    number = torch.searchsorted(prompts, batch.group_ids).clamp(max=len(prompts) - 1)  # arbitrary without tokens
     own = J.kept(halves[number][:, None].expand_as(batch.input_ids))
     inside = (own == torch.arange(2)[:, None, None]) & (cells == torch.arange(size)[:, None])
     gram = J.gram((slopes * inside).flatten(0, 1), pairs="within", metric=optimizer_state)
@@ -149,10 +149,10 @@ def interval_gradients_over(
     optimizer_state: AdamWState | None = None,
     resources: Resources | None = None,
 ) -> IntervalGradients:
-    """`interval_gradients` of several batches: means, and columns `norm_sd`, … with the standard deviation (n − 1).
+    """Average `interval_gradients` over several batches, with standard deviations (n − 1) in columns `norm_sd`, ….
 
-    Arguments are those of `interval_gradients`; each batch meets the same optimizer state.
-    Means and deviations run over the batches where the number is defined; `batches` counts those that have tokens in
+    Arguments are those of `interval_gradients`; all batches use the same optimizer state.
+    Means and deviations are over the batches where the number is defined; `batches` counts those with tokens in
     the interval, num_tokens adds up, and signal_to_noise is mean signal over mean noise.
     """
     settings = {"loss": loss, "edges": edges, "optimizer_state": optimizer_state, "resources": resources}
@@ -160,7 +160,7 @@ def interval_gradients_over(
     results = [interval_gradients(policy, batch, **settings) for batch in batches]
     if len({result.plan.sketch_size is None for result in results}) == 2:
         raise InputError(
-            "some batches fit into the memory whole and others do not; give --gradient-memory one way or the other"
+            "some batches' gradients fit into memory whole and others do not; change --gradient-memory"
         )
     if not results:
         raise InputError("no batch to measure; give at least one")
@@ -175,15 +175,15 @@ def interval_gradients_over(
 def _slopes(
     J: TokenJacobian, settings: LossSettings, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float]
 ) -> tuple[Float[Tensor, " K"], Int[Tensor, " K"]]:
-    """∂loss/∂log π of each kept token, and its interval."""
+    """Return ∂loss/∂log π of each kept token, and its interval."""
     batch, logprobs = J.batch, J.statistics.logprob.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         loss = batch_loss(logprobs, batch, settings, num_tokens=batch.num_tokens)
-    # All weights of an interval may be 0: equal rewards in the group, every token clipped.
+    # All weights of an interval may be 0: equal rewards in a group, or every token clipped.
     (slopes,) = torch.autograd.grad(loss, logprobs)
     if intervals is not None:
         return J.kept(slopes), J.kept(intervals)
-    # A log-probability that a sampler rounded to just above 0 is a probability of 1.
+    # A sampler may round a log-probability to just above 0; the probability is 1.
     prob = J.kept(fill_unknown(batch.old_logprobs, logprobs.detach())).double().exp().clamp(max=1.0)
     return J.kept(slopes), torch.from_numpy(assign_intervals(prob.numpy(), edges))
 
@@ -191,7 +191,7 @@ def _slopes(
 def _tabulate(
     gram: Gram, num_tokens: Int[np.ndarray, " A"], edges: Sequence[float]
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The table and the cosines; of sketches, with a standard error of each number as a column NAME_error."""
+    """Make the table and the cosines; with sketches, add standard errors as columns NAME_error."""
     size, n = len(edges) - 1, len(gram.groups)
 
     def statistics(within: Float[np.ndarray, "n R R"], total: Float[np.ndarray, "R R"]) -> tuple[pd.DataFrame, ...]:
@@ -213,7 +213,7 @@ def _statistics(
     num_tokens: Int[np.ndarray, " A"],
     edges: Sequence[float],
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The table and the cosines from the inner products of both halves' G_a and from Σ_p ‖g_{p,a}‖²."""
+    """Compute the table and the cosines from the inner products of both halves' G_a and from Σ_p ‖g_{p,a}‖²."""
     size = len(edges) - 1
     per_freedom = n / (n - 1) if n > 1 else np.nan
     add_all = np.vstack([np.eye(size), np.ones(size)])  # the last row sums over the intervals
@@ -251,7 +251,7 @@ def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _check(batch: TokenBatch, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float]) -> None:
-    """Raise InputError for edges that make no intervals, and for intervals that they do not make."""
+    """Raise InputError for invalid edges, and for interval indices out of range."""
     num_intervals, wanted = len(interval_labels(edges)), tuple(batch.input_ids.shape)
     if intervals is None:
         return

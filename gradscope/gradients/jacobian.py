@@ -1,8 +1,8 @@
-"""J = ∂ log π(o_t)/∂θ as an object: the one thing that gradscope asks of a network.
+"""The token Jacobian J = ∂ log π(o_t)/∂θ as a linear operator: all that gradscope asks of a network.
 
-A row per kept token of a batch, a column per measured parameter, never formed. Summed gradients of any token weighting
-are wᵀ·J (`vjp`), what a step does to every token is J·v (`jvp`), and how sums by prompt lie to each other is
-w·J·Jᵀ·wᵀ (`gram`). Every weighting, interval and optimizer is arithmetic on these.
+J has a row per kept token of a batch and a column per measured parameter, and is never formed. `vjp` gives wᵀ·J, the
+summed gradient under any token weighting; `jvp` gives J·v, the effect of a step on every token; `gram` gives
+w·J·Jᵀ·wᵀ, the inner products of sums by prompt. Every weighting, interval and optimizer is arithmetic on these.
 """
 
 from __future__ import annotations
@@ -43,18 +43,20 @@ from gradscope.runs import ALONE, check_room, track
 
 
 class TokenJacobian:
-    """∂ log π(o_t)/∂θ [K, P] of the K tokens that a batch's response_mask keeps, response by response.
+    """The Jacobian ∂ log π(o_t)/∂θ [K, P] of the K tokens that a batch's response_mask keeps, response by response.
 
-    log π is in nats at each response's temperature; θ are all measured parameters, flat, frozen ones too. The model is
-    in eval mode, with plain attention, inside a call only: flags, modes, weights and `.grad` are as they were after it.
+    log π is in nats, at each response's temperature; θ are all measured parameters, flattened, including frozen ones.
+    Methods put the model into eval mode with plain attention and restore everything (modes, flags, weights, `.grad`).
 
     Args:
-        model: a Policy, or a module of transformers with output embeddings.
-        statistics: of the batch's tokens under these weights, where they are known.
-        precision: to which `row_norms` rounds the factors of its matrix products, where it knows the decoder.
+        model: a Policy, or a transformers model with output embeddings.
+        batch: the tokens.
+        resources: limits on memory, processes, time and progress.
+        statistics: of the batch's tokens under the current weights, if already known.
+        precision: of the matrix products in `row_norms`, for decoders with analytic rules.
 
     Raises:
-        InputError: the batch keeps no token, or this process does not have all weights.
+        InputError: the batch keeps no token, or this process does not hold all weights.
     """
 
     def __init__(
@@ -82,19 +84,19 @@ class TokenJacobian:
 
     @property
     def num_tokens(self) -> int:
-        """K."""
+        """Number of kept tokens, K."""
         return self.batch.num_tokens
 
     @cached_property
     def prompts(self) -> Int[Tensor, " n"]:
-        """Ids of the prompts with a kept token, ascending."""
+        """Ids of the prompts with kept tokens, ascending."""
         return self.batch.group_ids[self.batch.response_mask.any(1)].unique()
 
     @cached_property
     def statistics(self) -> TokenStatistics:
-        """log π, log(1−π) and entropy of every kept token [B, S], nats, on the CPU; 0 elsewhere.
+        """log π, log(1−π) and entropy [B, S] of every kept token, in nats, on the CPU; 0 elsewhere.
 
-        A policy's responses are scored each by itself, which gives the digits of its token table; a bare module's in
+        A policy scores one response at a time, to reproduce the digits of its token table; a bare module scores
         micro-batches.
         """
         if self._known is not None:
@@ -105,7 +107,7 @@ class TokenJacobian:
             return batch_statistics(self.model, self.batch, **settings)
 
     def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
-        """Return the Jacobian of some responses' tokens, in this order; itself if they are all."""
+        """Return the Jacobian of the given responses, in the given order; `self` if these are all of them."""
         if torch.equal(torch.as_tensor(rows), torch.arange(len(self.batch))):
             return self
         known = self._found_statistics
@@ -114,35 +116,34 @@ class TokenJacobian:
         return self._share_meter(self._like(self.batch.select(rows), self.resources, known))
 
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenJacobian:
-        """Return the Jacobian of some prompts' tokens; every response stays in its row of the batch."""
+        """Return the Jacobian of the tokens of some prompts; every response keeps its row of the batch."""
         return self._share_meter(self._like(self.batch.of_prompts(prompts), self.resources, self._found_statistics))
 
     def moved(self) -> TokenJacobian:
-        """The same tokens at the weights as they are now."""
+        """Return the Jacobian of the same tokens at the model's current weights."""
         return self._like(self.batch, self.resources)
 
     def alone(self) -> TokenJacobian:
-        """The same tokens, for this process by itself."""
+        """Return the same Jacobian for this process alone."""
         if self.resources.processes.count == 1:
             return self
         return self._share_meter(self._like(self.batch, replace(self.resources, processes=ALONE), self._known))
 
     def until(self, deadline: float | None) -> TokenJacobian:
-        """Return the same Jacobian, whose sums by group end when `time.monotonic` gets there; None: when all is done.
-        """
+        """Return the same Jacobian with a deadline on `time.monotonic` for its sums by group; None: no deadline."""
         resources = replace(self.resources, deadline=deadline)
         return self._share_meter(self._like(self.batch, resources, self._found_statistics))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Keep the model in eval mode, with plain attention and no parameter that requires a gradient."""
-        # Gradients flow, whatever the caller switched off.
+        # The caller may be in inference mode; gradients are needed all the same.
         with torch.inference_mode(False), measuring(self.model, self.batch.width):
             yield
 
     @cached_property
     def meter(self) -> TokenGradientMeter:
-        """The engine of `row_norms`, which learns the model's structure from the longest sequence."""
+        """The engine behind `row_norms`; it learns the model's structure from the longest sequence."""
         if self.policy is None:
             raise InputError("row norms need a Policy, which knows its blocks; load it with load_policy")
         probe = self.batch.sequence(int(self.batch.attention_mask.sum(1).argmax()))[0].to(self.policy.device)
@@ -151,11 +152,11 @@ class TokenJacobian:
             return TokenGradientMeter(self.policy, probe, precision=self._precision, memory=memory)
 
     def kept(self, values: Float[Tensor, "*R B S"]) -> Float[Tensor, "*R K"]:
-        """Of numbers for every column of the batch those of the kept tokens."""
+        """Select the kept tokens' entries of an array over the batch."""
         return values[..., self.batch.response_mask]
 
     def spread(self, values: Float[Tensor, "*R K"]) -> Float[Tensor, "*R B S"]:
-        """The kept tokens' numbers at their columns of the batch, 0 elsewhere."""
+        """Scatter the kept tokens' values to an array over the batch, 0 elsewhere: the inverse of `kept`."""
         out = values.new_zeros(*values.shape[:-1], *self.batch.input_ids.shape)
         out[..., self.batch.response_mask] = values
         return out
@@ -163,26 +164,36 @@ class TokenJacobian:
     def row_norms(
         self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Float[Tensor, " P"] | None = None
     ) -> RowNorms:
-        """Choose rows to be measured: exact norms over all parameters, by module and at every layer's activations.
+        """Select rows for exact norms: over all parameters, by module, and at every layer's activations.
 
         Args:
-            tokens: which are measured; None: all. The others are NaN.
-            scale: what each entry of a row is multiplied by for `scaled_grad_norm`, such as AdamW's metric.
+            tokens: mask of the tokens to measure, the others get NaN; None: all.
+            scale: factor on each entry of a row for `scaled_grad_norm`, such as AdamW's metric.
+
+        Returns:
+            An iterable that measures on demand.
 
         Raises:
-            InputError: the model is a bare module, whose blocks are not known, or the engine cannot measure the model.
+            InputError: the model is a bare module, whose blocks are unknown, or the engine cannot measure it.
         """
         return RowNorms(self, torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens, scale)
 
     def vjp(self, weights: Float[Tensor, "R K"], of: Quantity = "logprob") -> Vectors:
-        """Sum weighted token gradients: row r is Σ_t weights[r, t]·∇ log π_t, or of entropies.
+        """Compute weighted sums of token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
 
-        With weights −w_t/num_tokens (Eq. 2) it is the gradient of the loss. One forward pass serves every row; each row
-        costs a backward pass where it weighs a token of a micro-batch. R + 1 vectors lie in memory or, where that is
-        over `resources.vectors`, R in a scratch file; the numbers are the same.
+        Weights −w_t/num_tokens (Eq. 2) give the gradient of the loss. All rows share one forward pass per micro-batch;
+        each row with a nonzero weight in it adds a backward pass. R + 1 vectors are held in memory or, beyond
+        `resources.vectors`, R in a scratch file, with identical results.
+
+        Args:
+            weights: a row of token weights per vector.
+            of: differentiate each token's log π or its entropy.
+
+        Returns:
+            R vectors as long as the parameters.
 
         Raises:
-            InputError: the weights are not K a row, or a scratch file finds no room.
+            InputError: the weights do not have K columns, or the disk has no room for the scratch file.
         """
         _check_quantities([of])
         weights = self._check(weights)
@@ -208,15 +219,22 @@ class TokenJacobian:
         return sums
 
     def jvp(self, vectors: Vectors, of: Sequence[Quantity] = ("logprob",)) -> Changes:
-        """Differentiate every log π along vectors, ⟨∇ log π_t, vector⟩, or every entropy, or both by the same passes.
+        """Compute the directional derivatives ⟨∇ log π_t, v⟩ of every kept token along each vector v.
 
-        If the parameters move by a vector, each changes by that much to first order. A vector that is not zero
-        costs about three forward passes in forward mode. Where an operation of the model has none, a UserWarning says
-        so and all changes are central differences, which cost 2 to 16 forward passes and agree to about 2e-4 of the
-        root mean square change, in float32, unless they send a token to other experts.
+        This is the first-order change of log π_t (or of the entropy, or both from the same passes) when the parameters
+        move by v. Each nonzero vector costs about three forward passes in forward mode. If an operation of the model
+        does not support forward mode, a UserWarning says so and central differences are used: 2 to 16 forward passes,
+        accurate to about 2e-4 of the root mean square change in float32, unless they route a token to other experts.
+
+        Args:
+            vectors: R vectors as long as the parameters.
+            of: the quantities to differentiate.
+
+        Returns:
+            The changes [R, K], in nats.
 
         Raises:
-            InputError: the vectors do not fit the model, or its arithmetic is below float32, in which a tangent keeps
+            InputError: the vectors do not fit the model, or it computes below float32, where a tangent would keep only
                 two or three digits.
         """
         _check_quantities(of)
@@ -244,42 +262,44 @@ class TokenJacobian:
         totals: bool = False,
         way: Way | None = None,
     ) -> Gram:
-        """Multiply sums of token gradients by group with each other: u_{p,r} = Σ_t weights[r, t]·∇ log π_t, t in p.
+        """Compute inner products of token gradients summed by group: u_{p,r} = Σ_{t in p} weights[r, t]·∇ log π_t.
 
-        One pass over the batch, a backward pass for each row where it weighs a token. Vectors are whole where they fit
-        into `resources.vectors`, else sketches. Where not even the inner products of all pairs fit, as many groups as
-        fit are drawn at random, and their weights are multiplied by (tokens of all groups) / (tokens of these). The
-        processes share the groups.
+        Takes one pass over the batch, with a backward pass per row and micro-batch as in `vjp`. Vectors are kept whole
+        if they fit into `resources.vectors`, else as sketches. If not even the inner products of all pairs fit, a
+        random subset of groups is used, with weights multiplied by (tokens of all groups) / (tokens of the subset).
+        Processes share the groups.
 
         Args:
-            groups: id of each response's group; None: its prompt's. One without a kept token is none.
-            pairs: of every two groups, for which n·R vectors are kept, or within each group alone.
-            metric: also in AdamW's metric, whose v̂ takes in the square of Σ_{p,r} u_{p,r}: the loss's gradient.
+            weights: a row of token weights per sum.
+            groups: group id of each response; None: its prompt. Groups without kept tokens are dropped.
+            pairs: "all" pairs of groups, which keeps n·R vectors, or only pairs "within" a group.
+            metric: compute inner products in AdamW's metric too; its v̂ includes the square of the loss's gradient,
+                Σ_{p,r} u_{p,r}.
             sketch: keep a sketch of each vector, for inner products between groups.
-            totals: keep the sums over groups as vectors, in a scratch file where the groups' are sketches.
-            way: this one, whatever it costs.
+            totals: keep the sums over groups as vectors, in a scratch file if the groups' vectors are sketches.
+            way: force this way of keeping the vectors, whatever it costs.
 
         Raises:
-            InputError: the weights are not K a row, or the budget does not hold the vectors.
+            InputError: the weights do not have K columns, or the vectors exceed the budget.
         """
         sums = self._group_sums(self._check(weights), groups)
         plan = sums.plan(pairs, metric=metric is not None, way=way)
         return sums.multiply(plan, pairs, metric=metric, sketch=sketch, totals=totals)
 
     def plan_gram(self, rows: int, *, pairs: Pairs = "all", metric: bool = False, way: Way | None = None) -> SumsPlan:
-        """Tell how `gram` makes so many rows of weights by prompt. Raises InputError where memory is too little."""
+        """Return how `gram` would compute this many rows by prompt. Raises InputError if memory does not suffice."""
         return self._group_sums(torch.zeros(rows, self.num_tokens), None).plan(pairs, metric=metric, way=way)
 
     def rows_at_once(self, most: int, *, metric: bool = False) -> int:
-        """Tell how many rows of weights `gram` makes within groups at a time, beside one more row that is always there.
+        """Return how many rows `gram` can compute at a time with pairs="within", in addition to one fixed row.
 
-        Each takes its sum and a group's vector; autograd takes another, and so does a metric.
+        Each row takes two vectors: its total and the current group's.
         """
-        beside = 3 + metric  # the row's that is always there, and autograd's
+        beside = 3 + metric  # the fixed row's two, one for autograd, one for the metric
         return int(min(most, max(1, (self.resources.vectors // vector_bytes(self.model) - beside) // 2)))
 
     def check_room(self, count: int) -> None:
-        """Raise InputError where so many vectors fit neither into `resources.vectors` nor on the disk."""
+        """Raise InputError if this many vectors fit neither into `resources.vectors` nor on the disk."""
         if (size := count * vector_bytes(self.model)) > self.resources.vectors:
             check_room(size)
 
@@ -308,7 +328,7 @@ class TokenJacobian:
 
     @cached_property
     def _sweep(self) -> Sweep | None:
-        """The network block by block; None where the blocks of a bare module are not known."""
+        """The network block by block; None if the blocks of a bare module cannot be found."""
         try:
             return Sweep(self.model, self._blocks)
         except InputError:
@@ -316,7 +336,7 @@ class TokenJacobian:
 
     @property
     def _responses_at_once(self) -> int:
-        """Most responses of a micro-batch whose graph fits."""
+        """Largest micro-batch whose graph fits into memory."""
         most = self.resources.micro_batch
         return most if self._sweep is None else self._sweep.most_responses(self.batch.width, most)
 
@@ -329,7 +349,7 @@ class TokenJacobian:
         return weights
 
     def _pieces(self, micro_batch: int, copies: int) -> Iterator[Piece]:
-        """This process's micro-batches of at most so many responses, longest first; copies: see `fitting_size`."""
+        """Yield this process's micro-batches of at most `micro_batch` responses, longest first."""
         size, processes = fitting_size(self.model, self.batch, micro_batch, copies=copies), self.resources.processes
         pieces = micro_batches(self.batch, size)[processes.rank :: processes.count]
         for rows, piece in track(pieces, "gradients", self.resources.progress, unit="micro-batches"):
@@ -350,7 +370,7 @@ class TokenJacobian:
         return found
 
     def _place(self, rows: Int[Tensor, " b"], piece: TokenBatch) -> Int[Tensor, " k"]:
-        """Where a piece's kept tokens stand among all."""
+        """Return the indices of a piece's kept tokens among all K."""
         row, column = piece.response_mask.nonzero().unbind(1)
         start = self.batch.attention_mask[rows].int().argmax(1)
         return self._places[rows[row], start[row] + column]

@@ -1,11 +1,12 @@
-"""Log-probabilities of a log that contradict the policy's: missing, another token's, at another temperature, truncated.
+"""Logged log-probabilities that contradict the policy: missing, shifted, at another temperature, or truncated.
 
-A log says of every token log π under the policy that sampled it. On-policy that is the policy's own log π, to the
-rounding of two engines. Where it is not, a few tokens' whole distributions tell which reading of the column fits:
+A log records log π of every token under the policy that sampled it. On-policy this equals the policy's own log π, up to
+the rounding of two engines. If it does not, the full distributions at a few tokens show which reading of the column
+fits:
 
-    shifted       log π(o_t±1)                    refused, for no ratio is then the token's own
+    shifted       log π(o_t±1)                    refused, since every ratio would be another token's
     raw           log π at another temperature    vLLM's `raw_logprobs` are at T = 1, whatever the run's
-    truncated     log π − log S                   its `processed_logprobs` are of the top-k, top-p set of mass S
+    truncated     log π − log S                   its `processed_logprobs` are over the top-k, top-p set of mass S
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ from gradscope.policy import Policy
 from gradscope.rollouts import Note, TokenBatch
 
 LIKELY = 0.9
-"""Tokens above this probability may well have a log π that rounds to 0."""
+"""Tokens above this probability may have a log π that rounds to 0."""
 MOST = 0.9
-"""Share of the less likely tokens with 0.0 from which on the log holds none."""
+"""Share of zeros among less likely tokens above which the log counts as empty."""
 FEWEST = 20
-"""Tokens below which nothing is concluded."""
+"""Fewest tokens for any conclusion."""
 APART = 0.5
-"""Mean distance in nats from which on another alignment is looked for."""
+"""Mean distance in nats above which a shift is tested."""
 NEARER = 4.0
-"""How many times nearer the log has to be to its neighbours' log π than to the tokens' own."""
+"""How many times closer the log has to be to the neighbours' log π than to the tokens' own."""
 
 OFF = 0.01
-"""Mean distance in nats up to which the stated reading is believed: engines in bfloat16 differ by that much."""
+"""Mean distance in nats up to which the stated reading is accepted; bfloat16 engines differ by this much."""
 BETTER = 2.0
-"""How many times nearer another reading has to be; a temperature that nobody named, NEARER times."""
+"""How many times closer another reading has to be; NEARER times at a temperature that is not stated anywhere."""
 ERRORS = 3.0
-"""Standard errors that the gain in distance has to exceed."""
+"""Standard errors that the improvement has to exceed."""
 ALIKE, EXACT = 1.1, 1e-4
-"""Readings whose distances differ by this factor, or by so many nats, fit alike."""
+"""Readings count as equally good if their distances differ by at most this factor or this many nats."""
 RESPONSES, EACH = 32, 8
-"""How many responses are looked at, and how many tokens of each."""
+"""Responses to examine, and tokens of each."""
 TEMPERATURES = tuple(np.round(np.arange(0.1, 2.001, 0.05), 2).tolist())
 TOP_K = (5, 10, 20, 30, 40, 50, 64, 100, 200, 512, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
@@ -57,10 +58,10 @@ class ContradictionWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Reading:
-    """One way to read a column of log-probabilities: at a temperature, renormalised over a kept set or not."""
+    """One reading of a column of log-probabilities: its temperature, and whether it is renormalised over a kept set."""
 
     temperature: float | None = None
-    """None: the one that is stated."""
+    """None: the stated one."""
     top_k: int | None = None
     top_p: float | None = None
 
@@ -75,37 +76,37 @@ class Reading:
 
 @dataclass(frozen=True)
 class Contradiction:
-    """What a column of logged log-probabilities holds instead of what is stated."""
+    """A column of logged log-probabilities that contradicts its stated reading."""
 
     column: str
     reading: Reading
     """The reading that fits."""
     distance: float
-    """Mean |Δ log π| of that reading on the tokens that were looked at, nats."""
+    """Mean |Δ log π| under that reading, over the examined tokens, in nats."""
     stated_distance: float
-    """The same of the stated reading."""
+    """The same under the stated reading."""
     stated_temperature: float
     kept_mass: float
-    """Mean probability of the kept set, 1 where nothing is truncated."""
+    """Mean probability of the kept set; 1 without truncation."""
     num_tokens: int
 
     @property
     def note(self) -> Note:
         far, near = f"{self.stated_distance:.2g}", f"{self.distance:.2g}"
         found = (
-            f"{self.column} contradicts what is stated: on {self.num_tokens} tokens it is {far} nats in the mean from "
-            f"this policy's log π at T = {self.stated_temperature:g}, and {near} at {self.reading}"
+            f"{self.column} contradicts the stated temperature: on {self.num_tokens} tokens it differs on average by "
+            f"{far} nats from this policy's log π at T = {self.stated_temperature:g}, and by {near} at {self.reading}"
         )
         if self.reading.truncates:
             return Note(
-                f"{found}, renormalised over the kept tokens, whose mass is {self.kept_mass:.3g} in the mean: ratios "
+                f"{found}, renormalised over the kept tokens, whose mean mass is {self.kept_mass:.3g}: ratios "
                 "to it are too small by that mass, and truncated sampling is outside the theory; log raw "
                 "log-probabilities, or sample without truncation",
                 "logged-logprobs",
             )
         return Note(
             f"{found}. If the tokens were sampled at T = {self.reading.temperature:g}, give that temperature; if not, "
-            "the log holds the sampler's raw log-probabilities, and ratios to them say nothing: drop the column, or "
+            "the log holds the sampler's raw log-probabilities, and ratios to them mean nothing: drop the column, or "
             "log processed ones",
             "logged-logprobs",
         )
@@ -114,9 +115,9 @@ class Contradiction:
 def refuse_foreign_logprobs(
     own: Sequence[Float[Tensor, " _"]], logged: Sequence[Float[Tensor, " _"]], name: str
 ) -> None:
-    """InputError where logged log π are 0.0 at most tokens that are not likely, or those of the token beside.
+    """Raise InputError if logged log π are 0.0 at most unlikely tokens, or belong to the neighbouring token.
 
-    own: the policy's log π by response, nats; logged: what the log says of the same tokens, NaN where it says nothing.
+    own: the policy's log π by response, in nats; logged: the log's for the same tokens, NaN where unknown.
     """
     mine, told = (torch.cat(list(values)).double().numpy() for values in (own, logged))
     unlikely = ~np.isnan(told) & (mine < np.log(LIKELY))
@@ -124,7 +125,7 @@ def refuse_foreign_logprobs(
     if unlikely.sum() >= FEWEST and zero > MOST * unlikely.sum():
         raise InputError(
             f"{name} is 0.0, a probability of 1, at {zero} of the {int(unlikely.sum())} tokens that the policy gives "
-            f"less than {LIKELY}: the log holds none; drop the column (tokens are then on-policy), or log them"
+            f"less than {LIKELY}: the log holds none; drop the column (tokens then count as on-policy), or log them"
         )
     apart = _distance(own, logged, 0)
     if not apart > APART:
@@ -132,13 +133,13 @@ def refuse_foreign_logprobs(
     for shift, words in ((1, "next"), (-1, "previous")):
         if NEARER * (other := _distance(own, logged, shift)) < apart:
             raise InputError(
-                f"{name} is that of the {words} token: {other:.2f} nats from its log π in the mean, and {apart:.2f} "
+                f"{name} is that of the {words} token: on average {other:.2f} nats from its log π, and {apart:.2f} "
                 "from the token's own; shift the column by one"
             )
 
 
 def _distance(own: Sequence[Tensor], logged: Sequence[Tensor], shift: int) -> float:
-    """Mean distance of each token's logged log π from the own one so many places on; NaN of too few."""
+    """Return the mean distance of the logged log π from the policy's log π `shift` tokens on; NaN for few tokens."""
     parts = []
     for mine, told in zip(own, logged, strict=True):
         first, second = (mine[shift:], told[: len(told) - shift]) if shift >= 0 else (mine[:shift], told[-shift:])
@@ -151,10 +152,10 @@ def _distance(own: Sequence[Tensor], logged: Sequence[Tensor], shift: int) -> fl
 def find_contradictions(
     policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor], *, seed: int = 0
 ) -> list[Contradiction]:
-    """Columns of logged log-probabilities that another reading than the stated one fits better, by how much.
+    """Find columns of logged log-probabilities that another reading fits better than the stated one.
 
-    columns: `logprob` and, where the log has them, `old_logprob` and `sampler_logprob`, in the table's order. Free
-    where these agree to OFF nats; else a forward pass over at most RESPONSES responses.
+    columns: `logprob` and, if logged, `old_logprob` and `sampler_logprob`, in table order. Free if these agree to OFF
+    nats; else costs a forward pass over at most RESPONSES responses.
     """
     names = ("old_logprob", "sampler_logprob")
     logged = {name: np.asarray(columns[name], dtype=np.float64) for name in names if name in columns}
@@ -164,7 +165,7 @@ def find_contradictions(
         if known.sum() < FEWEST or np.abs(told - own)[known].mean() <= OFF:
             continue
         if found and found[-1].column == "old_logprob" and np.array_equal(told, logged["old_logprob"], equal_nan=True):
-            continue  # prime-rl's two are one
+            continue  # prime-rl logs one column twice
         contradiction = _read_column(policy, batch, name, told, np.random.default_rng(seed))
         if contradiction is not None:
             found.append(contradiction)
@@ -172,14 +173,14 @@ def find_contradictions(
 
 
 def note_logged(policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor]) -> tuple[Note, ...]:
-    """The same in words, of kind logged-logprobs."""
+    """Describe the contradictions in notes of kind logged-logprobs."""
     return tuple(found.note for found in find_contradictions(policy, batch, columns))
 
 
 def _read_column(
     policy: Policy, batch: TokenBatch, name: str, told: np.ndarray, generator: np.random.Generator
 ) -> Contradiction | None:
-    """What fits the column on a sample of tokens; None where that is the stated reading."""
+    """Return the contradiction found on a sample of tokens; None if the stated reading fits best."""
     bounds = np.cumsum([0, *batch.response_mask.sum(1).tolist()])
     known = [np.flatnonzero(np.isfinite(told[slice(*bounds[row : row + 2])])) for row in range(len(batch))]
     rows = [row for row in range(len(batch)) if len(known[row])]
@@ -197,7 +198,7 @@ def _read_column(
     stated = apart[Reading()]
     if len(stated) < FEWEST:
         return None
-    # Of readings that fit alike the first is taken, which is the simplest.
+    # Among equally good readings the first is taken, which is the simplest.
     limit = ALIKE * min(values.mean() for values in apart.values()) + EXACT
     best = next(reading for reading, values in apart.items() if values.mean() <= limit)
     gain = stated - apart[best]
@@ -219,7 +220,7 @@ def _read_column(
 def _logits_of(
     model: nn.Module, batch: TokenBatch, row: int, picks: np.ndarray
 ) -> tuple[Float[Tensor, "k vocab"], Int[Tensor, " k"]]:
-    """Logits at some kept tokens of a response, by their place among them, and their ids."""
+    """Return the logits at some kept tokens of a response, given by index, and the tokens' ids."""
     ids, targets = batch.sequence(row)
     chosen = targets[torch.from_numpy(picks)]
     device = next(model.parameters()).device
@@ -230,7 +231,7 @@ def _logits_of(
 def _readings(
     logits: Float[Tensor, "k vocab"], ids: Int[Tensor, " k"], stated: float
 ) -> Iterator[tuple[Reading, np.ndarray, np.ndarray]]:
-    """Each reading, simplest first, with the tokens' log π by it, nats, and the mass of the kept set, [k] each."""
+    """Yield each reading, simplest first, with the tokens' log π in nats and the mass of the kept set, [k] each."""
     own, whole = ids[:, None], np.ones(len(ids))
     for temperature in (None, 1.0, *(t for t in TEMPERATURES if t != 1)):
         scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
@@ -240,7 +241,7 @@ def _readings(
         scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
         logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
         top = scaled.topk(min(max(TOP_K), scaled.shape[-1])).values.double().exp().cumsum(-1).numpy()
-        # The kept set is widened to hold the token itself, which an engine that rounds otherwise may have kept.
+        # The kept set always includes the token itself: an engine with other rounding may have kept it.
         rank = (scaled > scaled.gather(-1, own)).sum(-1).numpy()
         for top_k in (None, *TOP_K):
             for top_p in (None, *TOP_P):
@@ -251,9 +252,9 @@ def _readings(
 
 
 def _kept_mass(top: np.ndarray, rank: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
-    """Probability of the tokens that top-k, then top-p of what it keeps, leave, and of those above the token itself.
+    """Return the mass of the tokens that top-k and then top-p keep, including all down to the token itself.
 
-    top: cumulated probabilities of the likeliest tokens, [k, n]; rank: the token's own place, from 0 on.
+    top: cumulative probabilities of the likeliest tokens, [k, n]; rank: the token's own rank, from 0.
     """
     kept = np.full(len(top), top.shape[1] - 1 if top_k is None else min(top_k, top.shape[1]) - 1)
     if top_p is not None:

@@ -1,7 +1,7 @@
-"""Measure a batch: its token table, in memory or kept in a folder where an interrupted measurement goes on.
+"""Measure a batch into a token table, in memory or in a folder where an interrupted measurement resumes.
 
-DIR/.partial holds a part per response or, where minutes decide, which prompts are looked at and a part per round. Once
-all are there, tokens.parquet and manifest.json are published together.
+DIR/.partial holds a part per response or, under a time limit, the choice of prompts and a part per round. Once all
+parts are there, tokens.parquet and manifest.json are published together.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Number = int | float
 
 TABLE = "tokens.parquet"
 SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
-"""Columns on which the manifest rests."""
+"""Columns that the manifest summarizes."""
 CHOICE = 0
-"""Part that says, where minutes decide, how many prompts are looked at and how many seconds it took to decide that."""
+"""Number of the part that records, under a time limit, how many prompts are used and the seconds spent so far."""
 READING = ("format", "step", "reward_key", "chat_template_kwargs")
-"""How rollouts are read, as the key of a run has it."""
+"""Settings for reading rollouts that are part of a run's key."""
 
 
 @checked
@@ -57,38 +57,38 @@ def measure(
     resources: Resources = Resources(),  # noqa: B008  (frozen)
     **settings: Unpack[MeasureKeywords],
 ) -> pd.DataFrame:
-    """Measure every response token's own gradient: the token table, a row per token that response_mask keeps.
+    """Measure every response token's own gradient, and return the token table.
 
     Args:
-        policy, batch: or the paths that `load_policy` and `read_rollouts` take.
-        out: a folder for the table (tokens.parquet) and its manifest. A measurement with the same arguments that was
-            interrupted there goes on, and one that is finished is read; the command's, too, if policy and batch are
-            given as paths. None: nothing is kept.
-        tokens: indices into the kept tokens in the table's order; only these get a backward pass.
+        policy, batch: or paths, as for `load_policy` and `read_rollouts`.
+        out: a folder for the table (tokens.parquet) and its manifest. An interrupted measurement with the same
+            arguments resumes there, and a finished one is read, including one made by the command if policy and batch
+            are given as paths. None: nothing is written.
+        tokens: indices of the kept tokens, in table order, that get a backward pass; None: see `settings`.
         edges: of the intervals of π.
-        optimizer_state: for metric="adamw"; or the file of an AdamW state_dict.
-        resources: `activations`, the bytes that one batched backward pass carries, changes speed, memory and rounding
-            only. Several processes share the responses, and all get the table.
-        settings: the fields of MeasureSettings, by name; without `loss`, it is what the log at a path says was
-            trained, where it does.
+        optimizer_state: AdamW's state, or the file of its state_dict; for metric="adamw".
+        resources: `activations`, the bytes that one batched backward pass may carry, affects only speed, memory and
+            rounding. Several processes share the responses, and all get the table.
+        settings: the fields of MeasureSettings, by name. `loss` defaults to the settings recorded in the log, if the
+            batch is a path.
 
     Returns:
-        A row per token that response_mask keeps, with minutes of the prompts that were looked at:
-        `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, dropped tokens
-        counted), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
+        A row per token that response_mask keeps (with `minutes`, only for the prompts used):
+        `response` (row of the batch), `group` (its prompt's), `position` (0-based within the response, counting dropped
+        tokens), `token_id`, `token`, `logprob`, `prob`, `log_one_minus_prob`, `entropy` (nats, at the sampling
         temperature), `old_logprob`, `ref_logprob`, `advantage` (NaN if unknown), `sampler_logprob` and
-        `loss_scale` (where the batch has them), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an
-        advantage), `clipped`, `interval`, `sampling_probability` (of being measured, where a sample was drawn: see
-        `sample`), and the L2 norms of the token gradient of log π unweighted: `logit_grad_norm` (with respect to
-        logits / T), `act_grad_norm.0` … `act_grad_norm.L`, `param_grad_norm`; with metric="adamw"
-        `param_grad_norm_adamw`. What the token really contributes is `weight · norm`.
+        `loss_scale` (if the batch has them), `policy_weight`, `kl_weight`, `weight` (Eq. 2's w_t, NaN without an
+        advantage), `clipped`, `interval`, `sampling_probability` (if a sample was drawn: see `sample`), and the
+        unweighted L2 norms of the gradient of the token's log π: `logit_grad_norm` (with respect to logits / T),
+        `act_grad_norm.0` … `act_grad_norm.L`, `param_grad_norm`; with metric="adamw" `param_grad_norm_adamw`. The
+        token's contribution to the update has norm |weight| · norm.
 
     Raises:
-        InputError: for a batch that does not fit the policy, and for a folder that holds another run.
-        SelfCheckError: if the engine cannot be trusted on this policy.
+        InputError: the batch does not fit the policy, or the folder holds another run.
+        SelfCheckError: the engine disagrees with plain autograd on this policy.
 
-    Warns where logged log-probabilities fit another temperature or a truncated distribution better. What a batch's own
-    numbers say against it stands in `batch.notes` (kinds `rollouts.CAVEATS`).
+    Warns if logged log-probabilities fit another temperature or a truncated distribution better. Doubts raised by the
+    batch itself are in `batch.notes` (kinds `rollouts.CAVEATS`).
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
     given, path = isinstance(policy, Policy), None if isinstance(batch, TokenBatch) else Path(batch)
@@ -107,7 +107,7 @@ def measure(
             _warn(measurement)
             return fill_table(measurement)
     if not policy.path:
-        raise InputError("a run is told from others by its policy's files, and this policy has none; leave out `out`")
+        raise InputError("a run is identified by its policy's files, and this policy has none; leave out `out`")
     known = dict.fromkeys(READING) | {"rollouts": batch.digest()}
     if given:  # its weights may have changed since it was loaded
         known["weights"] = _weights_hash(policy)
@@ -127,7 +127,7 @@ def measure(
 
 
 def fill_table(measurement: TableMeasurement) -> pd.DataFrame:
-    """Measure what was entered, as `measure` does; return the table of all processes."""
+    """Run an entered measurement; return the table of all processes."""
     parts = Memory()
     if rounds := _fill(measurement, parts):
         return join_responses(join_rounds(measurement, rounds))
@@ -161,12 +161,12 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
 
 
 def measure_key(policy: Policy, settings: MeasureSettings, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the key of a measurement's folder: everything that changes a number. known: about rollouts and optimizer."""
+    """Make the key of a measurement's folder: everything that affects the results. known: rollouts and optimizer."""
     return make_key(policy, {**known, "settings": asdict(settings), "blocks": policy.blocks_name})
 
 
 def read_table(folder: RunFolder) -> pd.DataFrame:
-    """Read the token table of a finished run. Raises InputError if it is not what was written."""
+    """Read the token table of a finished run. Raises InputError if the file has changed."""
     folder.check(TABLE)
     return pd.read_parquet(folder.folder / TABLE)
 
@@ -193,9 +193,9 @@ class Hooks:
     """Callbacks of a measurement into a folder; the default is silent."""
 
     tell: Callable[[str], None] = lambda text: None
-    """Gets a line, in the main process."""
+    """Receives a line of output, in the main process."""
     judge: Callable[[pd.DataFrame], str | None] = lambda table: None
-    """Says how much a sample leaves open. Gets the table's SUMMARIZED columns."""
+    """Describes a sample's error, given the table's SUMMARIZED columns."""
 
 
 def measure_into(
@@ -207,15 +207,15 @@ def measure_into(
     overwrite: bool = False,
     hooks: Hooks = Hooks(),
 ) -> None:
-    """Measure into the folder of a run, unless it is finished; all processes call it together.
+    """Measure into a run's folder, unless it is finished; all processes call it together.
 
     Args:
-        facts: `model`, the policy's name, and what else the manifest tells of files.
-        asked: the settings as the user gave them; None: the measurement's.
-        overwrite: whether a run with another key is replaced.
+        facts: `model`, the policy's name, and further entries for the manifest.
+        asked: the settings as given by the user; None: the measurement's.
+        overwrite: whether to replace a run with another key.
 
     Raises:
-        InputError: for a folder that holds another run.
+        InputError: the folder holds another run.
     """
     processes, asked = measurement.processes, measurement.asked if asked is None else asked
     with processes.together():
@@ -236,7 +236,7 @@ def measure_into(
                 if processes.is_main:
                     held.enter_context(folder.writing())
                     if folder.begin(overwrite=overwrite):
-                        hooks.tell(f"taking up the unfinished run in {folder.folder}")
+                        hooks.tell(f"resuming the unfinished run in {folder.folder}")
                     if timed:
                         choice = {"prompts": [measurement.num_prompts], "spent": [measurement.watch.seconds()]}
                         folder.write_part(CHOICE, pd.DataFrame(choice))
@@ -244,11 +244,11 @@ def measure_into(
         measurement.when_chosen = begin
         try:
             held.enter_context(measurement)
-        except Exception:  # what is refused leaves nothing behind
+        except Exception:  # a refused measurement leaves nothing behind
             if timed and not rounds and processes.is_main:
                 folder.part(CHOICE).unlink(missing_ok=True)
             raise
-        if not timed:  # checked itself, before anything is written
+        if not timed:  # entered, so the self-check has passed
             begin()
         if processes.is_main:
             _announce(measurement, asked, hooks.tell)
@@ -268,7 +268,7 @@ def measure_into(
 
 
 def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Callable[[str], None]) -> None:
-    """Tell what will be measured."""
+    """Announce what will be measured."""
     for note in measurement.notes:
         tell(f"note: {note}")
     settings, tokens, whole = (
@@ -279,15 +279,15 @@ def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Calla
     if settings.minutes is not None:
         whole = " (--minutes none takes all)" if asked.minutes is None else ""
         tell(
-            f"looking at {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, at as large a sample of "
-            f"their {tokens:,} tokens as {settings.minutes:g} minutes allow, loading included{whole}"
+            f"using {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, and as large a sample of their "
+            f"{tokens:,} tokens as {settings.minutes:g} minutes allow, loading included{whole}"
         )
     if settings.fast:
         tell(describe_speedup(measurement.meter.speedup))
     chosen, each = asked.tokens_per_interval, settings.tokens_per_interval
     if chosen in ("auto", "enough") and each:
-        why = f"tokens are more than {BUDGET:,}" if chosen == "auto" else "tokens are of few prompts"
-        tell(f"measuring a random sample, {each:,} tokens of each interval at most: {tokens:,} {why} ({whole})")
+        why = f"tokens are more than {BUDGET:,}" if chosen == "auto" else "tokens come from few prompts"
+        tell(f"measuring a random sample of at most {each:,} tokens per interval: {tokens:,} {why} ({whole})")
 
 
 def describe_speedup(speedup: float) -> str:
@@ -301,7 +301,7 @@ def describe_speedup(speedup: float) -> str:
 
 
 def _take_up(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
-    """Return the rounds of an interrupted run of minutes, whose prompts are looked at again and whose seconds count."""
+    """Return the rounds of an interrupted timed run, and restore its prompts and elapsed seconds."""
     processes, mine = measurement.processes, []
     with processes.together():
         if processes.is_main:
@@ -316,7 +316,7 @@ def _take_up(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
 def _fill(
     measurement: TableMeasurement, parts: Parts, hooks: Hooks = Hooks(), rounds: Sequence[Round] = ()
 ) -> list[Round]:
-    """Measure the missing parts; with minutes, return all rounds, those of an interrupted run included."""
+    """Measure the missing parts; under a time limit, return all rounds, including those of an interrupted run."""
     processes, missing = measurement.processes, []
     if measurement.settings.minutes is not None:
         return _fill_rounds(measurement, parts, hooks, list(rounds))
@@ -328,14 +328,14 @@ def _fill(
 
 
 def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) -> None:
-    """Measure this process's share of the parts that are left; progress is of the main process's share."""
+    """Measure this process's share of the remaining parts; progress shows the main process's share."""
     counts = [len(sequence.measured) for sequence in measurement.row_norms.sequences]
     mine, missing = measurement.row_norms.share(left), set(left)
     ours = sum(counts[row] for group in mine for row in group if row in missing)
     total = sum(counts) if measurement.processes.count == 1 else ours
     with measurement.progress.stage("measuring", total, "tokens", done=total - ours) as advance:
         for group in mine:
-            # All of an unfinished group, as before it was interrupted: its numbers are the same then.
+            # Measure the whole group even if only some parts are missing: results depend on the grouping by rounding.
             for row, frame in zip(group, measurement.measure_responses(group), strict=True):
                 if row in missing:
                     parts.write_part(row, frame)
@@ -345,12 +345,12 @@ def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) ->
 def _fill_rounds(
     measurement: TableMeasurement, parts: Parts, hooks: Hooks, rounds: list[Round]
 ) -> list[Round]:
-    """Measure the remaining rounds, write each when it ends, and return all."""
+    """Measure the remaining rounds, write each as it ends, and return all."""
     processes = measurement.processes
     if measurement.least is not None and processes.is_main:
         hooks.tell(
-            f"{measurement.settings.minutes:g} minutes are too few to keep to, for loading, timing a few responses and "
-            f"the fewest prompts that will do; give {measurement.least:.2g} or more"
+            f"{measurement.settings.minutes:g} minutes are too few for loading, timing a few responses and the minimum "
+            f"of prompts, so this will take longer; give {measurement.least:.2g} or more"
         )
     for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
         if processes.is_main:
@@ -394,13 +394,13 @@ def _describe_sample(
     rounds: list[Round],
     hooks: Hooks,
 ) -> dict[str, Any] | str:
-    """Describe, for the manifest, which tokens were measured, why, and what the sample leaves open."""
+    """Describe, for the manifest, which tokens were measured, why, and the sample's error."""
     settings, times = measurement.settings, None
     if (each := settings.tokens_per_interval) is None and not rounds:
         return "every token"
     if not rounds:
-        reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} for each prompt"}
-        why = reasons.get(asked.tokens_per_interval, "asked for")
+        reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} per prompt"}
+        why = reasons.get(asked.tokens_per_interval, "requested")
     else:
         each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
         times = {"preparing": measurement.watch.seconds() - measuring, "measuring": measuring}

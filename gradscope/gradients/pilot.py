@@ -1,4 +1,4 @@
-"""A short pilot on the real policy: what scoring, measuring and summing a prompt take here, by the wall clock."""
+"""A short pilot on the real policy: the time that scoring, measuring and summing a prompt take on this machine."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from gradscope.gradients.jacobian import TokenJacobian
 
 TOKENS = 4
-"""Tokens that get a backward pass."""
+"""Tokens with a backward pass."""
 
 
 @dataclass(frozen=True)
 class Pilot:
-    """What was tried, and its prices."""
+    """The pilot's responses, and the prices found."""
 
     J: TokenJacobian
-    """Of the first prompt's responses."""
+    """The Jacobian of the first prompt's responses."""
     statistics: BatchStatistics
     prices: Prices
 
@@ -45,12 +45,12 @@ def run_pilot(
     *,
     passes: float | None = None,
 ) -> Pilot:
-    """Score the first prompt's responses, measure a few of their tokens, sum the gradients of three responses.
+    """Score the first prompt's responses, measure a few of their tokens, and sum the gradients of three responses.
 
     Args:
-        order: the prompts, as they will be looked at.
-        follows: how gradients will be summed; None: they will not.
-        passes: forward passes of everything that follows the table; None: of the sums alone.
+        order: the prompts, in the order in which they will be used.
+        follows: how gradients will be summed; None: not at all.
+        passes: forward passes of everything that follows the table; None: only the sums.
     """
     lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
     first = (kept & (J.batch.group_ids == order[0])).nonzero()[:, 0]
@@ -63,7 +63,7 @@ def run_pilot(
     _, measuring = _time(lambda: [*few.row_norms(torch.from_numpy(picked))])
     ends = [J.batch.sequence(row)[1] for row in kept.nonzero()[:, 0].tolist()]
     reach = np.mean([int(own[-1]) for own in ends])
-    # In a sample of few tokens each has a response of its own, which is run forwards for it.
+    # In a small sample each token has its own response, and needs a forward pass over it.
     one = float(torch.cat(ends).double().mean()) + POSITION_COST * reach
     measuring *= (len(edges) - 1) * one / known.backward_cost(picked)
     summing = 0.0
@@ -74,11 +74,11 @@ def run_pilot(
 
 
 def _time_sums(J: TokenJacobian, order: Int[Tensor, " n"], follows: SumsPlan, scoring: float) -> float:
-    """Return the seconds of a prompt's summed gradients; scoring: seconds of a position in a forward pass."""
+    """Return the seconds of a prompt's summed gradients; scoring: seconds per position of a forward pass."""
     lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
     rows = [int((kept & (J.batch.group_ids == prompt)).nonzero()[0]) for prompt in order[:2]]
     seconds = [_time(lambda count=count: _sum(J.select(rows[:count]), follows))[1] for count in (1, len(rows))]
-    # The first one also pays for what is prepared once.
+    # The first one includes one-off preparations.
     last, positions = rows[-1], float(lengths[kept].sum()) / len(order)
     took = seconds[1] - seconds[0] if len(rows) > 1 and seconds[1] > seconds[0] else seconds[1] / len(rows)
     passes = follows.forward_passes * scoring * float(lengths[last])
@@ -86,7 +86,7 @@ def _time_sums(J: TokenJacobian, order: Int[Tensor, " n"], follows: SumsPlan, sc
 
 
 def _sum(J: TokenJacobian, follows: SumsPlan) -> None:
-    """Sum the gradients of as many rows of weights as `follows` has, each of other tokens, by prompt."""
+    """Sum gradients by prompt, for as many rows of weights as `follows` has, on disjoint tokens."""
     weights = torch.zeros(follows.rows, J.num_tokens)
     weights[torch.arange(J.num_tokens) % follows.rows, torch.arange(J.num_tokens)] = 1.0
     J.gram(weights, way=follows.way)

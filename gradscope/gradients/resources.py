@@ -1,4 +1,4 @@
-"""What products with the Jacobian may take, and how they tell how far they are: settled once, passed whole."""
+"""Limits on products with the Jacobian, and how they report progress."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Resources:
     micro_batch: int = 8
     """Most responses in one forward pass. Fewer go together where their logits would take too much memory."""
     processes: Processes = ALONE
-    """Share the work; every process gets the result."""
+    """Processes that share the work; all get the result."""
     deadline: float | None = None
-    """When `gram` ends, on the clock of `time.monotonic`: groups come in random order, as many as end by about then; of
-    a comparison, as many weightings."""
+    """When `gram` stops, on the clock of `time.monotonic`: until then it takes groups in random order, and a comparison
+    takes weightings in turn."""
     progress: bool | Progress = SILENT
-    """Where stages are reported; True: on stderr."""
+    """Where progress is reported; True: to stderr."""
 
     def __post_init__(self) -> None:
         for name in ("activations", "micro_batch"):
@@ -35,12 +35,12 @@ class Resources:
                 raise InputError(f"{name} is {value}; give 1 or more")
 
     def settle(self, device: torch.device) -> Resources:
-        """Fill in what is None for a model on this device. All processes call it together."""
+        """Fill in defaults for a model on this device. All processes call it together."""
         vectors = gradient_budget(device, self.processes) if self.vectors is None else self.vectors
         activations = (1 if device.type == "cpu" else 4) << 30 if self.activations is None else self.activations
         return replace(self, vectors=vectors, activations=activations, progress=settle_progress(self.progress))
 
 
 def latest_end(begun: float, deadline: float) -> float:
-    """Return when what is at hand is given up: a quarter of its time after the deadline."""
+    """Return when current work is abandoned: after the deadline, by a quarter of the allotted time."""
     return deadline + max(0.0, deadline - begun) / 4

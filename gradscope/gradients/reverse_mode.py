@@ -1,4 +1,4 @@
-"""wᵀ·J by backward passes: sums of token gradients, whole or a parameter at a time."""
+"""wᵀ·J by backward passes: sums of token gradients, whole or one parameter at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradscope.rollouts import TokenBatch
 
 @contextmanager
 def differentiable(model: nn.Module, length: int = 0) -> Iterator[None]:
-    """`measuring`, with gradients for every measured parameter; all comes back as it was."""
+    """Enter `measuring` with gradients enabled for every measured parameter, and restore everything afterwards."""
     with torch.inference_mode(False), torch.enable_grad(), measuring(model, length):
         for _, parameter in float_parameters(model):
             parameter.requires_grad_(True)
@@ -31,7 +31,7 @@ def differentiable(model: nn.Module, length: int = 0) -> Iterator[None]:
 def add_gradients(
     model: nn.Module, logprobs: Float[Tensor, " K"], weights: Float[Tensor, "R K"], sums: Float[Tensor, "R P"]
 ) -> None:
-    """Add Σ_t weights[r, t]·∇ logprobs[t] to row r of the sums: a backward pass for each row that is not 0."""
+    """Add Σ_t weights[r, t]·∇ logprobs[t] to row r of `sums`, with a backward pass per nonzero row."""
     slices, parameters = flat_slices(model).values(), [p for _, p in float_parameters(model)]
     active = weights.any(1).nonzero()[:, 0].tolist()
     for r in active:
@@ -45,11 +45,11 @@ def add_gradients(
 def stream_gradients(
     model: nn.Module, piece: TokenBatch, weights: Float[Tensor, "R k"], take: Take, of: Quantity = "logprob"
 ) -> None:
-    """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, each parameter's as soon as it is made.
+    """Pass Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens to `take`, one parameter at a time as they are ready.
 
-    of: what is differentiated of each token.
+    of: the quantity to differentiate.
     """
-    # Leaves of our own on the same memory: no hook of another's runs, and no `.grad` of the model is touched.
+    # Separate leaves on the same memory: no foreign hooks run, and the model's `.grad` is not touched.
     leaves = {f"model.{name}": p.detach().requires_grad_() for name, p in float_parameters(model)}
     row = 0
 
@@ -64,5 +64,5 @@ def stream_gradients(
     numbers = functional_call(KeptNumbers(model, (of,)), leaves, (piece,))[:, 0]
     weights = weights.to(numbers)
     active = weights.any(1).nonzero()[:, 0].tolist()
-    for row in active:  # which `pass_on` reads
+    for row in active:  # read by `pass_on`
         numbers.backward(weights[row], retain_graph=row != active[-1], inputs=list(leaves.values()))

@@ -28,7 +28,7 @@ class RowNorms:
     def __init__(self, J: TokenJacobian, tokens: Bool[Tensor, " K"], scale: Float[Tensor, " P"] | None) -> None:
         self._jacobian, self._metric = J, None if scale is None else Metric(J.model, scale)
         self.sequences: list[SequenceTokens] = []
-        """What the engine is given of each response."""
+        """The engine's input for each response."""
         for row, mine in enumerate(tokens.split(J.batch.response_mask.sum(1).tolist())):
             temperature = float(J.batch.temperature[row])
             self.sequences.append(SequenceTokens(*J.batch.sequence(row), mine.nonzero()[:, 0], temperature))
@@ -36,17 +36,17 @@ class RowNorms:
         groups = [[filled[i] for i in group] for group in J.meter.group([self.sequences[row] for row in filled])]
         empty = [[row] for row, sequence in enumerate(self.sequences) if not len(sequence.targets)]
         self.groups: list[list[int]] = sorted([*empty, *groups], key=min)
-        """Responses that are measured together; one without kept tokens is in a group of its own."""
+        """Responses to measure together; those without kept tokens are in groups of their own."""
 
     def __iter__(self) -> Iterator[tuple[int, TokenGradients]]:
         for group in self.share(range(len(self.sequences))):
             yield from zip(group, self.measure(group), strict=True)
 
     def share(self, rows: Sequence[int]) -> list[list[int]]:
-        """Return the groups with any of `rows` that this process measures; all processes compute the same split.
+        """Return the groups containing any of `rows` that this process measures; all processes compute the same split.
 
-        The processes' shares cost about the same, as far as whole groups allow. A response's cost is taken to be the
-        tokens that its measured tokens have before them, summed.
+        The split balances cost as far as whole groups allow. A response costs the summed prefix lengths of its measured
+        tokens.
         """
         wanted, processes = set(rows), self._jacobian.resources.processes
         indices = [index for index, group in enumerate(self.groups) if wanted & set(group)]
@@ -54,13 +54,13 @@ class RowNorms:
         return [self.groups[index] for index in deal_by_cost(indices, costs, processes.count)[processes.rank]]
 
     def measure(self, group: Sequence[int]) -> list[TokenGradients]:
-        """Measure some responses at once; a response's numbers do not depend on the others, but for rounding."""
+        """Measure some responses together; results do not depend on the grouping, up to rounding."""
         with self.engine() as meter:
             return meter.measure_together([self.sequences[row] for row in group])
 
     @contextmanager
     def engine(self) -> Iterator[TokenGradientMeter]:
-        """Yield what measures these rows, with the model frozen and their scale in use."""
+        """Yield the engine that measures these rows, with the model frozen and the rows' scale in use."""
         with self._jacobian.frozen():
             self._jacobian.meter.use_metric(self._metric)
             self._jacobian.meter.progress = self._jacobian.resources.progress

@@ -1,15 +1,15 @@
-"""Which tokens are measured where not all are: drawn within each probability interval, with known probabilities.
+"""Sampling of tokens within each probability interval, with known sampling probabilities.
 
-A token has a size q > 0 and a random number u of its own, uniform on [0, 1); those with the smallest u / q of each
-interval are measured, as many as are asked for. So a larger sample holds every smaller one. Given all other tokens'
-numbers, a token is in the sample exactly if u < q·τ, where τ is the smallest u / q that was not taken: its sampling
-probability is p = min(1, q·τ), and Σ y / p over the sample estimates Σ y over all tokens without bias, whatever y is
-(Horvitz and Thompson; for this rule Duffield, Lund and Thorup, J. ACM 54(6), 2007, and Ohlsson, J. Off. Stat. 14, 1998,
-who calls it sequential Poisson sampling). It stays so where the sample ends because time is up, for the time that a
-sample takes does not depend on the order in which its tokens were drawn.
+Each token has a size q > 0 and a random number u, uniform on [0, 1). In each interval, the tokens with the smallest
+u / q are measured, so a larger sample contains every smaller one. Given the numbers of all other tokens, a token is in
+the sample if and only if u < q·τ, where τ is the smallest u / q not taken. Its sampling probability is therefore
+p = min(1, q·τ), and Σ y / p over the sample is an unbiased estimate of Σ y over all tokens, for any y (Horvitz and
+Thompson; for this rule Duffield, Lund and Thorup, J. ACM 54(6), 2007, and Ohlsson, J. Off. Stat. 14, 1998, who calls it
+sequential Poisson sampling). It remains unbiased when the sample ends because time is up, since the time that a sample
+takes does not depend on the order in which its tokens were drawn.
 
-Statistics take this sum times Σ p over all / number measured, which is 1 on average: as many are measured as was
-fixed, and τ cancels. With equal sizes that is the plain mean of the measured tokens times the number of all.
+Statistics multiply this sum by Σ p over all tokens / number measured, which is 1 on average, so that τ cancels. With
+equal sizes, this is the plain mean over the measured tokens times the number of all tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Design = Literal["proportional", "stratified"]
 SAMPLING_PROBABILITY = "sampling_probability"
 """Column of the token table of a sample."""
 EQUAL_PART = 0.25
-"""Share of a token's size that is the same for its whole interval, a lower bound on its chance over equal chances."""
+"""Part of a token's size that is equal for its whole interval; bounds its chance below, relative to equal chances."""
 
 
 class TokenSample:
-    """A sample of the tokens that can grow. intervals: each token's interval, an index below `num_intervals`."""
+    """A sample of tokens that can grow. intervals: each token's interval index, below `num_intervals`."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class TokenSample:
         return taken
 
     def probabilities(self, each: int) -> Float[np.ndarray, " n"]:
-        """Return every token's chance p in that sample; each / tokens of the interval if sizes are equal."""
+        """Return every token's sampling probability p; with equal sizes, each / number of tokens in the interval."""
         out = np.ones(len(self._ranks))
         for own in self._members:
             if each < len(own):
@@ -74,8 +74,8 @@ def token_sizes(
 ) -> Float[np.ndarray, " n"]:
     """Return the size q of each token, with mean 1 in each interval; all 1 if "stratified".
 
-    "proportional": EQUAL_PART, and the rest half by |w|·‖e − π‖, which Σ‖w·g‖² asks for, and half by ‖e − π‖, which
-    mean norms ask for; all of it by ‖e − π‖ in an interval where no weight is known, or one is not.
+    "proportional": EQUAL_PART is constant; half of the rest is proportional to |w|·‖e − π‖, which suits Σ‖w·g‖², and
+    half to ‖e − π‖, which suits mean norms. Intervals with unknown weights use ‖e − π‖ only.
     """
     sizes = np.ones(len(intervals))
     if design == "stratified":
@@ -90,21 +90,21 @@ def token_sizes(
 
 
 def sampling_probabilities(table: pd.DataFrame) -> Float[np.ndarray, " n"] | None:
-    """Return each token's chance to be measured, [K]; None if chances were equal within each interval."""
+    """Return each token's sampling probability [K]; None if these were equal within each interval."""
     return table[SAMPLING_PROBABILITY].to_numpy(np.float64) if SAMPLING_PROBABILITY in table else None
 
 
 def sampling_weights(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """Return 1 / p, the number of tokens each one counts for in means and fits; 1 if the table has no chances."""
+    """Return 1 / p, each token's weight in means and fits; 1 if the table has no sampling probabilities."""
     probabilities = sampling_probabilities(table)
     return np.ones(len(table)) if probabilities is None else 1.0 / probabilities
 
 
 def stands_for(table: pd.DataFrame, measured: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Return how many tokens each measured one counts for, so that sums over any choice of tokens are unbiased.
+    """Return how many tokens each measured token stands for, so that sums over any subset of tokens are unbiased.
 
-    That is tokens / measured tokens of its interval or, where these had chances p of their own, Σp over the interval /
-    measured tokens / p.
+    This is tokens / measured tokens in its interval or, with sampling probabilities p, Σp over the interval / measured
+    tokens / p.
     """
     probabilities, interval = sampling_probabilities(table), table["interval"].to_numpy(np.int64)
     expected = np.bincount(interval, probabilities).astype(np.float64)
@@ -118,7 +118,7 @@ def weighted_quantiles(
 ) -> Float[np.ndarray, " q"]:
     """Return weighted quantiles; with equal weights, those of `np.quantile`.
 
-    Between two values it is linear in the weight that lies below their middles.
+    Interpolates linearly in the cumulative weight at the values' midpoints.
 
     >>> weighted_quantiles(np.array([3.0, 1.0, 2.0]), np.array([1.0, 1.0, 2.0]), np.array([0.0, 0.5, 1.0])).tolist()
     [1.0, 2.0, 3.0]

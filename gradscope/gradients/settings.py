@@ -21,14 +21,14 @@ Number = int | float
 BUDGET = 50_000
 """Response tokens up to which "auto" measures every one."""
 ENOUGH, EACH_PROMPT = 500, 25
-"""Tokens of each interval that "enough" measures: so many of each prompt, and so many at least. Where tokens differ as
-much as prompts do, 25 of a prompt add 4 % to the variance that the prompts give a share, 2 % to its interval."""
+"""Tokens per interval for "enough": the least, and the number per prompt. If tokens vary as much as prompts do, 25 per
+prompt add 4 % to the variance of a share, 2 % to the width of its interval."""
 MINUTES = 10
-"""Minutes that a diagnosis gives to a large policy's table by default."""
+"""Default time limit for a large policy, in minutes."""
 CHOSEN_HERE = (None, "auto", "enough")
-"""Values of tokens_per_interval that are no number."""
+"""Values of tokens_per_interval other than numbers."""
 LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
-"""Parameters above which a policy is large, by the kind of device."""
+"""Parameters above which a policy counts as large, by kind of device."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class MeasureSettings:
     temperature: Number | None = None
     """Sampling temperature; None: each response's own, from the rollouts (1.0 if they have none)."""
     tokens_per_interval: int | Literal["auto", "enough"] | None = None
-    """Measure a seeded random sample, this many tokens of each probability interval; None: every token; auto: 12,500 if
-    there are more than 50,000, else every one; enough: 25 for each prompt, from 500 to 12,500. The others keep their
+    """Measure a seeded random sample with this many tokens per probability interval. None: every token; auto: every
+    token up to 50,000, else 12,500 per interval; enough: 25 per prompt, between 500 and 12,500. Other tokens keep their
     rows, with NaN in the columns that need a backward pass."""
     minutes: Number | None = None
-    """Keep to about so many minutes, loading and what follows the table included: look at as many prompts as fit, and
-    at as large a sample of their tokens; the table has no rows of other prompts. Not together with a number of tokens
-    per interval."""
+    """Take about this many minutes, including loading and everything after the table, for as many prompts and tokens
+    as fit; other prompts have no rows in the table. Excludes a number of tokens per interval."""
     sample: Design = "proportional"
-    """How a sample is drawn. proportional: chances grow with |w|·‖e − π‖ and ‖e − π‖, which are known of every token,
-    and each measured token counts for 1 / its chance; stratified: equal chances within an interval."""
+    """How to draw the sample. proportional: probabilities grow with |w|·‖e − π‖ and ‖e − π‖, which are known for every
+    token, and each measured token is weighted by 1 / its probability; stratified: equal probabilities within each
+    interval."""
     loss: LossSettings = PAPER
     """The objective that defines the weights."""
     advantage_eps: Number = 1e-6
@@ -55,17 +55,17 @@ class MeasureSettings:
     seed: int = 0
     """Seeds the sample and the self-check's tokens."""
     per_module: bool = False
-    """Also the columns `param_grad_norm.NAME`, one per module that owns parameters."""
+    """Add a column `param_grad_norm.NAME` for each module that owns parameters."""
     module_groups: bool = False
-    """The same of modules that do the same in every block, taken together: `param_grad_norm.attention q`."""
+    """Add such a column for each group of modules with the same role in every block, such as `attention q`."""
     metric: Literal["adamw"] | None = None
-    """adamw: also the column `param_grad_norm_adamw`, the exact norm ‖g ⊘ (√v̂ + ε)‖ that AdamW's update sees, v̂ after
-    the batch's plain clipped step; NaN without a saved optimizer or without advantages."""
+    """adamw: add the column `param_grad_norm_adamw`, the exact norm ‖g ⊘ (√v̂ + ε)‖ in AdamW's metric, with v̂ after
+    the batch's plain clipped step; NaN without a saved optimizer or advantages."""
     fast: bool = False
     """Round the factors of the backward pass's matrix products, to tf32 for a float32 policy on a GPU and to bfloat16
-    elsewhere; for common decoders alone. The self-check says by how much the norms err."""
+    otherwise; for common decoders only. The self-check reports the error of the norms."""
     self_check: bool = True
-    """Recompute some tokens of every interval by plain autograd first, and stop if they differ."""
+    """First recompute some tokens of every interval with plain autograd, and stop if they differ."""
 
 
 class MeasureKeywords(TypedDict, total=False):
@@ -111,7 +111,7 @@ def _check_minutes(settings: MeasureSettings) -> None:
         raise InputError(f"minutes is {settings.minutes}; give a finite number above 0")
     if settings.tokens_per_interval not in CHOSEN_HERE:
         raise InputError(
-            f"minutes is {settings.minutes:g} and tokens_per_interval {settings.tokens_per_interval}, and each says "
+            f"minutes is {settings.minutes:g} and tokens_per_interval {settings.tokens_per_interval}, but each sets "
             "how many tokens to measure; give one of the two"
         )
 
@@ -134,10 +134,7 @@ def settle_sample(
 
 
 def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> MeasureSettings:
-    """Set minutes to MINUTES if the policy is large for this type of device and no number of tokens is given.
-
-    Large is above LARGE parameters: what takes hours to measure as a whole.
-    """
+    """Set minutes to MINUTES if the policy has more than LARGE parameters and no number of tokens is given."""
     chosen = settings.tokens_per_interval in ("auto", "enough")
     if not chosen or settings.minutes is not None:
         return settings
@@ -156,15 +153,15 @@ def settle_batch(settings: MeasureSettings, batch: TokenBatch) -> TokenBatch:
 
 
 def fast_precision(dtype: torch.dtype, device: str) -> Precision:
-    """Return the precision to which the fast mode rounds factors, by the policy's dtype and type of device."""
+    """Return the fast mode's precision for a policy of this dtype on this type of device."""
     if dtype == torch.float64:
-        raise InputError("the policy is float64 and the fast mode rounds to less than float32; give one of the two up")
+        raise InputError("the fast mode rounds below float32, and the policy is float64; leave fast out")
     return "tf32" if device == "cuda" and dtype == torch.float32 else "bfloat16"
 
 
 def no_fast_mode(policy: Policy) -> InputError:
-    """Return the error for a policy measured along its graph, where products are always exact."""
+    """Return the error for a policy that is measured by autograd, where products are always exact."""
     return InputError(
-        f"{type(policy.model).__name__} is not built of blocks that the fast mode knows (RMS norms, "
+        f"{type(policy.model).__name__} is not built of blocks that the fast mode supports (RMS norms, "
         "rotary attention, gated MLP); leave fast out, or load the policy with dtype bfloat16"
     )

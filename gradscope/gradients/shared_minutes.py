@@ -1,9 +1,9 @@
-"""How minutes are shared: prompts that are scored, tokens that are measured, prompts whose gradients are summed.
+"""How a time budget is divided between scoring prompts, measuring tokens and summing prompts' gradients.
 
-Three variances decide how wide a page's confidence intervals are. In units of the variance between prompts, a share of
-Σ‖w·g‖² has 1/m from m scored prompts and APART/k from k tokens measured in each interval of π; a share of the summed
-gradient has 1/s from the s prompts whose gradients are summed. The sum of the three is smallest where each number is in
-proportion to √(variance of one / price of one), as far as there are that many.
+Three variances determine the width of the confidence intervals. In units of the variance between prompts, a share of
+Σ‖w·g‖² has variance 1/m from m scored prompts and APART/k from k measured tokens per interval of π; a share of the
+summed gradient has 1/s from s prompts with summed gradients. The total is smallest when each number is proportional to
+√(variance of one / price of one), up to the available count.
 """
 
 from __future__ import annotations
@@ -12,52 +12,52 @@ from dataclasses import dataclass
 from math import sqrt
 
 APART = 25.0
-"""Variance that one token of each interval gives a share of Σ‖w·g‖², over that which one prompt gives it.
-Found for [0, ¼), from every token of the batch: 14 of the embedded policy's ten prompts, 39 to 52 of 16 of
-SmolLM2-135M-Instruct, with 300 and 76 tokens drawn in each interval."""
+"""Variance of a share of Σ‖w·g‖² from measuring one token per interval, relative to that from one prompt. Measured for
+[0, ¼): 14 for the embedded policy (ten prompts, 300 tokens per interval), 39 to 52 for SmolLM2-135M-Instruct (16
+prompts, 76 tokens per interval)."""
 FEWEST = 6
-"""Prompts below which there is no confidence interval (`resampling.short_of`)."""
+"""Fewest prompts for a confidence interval (`resampling.short_of`)."""
 AFTER = 8.0
-"""Seconds of what is neither scored, measured nor summed: the self-check, a page."""
+"""Seconds for everything else: the self-check, the page."""
 HALVINGS = 60
 
 
 @dataclass(frozen=True)
 class Prices:
-    """Seconds that each takes, by the wall clock."""
+    """Seconds of wall time per item."""
 
     scoring: float
-    """A prompt's responses in a forward pass, on average."""
+    """A forward pass over a prompt's responses, on average."""
     measuring: float
-    """One token of each interval."""
+    """Measuring one token of each interval."""
     summing: float
-    """A prompt's summed gradients, on average."""
+    """Summing a prompt's gradients, on average."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """What fits into some seconds."""
+    """What fits into the time budget."""
 
     scored: int
     """Prompts."""
     measured: int
     """Tokens of each interval."""
     summed: int
-    """Prompts, of those that are scored."""
+    """Prompts, among those scored."""
 
 
 def share_seconds(
     seconds: float, prices: Prices, *, prompts: int, tokens: int, summable: int | None = None, least: int = 1
 ) -> Shares:
-    """Divide seconds so that the three variances are smallest together.
+    """Divide the seconds so that the sum of the three variances is smallest.
 
-    Fewer than FEWEST prompts are scored or summed only where those alone take longer.
+    Fewer than FEWEST prompts are scored or summed only if these alone would exceed the time.
 
     Args:
-        prompts: how many there are.
-        tokens: how many the largest interval may have.
-        summable: prompts whose gradients the memory holds; None: of all.
-        least: prompts that are summed however long they take.
+        prompts: number of prompts.
+        tokens: largest possible number of tokens in an interval.
+        summable: prompts whose gradients fit into memory; None: all.
+        least: prompts that are summed however long it takes.
 
     >>> share_seconds(300.0, Prices(scoring=2.0, measuring=1.5, summing=20.0), prompts=16, tokens=4000)
     Shares(scored=16, measured=98, summed=6)
@@ -70,7 +70,7 @@ def share_seconds(
         "summed": _Number(1.0, prices.summing, fewest, most, least),
     }
     found = _divide(seconds, apart)
-    if found["summed"] >= found["scored"]:  # summed prompts are among the scored: both become one number
+    if found["summed"] >= found["scored"]:  # summed prompts are a subset of the scored ones
         both = _Number(2.0, prices.scoring + prices.summing, fewest, prompts, least)
         found = _divide(seconds, {"scored": both, "measured": apart["measured"]})
     scored, measured = int(found["scored"]), int(found["measured"])
@@ -79,16 +79,16 @@ def share_seconds(
 
 @dataclass(frozen=True)
 class _Number:
-    """How many of something, whose variance is `gain` over it."""
+    """A number to choose, whose variance is `gain` divided by it."""
 
     gain: float
     price: float
-    """Seconds of one."""
+    """Seconds per item."""
     least: int
-    """Given up where the least of all numbers together take longer than there is."""
+    """Least number; not respected if the least numbers together take too long."""
     most: int
     kept: int = 1
-    """Is not given up."""
+    """Least number that is always respected."""
 
     def at(self, scale: float, *, floor: bool) -> float:
         wanted = scale * sqrt(self.gain / max(self.price, 1e-12))
@@ -96,7 +96,7 @@ class _Number:
 
 
 def _divide(seconds: float, numbers: dict[str, _Number]) -> dict[str, float]:
-    """Return the numbers with the smallest sum of variances among those that together take this many seconds."""
+    """Return the numbers with the smallest sum of variances that together take this many seconds."""
 
     def cost(scale: float, floor: bool) -> float:
         return sum(number.price * number.at(scale, floor=floor) for number in numbers.values())
@@ -106,5 +106,5 @@ def _divide(seconds: float, numbers: dict[str, _Number]) -> dict[str, float]:
     for _ in range(HALVINGS):
         middle = (low + high) / 2
         low, high = (middle, high) if cost(middle, floor) <= seconds else (low, middle)
-    # Up to rounding, so that nothing is lost where there is enough of all.
+    # With a tolerance for rounding, so that everything is used if time suffices.
     return {name: number.at(low, floor=floor) + 1e-6 for name, number in numbers.items()}

@@ -1,4 +1,4 @@
-"""What takes no backward pass, of every response token: its probability, its weight, ‖e − π‖, its interval."""
+"""Statistics of every response token that need no backward pass: its probability, weight, ‖e − π‖ and interval."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BatchStatistics:
-    """What is known of every response token before any is measured, in the table's order, on the CPU."""
+    """Statistics of every response token before any is measured, in table order, on the CPU."""
 
     columns: dict[str, Tensor]
-    """Those of `describe_tokens`, and `logit_grad_norm`."""
+    """The columns of `describe_tokens`, and `logit_grad_norm`."""
     intervals: Int[np.ndarray, " n"]
-    """Which interval of π each token is in."""
+    """Interval of π of each token."""
     prefixes: Int[np.ndarray, " n"]
-    """Tokens before each."""
+    """Number of tokens before each token."""
     bounds: Int[np.ndarray, " b"]
-    """Where each response's tokens begin; behind them, how many there are in all."""
+    """Where each response's tokens begin, followed by the total number of tokens."""
 
     def span(self, row: int) -> slice:
         """Return the slice of one response's tokens."""
@@ -48,11 +48,12 @@ class BatchStatistics:
 
     @property
     def responses(self) -> Int[np.ndarray, " n"]:
-        """Row of each token's response, [n]."""
+        """Row of each token's response [n]."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def backward_cost(self, measured: Bool[np.ndarray, " n"]) -> float:
-        """Return the cost of measuring these tokens: positions × tokens in backward passes, and each response's own."""
+        """Return the cost of measuring these tokens, in positions × tokens, including the fixed cost of each response.
+        """
         rows = np.unique(self.responses[measured])
         reaches = self.prefixes[self.bounds[rows + 1] - 1].sum()
         return float(self.prefixes[measured].sum() + POSITION_COST * reaches)
@@ -67,10 +68,10 @@ def find_statistics(
     processes: Processes,
     progress: bool | Progress = False,
 ) -> BatchStatistics:
-    """Compute the statistics of a batch, by a forward pass for each response that keeps a token; processes share them.
+    """Compute the statistics of a batch, with one forward pass per response that keeps a token, shared by processes.
 
-    Raises InputError where the policy gives a token no probability at all, a token has an infinite weight, or logged
-    log-probabilities cannot be the tokens' own.
+    Raises InputError if the policy gives a token probability 0, a weight is infinite, or logged log-probabilities
+    cannot belong to these tokens.
     """
     sizes, num_tokens = batch.response_mask.sum(1), batch.num_tokens
     bounds = np.cumsum([0, *sizes.tolist()])
@@ -80,7 +81,7 @@ def find_statistics(
         found, start = {}, 0
         for row in track(mine.tolist(), "scoring", progress, unit="responses"):
             for name, values in _response_columns(meter, batch, row, loss, num_tokens).items():
-                # Straight into one tensor a column: thousands of small ones took three times as much memory.
+                # One preallocated tensor per column: thousands of small ones took three times the memory.
                 whole = found.setdefault(name, values.new_empty(int(sizes[mine].sum())))
                 whole[start : start + len(values)] = values
             start += int(sizes[row])
@@ -109,7 +110,7 @@ def _response_columns(
 ) -> dict[str, Tensor]:
     """Compute the columns of one response's tokens.
 
-    They come from a pass of their own: whatever is measured beside the response, π has the same digits.
+    Each response gets a separate pass, so that the digits of π do not depend on what else is measured.
     """
     ids, targets = batch.sequence(row)
     one = batch.select([row])

@@ -1,9 +1,9 @@
-"""A network differentiated from its last block to its first, one block at a time, with no graph of the whole.
+"""Backward passes that run one block at a time, from the last to the first, without a graph of the whole network.
 
-A forward pass leaves the input of every block; from there each block, what comes before the first one and what comes
-after the last one can be run and differentiated alone, as gradient checkpointing does, for one more forward pass in
-all. The gradients of a block's parameters are handed on before those of the next block exist. Tokens go through the
-head in parts whose logits fit. So memory is linear in a response's length: every block's input, and one block's graph.
+A forward pass stores the input of every block. Each segment (a block, what comes before the first, what comes after the
+last) is then run again and differentiated alone, as in gradient checkpointing, at the cost of one more forward pass.
+The gradients of a block are consumed before those of the next exist, and tokens go through the head in parts whose
+logits fit. Memory is therefore linear in the response's length: every block's input, and the graph of one block.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
 
 OUTER = -1
-"""The segment of all that is in no block: embeddings and head."""
+"""The segment outside the blocks: embeddings and head."""
 TRIAL, CONTEXT = 8, 64
-"""Tokens on which the segments are compared with the whole, and most tokens before them."""
+"""Tokens on which the segments are compared with the whole network, and most tokens of context before them."""
 
 
 @dataclass
 class Passed:
-    """What one forward pass of a piece leaves: enough to run each segment again."""
+    """The record of one forward pass over a piece: enough to run each segment again."""
 
     ids: Int[Tensor, "b n"]
     places: Int[Tensor, " K"]
-    """Where the kept tokens' logits stand among all [b · n]."""
+    """Indices of the kept tokens' logits among all [b · n]."""
     token_ids: Int[Tensor, " K"]
     temperatures: Float[Tensor, " K"]
     hidden: list[Float[Tensor, "b n hidden"] | None] = field(default_factory=list)
-    """The input of each block, and the output of the last; None where it is no longer needed."""
+    """The input of each block, and the output of the last; None once it is no longer needed."""
     calls: list[BlockCall | None] = field(default_factory=list)
-    """What else each block was called with."""
+    """The other arguments of each block's call."""
     outputs: list[Any] = field(default_factory=list)
-    """What each block returned beside the hidden states, which stand there as None."""
+    """What each block returned, with None in place of the hidden states."""
 
     def only(self, tokens: Int[Tensor, " k"]) -> Passed:
-        """Return the same pass with only these of the kept tokens."""
+        """Return the same pass for some of the kept tokens."""
         return replace(self, **{name: getattr(self, name)[tokens] for name in ("places", "token_ids", "temperatures")})
 
 
 class _EmbeddedError(Exception):
-    """Raised in the place of the first block: all before it is done."""
+    """Raised in place of the first block, to stop a forward pass there."""
 
 
 class Sweep:
@@ -67,7 +67,7 @@ class Sweep:
         self._held: bool | None = None
 
     def segments(self) -> dict[int, list[str]] | None:
-        """Names of the measured parameters by block, those in no block under OUTER; None if a block shares one."""
+        """Names of the measured parameters by block, the others under OUTER; None if a block shares a parameter."""
         homes: dict[int, set[int]] = defaultdict(set)
         inside = set()
         for index, block in enumerate(self.blocks):
@@ -90,9 +90,9 @@ class Sweep:
     def pass_back(
         self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take, of: Quantity = "logprob"
     ) -> None:
-        """Hand on Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens, a block's parameters at a time.
+        """Pass Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens to `take`, one block's parameters at a time.
 
-        of: what is differentiated of each token.
+        of: the quantity to differentiate.
         """
         passed, segments, deltas = self.record(piece), self.segments(), {}
         for row, leaf, numbers, own in self._tails(passed, weights, of):
@@ -113,9 +113,9 @@ class Sweep:
     def _tails(
         self, passed: Passed, weights: Float[Tensor, "R K"], of: Quantity
     ) -> Iterator[tuple[int, Tensor, Float[Tensor, " k"], Float[Tensor, " k"]]]:
-        """Yield (row, hidden states before the head, number, weights) of some tokens at a time, for rows with weights.
+        """Yield (row, hidden states before the head, quantity, weights) for some tokens of a row at a time.
 
-        The head sees each row's tokens alone: rows that share none cost no more than one of all.
+        The head runs on each row's own tokens only, so disjoint rows cost no more than a single row of all tokens.
         """
         for row, own in enumerate(weights):
             for kept in own.nonzero()[:, 0].split(most_logits(self.model, 4 if of == "logprob" else 6)):
@@ -126,7 +126,8 @@ class Sweep:
     def _differentiate(
         self, out: Tensor, deltas: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
     ) -> dict[int, list[Tensor]]:
-        """Hand on the gradients of the named parameters; those with respect to the tensors of `to`, by row."""
+        """Pass the gradients of the named parameters to `take`; return those with respect to the tensors `to`, by row.
+        """
         inputs, gradients = [*to, *(self.model.get_parameter(name) for name in names)], {}
         for row, delta in deltas.items() if inputs else ():
             last = row == next(reversed(deltas))
@@ -147,7 +148,7 @@ class Sweep:
         passed = Passed(ids, *(values.to(self._device) for values in (places, *kept)))
 
         def enter(_block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # A copy: a block may add to its input in place.
+            # A copy, since a block may modify its input in place.
             passed.hidden.append(block_input(args, kwargs).detach().clone())
             passed.calls.append(BlockCall.of(args, kwargs))
 
@@ -166,18 +167,18 @@ class Sweep:
         return passed
 
     def run_block(self, passed: Passed, index: int) -> tuple[Tensor, Tensor]:
-        """(leaf, output): hidden states before a block and after it, with a graph between them."""
+        """Return (leaf, output): the hidden states before and after a block, connected by a graph."""
         leaf = passed.hidden[index].detach().requires_grad_(True)
         return leaf, passed.calls[index].again(self.blocks[index], leaf.clone())
 
     def run_tail(self, passed: Passed, of: Quantity = "logprob") -> tuple[Tensor, Float[Tensor, " K"]]:
-        """(leaf, a number of each kept token): hidden states after the last block, and what the head makes of them."""
+        """Return (leaf, values): the hidden states after the last block, and the quantity of each kept token."""
         leaf = passed.hidden[-1].detach().requires_grad_(True)
         with self._standing_in(lambda index: _put_first(passed.outputs[index], leaf.clone())):
             return leaf, self._numbers(passed, of)
 
     def run_embedding(self, passed: Passed) -> Float[Tensor, "b n hidden"]:
-        """What the first block is called with, with its graph."""
+        """Return the first block's input, with its graph."""
 
         def stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._first_input = block_input(args, kwargs)
@@ -192,11 +193,11 @@ class Sweep:
         raise RuntimeError("the first block was not reached")
 
     def most_responses(self, length: int, most: int) -> int:
-        """Return how many responses of this many tokens have a graph that fits GRAPH: from one up to `most`."""
+        """Return how many responses of this length, from 1 to `most`, have a graph that fits into GRAPH bytes."""
         return max(1, min(most, graph_room(self.model) // graph_bytes(self.model, self.blocks, 1, length)))
 
     def is_needed(self, piece: TokenBatch) -> bool:
-        """Return whether the graph of the whole would not fit GRAPH, so that the segments must serve instead."""
+        """Return whether the whole graph would exceed GRAPH bytes, so that segments are needed."""
         if graph_bytes(self.model, self.blocks, *piece.input_ids.shape) <= graph_room(self.model):
             return False
         if self._held is None:
@@ -204,10 +205,10 @@ class Sweep:
         return self._held
 
     def holds(self, piece: TokenBatch) -> bool:
-        """Whether the segments, one after the other, give the gradients that autograd gives: tried on a few tokens.
+        """Return whether the chained segments reproduce autograd's gradients on a few tokens.
 
-        At every boundary between blocks, for random weights of the tokens. False for a model whose blocks share
-        parameters, or hear of each other by another way than from one to the next.
+        Compares at every boundary between blocks, with random token weights. False for models whose blocks share
+        parameters, or pass information other than from one block to the next.
         """
         if self.segments() is None:
             return False
@@ -261,7 +262,7 @@ class Sweep:
 
     @contextmanager
     def _standing_in(self, returned: Any, first: Any = None) -> Iterator[None]:
-        """While inside, no block computes: each returns what it is told."""
+        """Replace every block by one that returns the given output."""
         before = [vars(block).get("forward") for block in self.blocks]
         try:
             for index, block in enumerate(self.blocks):
@@ -284,14 +285,14 @@ class _StandIn:
 
 
 def _put_first(output: Any, hidden: Tensor | None) -> Any:
-    """A block's output with other hidden states; from None to them and back."""
+    """Replace the hidden states in a block's output."""
     if not isinstance(output, (tuple, list)):
         return hidden
     return (hidden, *output[1:])
 
 
 def _shorten(piece: TokenBatch) -> TokenBatch:
-    """The first response of a piece: a few tokens, after the last ones of its prompt."""
+    """Cut a piece to a few tokens of its first response, after the end of its prompt."""
     first = piece.select([0])
     start = int(first.response_mask[0].nonzero()[0])
     short = first.narrow(min(first.input_ids.shape[1], start + TRIAL))

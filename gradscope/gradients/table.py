@@ -1,8 +1,7 @@
-"""From a policy and what it sampled to the token table: one row per response token, measured unweighted.
+"""Building the token table: one row per response token, with unweighted norms.
 
-The way of a batch: its settings are settled; statistics of every token are found, which take no backward pass; they
-decide which tokens get one; J measures the norms of their rows, group by group of responses; columns are made of them,
-and the table of all responses' columns.
+Settings are resolved; statistics that need no backward pass are computed for every token, and decide which tokens get
+one; J measures the norms of their rows, one group of responses at a time; the results become columns of the table.
 """
 
 from __future__ import annotations
@@ -57,19 +56,19 @@ from gradscope.runs import track
 
 Number = int | float
 WORTHWHILE = 3
-"""How many times as long as loading and the pilot the minutes should be."""
+"""Least ratio of the time limit to the time for loading and the pilot."""
 GRADIENT_RESPONSES = 4
-"""Responses in a forward pass of the whole batch's gradient."""
+"""Responses per forward pass for the whole batch's gradient."""
 
 
 class TableMeasurement:
-    """A token table in the making, of a batch that fits the policy: enter it, measure group by group, leave it.
+    """A context manager that measures a token table, one group of responses at a time; `measure` does it in one call.
 
-    Entering freezes the model, finds the rules for its modules, finds all that takes no backward pass, draws the
-    tokens that get one and runs the self-check; leaving puts everything back. `measure` does all of it in one call.
+    Entering freezes the model, finds the rules for its modules, computes the statistics, draws the tokens to measure
+    and runs the self-check; leaving restores the model.
 
-    Of several processes, each holds the policy and the whole batch, all enter together, and each may ask for the
-    groups that it likes: a response's rows do not depend on who measures it.
+    With several processes, each holds the policy and the whole batch, and all enter together. Each may measure any
+    group, since a response's rows do not depend on the process.
     """
 
     def __init__(
@@ -88,12 +87,12 @@ class TableMeasurement:
         self.settings = settle_sample(
             settings, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
         )
-        """The settings in use, with "auto" and "enough" resolved."""
+        """The settings, with "auto" and "enough" resolved."""
         self.asked = settings
         self.batch = settle_batch(settings, batch)
-        """The batch with the temperatures and advantages in use, of the prompts that are looked at."""
+        """The batch of the prompts in use, with temperatures and advantages filled in."""
         self.whole = self.batch
-        """The same of all prompts."""
+        """The same with all prompts."""
         _check_tokens(tokens, settings, batch.num_tokens)
         precision = fast_precision(policy.dtype, policy.device.type) if settings.fast else "exact"
         resources = replace(resources, vectors=1 << 62, micro_batch=GRADIENT_RESPONSES)
@@ -109,23 +108,23 @@ class TableMeasurement:
         self.sample: TokenSample | None = None
         """The order in which tokens are drawn, if not all are measured; set on entering."""
         self.watch = Stopwatch()
-        """Counts from the beginning, where minutes are given."""
+        """Measures the time against `minutes`."""
         self.follows: SumsPlan | None = None
-        """How gradients are summed after the table, within the same minutes."""
+        """How gradients will be summed after the table, within the same minutes."""
         self.passes: float | None = None
-        """Forward passes of everything that follows the table; None: of the sums alone."""
+        """Forward passes of everything that follows the table; None: only the sums."""
         self.all_prompts = len(self.J.prompts)
-        """Number of prompts of the batch."""
+        """Number of prompts in the batch."""
         self.statistics: BatchStatistics | None = None
-        """Statistics of the tokens of the prompts that are looked at; None before entering."""
+        """Statistics of the tokens in use; None before entering."""
         self.num_prompts: int | None = None
-        """How many prompts are looked at; None before entering: as many as the minutes allow."""
+        """Number of prompts in use, as many as the minutes allow; None before entering."""
         self.when_chosen: Callable[[], None] = lambda: None
-        """Called on entering, once it is known which prompts the minutes allow to look at."""
+        """Called on entering, once the prompts in use are known."""
         self.reserve = 0.0
-        """Seconds of the minutes for what follows the table; set on entering."""
+        """Seconds reserved for everything after the table; set on entering."""
         self.least: float | None = None
-        """Minutes that loading and the pilot call for, where fewer are given."""
+        """Least sensible time limit in minutes, if fewer are given."""
 
     @property
     def num_tokens(self) -> int:
@@ -133,7 +132,7 @@ class TableMeasurement:
         return self.batch.num_tokens
 
     def __enter__(self) -> TableMeasurement:
-        with ExitStack() as stack:  # everything comes back if the model or the self-check refuses
+        with ExitStack() as stack:  # restores the model if it is refused or the self-check fails
             stack.enter_context(self.J.frozen())
             self._probabilities: np.ndarray | None = None
             self._scale: Float[Tensor, " P"] | None = None
@@ -167,7 +166,9 @@ class TableMeasurement:
         self._stack.close()
 
     def _look_at_prompts(self) -> None:
-        """Keep as many prompts as the minutes allow, whole and in random order, and reserve time for what follows."""
+        """Keep a random subset of the prompts that fits into the minutes, and reserve time for everything after the
+        table.
+        """
         order = torch.from_numpy(np.random.default_rng([self.settings.seed, 1]).permutation(self.J.prompts.numpy()))
         with self.processes.together(), self.progress.stage("timing a few responses"):
             mine = [self._share_minutes(order)] if self.processes.is_main else []
@@ -180,21 +181,21 @@ class TableMeasurement:
         self.when_chosen()
 
     def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, float | None, SelfCheck | None]:
-        """Return what fits into the minutes, the seconds of what follows, the least minutes, if there are fewer, and
-        the self-check, which is of the first prompt.
+        """Return what fits into the minutes, the seconds reserved for later, the least sensible minutes if fewer are
+        given, and the self-check on the first prompt.
         """
         total, check = 60 * self.settings.minutes, None
         follows = self.follows if self._is_weighted() else None
         asked = (self.settings.loss, self.edges, follows)
         pilot = run_pilot(self.J.alone(), order, *asked, passes=self.passes)
-        if self.settings.self_check and self._optimizer_state is None:  # whose metric is not known yet
+        if self.settings.self_check and self._optimizer_state is None:  # AdamW's metric is not known yet
             check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
         spent, each = self.watch.seconds(), self.processes.count
-        after = AFTER if self.follows is not None else 0.0  # a page is made all the same
+        after = AFTER if self.follows is not None else 0.0  # for the page
         metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
         prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
         prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
-        fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs what prompts differ in
+        fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs the variation between prompts
         most = {"tokens": self.num_tokens, "summable": None if self.follows is None else self.follows.groups}
         shares = share_seconds(total - spent - after, prices, prompts=len(order), **most, least=fewest)
         reserve = after + prices.summing * shares.summed
@@ -203,7 +204,8 @@ class TableMeasurement:
         return shares, reserve, least / 60 if total < least else None, check
 
     def _is_weighted(self) -> bool:
-        """Return whether a token can have a weight: without advantages, and a reference, there is nothing to sum."""
+        """Return whether any token can have a weight, from advantages or a KL term; otherwise there is nothing to sum.
+        """
         advantages, loss = self.whole.advantages, self.settings.loss
         pulled = loss.kl_coef > 0 and self.whole.ref_logprobs is not None
         return pulled or (advantages is not None and bool(advantages[self.whole.response_mask].any()))
@@ -216,7 +218,7 @@ class TableMeasurement:
     def measure_more(self, previous: int, each: int) -> pd.DataFrame:
         """Measure the tokens added when the sample grows from `previous` to `each` per interval (this process's share).
 
-        A row per token, whose index is its place in the table; the columns that take a backward pass.
+        Returns the columns that need a backward pass, with a row per token indexed by its row in the table.
         """
         measured = self.sample.take(each) & ~self.sample.take(previous)
         self._select(measured)
@@ -235,7 +237,7 @@ class TableMeasurement:
     def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]:
         """Yield the table of a sample of `each` per interval, a DataFrame per response.
 
-        norms: what `measure_more` returned for all its tokens, indexed by their place in the table.
+        norms: the results of `measure_more` for all of these tokens.
         """
         self._select(np.zeros(self.num_tokens, dtype=bool))
         self._probabilities = self._sampling_probabilities(each)
@@ -258,7 +260,7 @@ class TableMeasurement:
         return state.turn_into_scale(self.policy.model, gradient).div_(clip)
 
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
-        """Return the mask of the tokens to measure, [n]; all False if minutes decide."""
+        """Return the mask [n] of the tokens to measure; all False if minutes decide."""
         each = self.settings.tokens_per_interval
         if self._tokens is not None:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
@@ -272,11 +274,11 @@ class TableMeasurement:
         return self.sample.take(each or 0)
 
     def _sampling_probabilities(self, each: int) -> np.ndarray | None:
-        """Return the chances of a sample of `each` per interval; None if it holds every token."""
+        """Return the sampling probabilities for `each` per interval; None if every token is measured."""
         return self.sample.probabilities(each) if each < self.sample.largest else None
 
     def _select(self, measured: Bool[np.ndarray, " n"]) -> None:
-        """Measure these of the kept tokens from now on."""
+        """Select the kept tokens to measure from now on."""
         self.row_norms = self.J.row_norms(torch.from_numpy(measured), scale=self._scale)
 
     def _self_check(self, J: TokenJacobian, known: BatchStatistics, generator: np.random.Generator) -> SelfCheck:
@@ -290,7 +292,7 @@ class TableMeasurement:
 
     @cached_property
     def _modules(self) -> dict[str, list[str]]:
-        """What is told by module: group → its modules."""
+        """Groups of modules that get columns: group → its modules."""
         groups: dict[str, list[str]] = {}
         if self.settings.per_module:
             groups = {name: [name] for name in self.meter.module_names}
@@ -325,7 +327,7 @@ def _check_tokens(tokens: Tensor | None, settings: MeasureSettings, count: int) 
     if tokens is None:
         return
     if settings.minutes is not None:
-        raise InputError("tokens are given and minutes too, and each says what to measure; give one")
+        raise InputError("tokens and minutes are both given, but each sets what to measure; give one")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < count:
         raise InputError(
             f"tokens holds indices from {int(tokens.min())} to {int(tokens.max())}; the response tokens that "

@@ -1,11 +1,10 @@
-"""A token table within minutes: rounds of measuring, each as large as the seconds of those before it say.
+"""A token table under a time limit: rounds of measuring, sized by the speed of earlier rounds.
 
-A first round of PILOT tokens of each interval tells how many seconds a unit of cost takes; a unit is a position that a
-backward pass carries for a token, and a sequence's forward pass, head and factors count for as many as in
-`engine.chunks`. Each further round takes at most the part STEP of the time that is left and measures at most GROWTH
-times as many as before, so that an estimate that is far off is mended by the next; there is none when less than the
-part ENOUGH of the seconds for measuring is left. The sample of a round holds those before it (`sample`): nothing is
-measured twice, and nothing that was measured is dropped.
+A first round of PILOT tokens per interval finds the seconds per unit of cost. A unit is one position that a backward
+pass carries for one token; a sequence's forward pass, head and factors count as in `engine.chunks`. Each further round
+takes at most a fraction STEP of the remaining time and grows the sample by at most a factor GROWTH, so that a bad
+estimate is corrected by the next round. There is no further round once less than a fraction ENOUGH of the measuring
+time is left. Each sample contains the earlier ones (`sample`), so no token is measured twice and none is dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from gradscope.gradients.settings import MeasureSettings
 from gradscope.runs import Processes
 
 PILOT = 2
-"""Tokens of each interval in the first round, which is measured even when time is up."""
+"""Tokens per interval in the first round, which is measured even if time is up."""
 STEP = 2 / 3
 GROWTH = 8
 ENOUGH = 0.15
@@ -32,31 +31,31 @@ ENOUGH = 0.15
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens measured in one go."""
+    """The tokens measured in one round."""
 
     each: int
-    """Measured tokens of each interval after this round."""
+    """Measured tokens per interval after this round."""
     seconds: float
     spent: float
-    """Seconds from the beginning of the first run to the end of the round."""
+    """Seconds from the start of the first run to the end of the round."""
     norms: pd.DataFrame
-    """`TableMeasurement.measure_more` of all processes, by the place of the token in the table."""
+    """`TableMeasurement.measure_more` of all processes, indexed by the token's row in the table."""
 
     def to_part(self) -> pd.DataFrame:
-        """Return the round as one DataFrame, to be written to a file."""
+        """Return the round as a DataFrame, for writing to a file."""
         told = {"each": self.each, "seconds": self.seconds, "spent": self.spent}
         return self.norms.rename_axis("place").reset_index().assign(**told)
 
     @classmethod
     def of_part(cls, part: pd.DataFrame) -> Round:
-        """Read the round back from what `to_part` returned."""
+        """Restore a round from `to_part`."""
         each, seconds, spent = (part[name].iloc[0] for name in ("each", "seconds", "spent"))
         norms = part.set_index("place").drop(columns=["each", "seconds", "spent"])
         return cls(int(each), float(seconds), float(spent), norms)
 
 
 class Stopwatch:
-    """Counts seconds since it was made, on top of those of earlier runs of the same measurement."""
+    """Counts seconds since its creation, plus those of earlier runs of the same measurement."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._start = clock, clock()
@@ -80,7 +79,7 @@ def describe_seconds(seconds: float) -> str:
 
 @runtime_checkable
 class GrowingMeasurement(Protocol):
-    """The part of an entered `TableMeasurement` that rounds need."""
+    """The part of a `TableMeasurement` that rounds use."""
 
     settings: MeasureSettings
     processes: Processes
@@ -99,9 +98,9 @@ def measure_rounds(
     watch: Stopwatch,
     finished: Sequence[Round] = (),
 ) -> Iterator[Round]:
-    """Yield the rounds after the finished ones, as they come; all processes iterate together.
+    """Yield the rounds after the finished ones; all processes iterate together.
 
-    watch: started with the measurement; the main process's counts.
+    watch: started with the measurement; only the main process's is used.
     """
     processes, rounds = measurement.processes, list(finished)
     while True:
@@ -121,12 +120,12 @@ def measure_rounds(
 
 
 def join_rounds(measurement: GrowingMeasurement, rounds: Sequence[Round]) -> Iterator[pd.DataFrame]:
-    """Yield the table of all rounds, a DataFrame per response."""
+    """Yield the table from all rounds, a DataFrame per response."""
     return measurement.tabulate(pd.concat([done.norms for done in rounds]), rounds[-1].each)
 
 
 def _next_size(measurement: GrowingMeasurement, rounds: Sequence[Round], seconds: float) -> int | None:
-    """Return the tokens of each interval after the next round, or None if there is none. seconds: elapsed."""
+    """Return the tokens per interval after the next round; None to stop. seconds: elapsed."""
     largest, total = measurement.sample.largest, 60 * measurement.settings.minutes
     if not rounds:
         return min(PILOT, largest)

@@ -257,7 +257,7 @@ def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollout
         patch.setattr(run_folder.RunFolder, "write_part", write)
         assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "No space left on device", status=1)
     assert set(os.listdir(out)) == {".partial"}
-    assert "taking up" in run("measure", model, rollouts, "--out", out, *QUICK).out
+    assert "resuming" in run("measure", model, rollouts, "--out", out, *QUICK).out
     assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json"}
 
 
@@ -345,7 +345,7 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run_folder.RunFolder, "write_part", lambda *args: (written.append(args[1]), right(*args)))
         resumed = run(*args, killed)
-    assert resumed.status == 0 and "taking up the unfinished run" in resumed.out
+    assert resumed.status == 0 and "resuming the unfinished run" in resumed.out
     assert written == list(range(len(parts), len(rows)))
     assert run(*args, whole).status == 0
     assert (killed / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
@@ -373,7 +373,7 @@ def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp
         )
         assert_one_line(run(*args, stopped), "No space left on device", status=1)
     assert sizes[0] > 3 and len(written) == 3  # within the first group
-    assert "taking up the unfinished run" in run(*args, stopped).out
+    assert "resuming the unfinished run" in run(*args, stopped).out
     assert run(*args, whole).status == 0
     assert (stopped / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
 

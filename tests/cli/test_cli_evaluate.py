@@ -143,7 +143,7 @@ def test_killed_in_the_middle_it_goes_on_to_the_files_of_an_undisturbed_run(run,
     written, right = [], run_folder.RunFolder.write_part
     monkeypatch.setattr(run_folder.RunFolder, "write_part", lambda *a: (written.append(a[1]), right(*a)))
     resumed = run(*args, killed)
-    assert resumed.status == 0 and "taking up the unfinished run" in resumed.out
+    assert resumed.status == 0 and "resuming the unfinished run" in resumed.out
     assert written == list(range(done, parts))
     assert run(*args, whole).status == 0
     for name in ("evaluation.csv", "responses.parquet"):
@@ -207,5 +207,5 @@ def test_a_run_that_is_refused_keeps_the_finished_one(run, model, task, tmp_path
     assert {name: text for name, text in contents(tmp_path / "out").items() if ".partial" not in name} == before
     (tmp_path / "parity.py").write_text(PARITY)
     assert "already evaluated" in run(*args).out
-    assert "taking up the unfinished run" in run(*args, "--seed", 1).out
+    assert "resuming the unfinished run" in run(*args, "--seed", 1).out
     assert set(os.listdir(tmp_path / "out")) == RESULTS and contents(tmp_path / "out") != before

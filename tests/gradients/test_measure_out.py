@@ -81,7 +81,7 @@ def test_python_goes_on_where_the_command_was_stopped_and_the_other_way_round(jo
     written = written_parts(monkeypatch)
     measure(*job, out=tmp_path / "one")
     command(job, tmp_path / "two")
-    assert "taking up the unfinished run" in capsys.readouterr().out
+    assert "resuming the unfinished run" in capsys.readouterr().out
     assert len(written) == 2 * (len(make_responses(make_policy("llama"))) - 2)
     for name in ("one", "two"):
         assert (tmp_path / name / "tokens.parquet").read_bytes() == (tmp_path / "whole" / "tokens.parquet").read_bytes()

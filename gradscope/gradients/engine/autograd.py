@@ -1,8 +1,8 @@
-"""The body of any decoder-only model: autograd carries several tokens' gradients back, rules make norms of them.
+"""The body of any decoder-only model: autograd carries several tokens' gradients back, and rules turn them into norms.
 
-The body is all that mixes positions (see `recording`). A chunk of tokens costs one forward over its prefix, whose graph
-is then run backwards for all of them by one batched vector-Jacobian product.
-What the rules need of a sequence's inputs is made once and shared by all of its prefixes (`Factors`).
+The body is everything that mixes positions (see `recording`). A chunk of tokens costs one forward pass over its prefix,
+and one batched vector-Jacobian product for all of its tokens.
+What the rules need to know about a sequence's inputs is computed once for all of its prefixes (`Factors`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradscope.policy import Policy, takes
 
 
 class Factors:
-    """Factors and slopes of one sequence's inputs, made when first needed and shared by all of its prefixes."""
+    """Factors and slopes of one sequence's inputs, computed on first use and shared by all of its prefixes."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -44,10 +44,10 @@ class Factors:
                 self._whole.setdefault(call.name, []).append(call)
 
     def compare(self, calls: list[Call]) -> None:
-        """Check which calls of this forward pass see the first rows of the whole sequence's call of the same module.
+        """Find the calls of this forward pass whose inputs are the first rows of the whole sequence's call.
 
-        Rows in another order than the positions' (sorted by expert, say) would be others than the prefix's. A device is
-        waited for once.
+        Rows in an order other than by position (sorted by expert, say) differ from the prefix's. Synchronises with the
+        device once.
         """
         asked, same = [], []
         for call in calls:
@@ -55,7 +55,7 @@ class Factors:
             if len(whole) != 1 or not whole[0].by_position(self.length) or call.inputs.ndim != whole[0].inputs.ndim:
                 continue
             first = whole[0].inputs[:, : call.inputs.shape[1]]
-            if first.shape == call.inputs.shape:  # Else a second axis that is not positions, as long by chance.
+            if first.shape == call.inputs.shape:  # Otherwise its second axis is equally long by chance.
                 tolerance = 1e-4 if first.dtype in (torch.float32, torch.float64) else 0.05
                 asked.append(call)
                 same.append((first - call.inputs).norm() <= tolerance * first.norm())
@@ -89,15 +89,15 @@ class Factors:
 
 
 def join(parts: list[Tensor], dim: int) -> Tensor:
-    """Concatenate, without a copy where there is one part."""
+    """Concatenate, without a copy if there is only one part."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 class GraphBody:
-    """Measures the body of a policy by its own graph; probe_ids is a short sequence to try it on, `seen` its recorded
-    pass if there is one.
+    """Measures the body of a policy by autograd; probe_ids is a short sequence to try it on, `seen` its recorded pass,
+    if any.
 
-    batched: False carries one token at a time; found out where vmap does not know an operation of the model.
+    batched: whether several tokens are carried back at once; False if vmap does not support an operation of the model.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class GraphBody:
     ) -> None:
         self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
         self.batched, self.bytes_per_row = self._probe(seen or self.record(probe_ids), len(probe_ids))
-        """Bytes that flow back for one token at one position."""
+        """Bytes of the gradients for one token at one position."""
         self.metric: Metric | None = None
-        """Scales of gradients, where their norms are asked for, too."""
+        """Scales of the gradients, if scaled norms are measured too."""
 
     def limits(self, rows: int | None, memory: int) -> Limits:
         """Return the chunk limits; chunks end only at wide gaps, since each costs a forward pass. rows: most positions
@@ -124,7 +124,7 @@ class GraphBody:
         """Record the body's forward pass."""
         body = self.model.base_model
         with Recorder(self.model, self.blocks, self.ownership, self.split_point, "body") as recorder:
-            # Without a mask, transformers reads from the device whether several sequences are packed into one.
+            # Without a mask, transformers synchronises with the device to detect packed sequences.
             masked = {"attention_mask": torch.ones_like(ids)[None]} if takes(body, "attention_mask") else {}
             body(input_ids=ids[None], use_cache=False, **masked)
         return recorder
@@ -134,8 +134,8 @@ class GraphBody:
         once = len(recorder.block_edges) == len(self.blocks) and len(recorder.splits) == splits
         if not once or len({id(block) for block in self.blocks}) != len(self.blocks):
             raise InputError(
-                f"{type(self.model).__name__} calls a block of its ModuleList more than once or not at all: a layer's "
-                "gradient is not defined there; name the list whose blocks run once each with --blocks"
+                f"{type(self.model).__name__} runs a block of its ModuleList more than once or never, so a layer's "
+                "gradient is not defined; name the list whose blocks run once each with --blocks"
             )
         edges = [*recorder.block_edges, *(call.edge for call in recorder.calls)]
         seeds = [torch.stack([torch.ones_like(tensor)] * 2) for tensor in recorder.splits]
@@ -143,7 +143,7 @@ class GraphBody:
         flow = 2 * numbers * max(4, recorder.splits[0].element_size()) // length
         try:
             _vjp(recorder.splits, edges, seeds, batched=True, again=True)
-        except RuntimeError:  # An operation that vmap does not know: one gradient after the other gives the same.
+        except RuntimeError:  # vmap does not support some operation: take one gradient after the other.
             return False, flow
         return True, flow
 
@@ -157,10 +157,10 @@ class GraphSequence:
     head: HeadPass
     factors: Factors
     seen: Recorder | None = None
-    """The body's pass, where it was made before; it is left as it is."""
+    """The body's forward pass, if already made; not modified."""
 
     wave_rows = 0
-    """Positions × tokens of chunks that are carried through a block together: each chunk is by itself."""
+    """Positions × tokens of chunks carried through a block together; 0: one chunk at a time."""
 
     def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
         """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
@@ -170,7 +170,7 @@ class GraphSequence:
         picks, positions = chunk.picks[0], chunk.positions[0]
         recorder = self.seen or self.body.record(self.ids[: chunk.length])
         self.factors.compare(recorder.calls)
-        # Of a policy over several devices, what flows back lies where its module does; norms come together in the end.
+        # With several devices, gradients live on their module's device; norms are joined at the end.
         last, dtype = self.head.last_norm, self.head.last_norm.dtype
         token = torch.arange(len(picks), device=positions.device)
         seeds = [tensor.new_zeros(len(picks), *tensor.shape) for tensor in recorder.splits]
@@ -186,7 +186,7 @@ class GraphSequence:
         for call, delta in zip(recorder.calls, deltas[depth:], strict=True):
             if delta is not None:
                 delta = delta.to(dtype)
-                if call.name in self.head.local:  # Of both parts: its gradient in the head lies at one position.
+                if call.name in self.head.local:  # Called in both parts: add the head's gradient, at one position.
                     rows = self.head.local[call.name][1][picks]
                     at = token.to(delta.device), 0, positions.to(delta.device)
                     delta[at] += rows.reshape(len(picks), *delta.shape[3:]).to(delta)
@@ -244,8 +244,8 @@ def _vjp(
     batched: bool,
     again: bool = False,
 ) -> list[Tensor | None]:
-    """Compute vector-Jacobian products of K seeds: [K, *shape] per edge, None if no gradient flows; again: keep the
-    graph.
+    """Compute vector-Jacobian products of K seeds, [K, *shape] per edge, None without a gradient; again: keep the graph
+    for another call.
     """
     if batched:
         found = torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, retain_graph=again, allow_unused=True)

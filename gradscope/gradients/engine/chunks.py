@@ -1,4 +1,4 @@
-"""Which tokens are measured together: neighbours, of a few sequences at once, over the longest prefix among them."""
+"""Chunks of tokens to measure together: neighbours in a few sequences, over their longest prefix."""
 
 from __future__ import annotations
 
@@ -10,58 +10,58 @@ from jaxtyping import Int
 from torch import Tensor
 
 MOST_SEQUENCES = 8
-"""Most sequences in a group: eight are a third faster than one at S and T = 64 of
-analyses/benchmarks/token_gradients.py, as four are.
+"""Most sequences in a group. Eight are a third faster than one at S, T = 64 in
+analyses/benchmarks/token_gradients.py, and so are four.
 """
 POSITION_COST = 3
-"""Positions × tokens that take as long as the forward pass, the head and the factors of a position: 2 to 4 at M, S."""
+"""Cost of a position's forward pass, head and factors, in positions × tokens: 2 to 4 at M and S."""
 WORTHWHILE = 0.03
-"""Share of its own cost that a sequence must save to join a group, since its activations are held meanwhile."""
+"""Least fraction of its own cost that a sequence must save to join a group, since its activations are held longer."""
 ROWS = 1536
-"""Positions × tokens of a chunk, unless its start-up cost calls for more."""
+"""Default size of a chunk in positions × tokens, if its start-up cost does not call for more."""
 START_PART = 1 / 18
-"""Share of a chunk's time that starting it may take. At S, T = 64 and 128, chunks of 3,072 rows are 3 and 6 % faster
-than of 1,536; with hidden 64, those of 12,288 are 14 and 19 % faster; where starting costs less, longer ones gain
-nothing."""
+"""Largest fraction of a chunk's time to spend on starting it. At S, T = 64 and 128, chunks of 3,072 rows are 3 and 6 %
+faster than chunks of 1,536; with hidden 64, chunks of 12,288 are 14 and 19 % faster; if starting is cheap, longer
+chunks gain nothing."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """Neighbouring tokens that one backward pass carries."""
+    """Neighbouring tokens that share one backward pass."""
 
     tokens: tuple[slice, ...]
-    """Slice of tokens of each sequence that has any; the first has most."""
+    """Slice of tokens of each sequence that has any; the first has the most."""
     length: int
-    """Longest prefix."""
+    """Length of the longest prefix."""
 
     @property
     def width(self) -> int:
-        """Most tokens of one sequence, which is the number of places of each."""
+        """Number of places per sequence: the largest number of tokens."""
         return self.tokens[0].stop - self.tokens[0].start
 
     @property
     def rows(self) -> int:
-        """Positions × places for a token."""
+        """Positions × places."""
         return self.places * self.length
 
     @property
     def places(self) -> int:
-        """Places for tokens: the same number for every sequence."""
+        """Places for tokens, equally many for every sequence."""
         return len(self.tokens) * self.width
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk's tokens in a rectangle of places; sequences with fewer tokens leave their first places empty."""
+    """A chunk's tokens in a rectangular array; sequences with fewer tokens leave their first places empty."""
 
     picks: Int[Tensor, "B K"]
-    """Target of the stack at each place; 0 at an empty one."""
+    """The stack's target at each place; 0 if empty."""
     positions: Int[Tensor, "B K"]
-    """Position of each token's logits; 0 at an empty place."""
+    """Position of each token's logits; 0 if empty."""
     held: Int[Tensor, " t"] | None
-    """Which of the B·K places hold a token; None: all."""
+    """Indices of the B·K places that hold a token; None: all."""
     length: int
-    """Longest prefix."""
+    """Length of the longest prefix."""
 
     @classmethod
     def of(
@@ -71,9 +71,10 @@ class Chunk:
         positions: Int[Tensor, " m"],
         device: torch.device | None = None,
     ) -> Chunk:
-        """picks: the group's tokens among a stack's targets, by sequence; positions: the stack's; both on the CPU.
+        """Make a chunk of a span.
 
-        device: where the chunk goes, None: it stays.
+        picks: the group's tokens among a stack's targets, by sequence; positions: the stack's; both on the CPU.
+        device: where to put the chunk; None: the CPU.
         """
         parts = [picks[b][tokens] for b, tokens in enumerate(span.tokens)]
         rectangle = torch.stack([torch.cat([part.new_full((span.width - len(part),), -1), part]) for part in parts])
@@ -84,41 +85,41 @@ class Chunk:
         return cls(picked, at, held[0] if held else None, span.length)
 
     def values(self, tokens: Tensor) -> Tensor:
-        """Return the values at places with a token, [tokens, …], from [B, K, …]."""
+        """Select the values at places with a token, [B, K, …] → [tokens, …]."""
         flat = tokens.flatten(0, 1)
         return flat if self.held is None else flat[self.held]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a chunk in positions × tokens, the rows of its matrix products."""
+    """Limits on a chunk, in positions × tokens: the rows of its matrix products."""
 
     rows: int
-    """Most rows of a chunk; a single token of each sequence may exceed it."""
+    """Most rows of a chunk; one token per sequence is always allowed."""
     start: int | None
-    """Rows that take as long as starting a chunk; None: chunks end only at gaps of more than 16 positions and a quarter
-    of the shortest prefix.
+    """Cost of starting a chunk, in rows; None: chunks end only at gaps of more than 16 positions and a quarter of the
+    shortest prefix.
     """
     shared: float = 0.0
-    """Rows that take as long as fetching what a chunk's tokens share, at one position of one sequence."""
+    """Cost of fetching what a chunk's tokens share, in rows per position and sequence."""
 
     def fixed(self, batch: int, length: int) -> float:
-        """Return the cost of a chunk before it carries any token."""
+        """Return the fixed cost of a chunk."""
         return (self.start or 0) + self.shared * batch * length
 
 
 def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Span]:
-    """Divide tokens of ascending prefix lengths into chunks, from the last on; each is carried over its longest prefix.
+    """Divide tokens with ascending prefix lengths into chunks, starting from the last token.
 
-    A chunk goes on until the padding after its shorter tokens' own ends would cost more than another chunk.
-    lengths: of each sequence of a group, those with more tokens first.
+    A chunk grows until padding its shorter prefixes to the longest would cost more than starting another chunk.
+    lengths: prefix lengths by sequence of a group, sequences with more tokens first.
 
     >>> [(span.tokens, span.length) for span in neighbours([[10, 11, 12, 40]], Limits(rows=1000, start=None))]
     [((slice(3, 4, None),), 40), ((slice(0, 3, None),), 12)]
     >>> [(span.tokens, span.length) for span in neighbours([[10, 11], [9]], Limits(rows=1000, start=2))]
     [((slice(1, 2, None), slice(0, 1, None)), 11), ((slice(0, 1, None),), 10)]
     """
-    end = 0  # tokens that are dealt with, counted from the last
+    end = 0  # tokens already in chunks, counted from the last
     while end < len(lengths[0]):
         start, batch = end, sum(len(tokens) > end for tokens in lengths)
         longest, wasted = max(tokens[-1 - start] for tokens in lengths[:batch]), 0
@@ -137,7 +138,7 @@ def neighbours(lengths: Sequence[Sequence[int]], limits: Limits) -> Iterator[Spa
 
 
 def waves(spans: Iterable[Span], rows: int) -> Iterator[list[Span]]:
-    """Group the chunks that are carried through a block together: up to this many rows in all, or a single chunk.
+    """Group chunks to carry through a block together: up to this many rows in total, or a single chunk.
 
     >>> spans = [Span((slice(start, start + 2),), 10) for start in (4, 2, 0)]
     >>> [len(wave) for wave in waves(spans, 40)]
@@ -156,12 +157,15 @@ def waves(spans: Iterable[Span], rows: int) -> Iterator[list[Span]]:
 def group_sequences(
     lengths: Sequence[Sequence[int]], reaches: Sequence[int], limits: Limits, *, most: Callable[[int], int]
 ) -> list[list[int]]:
-    """Group sequences to measure together, of like length and in the order that `neighbours` wants; return their
-    indices.
+    """Group sequences of similar length to measure together, in the order that `neighbours` expects; return indices.
 
-    A sequence joins a group where they cost less together; without a price of starting a chunk, each is alone, as is
-    one without tokens. lengths: as of `neighbours`, in any order. reaches: how long each sequence is, which is more
-    where its last tokens are not measured. most: of sequences so long that may lie in memory together.
+    A sequence joins a group if they cost less together. Without a start-up cost each sequence is alone, as are those
+    without tokens.
+
+    Args:
+        lengths: as for `neighbours`, in any order.
+        reaches: length of each sequence, up to its last response token.
+        most: number of sequences of a given length that fit into memory together.
     """
     groups = [[index] for index, tokens in enumerate(lengths) if not tokens]
     reach, cost, open_group = 0, 0.0, None

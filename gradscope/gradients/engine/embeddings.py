@@ -1,4 +1,4 @@
-"""The norm of an embedding table's gradient, which the output head may share."""
+"""Norms of the gradient of an embedding table, possibly tied to the output head."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gradscope.gradients.engine.ownership import Ownership
 
 @dataclass(frozen=True)
 class TableNorms:
-    """Norms of an embedding table's gradient; the head may share the table."""
+    """Norms of an embedding table's gradient, including the cross term with a tied head."""
 
     ownership: Ownership
     name: str
@@ -29,12 +29,12 @@ class TableNorms:
         picks: Int[Tensor, "B K"],
         metric: Metric | None = None,
     ) -> Float[Tensor, "B K"]:
-        """Return the squared norm over the looked-up ids, from what flows back to the embedding's output.
+        """Return the squared norm over the looked-up ids, given the gradient at the embedding's output.
 
-        For a table that is the head's too, with the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the picked
-        rows; the head's own square is not in it. metric: of the scaled gradient.
+        For a tied table it includes the cross term 2 ⟨head's gradient, embedding's gradient⟩ of the looked-up rows, but
+        not the head's own square. metric: for the norm of the scaled gradient.
         """
-        if (factor := self.ownership.embedding_scale[self.name]) != 1:  # else a copy of all that flows back is spared
+        if (factor := self.ownership.embedding_scale[self.name]) != 1:  # otherwise spare the copy
             delta = delta * factor
         if self.module.padding_idx is not None:
             delta = delta * (ids != self.module.padding_idx)[:, :, None, None]

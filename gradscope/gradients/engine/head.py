@@ -1,4 +1,4 @@
-"""The head: all that acts on each position by itself, so that one backward pass serves every token of its sequences."""
+"""The head: everything that acts on each position separately, so that one backward pass serves every token."""
 
 from __future__ import annotations
 
@@ -24,45 +24,44 @@ from gradscope.objective import (
 from gradscope.policy import Policy, takes
 
 LOGIT_BYTES = 5 * 4
-"""Bytes of one logit in the pass: itself and what its gradient needs, five float32 arrays where it is capped and
-targets are laid out anew."""
+"""Bytes per logit: up to five float32 arrays, for the logit and its gradient, if logits are capped and rows
+gathered."""
 
 
 @dataclass(frozen=True)
 class HeadPass:
-    """Results of the head's backward pass for the body; rows are the targets of all sequences in turn."""
+    """Results of the head's backward pass that the body needs; rows are the targets of all sequences in turn."""
 
     statistics: TokenStatistics
     size: Float[Tensor, " m"]
-    """Largest entry of e − π: every other gradient here is divided by it, lest a sure token's square underflow."""
+    """Largest entry of e − π. The other gradients are divided by it, so that squares do not underflow as π → 1."""
     logit_grad_norm: Float[Tensor, " m"]
     last_norm: Float[Tensor, " m"]
     """‖δ_L‖."""
     split_cotangents: list[Tensor]
-    """Gradient at each split point, at the target's own position, [m, width]."""
+    """Gradient at each split point, at the target's position, [m, width]."""
     local: dict[str, tuple[Call, Tensor, Tensor]]
-    """Module → (call without its inputs, gradient at its output, its input), both at the target's own position, [m,
-    width]."""
+    """Module → (call without inputs, gradient at its output, its input), both at the target's position, [m, width]."""
     calls: list[Call]
-    """Calls of every claimed module, over the whole stack, if they were to be kept."""
+    """Calls of every claimed module over the whole stack, if requested."""
 
 
 class Head:
-    """Runs the head of a policy that is cut at its split point; see `recording`.
+    """Runs the head of a policy, cut at its split point; see `recording`.
 
-    memory: bytes that the logits of one pass may take, with the copies that their gradient needs.
+    memory: bytes for the logits of one pass, including the copies that their gradient needs.
     """
 
     def __init__(self, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> None:
         self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
         self._keeps_logits = takes(self.model, "logits_to_keep")
         self.rows = logit_rows(policy.vocab_size, memory)
-        """Positions whose logits fit the memory."""
+        """Number of positions whose logits fit into memory."""
 
     def measure(self, stack: Stack, *, keep_calls: bool = False) -> HeadPass:
-        """Run one pass for all targets, or several if their logits would not fit the memory.
+        """Run one pass for all targets, or several if their logits would not fit into memory.
 
-        keep_calls: return the calls of every claimed module, whose inputs over the whole stack lie in memory.
+        keep_calls: also return the calls of every claimed module, with inputs over the whole stack.
         """
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
         places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
@@ -88,12 +87,12 @@ class Head:
     def measure_cheaply(
         self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
-        """Compute what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
+        """Compute the targets' log π, log(1−π), entropy and ‖e − π‖, which need no backward pass."""
         reach, statistics, norms = int(targets[-1]), [], []
         ids, targets = (values.to(self.model.device, non_blocking=True) for values in (ids[: reach + 1], targets))
         prefix, parts = ids[:reach], targets.split(self.rows)
         hidden = [None]
-        if len(parts) > 1:  # one pass through the blocks for all
+        if len(parts) > 1:  # all parts share one pass through the blocks
             with choosing_places(self.model, targets - 1, keep=True) as found:
                 self.model(input_ids=prefix[None], use_cache=False)
             hidden = found[0].split(self.rows)
@@ -106,7 +105,7 @@ class Head:
         return join_statistics(statistics), torch.cat(norms)
 
     def square_norms(self, head: HeadPass, name: str, metric: Metric | None = None) -> Float[Tensor, " m"]:
-        """Return the squared gradient norms of a module of the head, which sees one position per token; metric: scaled.
+        """Return the squared gradient norms of a module of the head, at one position per token; metric: scaled norms.
         """
         call, delta, inputs = head.local[name]
         if self.ownership.rules[name] == "diagonal":
@@ -120,7 +119,7 @@ class Head:
         return outer_square_norms(delta, inputs, bias=call.module.bias is not None)
 
     def _measure_part(self, stack: Stack, part: Int[Tensor, " k"], *, keep_calls: bool) -> HeadPass:
-        """Measure these of the stack's targets."""
+        """Measure some of the stack's targets."""
         sequences, positions, token_ids, temperature = (
             values[part] for values in (stack.sequences, stack.positions, stack.token_ids, stack.temperature)
         )
@@ -143,7 +142,7 @@ class Head:
         splits, length = len(recorder.splits), stack.ids.shape[1]
         hidden = [streams_last(d, length) for d in deltas[: splits + 1]]
         rows = [None if d is None else targets_at.rows(d).to(size) for d in (*hidden, *deltas[splits + 1 :])]
-        # Neither the inputs over the whole stack nor the graph may stay in memory.
+        # Release the graph and the inputs over the whole stack.
         local = {
             call.name: (
                 replace(call, inputs=call.inputs.new_empty(0, call.inputs.shape[-1]), edge=None),
@@ -157,12 +156,12 @@ class Head:
         return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls if keep_calls else [])
 
     def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
-        """Return the logits of every sequence, at least at these positions: [B, u or n, vocab]."""
+        """Return the logits of every sequence, at least at these positions, [B, u or n, vocab]."""
         kept = {"logits_to_keep": positions} if self._keeps_logits else {}
         return self.model(input_ids=ids, use_cache=False, **kept).logits
 
     def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
-        """Return the inputs of a module of the head, [m, width]; the slopes of a diagonal one, [m, parameters, width].
+        """Return the inputs of a module of the head [m, width], or the slopes of a diagonal one [m, parameters, width].
         """
         if self.ownership.rules[call.name] != "diagonal":
             return targets_at.rows(call.inputs)
@@ -170,12 +169,12 @@ class Head:
 
 
 class _TargetRows:
-    """Positions of the targets' logits in a stack of this length."""
+    """The positions of the targets' logits in a stack of a given length."""
 
     def __init__(self, sequences: Int[Tensor, " m"], positions: Int[Tensor, " m"], *, length: int) -> None:
         self._sequences, self._positions, self._length = sequences, positions, length
         self.kept, self._columns = positions.unique(return_inverse=True)
-        """Positions at which some sequence has a target, ascending."""
+        """Positions at which any sequence has a target, ascending."""
 
     def rows(self, values: Tensor) -> Float[Tensor, "m width"]:
         """Gather the targets' rows from [B, n, …] or, if only kept positions were computed, [B, u, …]; B may be
@@ -183,30 +182,30 @@ class _TargetRows:
         """
         rows = values.flatten(2) if values.ndim > 2 else values[None]
         columns = self._positions if rows.shape[1] == self._length else self._columns
-        if rows.shape[0] * rows.shape[1] == len(columns):  # every row, in order
+        if rows.shape[0] * rows.shape[1] == len(columns):  # all rows, in order
             return rows.flatten(0, 1)
         return rows[self._sequences.to(rows.device), columns.to(rows.device)]
 
 
 def logits_at(model: nn.Module, ids: Int[Tensor, " n"], positions: Int[Tensor, " m"]) -> Float[Tensor, "m vocab"]:
-    """Return the logits at these positions of one sequence."""
+    """Return one sequence's logits at these positions."""
     if takes(model, "logits_to_keep"):
         return model(input_ids=ids[None], use_cache=False, logits_to_keep=positions).logits[0]
     return model(input_ids=ids[None], use_cache=False).logits[0, positions]
 
 
 def logit_rows(vocab: int, memory: int) -> int:
-    """Return how many positions' logits fit the memory, with the copies that their gradient needs."""
+    """Return the number of positions whose logits fit into memory, with the copies that their gradient needs."""
     return max(1, memory // (LOGIT_BYTES * vocab))
 
 
 def unit_errors(errors: Float[Tensor, "m vocab"]) -> tuple[Float[Tensor, "m vocab"], Float[Tensor, " m"]]:
     """Divide e − π by its largest entry, in place; return both."""
-    # A CPU takes ten times as long for the norm of order inf.
-    size = torch.maximum(errors.amax(1), -errors.amin(1)).abs()  # not −0
+    # On a CPU, the norm of order inf takes ten times as long.
+    size = torch.maximum(errors.amax(1), -errors.amin(1)).abs()  # avoids −0
     return errors.div_(size.clamp(min=torch.finfo(size.dtype).tiny)[:, None]), size
 
 
 def _norms(unit: Float[Tensor, "m vocab"], size: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """Return ‖e − π‖ of `unit_errors`, whose squares do not underflow."""
+    """Return ‖e − π‖ from `unit_errors`, without underflow."""
     return size * torch.linalg.vector_norm(unit, dim=1)

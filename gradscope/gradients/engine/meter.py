@@ -1,9 +1,9 @@
 """Exact norms of every token's own gradient, at each layer's activations and over all parameters.
 
-In two passes. The head acts on each position by itself, so one vector-Jacobian product of the uncancelled e − π serves
-every token at once. The body mixes positions, so tokens go in chunks over their longest prefix: by the backward rules
-of a common decoder, which take a few sequences together, or along the model's own graph, one sequence at a time. What
-no rule knows is measured by one autograd gradient a token.
+There are two passes. The head acts on each position separately, so one vector-Jacobian product with e − π (computed
+without cancellation) serves all tokens. The body mixes positions, so tokens go through it in chunks over their longest
+prefix: by analytic backward rules for common decoders, a few sequences together, or by autograd, one sequence at a
+time. Parameters that no rule covers take one autograd gradient per token.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.runs import SILENT, Progress
 
 TRIAL = 16
-"""Most tokens of the sequence on which a model's structure is probed."""
+"""Longest sequence on which a model's structure is probed, in tokens."""
 
 
 class TokenGradientMeter:
-    """Measures token gradients of one policy; make and use it inside `measuring(policy.model)`.
+    """Measures token gradients of one policy; create and use it inside `measuring(policy.model)`.
 
-    probe_ids: a sequence to learn the model's structure from; the longest there is.
-    rows: most positions × tokens that one chunk carries (the rows of its matrix products); None: 1,536, or more where
-    starting a chunk would take long beside them.
-    memory: bytes that what flows back may take, and so may logits, attention's probabilities and what the forward pass
-    leaves of sequences that are measured together; chunks and groups are smaller where it would be more.
-    rules: whether a common decoder may go by backward rules; False sends every model along its graph.
-    precision: of the rules' matrix products; the graph's are always exact.
+    Args:
+        probe_ids: a sequence to learn the model's structure from; take the longest.
+        rows: most positions × tokens in one chunk (the rows of its matrix products); None: 1,536, or more if starting a
+            chunk is expensive.
+        memory: bytes for each of: gradients, logits, attention probabilities, and the activations of sequences that are
+            measured together. Limits the size of chunks and groups.
+        rules: whether analytic backward rules may be used; False: always use autograd.
+        precision: of the rules' matrix products; autograd's are always exact.
     """
 
     def __init__(
@@ -72,38 +73,38 @@ class TokenGradientMeter:
         self.split_point = cut.split_point
         self.head = Head(policy, self.ownership, self.split_point, memory)
         self.graph = GraphBody(policy, self.ownership, self.split_point, short, cut.body)
-        """For what goes along the model's own graph."""
+        """Measures the body by autograd."""
         if cut.body is None and len(short) > 2 and _is_finite(self.model, short):
             raise InputError(
-                f"the logits of {type(self.model).__name__} at a token do not depend on what the last of its blocks "
-                f"({policy.blocks_name}) leaves at that token, and on that alone; name the list with the last blocks "
-                "of the residual stream with --blocks, if there is one"
+                f"the logits of {type(self.model).__name__} at a position must depend on the last block's output "
+                f"at that position and nothing else ({policy.blocks_name}); name the list that holds the last "
+                "blocks of the residual stream with --blocks, if there is one"
             )
         self.decoder = DecoderBody.find(policy, self.ownership, self.split_point, memory) if rules else None
-        """For a common decoder, by backward rules; None: this is none."""
+        """Measures the body by analytic rules; None if it is not a common decoder."""
         if self.decoder is not None and not self._rules_hold(short, cut.body):
             self.decoder = None
         if self.decoder is not None:
             self.decoder.multiply = PRODUCTS[precision]
         self.metric: Metric | None = None
         self.progress: Progress = SILENT
-        """Is told of the tokens of a long response, some at a time."""
+        """Reports progress within a long response."""
         keep_freed_memory()
 
     def use_metric(self, metric: Metric | None) -> None:
-        """From now on also measure norms of gradients scaled entry by entry; None: no longer."""
+        """Also measure norms of gradients scaled entry by entry from now on; None: stop doing so."""
         self.metric = self.graph.metric = metric
         if self.decoder is not None:
             self.decoder.metric = metric
 
     @property
     def precision(self) -> Precision | None:
-        """Precision of the analytic backward pass; None: autograd differentiates the model."""
+        """Precision of the analytic backward pass; None if autograd is used."""
         return self._precision if self.decoder is not None else None
 
     @property
     def module_names(self) -> list[str]:
-        """Return the modules that own parameters; of two that share a table, the embedding."""
+        """Return the modules that own parameters; a tied table belongs to the embedding."""
         ownership = self.ownership
         return sorted(
             {*ownership.rules, *ownership.general.values()} - set(ownership.tied[1:] if ownership.tied else ())
@@ -111,7 +112,7 @@ class TokenGradientMeter:
 
     @property
     def speedup(self) -> float:
-        """Return how much faster this precision's products are than exact ones, on the first block's MLP."""
+        """Return the speedup of this precision's products over exact ones, for the first block's MLP."""
         return measure_speedup(self._precision, self.decoder.blocks[0].gate.module.weight)
 
     def measure(
@@ -119,15 +120,14 @@ class TokenGradientMeter:
     ) -> TokenGradients:
         """Measure the token gradients of one unpadded sequence.
 
-        ids: the sequence. targets: indices in it of the response tokens, ascending, none 0. measured: which of the
-        targets (indices into `targets`, ascending) are measured; the rest are NaN. What needs no backward pass is known
-        of all by `measure_cheaply`.
+        ids: the sequence. targets: indices of the response tokens in it, ascending, none 0. measured: indices into
+        `targets`, ascending, of those to measure; the rest are NaN. `measure_cheaply` gives what needs no backward
+        pass.
         """
         return self.measure_together([SequenceTokens(ids.cpu(), targets.cpu(), measured.cpu(), temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Measure several sequences at once; the numbers are each one's own, up to rounding. `group` says which go
-        together well.
+        """Measure several sequences together (see `group`), with the same results up to rounding.
         """
         asked = [i for i, s in enumerate(sequences) if len(s.measured)]
         order = sorted(asked, key=lambda i: -len(sequences[i].measured))
@@ -139,7 +139,7 @@ class TokenGradientMeter:
         return [found[i] for i in range(len(sequences))]
 
     def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
-        """Return groups of indices of sequences that are best measured together; one without measured tokens is alone.
+        """Return groups of indices of sequences that are best measured together; without measured tokens, alone.
         """
         if not self._together:
             return [[index] for index in range(len(sequences))]
@@ -148,7 +148,7 @@ class TokenGradientMeter:
         def most(length: int) -> int:
             return self.decoder.most_sequences(length, rows=limits.rows, logits=self.head.rows)
 
-        # Nothing is computed behind the last token that is measured.
+        # Nothing is computed after the last measured token.
         return group_sequences(
             [s.lengths for s in sequences], [max(s.lengths, default=0) for s in sequences], limits, most=most
         )
@@ -161,7 +161,7 @@ class TokenGradientMeter:
 
     @property
     def _together(self) -> bool:
-        """Return whether several sequences may share their passes."""
+        """Return whether sequences may share passes."""
         return self.decoder is not None and not self.ownership.general
 
     def _measure_nothing(self, sequence: SequenceTokens) -> TokenGradients:
@@ -185,7 +185,7 @@ class TokenGradientMeter:
         positions = targets_before(sequences)
         act = head.last_norm.new_empty(len(stack.positions), len(self.blocks) + 1)
         act[:, -1] = head.last_norm
-        # A module that a prefix does not call has no gradient there.
+        # A module that was not called has no gradient.
         square: dict[str, Tensor] = defaultdict(lambda: torch.zeros_like(head.last_norm))
         scaled = None if self.metric is None else torch.zeros_like(head.last_norm)
         spans = neighbours([s.lengths for s in sequences], self._limits(body.body))
@@ -206,7 +206,7 @@ class TokenGradientMeter:
         self._add_head(square, head)
         if scaled is not None:
             scaled = head.size * (scaled + self._scaled_head(head, called)).clamp(min=0).sqrt()
-        if not square:  # of an adapter that these tokens do not pass
+        if not square:  # an adapter that these tokens do not pass through
             square[""] = torch.zeros_like(head.last_norm)
         norms = {name: head.size * values.clamp(min=0).sqrt() for name, values in square.items()}
         total = head.size * torch.stack(list(square.values())).sum(0).clamp(min=0).sqrt()
@@ -214,7 +214,7 @@ class TokenGradientMeter:
         return [_change(found, lambda values, ends=ends: values[slice(*ends)]) for ends in pairwise(starts)]
 
     def _measure_apart(self, sequence: SequenceTokens) -> TokenGradients:
-        """Measure a sequence whose graph does not fit, all of whose targets are measured: one gradient a token."""
+        """Measure all targets of a sequence whose graph does not fit, one gradient per token."""
         ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
         statistics, logit_norm = self.measure_cheaply(ids, targets, temperature=temperature)
         each = measure_plainly(self.model, self.blocks, ids, targets, temperature=temperature, metric=self.metric)
@@ -234,8 +234,8 @@ class TokenGradientMeter:
         )
 
     def _start(self, stack: Stack) -> tuple[HeadPass | None, DecoderStack | GraphSequence | None]:
-        """Run the head's pass; return it and the body's sequences. None: they must be measured one by one, or, of a
-        single one, its graph does not fit.
+        """Run the head's pass; return it and the body's sequences. None: the sequences must be measured one by one or,
+        for a single one, its graph does not fit.
         """
         if self.decoder is not None:
             with self.decoder.recording(stack) as seen:
@@ -252,12 +252,11 @@ class TokenGradientMeter:
         return head, GraphSequence(self.graph, ids, head, factors)
 
     def _add_head(self, square: dict[str, Tensor], head: HeadPass) -> None:
-        """Add the squared gradient norms of the modules that only the head calls, and the head's part of a shared
-        table.
+        """Add the squared gradient norms of modules that only the head calls, and the head's part of a tied table.
         """
         table, tied_head = self.ownership.tied or (None, None)
         for name, (call, delta, inputs) in head.local.items():
-            if name == tied_head:  # The table counts under the embedding's name, the head's bias under its own.
+            if name == tied_head:  # A tied table counts under the embedding's name, the head's bias under the head's.
                 square[table] += outer_square_norms(delta, inputs, bias=False)
                 if call.module.bias is not None:
                     square[name] = delta.square().sum(1)
@@ -265,7 +264,7 @@ class TokenGradientMeter:
                 square[name] = self.head.square_norms(head, name)
 
     def _scaled_head(self, head: HeadPass, called: set[str]) -> Float[Tensor, " m"]:
-        """Return what `_add_head` adds, for scaled gradients; called: modules that the body calls, too."""
+        """Return what `_add_head` adds, for scaled gradients; called: modules that the body also calls."""
         square, tied = torch.zeros_like(head.last_norm), self.ownership.tied
         for name, (call, delta, inputs) in head.local.items():
             if (tied and name == tied[1]) or name not in called:
@@ -277,16 +276,15 @@ class TokenGradientMeter:
         return square
 
     def _limits(self, body: DecoderBody | GraphBody) -> Limits:
-        """Return the chunk limits: as many neighbouring tokens as fill the rows and fit the memory."""
+        """Return the chunk limits: as many neighbouring tokens as fill the rows and fit into memory."""
         return body.limits(self.rows, self.memory)
 
-    # What no rule claims: one autograd gradient a token.
+    # Parameters without a rule: one autograd gradient per token.
 
     def _measure_general(self, sequence: SequenceTokens, picks: Tensor, scaled: Tensor | None) -> dict[str, Tensor]:
-        """Return the squared gradient norms [K] by module for parameters that no rule claims; picks: some of the
-        targets.
+        """Return the squared gradient norms [K] by module for parameters without a rule; picks: some of the targets.
 
-        scaled: gets those of the scaled gradients, at the picks.
+        scaled: receives those of the scaled gradients, at the picks.
         """
         if not self.ownership.general:
             return {}
@@ -302,7 +300,7 @@ class TokenGradientMeter:
             errors = logit_gradient(logits, ids[targets], temperature=temperature)
             seeds = unit_errors(errors)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
-            for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use them at all.
+            for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use these parameters.
                 gradients = torch.autograd.grad(
                     each[k], parameters, seeds[k].to(logits.dtype), retain_graph=k + 1 < len(picks), allow_unused=True
                 )
@@ -320,9 +318,9 @@ class TokenGradientMeter:
                 parameter.requires_grad_(False)
 
     def _rules_hold(self, ids: Int[Tensor, " n"], seen: Recorder | None) -> bool:
-        """Return whether rules and graph agree for two tokens each of a short sequence and of its beginning.
+        """Return whether rules and autograd agree on two tokens each of a short sequence and of a prefix of it.
 
-        seen: the body's pass over the sequence.
+        seen: the body's forward pass over the sequence.
         """
         lengths, here = (len(ids), max(2, 3 * len(ids) // 4)), ids.cpu()
         targets = [torch.tensor(sorted({n // 2, n - 1})) for n in lengths]
@@ -333,7 +331,7 @@ class TokenGradientMeter:
         rules = self.decoder.follow(stack, head, recorded)
         if rules is None:
             return False
-        # What one sequence begins with, the other is: one graph has all tokens, at the place where each stands.
+        # One sequence is a prefix of the other, so a single graph holds all tokens at their positions.
         everything = torch.arange(len(stack.positions))
         graph = GraphSequence(self.graph, ids, head, Factors(len(ids)), seen or self.graph.record(ids))
         picks = everything.split([len(at) for at in targets])
@@ -353,7 +351,7 @@ class TokenGradientMeter:
                 (chunk.values(measured.layers), {name: values.clamp(min=0).sqrt() for name, values in square.items()})
             )
         (layers, norms), (expected_layers, expected) = found
-        # A module whose own norm is nearly nothing is rounding.
+        # The norm of a module with nearly no gradient is rounding.
         slack = torch.stack(list(expected.values())).norm(dim=0) / 100
         if norms.keys() != expected.keys():
             return False
@@ -369,16 +367,16 @@ def _is_finite(model: nn.Module, ids: Int[Tensor, " n"]) -> bool:
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 64 MiB of freed memory for the next array of that size.
+    """Let the C library keep up to 64 MiB of freed memory for reuse, for the rest of the process.
 
-    glibc gives large blocks back at once and fetches them page by page again, a fifth of the time of small policies;
-    what is large it learns from the largest block that was freed so, up to 32 MiB (mallopt(3)). It stays so.
+    glibc returns large blocks to the system at once and faults them in again page by page, which takes a fifth of the
+    time for small policies. It learns the threshold from the largest block freed so far, up to 32 MiB (mallopt(3)).
     """
     torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 def _scatter(gradients: TokenGradients, sequence: SequenceTokens) -> TokenGradients:
-    """Place the measured tokens' norms among NaN for all other targets."""
+    """Scatter the measured tokens' norms among all targets, NaN elsewhere."""
     if len(sequence.measured) == len(sequence.targets):
         return gradients
 

@@ -1,7 +1,7 @@
-"""Squared norms of token gradients scaled entry by entry, as an optimizer's update sees them.
+"""Squared norms of token gradients scaled entry by entry, as by an optimizer's preconditioner.
 
-‖G ∘ D‖² of a linear layer's gradient G = Σ_s δ_s a_sᵀ has no factor that positions share, as ‖G‖² has: every token's G
-is formed, a few tokens at a time, multiplied by D and let go.
+For a linear layer's gradient G = Σ_s δ_s a_sᵀ, ‖G ∘ D‖² has no shared factor as ‖G‖² does, so every token's G is
+formed, a few tokens at a time, and multiplied by D.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from gradscope.policy import flat_slices
 
 AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 24}
-"""Entries of token gradients that are formed at once, by device. cpu: the fastest of 2¹⁹, 2²¹ and 2²³ at M of the
-benchmarks. cuda: with 2¹⁹ an H200 took 65 ms a token at 0.5 B, with 2²⁴ 11 (6 without a metric)."""
+"""Entries of token gradients formed at a time, by device. cpu: the fastest of 2¹⁹, 2²¹ and 2²³ at M in the
+benchmarks. cuda: an H200 took 65 ms per token at 0.5 B with 2¹⁹, 11 with 2²⁴ (6 without a metric)."""
 
 
 class Metric:
@@ -34,8 +34,8 @@ class Metric:
     def linear(
         self, module: nn.Module, delta: Float[Tensor, "B n K out"], inputs: Float[Tensor, "B n in"]
     ) -> Float[Tensor, "B K"]:
-        """Return the scaled squared norms of a linear module's weight and bias, from what flows back to its output [..,
-        n, ..].
+        """Return the scaled squared norms of a linear module's weight and bias, given the gradient at its output
+        [.., n, ..].
         """
         weight = self._weight(module).to(delta)
         (batch, _, tokens, outputs), inner = delta.shape, inputs.shape[2]
@@ -55,7 +55,7 @@ class Metric:
     def at_one_position(
         self, module: nn.Module, delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"]
     ) -> Float[Tensor, " *m"]:
-        """Return the same for tokens that have one position each: Σ_oi (D_oi δ_o a_i)²."""
+        """Return the same for tokens with one position each: Σ_oi (D_oi δ_o a_i)²."""
         square = ((delta.square() @ self._weight(module).to(delta).square()) * inputs.square()).sum(-1)
         return square if module.bias is None else square + self.vector(module.bias, delta)
 
@@ -64,6 +64,6 @@ class Metric:
         return (gradient * self.of(parameter).to(gradient)).square().sum(-1)
 
     def _weight(self, module: nn.Module) -> Float[Tensor, "out in"]:
-        """Return D of the weight in a linear module's layout; a Conv1D's is transposed."""
+        """Return D of the weight in nn.Linear's layout; a Conv1D's is transposed."""
         weight = self.of(module.weight)
         return weight if isinstance(module, nn.Linear) else weight.T

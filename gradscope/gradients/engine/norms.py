@@ -1,8 +1,8 @@
-"""Norms of the gradients of known modules' parameters, from what flows in and what flows back, tensors to tensors.
+"""Gradient norms of known modules' parameters, from their inputs and output gradients; pure functions of tensors.
 
-Notation: K tokens of each of B sequences are measured at once over prefixes of n positions. delta is the gradient of
-each token's log π with respect to the module's output at every position of the prefix, and zero after the token's own:
-[B, n, K, …], as one operation serves all tokens at a position; [K, n, …] of the one sequence of a diagonal module.
+Notation: K tokens of each of B sequences are measured together over prefixes of n positions. delta is the gradient of
+each token's log π with respect to the module's output at every position of the prefix, zero after the token's own:
+[B, n, K, …], since one operation serves all tokens at a position; [K, n, …] for diagonal modules, with one sequence.
 """
 
 from __future__ import annotations
@@ -22,29 +22,30 @@ Squares = dict[str, Float[Tensor, "B K"]]
 
 @dataclass(frozen=True)
 class Widths:
-    """Positions taken at once where a product has zeros to skip: fewer cost more in operations than they save."""
+    """Widths of strips of positions in products with zeros to skip; narrower ones cost more in overhead than they save.
+    """
 
     narrowest: int
     narrowest_queries: int
-    """In attention, whose loop has many operations."""
+    """For attention, whose loop has many operations."""
     widest: int
 
 
 WIDTHS = {"cpu": Widths(28, 56, 128), "cuda": Widths(128, 256, 512)}
-"""By device. cuda: assumed, see analyses/gpu/QUEUE.md."""
+"""Widths by device. cuda: assumed, see analyses/gpu/QUEUE.md."""
 QR_SLOWNESS = 2
-"""How many times as long a FLOP of QR takes as one of a matrix product: 1.5 to 2.5 on one core at widths of 512 to
+"""Time per FLOP of QR relative to a matrix product: 1.5 to 2.5 on one core at widths of 512 to
 2,048; assumed for a GPU."""
 
 
 def widths_of(device: torch.device | str) -> Widths:
-    """Return the widths of strips on a device, or on one of this type."""
+    """Return the widths of strips on a device or type of device."""
     kind = device if isinstance(device, str) else device.type
     return WIDTHS.get(kind, WIDTHS["cuda"])
 
 
 def strips(n: int, device: torch.device, *, queries: bool = False) -> Iterator[tuple[int, int]]:
-    """Return (start, end) of each strip of n positions: a quarter of them, within the device's widths.
+    """Yield (start, end) of each strip of n positions; a quarter of them, within the device's limits.
 
     >>> list(strips(72, torch.device("cpu")))
     [(0, 36), (36, 72)]
@@ -56,10 +57,10 @@ def strips(n: int, device: torch.device, *, queries: bool = False) -> Iterator[t
 
 
 def factor_pays(n: int, inside: int, outputs: int, tokens: int) -> bool:
-    """Return whether `prefix_factor` of n inputs of this width saves more than it takes, for this many tokens.
+    """Return whether `prefix_factor` of n inputs of this width pays off for this many tokens.
 
-    A product with the factor skips its zeros, n · c less half of c² for c = min(n, inside) columns, in place of n ·
-    inside; QR takes 2 m c² − ⅔ c³ FLOPs, m the greater of n and inside.
+    A product with the factor skips its zeros: n · c − c²/2 for c = min(n, inside) columns, instead of n · inside. QR
+    takes 2 m c² − ⅔ c³ FLOPs, with m = max(n, inside).
     """
     columns, most = min(n, inside), max(n, inside)
     saved = tokens * outputs * (2 * n * inside - columns * (2 * n - columns + 1))
@@ -67,10 +68,10 @@ def factor_pays(n: int, inside: int, outputs: int, tokens: int) -> bool:
 
 
 def prefix_factor(inputs: Float[Tensor, "*B n d"], *, bias: bool) -> Float[Tensor, "*B n r"]:
-    """Return L with L Lᵀ = A Aᵀ for inputs A (with a column of ones for a bias): enough to know ‖Σ_s δ_s a_sᵀ‖.
+    """Return L with L Lᵀ = A Aᵀ for inputs A (with a column of ones for a bias), which determines ‖Σ_s δ_s a_sᵀ‖.
 
     With Aᵀ = Q R, L = Rᵀ is lower trapezoidal, so L[:m, :min(m, r)] is the factor of the first m positions too. A
-    Gram matrix would serve as well but loses half of the digits.
+    Gram matrix would do as well but loses half of the digits.
     """
     a = with_ones(inputs.to(torch.promote_types(inputs.dtype, torch.float32)), bias=bias)
     return torch.linalg.qr(a.mT, mode="r").R.mT.contiguous()
@@ -90,11 +91,11 @@ def linear_square_norms(
 ) -> Float[Tensor, "B K"]:
     """Return the squared norm of Σ_s δ_s [a_s, 1]ᵀ: the gradient of a linear module's weight and bias together.
 
-    factor: of the module's inputs, by `prefix_factor`; lower triangular, it is taken in strips of columns, each without
-    its zeros. Or, not triangular, the inputs themselves with a column of ones for a bias.
+    factor: `prefix_factor` of the module's inputs, lower triangular and processed in strips of columns without their
+    zeros; or, not triangular, the inputs themselves with a column of ones for a bias.
     """
     (batch, _, tokens, width), rows = delta.shape, delta.flatten(2)
-    if not factor.shape[2]:  # a module that was called on no row, such as an expert without tokens
+    if not factor.shape[2]:  # a module called on no rows, such as an expert without tokens
         return delta.new_zeros(batch, tokens)
     norms = []
     for start, end in strips(factor.shape[2], factor.device):
@@ -106,25 +107,25 @@ def linear_square_norms(
 
 
 def square_norms(values: Float[Tensor, "B n K *rest"]) -> Float[Tensor, "B K"]:
-    """Return the squared norm of each token's part."""
-    by_row = torch.linalg.vector_norm(values.flatten(3), dim=3)  # in two steps: along memory first
+    """Return each token's squared norm."""
+    by_row = torch.linalg.vector_norm(values.flatten(3), dim=3)  # in two steps, along contiguous memory first
     return torch.linalg.vector_norm(by_row, dim=1).square()
 
 
 def outer_square_norms(
     delta: Float[Tensor, "*m out"], inputs: Float[Tensor, "*m in"], *, bias: bool
 ) -> Float[Tensor, "*m"]:
-    """Return the same for tokens that have one position each: ‖δ‖² (‖a‖² + 1 for the bias)."""
+    """Return the same for tokens with one position each: ‖δ‖² (‖a‖² + 1 for the bias)."""
     return delta.square().sum(-1) * (inputs.square().sum(-1) + bias)
 
 
 def diagonal_square_norms(
     delta: Float[Tensor, "K *rows d"], slope: Float[Tensor, "*broadcast d"], scale: Float[Tensor, " d"] | None = None
 ) -> Float[Tensor, " K"]:
-    """Return the squared norm of Σ_s δ_s ∘ slope_s: a vector parameter that scales or shifts channel by channel.
+    """Return the squared norm of Σ_s δ_s ∘ slope_s, for a vector parameter that scales or shifts channel by channel.
 
-    slope is ∂output/∂parameter, which for such a module is diagonal: the normalised input for a norm's weight, ones
-    for a bias. [*rows, d] if the tokens share it, [K, *rows, d] if each has its own. scale: multiplies the gradient.
+    slope is the diagonal of ∂output/∂parameter: the normalised input for a norm's weight, ones
+    for a bias; [*rows, d] if shared by the tokens, else [K, *rows, d]. scale: multiplies the gradient.
     """
     gradient = (delta * slope).reshape(len(delta), -1, delta.shape[-1]).sum(1)
     return (gradient if scale is None else gradient * scale.to(gradient)).square().sum(1)
@@ -139,7 +140,7 @@ def embedding_square_norms(
     """
     batch, tokens = len(ids), delta.shape[2]
     entries = ids * batch + torch.arange(batch, device=ids.device)[:, None]
-    # Not unique(): its number of rows would be read back from a GPU. As many rows as ids; spare ones are zero.
+    # Not unique(), whose size needs a synchronisation on a GPU: as many rows as ids, spare ones zero.
     ascending, order = entries.flatten().sort()
     run = (ascending.diff(prepend=ascending[:1]) != 0).cumsum(0)
     row = torch.empty_like(run).index_copy(0, order, run)

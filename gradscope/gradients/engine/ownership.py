@@ -1,4 +1,4 @@
-"""Assign every parameter to exactly one rule, or to the general path."""
+"""Assignment of every parameter to exactly one rule, or to the general path."""
 
 from __future__ import annotations
 
@@ -19,48 +19,48 @@ from gradscope.gradients.hooks import first_tensor, forward_hooks
 from gradscope.policy import Policy, arithmetic_dtype, float_parameters, replaced_forward, takes
 
 SEEN = 64
-"""Positions at which the probe keeps a norm's values, and at which a prefix must give what the whole sequence does."""
+"""Positions at which the probe keeps a norm's values, and at which prefix and whole sequence are compared."""
 
 Rule = Literal["linear", "conv1d", "diagonal", "embedding"]
 
 
 @dataclass(frozen=True)
 class Ownership:
-    """Assignment of a model's parameters to the ways of measuring them."""
+    """The assignment of a model's parameters to ways of measuring them."""
 
     rules: dict[str, Rule]
     """Module name → the rule that measures its parameters."""
     tied: tuple[str, str] | None
-    """(embedding, head) that share one table, if both are claimed by rules; their cross term counts, too."""
+    """(embedding, head) with a tied table, if rules cover both; their cross term counts too."""
     embedding_scale: dict[str, float]
-    """Embedding's name → factor on its rows (1 for nn.Embedding itself)."""
+    """Embedding's name → factor on its rows (1 for a plain nn.Embedding)."""
     general: dict[str, str]
-    """Parameter name → module name, for parameters without a rule: one autograd gradient per token."""
+    """Parameter name → module name, for parameters without a rule, which take one autograd gradient per token."""
 
 
 @dataclass
 class _Visits:
-    """The probe's record of one module that owns parameters."""
+    """The probe's record of a module that owns parameters."""
 
     calls: int = 0
     in_head: set[bool] = field(default_factory=set)
     late: bool = False
-    """Called in the last block or after it."""
+    """Whether it was called in the last block or after it."""
     simple: bool = True
-    """Called with one tensor and nothing else."""
+    """Whether it was called with a single tensor only."""
     by_row: bool = True
-    """Called on rows of vectors, never on one vector."""
+    """Whether it was always called on rows of vectors, never on a single vector."""
     untouched: bool = True
-    """Whether its inputs and outputs were not changed in place afterwards."""
+    """Whether its inputs and outputs were never modified in place afterwards."""
     inputs: Tensor | None = None
-    """Input of an embedding's or a norm's first call; a norm's at the first positions alone."""
+    """Input of the first call of an embedding or norm; for a norm, only the first positions."""
     output: Tensor | None = None
     """Output of such a module's last call, at the same positions."""
     pending: list[tuple[Tensor, int]] = field(default_factory=list)
-    """Tensors not yet known to be `untouched`, with their versions."""
+    """Tensors not yet checked for in-place changes, with their versions."""
 
     def check_untouched(self) -> None:
-        """Record whether the pending tensors were changed in place, and free them."""
+        """Record whether the pending tensors were modified in place, and free them."""
         self.untouched &= all(tensor._version == version for tensor, version in self.pending)
         self.pending.clear()
 
@@ -70,16 +70,16 @@ class Probe:
     """Record of one forward pass over a sequence [n]."""
 
     visits: dict[str, _Visits]
-    """By module that owns parameters."""
+    """Name of a module that owns parameters → its record."""
     hidden: Tensor | None
-    """[n, d]: hidden states that the head is called with; None if the model has no separate body."""
+    """Hidden states [n, d] at the head's input; None if the model has no separate body."""
 
 
 def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, "n d"] | None = None) -> None:
-    """Raise InputError unless a prefix alone gives the hidden states that it has within the whole sequence ids [n].
+    """Raise InputError unless a prefix of the sequence ids [n] has the same hidden states alone as within the whole.
 
-    That is what "decoder-only" means here, and what lets a token be measured on its prefix: the first half or, of a
-    long sequence, the first positions. whole: the hidden states of the sequence, if they are known.
+    This is what "decoder-only" means here, and why a token can be measured on its prefix. The prefix is the first half
+    or, for a long sequence, the first positions. whole: the hidden states of the sequence, if known.
     """
     half = max(1, min(len(ids) // 2, SEEN))
     with torch.no_grad():
@@ -96,7 +96,7 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, 
     change = ((whole - alone).norm() / whole.norm().clamp(min=torch.finfo(torch.float64).tiny)).item()
     if not change <= tolerance:
         raise InputError(
-            f"{type(policy.model).__name__} changes a position when later tokens are added (by {change:.1e} of it): "
+            f"{type(policy.model).__name__} changes hidden states when later tokens are added (by {change:.1e}): "
             "it is not decoder-only, or its rotary embedding depends on the length; give a causal model, or rollouts "
             "within the context it was trained on"
         )
@@ -105,15 +105,15 @@ def check_prefixes(policy: Policy, ids: Int[Tensor, " n"], whole: Float[Tensor, 
 def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Ownership:
     """Find the rule for every module that owns parameters, by its type and by one forward pass.
 
-    Of a model that is measured on some parameters alone (`measure_only`), these are claimed and no others.
+    If only some parameters are measured (`measure_only`), only these are claimed.
 
-    A rule is given up, and the parameters go the general way, where a module is not exactly what the rule knows: a
-    subclass, a parametrisation, an input that is changed in place after use, a table shared in an unknown manner.
+    A module that is not exactly what the rule expects (a subclass, a parametrisation, an input modified in place after
+    use, a table shared in an unknown way) loses its rule, and its parameters take the general path.
     """
     visits = probe.visits
     measured = {id(p): name for name, p in float_parameters(model)}
     modules = {name: m for name, m in model.named_modules() if any(id(p) in measured for p in m.parameters(False))}
-    # A rule measures all of a module's own parameters at once, by its calls; a block's own call is none of those.
+    # A rule measures all of a module's own parameters by its calls, but a block's call is not recorded as such.
     apart = set(blocks)
     whole = {n: m for n, m in modules.items() if m not in apart and all(id(p) in measured for p in m.parameters(False))}
     rules = {name: rule for name, m in whole.items() if (rule := _find_rule(m, visits[name]))}
@@ -129,7 +129,7 @@ def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Own
         else:
             for name in sharing:
                 rules.pop(name, None)
-    # A table half of whose users lost their rule must go the general way altogether.
+    # If one user of a shared table lost its rule, the table takes the general path.
     if tied and not all(name in rules for name in tied):
         for name in tied:
             rules.pop(name, None)
@@ -145,7 +145,7 @@ def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Own
 
 
 def check_ownership(model: nn.Module, ownership: Ownership) -> None:
-    """Raise RuntimeError unless every measured parameter is claimed exactly once (a tied table: by embedding and head).
+    """Raise RuntimeError unless every measured parameter is claimed once (a tied table by embedding and head).
     """
     counts: dict[int, int] = defaultdict(int)
     for name in ownership.rules:
@@ -163,7 +163,7 @@ def check_ownership(model: nn.Module, ownership: Ownership) -> None:
 
 
 def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, " n"]) -> Probe:
-    """Run one forward pass, freeing each block's tensors once the next block is done; return its record."""
+    """Run and record one forward pass, freeing each block's tensors once the next block is done."""
     visits: dict[str, _Visits] = defaultdict(_Visits)
     names = dict.fromkeys(name for name, m in model.named_modules() if any(True for _ in m.parameters(recurse=False)))
     modules = dict(model.named_modules())
@@ -171,7 +171,7 @@ def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, 
     known = {id(m): name for name, m in modules.items()}
     in_order = {known[id(block)]: index for index, block in enumerate(blocks)}
     owners: list[list[str]] = [[] for _ in blocks]
-    """Names of modules by the block that they were called in."""
+    """Names of modules by the block in which they were called."""
     inside, past_blocks, hidden = -1, False, []
 
     def first(module: nn.Module, values: Tensor) -> Tensor:
@@ -202,12 +202,12 @@ def probe_model(model: nn.Module, blocks: nn.ModuleList, input_ids: Int[Tensor, 
             if inside >= 0 and not past_blocks:
                 owners[inside].append(name)
         if name in in_order:
-            # A residual stream may be added to in place within the next block.
+            # The next block may add to the residual stream in place.
             for owner in owners[in_order[name] - 1] if in_order[name] else ():
                 visits[owner].check_untouched()
             past_blocks |= in_order[name] == len(blocks) - 1
 
-    # Logits of a long sequence could fill the memory, and the head is called on rows of two as it is on all.
+    # The logits of a long sequence could fill the memory; two rows are enough to see the head.
     few = {"logits_to_keep": 2} if takes(model, "logits_to_keep") else {}
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
@@ -231,7 +231,7 @@ def _has_slopes(module: nn.Module) -> bool:
 def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
     if hasattr(module, "parametrizations") or len(seen.in_head) > 1 or _is_rewired(module):
         return None
-    # Changed in place after it was returned: where it stood in the graph may be gone.
+    # Modified in place after it was returned: its place in the graph may be lost.
     if not (seen.untouched and seen.by_row):
         return None
     # The head keeps one call of each module.
@@ -243,7 +243,7 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
         return "conv1d" if seen.simple and seen.calls and _is_bare(module) else None
     if isinstance(module, nn.Embedding):
         return "embedding" if not any(seen.in_head) and _embedding_scale(module, seen) is not None else None
-    # A hook before it would change the recorded input once more when the slopes are taken.
+    # A pre-hook would change the recorded input again when slopes are computed.
     alone = not module._forward_pre_hooks and not any(True for _ in module.children())
     if seen.simple and seen.calls and alone and _is_diagonal(module, seen):
         return "diagonal"
@@ -251,7 +251,7 @@ def _find_rule(module: nn.Module, seen: _Visits) -> Rule | None:
 
 
 def _is_rewired(module: nn.Module) -> bool:
-    """Return whether the module's forward was replaced by anything but upcasting and accelerate's wrapper."""
+    """Return whether the module's forward was replaced, other than by upcasting or accelerate's wrapper."""
     if replaced_forward(module) is None:
         return False
     hook = getattr(module, "_hf_hook", None)
@@ -259,13 +259,14 @@ def _is_rewired(module: nn.Module) -> bool:
 
 
 def _is_bare(module: nn.Module) -> bool:
-    """Return whether the module has nothing but weight and bias, and no hook or replacement changes its output."""
+    """Return whether the module has only weight and bias, and no hook or replacement changes its output."""
     names = {name for name, _ in module.named_parameters()}
     return names <= {"weight", "bias"} and "weight" in names and not module._forward_hooks
 
 
 def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
-    """Return ∂output/∂parameter for each parameter of a module that is affine in it channel by channel: f(1) − f(0)."""
+    """Return ∂output/∂parameter, f(1) − f(0), for each parameter of a module that is affine in it channel by channel.
+    """
     for name, parameter in module.named_parameters(recurse=False):
         one, zero = torch.ones_like(parameter), torch.zeros_like(parameter)
         yield functional_call(module, {name: one}, (inputs,)) - functional_call(module, {name: zero}, (inputs,))
@@ -276,7 +277,7 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
     """Return whether every parameter is a vector of the output's width and the output is affine in it, channel by
     channel.
 
-    Seen on the probe's own input: f(v) − f(0) must equal v ∘ (f(1) − f(0)) for a random v.
+    Tested on the probe's input: f(v) − f(0) must equal v ∘ (f(1) − f(0)) for a random v.
     """
     inputs, output = seen.inputs, seen.output
     parameters = dict(module.named_parameters(recurse=False))
@@ -290,7 +291,7 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
         zero = functional_call(module, {name: torch.zeros_like(p)}, (inputs,))
         moved = functional_call(module, {name: v}, (inputs,)) - zero
         scale = (moved.abs().max() + zero.abs().max()).clamp(min=1.0)
-        # A few roundings of the module's own arithmetic, which transformers does in float32 at best.
+        # Allow a few roundings of the module's arithmetic, which transformers does in float32 at best.
         tolerance = 64 * max(torch.finfo(arithmetic_dtype(module)).eps, torch.finfo(torch.float32).eps)
         if slope.shape != output.shape or (moved - v * slope).abs().max() > tolerance * scale:
             return False
@@ -298,7 +299,7 @@ def _is_diagonal(module: nn.Module, seen: _Visits) -> bool:
 
 
 def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
-    """Return c if the module returned c times the rows of its table on the probe; else None."""
+    """Return c if the module returned c times the rows of its table, else None."""
     plain = not (module.scale_grad_by_freq or module.sparse or module.max_norm)
     alone = len(list(module.parameters())) == 1
     if not (plain and alone and seen.simple and seen.calls == 1) or seen.inputs.is_floating_point():
@@ -314,7 +315,7 @@ def _embedding_scale(module: nn.Embedding, seen: _Visits) -> float | None:
 def _tie(
     names: list[str], modules: dict[str, nn.Module], rules: dict[str, Rule], visits: dict[str, _Visits]
 ) -> tuple[str, str] | None:
-    """Return (embedding, head) if exactly these two share one table and both have a rule."""
+    """Return (embedding, head) if exactly these two share a table and both have rules."""
     if len(names) != 2:
         return None
     embedding = next((n for n in names if rules.get(n) == "embedding"), None)

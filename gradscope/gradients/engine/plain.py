@@ -1,6 +1,6 @@
-"""Norms of tokens' gradients by plain autograd, without any rule: a backward pass each.
+"""Token gradient norms by plain autograd, one backward pass per token.
 
-What the self-check compares the engine with, and what measures a sequence whose graph would not fit into memory.
+The reference for the self-check, and the fallback for sequences whose graph would not fit into memory.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ PART = 1 << 24
 """Entries of a half-precision gradient widened at a time."""
 SCALED = "scaled"
 Key = str | int | tuple[str, str]
-"""Name of a norm: a parameter, a layer, or SCALED and a parameter."""
+"""Key of a norm: a parameter's name, a layer, or (SCALED, parameter)."""
 
 
 @dataclass(frozen=True)
 class TokenNorms:
-    """One token's norms, from plain autograd or from the engine."""
+    """One token's norms, from plain autograd or the engine."""
 
     act_grad_norm: list[float]
-    """‖δ_ℓ‖ of L + 1 layers."""
+    """‖δ_ℓ‖ for L + 1 layers."""
     module_grad_norm: dict[str, float]
-    """‖g‖ by module that owns parameters; a shared table under its first owner's name."""
+    """‖g‖ by module that owns parameters; a shared table counts for its first owner."""
     param_grad_norm: float
     scaled_grad_norm: float | None = None
     """‖g ∘ D‖ in the engine's metric; None without one."""
@@ -56,8 +56,8 @@ def measure_plainly(
 ) -> Iterator[TokenNorms]:
     """Compute all gradients of each token's log π by a plain backward pass from the uncancelled e − π.
 
-    The tokens share one forward pass, which holds no more than the blocks' inputs where its graph would not fit. A
-    gradient is let go as soon as its norm is known: a parameter's at a time.
+    The tokens share one forward pass, which keeps only the blocks' inputs if its graph would not fit. Gradients are
+    freed parameter by parameter, as soon as their norms are known.
     """
     parameters, device = dict(float_parameters(model)), next(model.parameters()).device
     length, handles, norms = int(targets.max()), [], {}
@@ -86,7 +86,7 @@ def measure_plainly(
         for k, own in enumerate(each):
             norms.clear()
             seed = logit_gradient(own, ids[int(targets[k])], temperature=temperature) / temperature
-            # A seed with largest entry 1: squares of a sure token's would underflow.
+            # A seed with largest entry 1: squares would underflow as π → 1.
             size = seed.abs().max()
             size = torch.where(size > 0, size, 1.0)
             own.backward((seed / size).to(own.dtype), retain_graph=k + 1 < len(each))
@@ -106,7 +106,7 @@ def _take_edge(norms: dict[Key, Tensor], layer: int, output: int, gradients: tup
 def _gather(
     norms: dict[Key, Tensor], size: Tensor, layers: int, parameters: Iterable[str], *, scaled: bool
 ) -> TokenNorms:
-    """Read norms by layer and by parameter in one copy; parameters without a gradient are missing."""
+    """Read norms by layer and parameter in one copy from the device; parameters without a gradient are missing."""
     values = torch.stack([norm.double().to(size.device) for norm in norms.values()])
     known = dict(zip(norms, (size * values).tolist(), strict=True))
     square: dict[str, float] = defaultdict(float)
@@ -120,7 +120,7 @@ def _gather(
 
 @contextmanager
 def _layer_edges(blocks: nn.ModuleList) -> Iterator[list[GradientEdge]]:
-    """Yield the graph edges of each layer's activations as passed on, whether later changed in place or not."""
+    """Yield the graph edges of each layer's activations as returned, even if later modified in place."""
     edges: list[GradientEdge] = []
 
     def enter(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ def _layer_edges(blocks: nn.ModuleList) -> Iterator[list[GradientEdge]]:
 
 
 def _norm(gradient: Tensor | None) -> Float[Tensor, ""]:
-    """Return the norm in float32 at least, part by part, without copying a large gradient."""
+    """Return the norm in float32 or wider, in parts, without copying a large gradient."""
     if gradient is None:
         return torch.zeros(())
     wide = torch.promote_types(gradient.dtype, torch.float32)

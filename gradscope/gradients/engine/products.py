@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 Product = Callable[..., Tensor]
-"""multiply(left, right, into=None): (…, a, b) times (…, b, c) in the first one's dtype; added to `into`, in its place,
-if that is given."""
+"""multiply(left, right, into=None): (…, a, b) times (…, b, c) in the dtype of `left`, added to `into` in place."""
 Precision = Literal["exact", "bfloat16", "tf32"]
 
 
@@ -20,7 +19,7 @@ def multiply_exactly(left: Tensor, right: Tensor, into: Tensor | None = None) ->
     right = right.to(left.dtype)
     if into is not None:
         return into.addmm_(left, right) if left.ndim == 2 else into.baddbmm_(left, right)
-    product = torch.mm if left.ndim == 2 else torch.bmm  # what @ comes to, without its detours
+    product = torch.mm if left.ndim == 2 else torch.bmm  # as @, with less overhead
     return product(left, right)
 
 
@@ -31,7 +30,7 @@ def multiply_in_bfloat16(left: Tensor, right: Tensor, into: Tensor | None = None
 
 
 def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) -> Tensor:
-    """Multiply with both factors rounded to 11 bits by a GPU's tensor cores."""
+    """Multiply on a GPU's tensor cores, which round both factors to 11 bits."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
@@ -41,15 +40,15 @@ def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) ->
 
 
 def measure_speedup(precision: Precision, weight: Tensor, *, rows: int = 256) -> float:
-    """Time how much faster a product of that precision is than an exact one with this matrix, on this machine.
+    """Measure the speedup of a product in that precision over an exact one, with this matrix on this machine.
 
-    Each the best of three, by wall clock; the exact one in float32 at least, as what flows back is.
+    Best of three by wall time; the exact product is in float32 or wider, like the gradients.
     """
     left = weight.new_ones(rows, len(weight), dtype=torch.promote_types(weight.dtype, torch.float32))
     seconds = {}
     for way in ("exact", precision):
         tries = []
-        for _ in range(4):  # the first warms up
+        for _ in range(4):  # the first is a warm-up
             _wait(left.device)
             start = time.perf_counter()
             PRODUCTS[way](left, weight.detach())

@@ -1,8 +1,9 @@
-"""What one forward pass leaves for the engine: inputs of the claimed modules, and where outputs stand in the graph.
+"""Recording a forward pass for the engine: inputs of the claimed modules, and their outputs' edges in the graph.
 
-The model is seen in two parts. The **head** is all that acts on each position by itself: from the logits back through
-the last block's feed-forward network to the output projection of its attention, whose input (with the block's own
-input, which the residual carries past it) is the **split point**. The **body** is the rest, which mixes positions.
+The model is divided into two parts. The **head** is everything that acts on each position separately: from the logits
+back through the last block's feed-forward network to the output projection of its attention. The input of that
+projection, together with the block's input (which the residual carries past it), is the **split point**. The **body**
+is the rest, which mixes positions.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from gradscope.policy import is_subset, takes
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a module that a rule claims."""
+    """A call of a module that a rule claims."""
 
     name: str
     module: nn.Module
     inputs: Tensor
     edge: GradientEdge | None
-    """Graph edge of the module's output, as it was returned; None if no gradient flows there."""
+    """Graph edge of the module's output as returned; None if no gradient flows there."""
     width: int
-    """Numbers in the output."""
+    """Width of the output."""
 
     @property
     def input_key(self) -> tuple[Any, ...]:
-        """The same for modules that share one input, so that its factor is made once."""
+        """A key shared by modules with the same input, so that its factor is computed once."""
         return self.inputs.data_ptr(), self.inputs.shape, self.inputs.stride(), self.inputs._version
 
     def by_position(self, length: int) -> bool:
-        """Return whether row s of the input is position s of a sequence of this length, and nothing else could be."""
+        """Return whether the input's rows must be the positions of a sequence of this length."""
         return self.inputs.ndim >= 3 and self.inputs.shape[:2] == (1, length)
 
 
 @dataclass(frozen=True)
 class BlockCall:
-    """How a block was called, beside its hidden states: enough to run it again."""
+    """The arguments of a block's call other than the hidden states: enough to run it again."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -56,18 +57,18 @@ class BlockCall:
         return cls(*replace_input(args, kwargs, None))
 
     def again(self, block: nn.Module, hidden: Tensor) -> Tensor:
-        """Run the block on these hidden states; return those that it leaves."""
+        """Run the block on these hidden states; return its output hidden states."""
         args, kwargs = replace_input(self.args, self.kwargs, hidden)
         return first_tensor(block(*args, **kwargs))
 
 
 class Recorder:
-    """A context in which forward passes of the model are recorded.
+    """A context that records forward passes of the model.
 
-    part="head": the graph is cut open at the split point, so that a backward pass ends there.
-    part="body": the graph starts at the embeddings; the split point's tensors are kept to start a backward pass from.
-    split_point: name of the module whose input is the split point; None: the split point is the last block's output.
-    keep_all: keep, of the head's pass, also the calls before the split point, whose inputs lie in memory.
+    part="head": the graph is cut at the split point, so that backward passes end there.
+    part="body": the graph starts at the embeddings; the split point's tensors are kept as starts of backward passes.
+    split_point: name of the module whose input is the split point; None: the last block's output.
+    keep_all: in the head's pass, also keep the calls before the split point, with their inputs.
     """
 
     def __init__(
@@ -84,17 +85,17 @@ class Recorder:
         self.part, self.keep_all = part, keep_all
         self.calls: list[Call] = []
         self.splits: list[Tensor] = []
-        """Head: the leaves that it was cut at. Body: what they stand for. [the last block's input, the split point's
-        input] or [the last block's output]."""
+        """Head: the leaves at the cut. Body: the tensors that they replace. Either [the last block's input, the split
+        point's input] or [the last block's output]."""
         self.block_edges: list[GradientEdge] = []
-        """Body: input of the first block and outputs of all but the last. Head: output of the last block."""
+        """Body: the first block's input and the outputs of all blocks but the last. Head: the last block's output."""
         self._done = False
 
     def __enter__(self) -> Recorder:
         names = {id(m): name for name, m in self.model.named_modules()}
         self._blocks = {names[id(b)]: i for i, b in enumerate(self.blocks)}
         self._last = len(self.blocks) - 1
-        with ExitStack() as stack:  # taken down at once if a hook cannot be set
+        with ExitStack() as stack:  # removes all hooks if one cannot be set
             for block, hook in ((self.blocks[0], self._enter_first), (self.blocks[-1], self._enter_last)):
                 stack.callback(block.register_forward_pre_hook(hook, with_kwargs=True).remove)
             if self.split_point is not None:
@@ -111,13 +112,13 @@ class Recorder:
     def _enter_first(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             raise InputError(
-                f"{type(self.model).__name__} runs its blocks without a graph (as a reversible network, or one that "
-                "repeats its blocks and learns from the last time), so no token's gradient can be followed through "
-                "them; give a model of another architecture"
+                f"{type(self.model).__name__} runs its blocks without an autograd graph (like reversible networks, or "
+                "networks that repeat their blocks and differentiate only the last repetition), so token gradients "
+                "are not available; use a model of another architecture"
             )
         if self.part == "body":
             hidden = block_input(args, kwargs)
-            if not hidden.requires_grad:  # No embedding is claimed: the graph starts here.
+            if not hidden.requires_grad:  # No embedding is measured: the graph starts here.
                 hidden.requires_grad_(True)
             self.block_edges.append(get_gradient_edge(hidden))
 
@@ -147,12 +148,12 @@ class Recorder:
             return None
         replaced = None
         if self.part == "body" and torch.is_grad_enabled() and not output.requires_grad:
-            # Nothing before it carries a gradient, but its own parameters do. A copy: it may be changed in place.
+            # The first module with gradients. A copy, since it may be modified in place.
             output = output.detach().requires_grad_(True)
             replaced = output.clone()
         edge = get_gradient_edge(output) if output.requires_grad else None
         if edge is not None or (self.part == "head" and self.keep_all):
-            # Of a policy over several devices, a module is called with what the one before it left on its own.
+            # With several devices, a module may be called with an input on another device.
             self.calls.append(Call(name, module, args[0].detach().to(output.device), edge, output.numel()))
         return replaced
 
@@ -166,7 +167,7 @@ class Recorder:
         replaced = None
         if self.part == "head" and self.split_point is None:
             hidden = hidden.detach().requires_grad_(True)
-            leaving = hidden.clone()  # it may be changed in place
+            leaving = hidden.clone()  # may be modified in place
             replaced = leaving if isinstance(output, Tensor) else (leaving, *output[1:])
         if self.split_point is None:
             self.splits.append(hidden)
@@ -176,12 +177,12 @@ class Recorder:
 
 
 def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return the hidden states that a block is called with; raises InputError where they come under an unknown name."""
+    """Return a block's input hidden states. Raises InputError if they are passed under an unknown name."""
     hidden = args[0] if args else kwargs.get("hidden_states")
     if not isinstance(hidden, Tensor):
         raise InputError(
-            f"a block is called with {', '.join(kwargs) or 'nothing'} and no hidden_states: this residual stream is "
-            "not known; name another ModuleList with --blocks"
+            f"a block is called with {', '.join(kwargs) or 'nothing'} but no hidden_states, so its residual stream is "
+            "unknown; name another ModuleList with --blocks"
         )
     return hidden
 
@@ -189,12 +190,12 @@ def block_input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 def replace_input(
     args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a block's call with other hidden states."""
+    """Return a block's arguments with other hidden states."""
     return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
 
 
 def streams_last(hidden: Tensor, length: int, *, axis: int = 0) -> Tensor:
-    """View hidden states with positions second, [1, n, …], also for blocks with several streams, [streams, 1, n, d].
+    """View hidden states as [1, n, …], also for blocks with several streams, [streams, 1, n, d].
 
     >>> streams_last(torch.zeros(4, 1, 7, 32), 7).shape
     torch.Size([1, 7, 4, 32])
@@ -205,22 +206,20 @@ def streams_last(hidden: Tensor, length: int, *, axis: int = 0) -> Tensor:
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a model divides into head and body."""
+    """The point at which a model divides into head and body."""
 
     split_point: str | None
-    """Name of the module whose input is the split point; None: the split point is the last block's output."""
+    """Name of the module whose input is the split point; None: the last block's output."""
     body: Recorder | None
-    """The body's pass over the sequence that it was tried on, with its graph; None where the model falls into no head
-    and body, or was not tried."""
+    """The body's pass over the test sequence, with its graph; None if the model has no such division, or was not tried.
+    """
 
 
 def find_cut(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> Cut:
-    """Return the first linear module of the last block whose input, cut off, leaves a head that acts position by
-    position.
+    """Find the first linear module of the last block whose input is a valid cut: the head acts position by position.
 
-    Each candidate is tried on input_ids [n]: a gradient that starts at one position must come back at that position
-    alone, exactly, at every cut and every claimed module. No split point if there is no such module: then what the last
-    block leaves must be such a cut.
+    Each candidate is tried on input_ids [n]: a gradient that starts at one position must arrive at exactly that
+    position, at every cut and every claimed module. Without such a module, the last block's output must be a valid cut.
     """
     for split_point in (*_find_candidates(model, blocks, ownership, input_ids), None):
         if (body := _cut_at(model, blocks, ownership, input_ids, split_point)) is not None:
@@ -229,14 +228,14 @@ def find_cut(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, inpu
 
 
 def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> list[str]:
-    """Linear modules of the last block, as they are called, with nothing behind them that mixes positions: a gradient
-    that starts at one position, and is stopped at the module's input, comes back at that position alone.
+    """Return the last block's linear modules after which nothing mixes positions, in calling order: a gradient that
+    starts at one position arrives at the module's input at that position only.
 
-    One forward pass over the sequence tells of all.
+    One forward pass over the sequence tests all of them.
     """
     names = {id(m): name for name, m in model.named_modules()}
     inside = names[id(blocks[-1])] + "."
-    if is_subset(model):  # frozen ones too; one with an adapter counts as a whole
+    if is_subset(model):  # including frozen ones; a module with an adapter counts as a whole
         layers = [name for name, m in model.named_modules() if name.startswith(inside) and _is_layer(m)]
         layers = [name for name in layers if not any(name.startswith(f"{other}.") for other in layers)]
     else:
@@ -253,7 +252,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownersh
         if len(args) != 1 or not isinstance(args[0], Tensor) or kwargs:
             called[name] = None
             return None
-        values = args[0].clone()  # its own: others may have the same input
+        values = args[0].clone()  # separate, since several modules may share an input
         if not values.requires_grad:
             return None
 
@@ -276,7 +275,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownersh
         alone = {"logits_to_keep": input_ids.new_tensor([position])} if takes(model, "logits_to_keep") else {}
         with torch.enable_grad():
             logits = model(input_ids=input_ids[None], use_cache=False, **alone).logits
-    if len(start) != 1 or not logits.requires_grad:  # no block is called more than once, or for nothing
+    if len(start) != 1 or not logits.requires_grad:  # each block is called once, and used
         return []
     found, seed = [], _slanted(logits, position if logits.shape[1] == len(input_ids) else 0)
     for name in [name for name, values in called.items() if values is not None]:
@@ -288,7 +287,7 @@ def _find_candidates(model: nn.Module, blocks: nn.ModuleList, ownership: Ownersh
 
 
 def _is_local(gradient: Tensor, position: int) -> bool:
-    """Return whether it is zero at every other position of its second axis."""
+    """Return whether the gradient is zero at all other positions, along its second axis."""
     if gradient.ndim < 3:
         return False
     rows = gradient[0].flatten(1)
@@ -296,7 +295,7 @@ def _is_local(gradient: Tensor, position: int) -> bool:
 
 
 def _slanted(logits: Tensor, position: int) -> Tensor:
-    """Return a gradient at one position; not constant, since a norm could map constants to zero."""
+    """Return a gradient at one position, not constant, since a norm could map constants to zero."""
     seed = torch.zeros_like(logits)
     seed[0, position] = torch.linspace(-1, 1, logits.shape[-1]).to(logits)
     return seed
@@ -309,8 +308,8 @@ def _is_layer(module: nn.Module) -> bool:
 def _cut_at(
     model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str | None
 ) -> Recorder | None:
-    """Return the body's pass, if the head behind this split point acts position by position and all gradients pass the
-    cut; else None.
+    """Return the body's pass if the head after this split point acts position by position and all gradients cross
+    the cut, else None.
     """
     length = len(input_ids)
     with Recorder(model, blocks, ownership, split_point, "head") as recorder:
@@ -352,9 +351,9 @@ def _follow_cut(
     seed: Tensor,
     at_cut: Sequence[Tensor],
 ) -> Recorder | None:
-    """Return the body's pass, if the gradients at the body are the same from the logits as from both sides of the cut.
+    """Return the body's pass if its gradients are the same from the logits as from both sides of the cut.
 
-    local: claimed modules of the head. seed: a gradient of the logits; at_cut: what it comes to at both sides.
+    local: claimed modules of the head. seed: a gradient at the logits; at_cut: the resulting gradients at both sides.
     """
     with Recorder(model, blocks, ownership, split_point, "body") as body:
         logits = model(input_ids=input_ids[None], use_cache=False).logits

@@ -13,9 +13,9 @@ from gradscope.objective import TokenStatistics
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """The engine's results for m response tokens of one sequence; L2 norms of log π's gradient, unweighted.
+    """The engine's results for m response tokens of one sequence: unweighted L2 norms of the gradient of log π.
 
-    Everything is NaN where it was not asked for.
+    NaN where not requested.
     """
 
     statistics: TokenStatistics
@@ -25,11 +25,11 @@ class TokenGradients:
     act_grad_norm: Float[Tensor, "m layers"]
     """‖δ_ℓ‖ over all positions, ℓ = 0 (input of the first block) … L (output of the last)."""
     param_grad_norm: Float[Tensor, " m"]
-    """‖g‖ over all parameters, shared ones once."""
+    """‖g‖ over all parameters, counting shared ones once."""
     module_grad_norm: dict[str, Float[Tensor, " m"]]
-    """‖g‖ of each module's own parameters; a table that the head shares counts under the embedding's name."""
+    """‖g‖ by module, over its own parameters; a tied table counts under the embedding's name."""
     scaled_grad_norm: Float[Tensor, " m"] | None = None
-    """‖g ∘ D‖ in the engine's metric D; None without one."""
+    """‖g ∘ D‖ in the engine's metric D; None without a metric."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class Measured:
 
 
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
-"""Largest relative difference of a norm that rounding explains, by dtype: float64 allows for the float32 casts inside
-transformers' modules; half precisions round every product of a long chain, and prefixes of another length otherwise."""
+"""Largest relative difference of a norm explained by rounding, by dtype. float64 allows for float32 casts inside
+transformers' modules; half precisions round every product of a long chain, differently for other prefix lengths."""
 
 
 FAST_TOLERANCES = {"bfloat16": 0.05, "tf32": 0.01}
-"""The same for products whose factors are rounded to 8 or 11 bits."""
+"""The same for products with factors rounded to 8 or 11 bits."""
 
 
 FLOOR = 1e-30
-"""Norms below this count as this: float32 has no digits left there."""
+"""Lower bound on norms in comparisons: float32 has no digits left below it."""
 
 
 @dataclass(frozen=True)
@@ -63,5 +63,5 @@ class SelfCheck:
 
     tokens: int
     largest_difference: float
-    """Relative, over every layer and the norm of all parameters."""
+    """Largest relative difference, over every layer and the norm over all parameters."""
     tolerance: float

@@ -1,4 +1,4 @@
-"""Compare the engine on a few tokens with plain autograd, one backward pass each."""
+"""The self-check: compares the engine on a few tokens with plain autograd."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradscope.policy import arithmetic_dtype
 
 ALL = "all parameters"
 NEAR = 16
-"""Tokens this close are assumed to share a chunk, where one could spoil another's norms."""
+"""Tokens this close are assumed to share a chunk, in which one token could corrupt another's norms."""
 
 
 def check_engine(
@@ -26,12 +26,11 @@ def check_engine(
     *,
     tolerance: float | None = None,
 ) -> SelfCheck:
-    """Compare the engine with plain autograd on some tokens; call it inside `measuring(policy.model)`.
+    """Compare the engine with plain autograd on some tokens; call inside `measuring(policy.model)`.
 
-    sequences: with the tokens to compare as those to measure; the engine measures each with others near it, or else
-    with the response token before it, and two sequences of like length together, as it will later.
-    Raises SelfCheckError that names the layer or the module that differs most; InputError for a gradient that float16
-    cannot hold.
+    sequences: their measured tokens are compared. As in a measurement, the engine takes each with nearby tokens, or
+    else with the response token before it, and two sequences of similar length together. Raises SelfCheckError naming
+    the layer or module that differs most; InputError if a gradient overflows float16.
     """
     if tolerance is None:
         tolerance = max(TOLERANCES[arithmetic_dtype(meter.model)], FAST_TOLERANCES.get(meter.precision, 0.0))
@@ -46,9 +45,9 @@ def check_engine(
             worst = max(differences, key=differences.__getitem__)
             if arithmetic_dtype(meter.model) == torch.float16 and not isfinite(own.param_grad_norm):
                 raise InputError(
-                    f"the gradient of token {target} of a sequence of {len(ids)} is beyond float16's "
-                    f"{torch.finfo(torch.float16).max:g} at temperature {sequence.temperature:g}, by which it is "
-                    "divided; give the temperature that the rollouts were sampled at, or --dtype bfloat16 or float32"
+                    f"the gradient of token {target} of a sequence of {len(ids)}, divided by temperature "
+                    f"{sequence.temperature:g}, exceeds float16's {torch.finfo(torch.float16).max:g}; give the "
+                    "temperature that the rollouts were sampled at, or --dtype bfloat16 or float32"
                 )
             if not differences[worst] <= tolerance:
                 raise SelfCheckError(
@@ -61,7 +60,7 @@ def check_engine(
 
 
 def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> list[TokenGradients]:
-    """Measure each sequence's tokens in groups, two sequences of neighbouring length at once."""
+    """Measure each sequence's tokens in groups, with two sequences of similar length together."""
     wider = [_with_company(s) for s in sequences]
     order = sorted(range(len(wider)), key=lambda i: max(wider[i].lengths))
     found: dict[int, TokenGradients] = {}
@@ -72,7 +71,7 @@ def _measure_together(meter: TokenGradientMeter, sequences: list[SequenceTokens]
 
 
 def _with_company(sequence: SequenceTokens) -> SequenceTokens:
-    """Add the preceding response token to any token that has no other near it."""
+    """Add the preceding response token to each token without another one nearby."""
     at, measured = torch.tensor(sequence.lengths), sequence.measured
     near = ((at[:, None] - at).abs() <= NEAR).sum(1) > 1
     alone = measured[~near]
@@ -97,22 +96,22 @@ def _read(found: TokenGradients, tokens: Tensor) -> list[TokenNorms]:
 
 
 def _compare(ours: TokenNorms, oracle: TokenNorms) -> dict[str, float]:
-    """Return the relative difference of each layer's norm, each module's and that of all parameters."""
+    """Return the relative differences of the norms of each layer, each module and all parameters."""
     layers = zip(ours.act_grad_norm, oracle.act_grad_norm, strict=True)
     out = {f"activations of layer {layer}": _relative(a, b) for layer, (a, b) in enumerate(layers)}
-    # A module counts by its part in the whole: the norm of a nearly unused one is rounding.
+    # Modules are compared relative to the whole: the norm of a nearly unused one is rounding.
     whole = max(oracle.param_grad_norm, FLOOR)
     for name, norm in oracle.module_grad_norm.items():
         out[f"module {name or 'the model itself'}"] = abs(ours.module_grad_norm.get(name, 0.0) - norm) / whole
     out[ALL] = _relative(ours.param_grad_norm, oracle.param_grad_norm)
     if ours.scaled_grad_norm is not None:
         out[f"{ALL} in the optimizer's metric"] = _relative(ours.scaled_grad_norm, oracle.scaled_grad_norm)
-    # A NaN is no number to compare: it must be the worst, and max() would pass it over.
+    # NaN must count as the worst, but max() would skip it.
     return {name: difference if isfinite(difference) else inf for name, difference in out.items()}
 
 
 def _blame(differences: dict[str, float], worst: str) -> str:
-    """Return the name of the worst norm; for the sum over modules, the module that differs most."""
+    """Return the name of the worst norm; for the norm over all parameters, of the module that differs most."""
     modules = [name for name in differences if name.startswith("module ")]
     return max(modules, key=differences.__getitem__) if worst == ALL else worst
 

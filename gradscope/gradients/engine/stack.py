@@ -1,4 +1,4 @@
-"""Response tokens of sequences, and sequences laid side by side so that one pass serves them all."""
+"""Response tokens of sequences, and sequences stacked to share one pass."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceTokens:
-    """Response tokens of one unpadded sequence, and which of them are to be measured; on the CPU."""
+    """Response tokens of one unpadded sequence, and which of them to measure; on the CPU."""
 
     ids: Int[Tensor, " n"]
     targets: Int[Tensor, " m"]
     """Indices in the sequence of the response tokens, ascending, none 0."""
     measured: Int[Tensor, " k"]
-    """Which of the targets (indices into `targets`, ascending) get the norms that need a backward pass."""
+    """Indices into `targets`, ascending, of those that get a backward pass."""
     temperature: float = 1.0
 
     @property
@@ -39,14 +39,14 @@ class SequenceTokens:
 
 @dataclass(frozen=True)
 class Stack:
-    """Sequences side by side, each up to its last target's prefix; targets are one after the other, m in all.
+    """Stacked sequences, each cut after its last target's prefix; m targets in all, one sequence after the other.
 
-    Shorter sequences are filled up on the right with their own last id: in a causal model nothing on the left sees it.
+    Shorter sequences are padded on the right with their last id, which a causal model cannot see from the left.
     """
 
     ids: Int[Tensor, "B n"]
     sequences: Int[Tensor, " m"]
-    """Sequence of each target."""
+    """Index of each target's sequence."""
     positions: Int[Tensor, " m"]
     """Position of each target's logits, one before the token."""
     token_ids: Int[Tensor, " m"]
@@ -56,7 +56,7 @@ class Stack:
     def of(
         cls, sequences: Sequence[SequenceTokens], dtype: torch.dtype = torch.float32, device: torch.device | None = None
     ) -> Stack:
-        """dtype: of the temperatures; device: where all goes, None: the CPU."""
+        """Stack sequences. dtype: of the temperatures; None as device: the CPU."""
         prefixes, longest = [s.ids[: s.reach] for s in sequences], max(s.reach for s in sequences)
         filled = [torch.cat([ids, ids[-1:].expand(longest - len(ids))]) for ids in prefixes]
         counts = torch.tensor([len(s.targets) for s in sequences])
@@ -71,5 +71,5 @@ class Stack:
 
 
 def targets_before(sequences: Sequence[SequenceTokens]) -> Int[Tensor, " m"]:
-    """Return the positions of the targets' logits on the CPU: one before each."""
+    """Return the positions of the targets' logits, one before each target, on the CPU."""
     return torch.cat([s.targets - 1 for s in sequences])

@@ -1,4 +1,4 @@
-"""Activations of a common decoder's blocks from one forward pass, as the backward rules need them."""
+"""Activations of a common decoder's blocks, recorded in one forward pass for the backward rules."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ class Seen:
     """One block's forward pass over B sequences of n positions."""
 
     hidden: Tensor | None = None
-    """[B, n, d]: the block's input."""
+    """The block's input [B, n, d]."""
     call: BlockCall | None = None
-    """How the block was called; None: not yet."""
+    """The block's arguments; None before it is called."""
     inputs: dict[str, Tensor] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    """By module."""
+    """Outputs by module."""
     rotary: tuple[Tensor, ...] = ()
     """(cos, sin), [1 or B, n, c] each."""
     mask: Any = None
-    """Attention's, [1 or B, 1 or H, n, n]: added to the scores, or True where a key is seen; None: causal; a
-    Band, where attention goes in strips. Anything else is not understood."""
+    """Attention's mask [1 or B, 1 or H, n, n], added to the scores or True at visible keys; None: causal; a Band with
+    attention in strips. Anything else is not supported."""
     accounted: Bool[Tensor, ""] | None = None
-    """Whether `check` found what the rules assume, if it looked before the parts were freed."""
+    """The result of `check`, if it ran before the tensors were freed."""
 
     def put_positions_first(self, head_norms: list[str]) -> None:
-        """Give norms of heads the layout [B, n, heads, c], if they were called with [B, heads, n, c]."""
+        """Transpose inputs and outputs of head norms from [B, heads, n, c] to [B, n, heads, c]."""
         for values in (self.inputs, self.outputs):
             for name in values.keys() & {*head_norms}:
                 if values[name].ndim == 4 and values[name].shape[1] != self.hidden.shape[1]:
                     values[name] = values[name].transpose(1, 2)
 
     def let_go(self) -> None:
-        """Free all but what it takes to run the block again."""
+        """Free everything not needed to run the block again."""
         self.inputs, self.outputs, self.rotary, self.mask = {}, {}, (), None
 
 
@@ -65,7 +65,7 @@ def record_blocks(
 
     def record(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         own = seen.get(name) or by_attention.get(name) or owner[name]
-        if own.call is not None:  # Logits may take several passes, and a norm of the head is called for its slopes.
+        if own.call is not None:  # The head may run several times, and its norms once more for their slopes.
             return
         if name in by_block:
             own.hidden, own.call = block_input(args, kwargs).detach(), BlockCall.of(args, kwargs)
@@ -85,11 +85,10 @@ def record_blocks(
 
 
 class BlockActivations:
-    """One block's activations over B sequences, with all that their prefixes share of a backward pass.
+    """One block's activations over B sequences, with everything that all their prefixes share in a backward pass.
 
-    Tensors are [B, n, …] over the whole sequences, with an axis [B, n, 1, …] for tokens where they meet what flows
-    back; float32, or float64 of such a policy.
-    keep_probs: hold attention's probabilities instead of recomputing them for every chunk; see `Probabilities`.
+    Tensors are [B, n, …] over the whole sequences, or [B, n, 1, …] to broadcast over tokens; in float32, or float64 for
+    a float64 policy. keep_probs: store the attention probabilities instead of recomputing them for every chunk.
     """
 
     def __init__(self, block: DecoderBlock, seen: Seen, *, keep_probs: bool) -> None:
@@ -112,16 +111,17 @@ class BlockActivations:
             activated = block.activation(gate)
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
         self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
-        """Slopes of activation(gate) ∘ up: by gate, and by up, which is activation(gate); [B, n, 1, MLP's width]."""
+        """Derivatives of activation(gate) ∘ up by gate, and by up (that is activation(gate)), [B, n, 1, MLP's
+        width]."""
         self._factors: dict[tuple[str, bool], tuple[Tensor, bool]] = {}
         scores = {"scaling": block.scaling, "cap": block.cap}
         self.probs = Probabilities(self.queries, self.keys, seen.mask, **scores, keep=keep_probs)
 
     def prepare(self, tokens: int, *, last: bool, keep_inputs: bool = False) -> None:
-        """Compute what the backward pass of this many tokens of a sequence needs, and free the rest.
+        """Compute what the backward pass needs for this many tokens per sequence, and free the rest.
 
-        last: the last block, where only keys and values have gradients over the whole prefix. keep_inputs: keep
-        those of all matrices, whose gradients will be formed.
+        last: whether this is the last block, where only keys and values have gradients over the whole prefix.
+        keep_inputs: keep the inputs of all matrices, to form their gradients.
         """
         used, outputs = (self.block.key, self.block.value) if last else self.block.matrices, defaultdict(int)
         for matrix in used:
@@ -140,8 +140,8 @@ class BlockActivations:
             del self.mlp_norm, self.gate_slope, self.activated, self.attention_end, self.mlp_end
 
     def factor(self, matrix: Matrix, n: int) -> tuple[Float[Tensor, "B n r"], bool]:
-        """Return a factor of the module's inputs at the first n positions, with ones for a bias: `prefix_factor`'s, or
-        the inputs themselves; and whether it is triangular.
+        """Return a factor of the module's inputs at the first n positions (`prefix_factor`, or the inputs themselves
+        with ones for a bias), and whether it is triangular.
         """
         made, triangular = self._factors[self.block.inputs[matrix.name]]
         return made[:, :n, : min(n, made.shape[2]) if triangular else None], triangular
@@ -151,12 +151,12 @@ class BlockActivations:
         return self._seen.inputs[part.name].to(self.dtype)
 
     def outputs(self, part: Matrix | Norm) -> Float[Tensor, "B n *width"]:
-        """Return what the module returned."""
+        """Return the module's output."""
         return self._seen.outputs[part.name].to(self.dtype)
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-        """Return the norm's normalised input and inverse rms over each head, if it has one, and the rotated heads [B,
-        n, heads, c].
+        """Return the head norm's normalised input and inverse rms, if there is one, and the rotated heads
+        [B, n, heads, c].
         """
         if norm is None:
             normalized, heads = None, self._heads(self.outputs(matrix))

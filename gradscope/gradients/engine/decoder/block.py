@@ -1,4 +1,4 @@
-"""The backward pass of one block of a common decoder for K tokens of B sequences, and the norms that it passes by."""
+"""The backward pass of one block of a common decoder for K tokens of B sequences, with its gradient norms."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ Delta = Float[Tensor, "B n K d"]
 
 
 class BlockBackward:
-    """One block's backward pass over the first n positions of the first sequences, as many as `batch` says.
+    """One block's backward pass over the first n positions of the first `batch` sequences.
 
-    Squared norms of its modules' gradients gather in it.
+    It accumulates the squared norms of its modules' gradients.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class BlockBackward:
         self.a, self.block, self.batch, self.n, self.multiply = activations, activations.block, batch, n, multiply
         self.squares: Squares = {}
         self.metric, self.scaled = metric, []
-        """Squared norms of the scaled gradients, one of each module, where there is a metric."""
+        """Squared norms of the scaled gradients by module, if there is a metric."""
 
     def through_block(self, delta: Delta) -> Delta:
         """Carry the gradient from the block's output to its input."""
@@ -46,17 +46,17 @@ class BlockBackward:
     def through_attention_at(
         self, residual: Float[Tensor, "B K d"], attended: Float[Tensor, "B K w"], positions: Int[Tensor, "B K"]
     ) -> Delta:
-        """Carry the gradient of one position per token, which is all that the last block has before its attention.
+        """Carry the gradient at one position per token through attention, which is all that remains in the last block.
 
-        residual: gradient at the block's input, by the residual connection; attended: at attention's output before it
-        is projected. What comes after is the head's.
+        residual: gradient at the block's input through the residual connection; attended: gradient at attention's
+        output before its projection. Everything after that belongs to the head.
         """
         block, a = self.block, self.a
         sequences, tokens = (torch.arange(count, device=positions.device) for count in positions.shape)
         at = sequences[:, None], positions
         probs, heads = a.probs.at(positions, self.n), attended.unflatten(2, (-1, block.head_dim))
         q, k, v = attention_backward_at(heads, positions, probs, *self._heads(), scaling=block.scaling)
-        # As a prefix of one position, another for each token.
+        # As a prefix of one position, different for each token.
         q = self._unrotate(q[:, None], block.query_norm, a.query_norm, lambda t: t[at].transpose(1, 2))
         inputs = a.inputs(block.query)[at]
         self.squares[block.query.name] = outer_square_norms(q[:, 0], inputs, bias=block.query.module.bias is not None)
@@ -69,7 +69,7 @@ class BlockBackward:
         return back
 
     def _through_mlp(self, delta: Delta) -> Delta:
-        """Carry back through x + mlp(y), y = norm(x): down, activation(gate) ∘ up, then gate and up of y."""
+        """Carry δ back through x + mlp(y), y = norm(x): down, activation(gate) ∘ up, then gate and up."""
         block, a = self.block, self.a
         hidden = self._linear(self._end(delta, block.mlp_end, a.mlp_end), block.down)
         back = self._linear(hidden * self._first(a.activated), block.up)
@@ -77,7 +77,7 @@ class BlockBackward:
         return self._norm(back, block.mlp_norm, self._prefix(a.mlp_norm), residual=delta)
 
     def _through_attention(self, delta: Delta) -> Delta:
-        """Carry back through x + output(softmax(q kᵀ) v), y = norm(x), with q and k rotated."""
+        """Carry δ back through x + output(softmax(q kᵀ) v), y = norm(x), with q and k rotated."""
         block, a = self.block, self.a
         heads = self._linear(self._end(delta, block.attention_end, a.attention_end), block.output)
         heads = heads.unflatten(3, (-1, block.head_dim))
@@ -95,14 +95,14 @@ class BlockBackward:
     def _unrotate(
         self, delta: Tensor, norm: Norm | None, seen: tuple[Tensor, Tensor] | None, at: Callable[[Tensor], Tensor]
     ) -> Delta:
-        """Carry back from rotated heads to the projection's output; `at` picks the positions of what is shared."""
+        """Carry δ back from the rotated heads to the projection's output; `at` selects positions of shared tensors."""
         delta = rotary_backward(delta, at(self.a.cos), at(self.a.sin))
         if norm is not None:
             delta = self._norm(delta, norm, (at(seen[0]), at(seen[1])))
         return delta.flatten(3)
 
     def _end(self, delta: Delta, norm: Norm | None, seen: tuple[Tensor, Tensor] | None) -> Delta:
-        """Carry back through the norm of what attention or MLP returns, if there is one."""
+        """Carry δ back through the norm after attention or MLP, if there is one."""
         return delta if norm is None else self._norm(delta, norm, self._prefix(seen))
 
     def _linear(self, delta: Delta, matrix: Matrix, *, into: Tensor | None = None) -> Float[Tensor, "B n K inputs"]:

@@ -1,7 +1,7 @@
-"""The body of a common decoder, by backward rules instead of autograd: one forward pass serves a few sequences.
+"""The body of a common decoder, differentiated by analytic backward rules for a few sequences per forward pass.
 
-A body is common if its blocks are those of `parts` and if, on a short sequence, the rules give the norms that
-its graph gives; any other goes by `engine.autograd`, and so does a sequence on which `check` finds a difference.
+The rules are used if the blocks consist of the modules in `parts` and, on a short sequence, the norms agree with
+autograd's. Other models go through `engine.autograd`, and so does any sequence on which `check` finds a difference.
 """
 
 from __future__ import annotations
@@ -31,14 +31,13 @@ from gradscope.gradients.engine.stack import Stack
 from gradscope.policy import Policy
 
 OVERHEAD = {"cpu": 6e7, "cuda": 6e10}
-"""FLOPs that a device could do in the time that the operations of a block's backward pass take to start. cpu: the
-fastest of some values at S and M of analyses/benchmarks/token_gradients.py; cuda: figures/gpu_chunks.csv, an H200's."""
+"""Overhead of launching a block's backward pass, in FLOPs. cpu: the fastest of several values at S and M in
+analyses/benchmarks/token_gradients.py; cuda: an H200's, figures/gpu_chunks.csv."""
 WEIGHT_ROWS = 16
-"""Rows of a product assumed to take as long as reading its weights; half or twice as many cost the same."""
+"""Cost of reading a product's weights, in rows; results are insensitive to a factor of 2."""
 FETCHING = 140
-"""FLOPs that a device could do in the time in which it fetches a number that tokens share: at S, sequences of 256
-tokens are slower by a quarter if eight are together with one token each, and those of 64 faster by a quarter. Of a GPU
-it is assumed."""
+"""Cost of fetching an entry shared by tokens, in FLOPs: at S, measuring one token of each of eight sequences together
+is a quarter slower for sequences of 256 tokens, and a quarter faster for 64. Assumed for a GPU."""
 
 
 def chunk_limits(
@@ -54,38 +53,38 @@ def chunk_limits(
 ) -> Limits:
     """Return chunk limits for blocks of `weights` parameters (2·weights FLOPs per row) and these widths.
 
-    query, key: of all queries, of all keys. rows: most positions × tokens; None: as many as it takes for starting a
-    chunk to be a small part of it. fit: as many fit the memory.
+    query, key: widths of all queries, of all keys. rows: most positions × tokens; None: enough that the start-up cost
+    is a small part. fit: the number that fits into memory.
     """
     start = math.ceil(OVERHEAD.get(device, OVERHEAD["cuda"]) / (2 * weights)) + WEIGHT_ROWS
-    # Activations and slopes of each kind at a position, in parts of the FLOPs that a row takes.
+    # Activations and slopes fetched per position, relative to the FLOPs of a row.
     shared = FETCHING * 2 * (hidden + query + key + mlp) / (2 * weights)
     rows = max(ROWS, int(start / START_PART)) if rows is None else rows
     return Limits(min(rows, fit), start, shared)
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, device: str = "cpu") -> int | float:
-    """Return the most bytes that one token carries at one position: through an MLP, or a strip of attention's queries.
+    """Bound the bytes of one token's gradients at one position: in an MLP, or in a strip of attention's queries.
     """
     return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * widths_of(device).widest)
 
 
 def probs_bytes(heads: int, length: int) -> int:
-    """Return the bytes of attention's probabilities of a sequence. heads: of all blocks together, capped ones twice."""
+    """Return the bytes of a sequence's attention probabilities. heads: in all blocks, counting capped ones twice."""
     return 4 * heads * length**2
 
 
 def strip_bytes(heads: int, length: int, *, device: str = "cpu") -> int:
-    """Return the most bytes that computing a strip of these probabilities takes."""
+    """Bound the bytes for computing a strip of these probabilities."""
     return 4 * 3 * heads * widths_of(device).widest * length
 
 
 def seen_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """Return the bytes per sequence that a block's forward pass leaves: its modules' inputs and outputs.
+    """Return the bytes per sequence recorded in a block's forward pass: its modules' inputs and outputs.
 
-    query, key: widths of all queries, of all keys. norms: of width `hidden`.
+    query, key: widths of all queries, of all keys. norms: number of norms of width `hidden`.
     """
     return 4 * length * ((4 + norms) * hidden + 2 * query + 2 * key + 3 * mlp)
 
@@ -93,9 +92,9 @@ def seen_bytes(
 def kept_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """Return the bytes kept for the backward pass: the activations and factors that the rules need.
+    """Return the bytes kept for the backward pass: the activations and factors that the rules use.
 
-    Attention's probabilities are not in it.
+    Excludes attention probabilities.
     """
     factors = sum(min(length, inside) for inside in (hidden, hidden, query, mlp))
     return 4 * length * (norms * hidden + 2 * (query + key + mlp) + factors)
@@ -104,25 +103,25 @@ def kept_bytes(
 def block_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """Return the most bytes per sequence of a block's activations, as they are recorded and as they are kept."""
+    """Bound the bytes per sequence of a block's activations, both as recorded and as kept."""
     widths = hidden, query, key, mlp
     return max(seen_bytes(*widths, length, norms=norms), kept_bytes(*widths, length, norms=norms))
 
 
 def most_sequences(length: int, kept: int | float, *, rows: int, logits: int, memory: int) -> int:
-    """Return how many sequences of this length fit: one token of each within the rows, all their logits and what they
-    leave within the memory.
+    """Return how many sequences of this length fit together: a token of each within the rows, and their logits and
+    activations within the memory.
 
-    kept: bytes that one leaves; logits: positions whose logits fit.
+    kept: bytes kept per sequence; logits: positions whose logits fit.
     """
     return int(min(rows // length, logits // length, memory // kept))
 
 
 class DecoderBody:
-    """Measures the body of a common decoder; `find` makes it.
+    """Measures the body of a common decoder; created by `find`.
 
-    table: name of the embedding. memory: bytes, for each of these by itself: all blocks' activations, if they are to be
-    kept; attention's probabilities, likewise; what sequences side by side keep; what flows back between two blocks.
+    table: name of the embedding. memory: bytes for each of: the kept activations of all blocks, the kept attention
+    probabilities, the activations of stacked sequences, the gradients between two blocks.
     """
 
     def __init__(
@@ -136,17 +135,16 @@ class DecoderBody:
             memory,
         )
         self.multiply: Product = multiply_exactly
-        """Matrix product of what flows back with weights, activations and factors."""
+        """Matrix product of gradients with weights, activations and factors."""
         self.metric: Metric | None = None
-        """Scales of gradients, where their norms are asked for, too."""
+        """Scales of the gradients, if scaled norms are measured too."""
 
     @classmethod
     def find(cls, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> DecoderBody | None:
-        """Return the body, if its blocks are a common decoder's on one device and the head begins at the last one's
-        output; else None.
+        """Return the body if its blocks are a common decoder's on one device and the head follows the last; else None.
         """
         if len({parameter.device for parameter in policy.model.parameters()}) > 1:
-            return None  # the graph finds its way between devices by itself
+            return None  # autograd handles several devices
         blocks = find_decoder_blocks(policy.model, policy.blocks, ownership)
         tables = [name for name, rule in ownership.rules.items() if rule == "embedding"]
         if blocks is None or len(tables) != 1 or split_point != blocks[-1].output.name:
@@ -156,16 +154,15 @@ class DecoderBody:
     def recording(self, stack: Stack) -> AbstractContextManager[list[Seen]]:
         """Return a context in which the head's forward pass records the blocks' activations.
 
-        Where they do not fit the memory, each block is accounted for as soon as it is done, and only its input is kept.
+        If they do not fit into memory, each block is checked as soon as it is done, and only its input is kept.
         """
         keeps = self.keeps_blocks(*stack.ids.shape)
         return record_blocks(self.model, self.blocks, None if keeps else self._accountant())
 
     def follow(self, stack: Stack, head: HeadPass, seen: list[Seen]) -> DecoderStack | None:
-        """Return the sequences after the head's forward pass; None if the blocks did anything that the rules do not
-        cover.
+        """Return the sequences after the head's forward pass; None if the blocks did something the rules do not cover.
 
-        Takes from `seen` block by block, so that what is not needed any more does not stay.
+        Consumes `seen` block by block, to free what is no longer needed.
         """
         if not self.keeps_blocks(*stack.ids.shape):
             if not torch.stack([one.accounted for one in seen]).all():
@@ -186,7 +183,7 @@ class DecoderBody:
         return DecoderStack(self, stack, head, lambda _tokens: iter(activations)) if known else None
 
     def _accountant(self) -> Callable[[DecoderBlock, Seen, Tensor], None]:
-        """Return a callback that accounts for each block that is done, in order, and frees its parts."""
+        """Return a callback that checks each finished block, in order, and frees its tensors."""
         before: Tensor | None = None
 
         @torch.no_grad()
@@ -196,7 +193,7 @@ class DecoderBody:
             if is_complete(block, seen):
                 one, last = BlockActivations(block, seen, keep_probs=False), block is self.blocks[-1]
                 seen.accounted = account_for(one, None if last else output.to(one.dtype))
-            if before is not None:  # Nothing may stand between two blocks.
+            if before is not None:  # Nothing may happen between two blocks.
                 seen.accounted &= (seen.hidden == before).all()
             before = output
             seen.let_go()
@@ -204,12 +201,12 @@ class DecoderBody:
         return account
 
     def _make_again(self, seen: list[Seen], attention: str | None, tokens: int) -> Iterator[BlockActivations]:
-        """Yield the blocks' activations, last block first, each recomputed from the block's input when its turn comes.
+        """Yield the blocks' activations, last block first, each recomputed from the block's input.
 
-        attention: the implementation that the blocks had. tokens: how many of a sequence each is used for.
+        attention: the blocks' attention implementation. tokens: number of tokens per sequence.
         """
         for block, one in zip(reversed(self.blocks), reversed(seen), strict=True):
-            self.model.config._attn_implementation = attention  # which passes of other lengths may have changed
+            self.model.config._attn_implementation = attention  # passes of other lengths may have changed it
             with record_blocks(self.model, [block]) as (again,):
                 one.call.again(self.model.get_submodule(block.name), one.hidden)
             keep = probs_bytes(_heads(block), one.hidden.shape[1]) * len(one.hidden) <= self.memory
@@ -221,12 +218,11 @@ class DecoderBody:
 
     @property
     def _wave_rows(self) -> int:
-        """Return how many positions × tokens of what flows back between two blocks fit the memory."""
+        """Return how many positions × tokens of gradients between two blocks fit into memory."""
         return self.memory // (4 * self._widths[0])
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Return chunk limits. rows: most positions × tokens, or None (`chunk_limits`); memory: bytes that they may
-        take.
+        """Return chunk limits. rows: most positions × tokens, or None (`chunk_limits`); memory: bytes for them.
         """
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
         fit = max(1, memory // self.bytes_per_row)
@@ -247,7 +243,7 @@ class DecoderBody:
         return row_bytes(hidden, mlp, heads, device=self.model.device.type)
 
     def keeps_probs(self, batch: int, length: int) -> bool:
-        """Return whether the probabilities of all blocks are kept from one chunk of tokens to the next."""
+        """Return whether the attention probabilities of all blocks are kept between chunks."""
         return batch * probs_bytes(sum(map(_heads, self.blocks)), length) <= self.memory
 
     def keeps_blocks(self, batch: int, length: int) -> bool:
@@ -257,18 +253,18 @@ class DecoderBody:
 
     @property
     def _norms(self) -> int:
-        """Return the number of norms of the residual stream's width in a block."""
+        """Return the number of a block's norms that have the residual stream's width."""
         return len(self.blocks[0].norms) - len(self.blocks[0].head_norms)
 
     def most_sequences(self, length: int, *, rows: int, logits: int) -> int:
-        """Return how many sequences of this length fit; see the module's function."""
+        """Return how many sequences of this length fit together; see the function `most_sequences`."""
         kept = len(self.blocks) * seen_bytes(*self._widths, length, norms=self._norms)
         kept += probs_bytes(sum(map(_heads, self.blocks)), length)
         return most_sequences(length, kept, rows=rows, logits=logits, memory=self.memory)
 
 
 def _heads(block: DecoderBlock) -> int:
-    """Return the number of a block's heads as `probs_bytes` counts them."""
+    """Return a block's number of heads, as counted by `probs_bytes`."""
     return block.heads * (1 if block.cap is None else 2)
 
 
@@ -280,13 +276,13 @@ class DecoderStack:
     stack: Stack
     head: HeadPass
     backwards: Callable[[int], Iterator[BlockActivations]]
-    """Number of a sequence's tokens → the blocks' activations, last block first."""
+    """Number of tokens per sequence → the blocks' activations, last block first."""
     wave_rows: int = 0
-    """Positions × tokens of chunks that are carried through a block together; 0: each is by itself."""
+    """Positions × tokens of chunks carried through a block together; 0: one chunk at a time."""
 
     @torch.no_grad()
     def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
-        """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; undefined at places without a token."""
+        """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; undefined at empty places."""
         carried = [_Carried(self, chunk) for chunk in chunks]
         for activations in self.backwards(sum(chunk.picks.shape[1] for chunk in chunks)):
             for one in carried:
@@ -296,7 +292,7 @@ class DecoderStack:
 
 
 class _Carried:
-    """What flows back for a chunk of tokens, and what was measured on its way."""
+    """The gradients of a chunk of tokens, and the norms measured so far."""
 
     def __init__(self, of: DecoderStack, chunk: Chunk) -> None:
         self._of, self._chunk = of, chunk
@@ -306,7 +302,7 @@ class _Carried:
         self._layers: list[Tensor] = []
 
     def carry(self, activations: BlockActivations) -> None:
-        """Carry what flows back from a block's output to its input."""
+        """Carry the gradients from a block's output to its input."""
         body, chunk = self._of.body, self._chunk
         backward = BlockBackward(activations, len(chunk.picks), chunk.length, body.multiply, body.metric)
         if self._delta is None:
@@ -319,7 +315,7 @@ class _Carried:
         self._layers.append(square_norms(self._delta).sqrt())
 
     def measured(self) -> Measured:
-        """Return what was measured, with the embedding, at which it has arrived."""
+        """Return the norms, including the embedding's, where the gradients have arrived."""
         body, head, (batch, _) = self._of.body, self._of.head, (picks := self._chunk.picks).shape
         ids, table = self._of.stack.ids[:batch, : self._chunk.length], body.model.get_submodule(body.table)
         norms = TableNorms(body.ownership, body.table, table, head)

@@ -1,7 +1,7 @@
-"""Whether the parts of a common decoder, put together, are what the model computed on a sequence.
+"""Check that the rules' assumptions reproduce the model's activations on a sequence.
 
-That the rules are right on a short sequence does not make them so on every one: a model may scale its queries from
-some position on, clip what is large, or attend within a window of which no mask tells.
+Rules that hold on a short sequence may fail on others: a model may scale its queries beyond some position, clip large
+values, or attend within a window that no mask shows.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from gradscope.gradients.engine.decoder.activations import BlockActivations, See
 from gradscope.gradients.engine.decoder.parts import DecoderBlock
 
 TOLERANCE, HALF_TOLERANCE = 1e-4, 0.1
-"""Largest difference at a position, in parts of its norm and of the mean one: of float32, which float64 is cast to
-inside transformers' modules; and of half precisions, where attention's scores are rounded before they are exponents."""
+"""Largest difference at a position, relative to its norm and to the mean norm: in float32, to which transformers casts
+float64 inside modules, and in half precisions, where attention's scores are rounded before the exponential."""
 
 
 def is_complete(block: DecoderBlock, seen: Seen) -> bool:
-    """Return whether the forward pass recorded all that the rules need of a block, in shapes that they know."""
+    """Return whether the forward pass recorded everything that the rules need, in the expected shapes."""
     parts = {part.name for part in (*block.matrices, *block.norms)}
     if seen.hidden is None or seen.inputs.keys() != parts:
         return False
@@ -42,9 +42,9 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
 
 @torch.no_grad()
 def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"] | None) -> Bool[Tensor, ""]:
-    """Return whether a block's activations follow from one another as the rules assume.
+    """Return whether a block's activations follow from each other as the rules assume.
 
-    following: the next block's input; None: this is the last block.
+    following: the next block's input; None for the last block.
     """
     wide = activations.model_dtype in (torch.float32, torch.float64)
     tolerance, close = TOLERANCE if wide else HALF_TOLERANCE, []
@@ -57,7 +57,7 @@ def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"]
 
 
 def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (what the parts give, what the model computed); following: the next block's input."""
+    """Yield pairs (as the rules assume, as the model computed); following: the next block's input."""
     block = a.block
     seen = [(block.attention_norm, a.attention_norm), (block.mlp_norm, a.mlp_norm)]
     some = (block.query_norm, a.query_norm), (block.key_norm, a.key_norm)
@@ -80,7 +80,7 @@ def _pairs(a: BlockActivations, following: Tensor | None) -> Iterator[tuple[Tens
 
 
 def _are_close(ours: Tensor, theirs: Tensor, tolerance: float) -> Bool[Tensor, ""]:
-    """Return whether both agree at every position [B, n, …]; False for NaN."""
+    """Return whether both agree at every position of [B, n, …]; False for NaN."""
     size = torch.linalg.vector_norm(theirs.flatten(2), dim=2)
     difference = torch.linalg.vector_norm((ours - theirs).flatten(2), dim=2)
     return (difference <= tolerance * (size + size.mean(1, keepdim=True))).all()

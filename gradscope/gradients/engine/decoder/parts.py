@@ -1,4 +1,4 @@
-"""Parts of a common decoder's block, found by what they are and do rather than by the architecture's name."""
+"""The parts of a common decoder's block, recognised by structure and behaviour rather than by architecture name."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Norm:
 
     name: str
     scale: Float[Tensor, " d"]
-    """What the normalised input is multiplied by: the weight, or 1 + weight in some families."""
+    """Factor on the normalised input: the weight, or 1 + weight in some families."""
     eps: float
     weight: nn.Parameter
 
     def normalize(self, x: Float[Tensor, "B n *heads d"]) -> tuple[Tensor, Tensor]:
-        """Return x̂ and 1/√(mean(x²) + eps), with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
+        """Return x̂ and 1/√(mean(x²) + eps) with an axis for tokens: [B, n, 1, *heads, d], [B, n, 1, *heads, 1]."""
         inverse_rms = (x.square().mean(-1, keepdim=True) + self.eps).rsqrt()
         return (x * inverse_rms).unsqueeze(2), inverse_rms.unsqueeze(2)
 
@@ -47,13 +47,13 @@ class Matrix:
 class DecoderBlock:
     """x + attention(norm(x)), then y + mlp(norm(y)): rotary attention with grouped keys and a gated MLP.
 
-    down(activation(gate(·)) ∘ up(·)) is the MLP; queries and keys may be normalised before they are rotated, and what
-    attention and MLP return before it is added (Gemma 2 and 3).
+    The MLP is down(activation(gate(·)) ∘ up(·)). Queries and keys may be normalised before rotation, and the outputs of
+    attention and MLP before they are added (Gemma 2 and 3).
     """
 
     name: str
     attention: str
-    """Name of the module that is called with the rotary angles and the mask."""
+    """Name of the module called with the rotary angles and the mask."""
     attention_norm: Norm
     query: Matrix
     key: Matrix
@@ -62,29 +62,28 @@ class DecoderBlock:
     key_norm: Norm | None
     output: Matrix
     attention_end: Norm | None
-    """Norm of what attention returns."""
+    """Norm of attention's output."""
     mlp_norm: Norm
     gate: Matrix
     up: Matrix
     down: Matrix
     mlp_end: Norm | None
-    """Norm of what the MLP returns."""
+    """Norm of the MLP's output."""
     activation: Callable[[Tensor], Tensor]
     head_dim: int
     scaling: float
     """Factor of the attention scores."""
     cap: float | None
-    """Bound of the scores, cap · tanh(score / cap); None: they have none."""
+    """Soft cap of the scores, cap · tanh(score / cap); None: uncapped."""
 
     @property
     def heads(self) -> int:
-        """Query heads."""
+        """Number of query heads."""
         return self.query.module.out_features // self.head_dim
 
     @cached_property
     def inputs(self) -> dict[str, tuple[str, bool]]:
-        """Return for each matrix another with the same input (or itself), and whether it has a bias: one factor serves
-        both.
+        """Map each matrix to (a matrix with the same input, whether it has a bias): matrices that share a factor.
         """
         same = {self.key.name: self.query.name, self.value.name: self.query.name, self.up.name: self.gate.name}
         return {m.name: (same.get(m.name, m.name), m.module.bias is not None) for m in self.matrices}
@@ -100,14 +99,14 @@ class DecoderBlock:
 
     @property
     def head_norms(self) -> tuple[Norm, ...]:
-        """Of queries and of keys, where there are any."""
+        """The norms of queries and keys, if any."""
         return tuple(n for n in (self.query_norm, self.key_norm) if n is not None)
 
 
 def find_decoder_blocks(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership) -> list[DecoderBlock] | None:
-    """Return the parts of every block; None if one is built differently or has other parameters.
+    """Return the parts of every block; None if a block is built differently or has other parameters.
 
-    What the parts are used for is not seen here: that a backward pass by the rules is right must be tried.
+    This does not see how the parts are used: the backward rules still have to be tested against autograd.
     """
     names = {id(module): name for name, module in model.named_modules()}
     found = []
@@ -161,7 +160,7 @@ def _fit(query: nn.Linear, key: nn.Linear, value: nn.Linear, output: nn.Linear, 
 
 
 def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
-    """Return the child as an RMS norm, if it computes one on random inputs."""
+    """Return the child as an RMS norm if it behaves like one on random inputs."""
     module = getattr(owner, role, None)
     weight = getattr(module, "weight", None)
     eps = next((e for n in ("variance_epsilon", "eps") if isinstance(e := getattr(module, n, None), float)), None)
@@ -173,7 +172,7 @@ def _find_norm(owner: nn.Module, prefix: str, role: str) -> Norm | None:
     with torch.no_grad():
         wide = torch.promote_types(dtype, torch.float32)
         normalized = Norm(role, weight, eps, weight).normalize(x.to(wide))[0][0, :, 0]
-        # Largest entries tell the scale of each channel with the fewest roundings.
+        # The largest entries give each channel's scale with the least rounding.
         outputs = module(x)[0].to(wide)
         scale = (outputs * normalized).sum(0) / normalized.square().sum(0)
         error = (outputs - scale * normalized).abs().max() / outputs.abs().max().clamp(min=1e-30)

@@ -1,4 +1,4 @@
-"""Attention's probabilities in a decoder's block: kept, or recomputed for a few queries at a time."""
+"""Attention probabilities in a decoder's block, stored or recomputed for a few queries at a time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from gradscope.gradients.engine.norms import strips
 
 
 class Probabilities:
-    """softmax(scaling · q kᵀ) of B sequences, in which no query sees a later key.
+    """softmax(scaling · q kᵀ) for B sequences with causal attention.
 
-    A query meets all its keys at once, so nothing need be known of its row beforehand; FlashAttention, whose tiles hold
-    some of the keys, keeps each row's normaliser.
-    mask: [1 or B, 1 or H, n, n], added to the scores, or True where a key is seen; None: causal. cap: bound of the
-    scores, cap · tanh(score / cap). keep: hold the probabilities, B · H · n² numbers (of capped scores twice as many).
+    Each query sees all its keys at once, so no normaliser has to be stored, unlike in FlashAttention's tiles.
+    mask: [1 or B, 1 or H, n, n], added to the scores or True at visible keys; None: causal. cap: soft cap of the
+    scores, cap · tanh(score / cap). keep: store the probabilities, B · H · n² numbers (twice as many with a cap).
     """
 
     def __init__(
@@ -39,8 +38,7 @@ class Probabilities:
             self._kept = self.strip(len(queries), 0, queries.shape[1])
 
     def strip(self, batch: int, start: int, end: int) -> Rows:
-        """Return the rows of queries start … end − 1 of the first `batch` sequences, over the keys that they see: the
-        last ones before `end`.
+        """Return the rows of queries start … end − 1 of the first `batch` sequences, over the last keys before `end`.
         """
         first = 0
         if isinstance(self._mask, Band) and self._mask.window is not None:
@@ -49,7 +47,7 @@ class Probabilities:
             return _change(self._kept, lambda values: values[:batch, :, start:end, first:end])
         scores, slopes = self._score(self._queries[:batch, start:end], first, end)
         if isinstance(self._mask, Band):
-            # Without a window, only keys among the queries are hidden.
+            # Without a window, only keys at the queries' own positions are hidden.
             since = start if self._mask.window is None else first
             hidden = self._mask.hides(slice(start, end), slice(since, end), scores.device)
             scores[..., since - first :].masked_fill_(hidden, -torch.inf)
@@ -58,7 +56,7 @@ class Probabilities:
         return scores.softmax(-1), slopes
 
     def at(self, positions: Int[Tensor, "B K"], n: int) -> Rows:
-        """Return the row of one query for each token, over the first n keys."""
+        """Return one query's row per token, over the first n keys."""
         sequences = torch.arange(len(positions), device=positions.device)[:, None]
         if self._kept is not None:
             return _change(self._kept, lambda values: values[sequences, :, positions, :n].transpose(1, 2))
@@ -73,7 +71,7 @@ class Probabilities:
         return _hide(scores, seen).softmax(-1), slopes
 
     def attend(self, values: Float[Tensor, "B n G c"]) -> Float[Tensor, "B n H c"]:
-        """Return the values' averages by these probabilities."""
+        """Return the values averaged with these probabilities."""
         (batch, n, groups, _), parts = values.shape, []
         for start, end in strips(n, values.device):
             probs = self.strip(batch, start, end)[0].unflatten(1, (groups, -1))
@@ -82,7 +80,7 @@ class Probabilities:
         return torch.cat(parts, 3).flatten(1, 2).transpose(1, 2)
 
     def _score(self, queries: Float[Tensor, "B m H c"], first: int, end: int) -> Rows:
-        """Return the scores of queries over a range of keys, and their slopes."""
+        """Return the scores of queries over a range of keys, and the derivatives of capped ones."""
         batch, groups, slopes = len(queries), self._keys.shape[2], None
         rows = queries.unflatten(2, (groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         scores = (rows @ self._keys[:batch, first:end].permute(0, 2, 3, 1)).mul_(self._scaling)
@@ -94,7 +92,7 @@ class Probabilities:
 
 
 def _hide(scores: Float[Tensor, "B H m n"], mask: Tensor) -> Float[Tensor, "B H m n"]:
-    """Apply a mask, which is added or True where a key is seen."""
+    """Apply a mask that is added, or True at visible keys."""
     return scores.masked_fill_(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
 
 

@@ -1,8 +1,8 @@
-"""Backward rules that carry the gradients of K tokens through a decoder's block at once, tensors to tensors.
+"""Backward rules that carry the gradients of K tokens through a decoder's block together; pure functions of tensors.
 
 Notation: delta[b, s, k] is the gradient of the log π of token k of sequence b at position s of a prefix of n positions.
-Positions come before tokens, so that whatever the tokens share (weights, activations, attention's probabilities) is one
-factor of one large matrix product. H query heads share G heads of keys and values, c numbers in each.
+Positions come before tokens, so that anything shared by the tokens (weights, activations, attention probabilities) is
+a factor of one large matrix product. H query heads share G heads of keys and values, of width c.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from gradscope.gradients.engine.norms import strips
 from gradscope.gradients.engine.products import Product, multiply_exactly
 
 Rows = tuple[Float[Tensor, "B H m n"], Float[Tensor, "B H m n"] | None]
-"""Attention's probabilities of m queries over n keys, and derivatives of capped scores, cap · tanh(score / cap), by the
-scores (None if scores are not capped)."""
+"""Attention probabilities of m queries over n keys, and the derivatives of capped scores, cap · tanh(score / cap) (None
+without a cap)."""
 
 
 def linear_backward(
@@ -30,7 +30,7 @@ def linear_backward(
 ) -> Float[Tensor, "B n K in"]:
     """Carry δ through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
 
-    into: what flows back to x on other ways; the product is added to it, in its place.
+    into: the gradient of x through other paths; the product is added in place.
     """
     into = None if into is None else into.flatten(0, 2)
     return multiply(delta.flatten(0, 2), weight, into).view(*delta.shape[:3], -1)
@@ -47,7 +47,7 @@ def rms_norm_backward(
     """Carry δ through y = scale ∘ x̂, x̂ = x · inverse_rms; return ∂/∂x and the gradient of the scale.
 
     ∂/∂x = inverse_rms · (scale ∘ δ − x̂ · mean(x̂ ∘ scale ∘ δ)); ∂/∂scale = Σ_s δ_s ∘ x̂_s.
-    residual: what flows back to x on other ways; it is added to ∂/∂x.
+    residual: the gradient of x through other paths, added to ∂/∂x.
     """
     product = delta * normalized
     mean = (product @ (scale / scale.numel())).unsqueeze(-1)
@@ -84,9 +84,9 @@ def attention_backward(
 ) -> tuple[Float[Tensor, "B n K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
     """Carry δ through o = P v, P = softmax(scaling · q kᵀ) with causal zeros; return ∂/∂q, ∂/∂k and ∂/∂v.
 
-    ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries go in strips, each with the keys up
-    to its own end: later keys have no probability.
-    probs: (start, end) → P of these queries, over the last ones of the keys before `end`, and slopes, which multiply S.
+    ∂/∂v = Pᵀ δ,  S = scaling · P ∘ (δ vᵀ − δ·o),  ∂/∂q = S k,  ∂/∂k = Sᵀ q. Queries are processed in strips, with keys
+    up to the strip's end; later keys have probability 0.
+    probs: (start, end) → P of these queries over the last keys before `end`, and slopes, which multiply S.
     """
     batch, n, tokens, heads, width = delta.shape
     groups = batch * keys.shape[2]
@@ -114,12 +114,12 @@ def attention_backward(
         # ∂/∂v = Pᵀ δ
         back = multiply(p.reshape(groups, rows, -1).mT, d.view(groups, rows, tokens * width))
         back_v = _add_part(back_v, back.view(batch, -1, p.shape[3], tokens, width).permute(0, 2, 3, 1, 4), seen)
-        del p, slopes, factor, s, back  # before the next strip's are made
+        del p, slopes, factor, s, back  # before the next strip
     return back_q, back_k, back_v
 
 
 def _add_part(total: Float[Tensor, "B n K G c"] | None, part: Float[Tensor, "B m K G c"], seen: slice) -> Tensor:
-    """Add the part to these positions of the sum, in place; total None: begin it, with the last positions."""
+    """Add the part to these positions of the total, in place; None: start it, from the last positions."""
     if total is None:
         return part.contiguous() if seen.start == 0 else torch.nn.functional.pad(part, (0,) * 6 + (seen.start, 0))
     total[:, seen] += part
@@ -137,10 +137,10 @@ def attention_backward_at(
     *,
     scaling: float,
 ) -> tuple[Float[Tensor, "B K H c"], Float[Tensor, "B n K G c"], Float[Tensor, "B n K G c"]]:
-    """Carry δ at one position per token: ∂/∂q there, ∂/∂k and ∂/∂v over the prefix.
+    """Carry δ at one position per token; return ∂/∂q there, and ∂/∂k and ∂/∂v over the prefix.
 
-    In the last block that is all there is, so its queries, output projection and MLP cost one position a token.
-    probs: P of these positions over all n keys, and slopes.
+    In the last block nothing else is nonzero, so its queries, output projection and MLP cost one position per token.
+    probs: P at these positions over all n keys, and slopes.
     """
     groups, sequence = keys.shape[2], torch.arange(len(delta), device=delta.device)[:, None]
     at = sequence, positions
