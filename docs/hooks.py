@@ -1,7 +1,7 @@
 """Pages that are made of the code as mkdocs builds them, so that they cannot go stale.
 
-A page holds a marker, `<!-- gradscope:NAME argument -->`, which the maker of that name fills. Figures, the example of a
-report, paper_repro.md and CHANGELOG.md come from the repository, not from copies in docs/.
+A page holds a marker, `<!-- gradscope:NAME argument -->`, which the maker of that name fills. Figures, the examples of
+reports, paper_repro.md and CHANGELOG.md come from the repository, not from copies in docs/.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ IN_TRL = (
 
 
 def on_files(files: Files, *, config: MkDocsConfig) -> Files:
-    """Figures and their CSVs, the example of a report, and pages of the repository."""
+    """Figures and their CSVs, the examples of reports, and pages of the repository."""
     figures = ROOT / "figures"
     for path in sorted(figures.rglob("*")):
         if not path.is_file() or path.suffix not in (".png", ".csv", ".html", ".json"):
             continue
         name = path.relative_to(figures).as_posix()
-        place = name if name.startswith("report-example/") else f"figures/{name}"
+        place = name if name.startswith("report-") else f"figures/{name}"
         files.append(File.generated(config, place, abs_src_path=str(path)))
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
@@ -67,7 +67,7 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _link(found: re.Match[str], known: set[str]) -> str:
-    target = found[2].replace("figures/report-example/", "report-example/")
+    target = found[2].replace("figures/report-", "report-")
     return f"[{found[1]}]({target})" if target in known else found[1]
 
 

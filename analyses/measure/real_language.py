@@ -3,7 +3,7 @@
 They are those of MODELS, each made by `python -m analyses.recipes.pretrained` in a folder of its name below WORK.
 SmolLM2-135M-Instruct was given 16 word problems ("think step by step"), 8 responses each of at most 160 tokens; these
 lie beside the tables, so that others measure the same tokens. Gemma 3 270M, a base model, is given 8 problems of
-word-problems-plain after EXAMPLES, and its 4 responses to each are sampled here, of at most 18 tokens.
+word-problems-examples, and its 4 responses to each are sampled here, of at most 18 tokens.
 For both a right answer earns 1, one in the asked form 0.1 more. Leaves
 
     rollouts.parquet    the problems and responses
@@ -13,7 +13,7 @@ For both a right answer earns 1, one in the asked form 0.1 more. Leaves
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -44,12 +44,6 @@ MODELS = {
     "smollm2": Model("real_language", "SmolLM2-135M-Instruct, de-quantised from four bits"),
     "gemma3": Model("real_language_gemma3", "Gemma 3 270M, de-quantised from four bits"),
 }
-TASK, INSTRUCTION = "word-problems-plain", " End with: The answer is N."
-EXAMPLES = (
-    "Leo owns 10 books. He finds 13 more. How many books is that? 10 + 13 = 23. The answer is 23.\n"
-    "Kate has 30 eggs and breaks 4. How many eggs does she have now? 30 - 4 = 26. The answer is 26.\n"
-)
-"""Before a problem, for a base model, in place of the task's instruction, which it does not follow."""
 ROLLOUTS = "rollouts.parquet"
 EMBEDDING = "embedding_grad_norm"
 """‖g‖ of the embedding, which is the head's matrix, too; absent from SmolLM2's table."""
@@ -109,14 +103,10 @@ def inputs(model: str) -> tuple[Policy, TokenBatch]:
 
 def sample(policy: Policy, questions: int, responses: int, limit: int) -> pd.DataFrame:
     """Responses to problems with one sum or difference, a row each, rewarded as SmolLM2's were."""
-    task = get_task(TASK)
-    asked = [
-        replace(question, prompt=EXAMPLES + question.prompt.removesuffix(INSTRUCTION))
-        for question in task.questions(questions, seed=0, levels=(1,))
-    ]
+    task = get_task("word-problems-examples")
+    asked = task.questions(questions, seed=0, levels=(1,))
     settings = {"n": responses, "temperature": 1.0, "max_new_tokens": limit, "seed": 0}
-    rows = pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=HFSampler(policy, batch_size=64), **settings))
-    return rows.assign(reward=rows["correct"] + 0.1 * rows["format_ok"])
+    return pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=HFSampler(policy, batch_size=64), **settings))
 
 
 def check_some(policy: Policy, batch: TokenBatch, intervals: pd.Series) -> dict[str, object]:

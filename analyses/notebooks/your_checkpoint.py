@@ -10,8 +10,18 @@
 # # Your own checkpoint
 #
 # A checkpoint folder of transformers and the rollouts that your trainer wrote down are enough to ask: do rare tokens
-# dominate my updates, where, and what would a step do? Put your two paths here. As it stands, the notebook makes itself
-# a small dump with the policy of gradscope, in the native format.
+# dominate my updates, where, and what would a step do? Put your two paths below. As it stands, the notebook samples a
+# small dump from gradscope's own policy, in the native format.
+#
+# In Colab, set `WHEEL` first, and restart the runtime if Colab asks for it. No GPU is needed.
+
+# %%
+import subprocess
+import sys
+
+WHEEL = ""  # "https://…/gradscope-0.2.0-py3-none-any.whl"; empty where gradscope is installed
+if WHEEL:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", WHEEL], check=True)
 
 # %%
 import tempfile
@@ -21,13 +31,14 @@ import gradscope
 from gradscope.rollouts import write_rollouts
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))
-CHECKPOINT = "embedded"  # "runs/grpo/checkpoints/step-000020", "my-trl-run/checkpoint-500", …
+CHECKPOINT = "embedded"  # "my-trl-run/checkpoint-500", or from the hub "HuggingFaceTB/SmolLM2-135M-Instruct", …
+TASK = "knights-knaves-compact"  # "word-problems-examples" suits small pretrained models
 ROLLOUTS = OUT / "rollouts.jsonl"  # "my-trl-run/completions", "rollout_data_dir", …
 
 policy = gradscope.load_policy(CHECKPOINT)
 if not ROLLOUTS.exists():
     wanted = {"questions": 6, "n": 4, "temperature": 0.7, "max_new_tokens": 128}
-    write_rollouts(ROLLOUTS, gradscope.sample(policy, task="knights-knaves-compact", **wanted, seed=3))
+    write_rollouts(ROLLOUTS, gradscope.sample(policy, task=TASK, **wanted, seed=3))
 
 # %% [markdown]
 # ## Read the dump
@@ -43,11 +54,11 @@ print(f"{dump.format}: {len(batch)} responses, {batch.num_tokens} response token
 # %% [markdown]
 # ## Diagnose
 #
-# `tokens_per_interval` measures a random sample of tokens, which is what a long rollout wants. Steps are AdamW's
-# from your optimizer state if you give its file (`optimizer_state="…/optimizer.pt"`), else the paper's SGD.
+# `minutes` limits the time: where measuring every token would take longer, a random sample is measured. The step is
+# AdamW's, from your optimizer state, if you give its file (`optimizer_state="…/optimizer.pt"`), else the paper's SGD.
 
 # %%
-diagnosis = gradscope.diagnose(policy, batch, tokens_per_interval=100, resamples=200)
+diagnosis = gradscope.diagnose(policy, batch, minutes=3, resamples=200)
 diagnosis
 
 # %% [markdown]

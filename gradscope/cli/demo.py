@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from gradscope.cli.measure import Measure
 from gradscope.cli.sample import Sample
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings
-from gradscope.policy import EMBEDDED, find_checkpoint, load_tokenizer
+from gradscope.policy import EMBEDDED
 from gradscope.runs import RunFolder
 
 
@@ -25,7 +24,7 @@ class Demo:
     """Folder for rollouts_seed0.jsonl, tokens.parquet, manifest.json and figures/."""
     policy: str = "embedded"
     """The embedded policy, or a checkpoint folder: of a pretrained language model, of some hundred million parameters
-    for some five minutes on two cores. One with a chat template is asked in a chat."""
+    for some five minutes on two cores."""
     seed: int = 0
     """Draws the questions, the responses and the tokens that are measured."""
     overwrite: bool = False
@@ -41,17 +40,13 @@ class Demo:
         rollouts = self.out / f"rollouts_seed{self.seed}.jsonl"
         is_own = self.policy in EMBEDDED
         if self.overwrite or not rollouts.is_file():
-            asked = _PUZZLES if is_own else self._word_problems()
+            asked = _PUZZLES if is_own else _WORD_PROBLEMS
             Sample(model=self.policy, out=rollouts, questions=10, seed=self.seed, overwrite=True, **asked).sample()
         # A pretrained model's tokens are dear: of its five minutes, one is for sampling.
         settings = MeasureSettings(seed=self.seed, minutes=None if is_own else 4)
         constants = 3 if is_own else 0
         Measure(self.policy, rollouts, self.out, settings, constants=constants, overwrite=self.overwrite).run()
 
-    def _word_problems(self) -> dict[str, Any]:
-        tokenizer = load_tokenizer(find_checkpoint(self.policy))
-        chat = getattr(tokenizer, "chat_template", None) is not None
-        return {"task": "word-problems" if chat else "word-problems-plain", "max_new_tokens": 48}
-
 
 _PUZZLES = {"task": "knights-knaves-compact", "temperature": 0.7}
+_WORD_PROBLEMS = {"task": "word-problems-examples", "max_new_tokens": 48}

@@ -20,6 +20,7 @@ register(math.math_plain)
 register(arithmetic.arithmetic)
 register(word_problems.word_problems)
 register(word_problems.word_problems_plain)
+register(word_problems.word_problems_examples)
 
 __all__ = [
     "Grade", "Question", "Task", "draw_questions", "get_task", "grade_response", "questions_hash", "register",

@@ -2,7 +2,9 @@
 parameters to be sampled and trained on a CPU.
 
 A problem has at most 40 tokens for such models, a worked answer 15 to 25. `word-problems` gives a chat of one message,
-for models that were trained on chats; `word-problems-plain` its text, for base models.
+for models that were trained on chats; `word-problems-plain` its text, for base models. `word-problems-examples` puts
+two worked problems first and pays a tenth for good form, so that a model that can hardly do sums still earns rewards
+that differ within a group.
 """
 
 from __future__ import annotations
@@ -18,6 +20,12 @@ from gradscope.tasks.registry import Grade, Question
 LEVELS = (1, 2, 3)
 """In turn: one sum or difference; two of them; a product and then a sum or difference."""
 INSTRUCTION = "End with: The answer is N."
+EXAMPLES = (
+    "Leo owns 10 books. He finds 13 more. How many books is that? 10 + 13 = 23. The answer is 23.\n"
+    "Kate has 30 eggs and breaks 4. How many eggs does she have now? 30 - 4 = 26. The answer is 26.\n"
+)
+FORM = 0.1
+"""Reward for good form after EXAMPLES."""
 _PEOPLE = (
     *(("Mia", "she"), ("Tom", "he"), ("Anna", "she"), ("Ben", "he"), ("Lucy", "she"), ("Sam", "he"), ("Kate", "she")),
     *(("Max", "he"), ("Emma", "she"), ("Jack", "he"), ("Sara", "she"), ("Paul", "he"), ("Jane", "she"), ("Leo", "he")),
@@ -92,15 +100,15 @@ def draw_problem(level: int, rng: random.Random) -> Problem:
 
 
 class _WordProblems:
-    """Both tasks: the same problems, as a chat or as text.
+    """The same problems as a chat, as text, or as text after worked examples.
 
     >>> (question,) = word_problems_plain.questions(1, seed=2)
     >>> question.prompt, question.answer
     ('Leo owns 10 books. He finds 13 more. How many books is that? End with: The answer is N.', ('23',))
     """
 
-    def __init__(self, name: str, chat: bool) -> None:
-        self.name, self.chat = name, chat
+    def __init__(self, name: str, *, chat: bool = False, examples: bool = False) -> None:
+        self.name, self.chat, self.examples = name, chat, examples
 
     def questions(self, n: int | None, *, seed: int, levels: Sequence[int] = LEVELS) -> list[Question]:
         """Return `n` problems, whose level cycles through `levels`."""
@@ -110,21 +118,28 @@ class _WordProblems:
         return [self.question(draw_problem(levels[i % len(levels)], rng)) for i in range(n)]
 
     def question(self, problem: Problem) -> Question:
-        """Return the problem with the instruction, and its answer."""
-        text = f"{problem.text} {INSTRUCTION}"
+        """Return the problem with the instruction or after the examples, and its answer."""
+        text = EXAMPLES + problem.text if self.examples else f"{problem.text} {INSTRUCTION}"
         prompt = [{"role": "user", "content": text}] if self.chat else text
         return Question(prompt, (str(problem.results[-1]),), level=problem.level)
 
     def reward(self, response: str, question: Question) -> float:
-        """1 if the answer is right, else 0."""
+        """1 if the answer is right, else 0; after examples FORM more for good form."""
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """Grade the whole number after the last "answer is" or "answer:"; good form is that there is one."""
+        """Grade the whole number after the last "answer is" or "answer:"; good form is that there is one.
+
+        After examples only the first line counts: models go on with problems of their own.
+        """
+        if self.examples:
+            response = response.strip().partition("\n")[0]
         *_, found = [None, *_ANSWER.finditer(response)]
         right = found is not None and found[1].lstrip("0") == question.answer[0]
-        return Grade(float(right), correct=right, format_ok=found is not None)
+        form = FORM if self.examples and found is not None else 0.0
+        return Grade(right + form, correct=right, format_ok=found is not None)
 
 
 word_problems = _WordProblems("word-problems", chat=True)
-word_problems_plain = _WordProblems("word-problems-plain", chat=False)
+word_problems_plain = _WordProblems("word-problems-plain")
+word_problems_examples = _WordProblems("word-problems-examples", examples=True)

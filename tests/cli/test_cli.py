@@ -486,8 +486,8 @@ def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path
     assert files(out) == before
 
 
-@pytest.mark.parametrize(("name", "chat"), [("embedded", True), ("embedded-certain", False)])
-def test_the_demo_asks_another_policy_word_problems_in_a_chat_if_it_can(run, tmp_path, monkeypatch, name, chat):
+@pytest.mark.parametrize("name", ["embedded", "embedded-certain"])
+def test_the_demo_asks_another_policy_word_problems(run, tmp_path, monkeypatch, name):
     """Policies that write any text, as if they came from elsewhere; only one of them has a template."""
     right, fewer = Sample.sample, {"questions": 3, "n": 2, "max_new_tokens": 12}
     monkeypatch.setattr(Sample, "sample", lambda sample: right(replace(sample, **fewer)))
@@ -495,8 +495,7 @@ def test_the_demo_asks_another_policy_word_problems_in_a_chat_if_it_can(run, tmp
     first = run("demo", "--policy", policy, "--out", out)
     assert (first.status, first.err) == (0, "")
     rows = [json.loads(line) for line in (out / "rollouts_seed0.jsonl").read_text().splitlines()]
-    text = [question.prompt for question in get_task("word-problems-plain").questions(3, seed=0)]
-    wanted = [[{"role": "user", "content": prompt}] if chat else prompt for prompt in text]
+    wanted = [question.prompt for question in get_task("word-problems-examples").questions(3, seed=0)]
     assert [row["prompt"] for row in rows[::2]] == wanted and {row["temperature"] for row in rows} == {1.0}
     table = pd.read_parquet(out / "tokens.parquet")
     assert len(table) == sum(len(row["response_ids"]) for row in rows) and table["param_grad_norm"].notna().all()

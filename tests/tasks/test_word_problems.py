@@ -97,3 +97,17 @@ def test_only_the_stated_number_counts(response, correct, format_ok):
 def test_all_problems_are_refused(plain):
     with refused():
         plain.questions(None, seed=0)
+
+
+def test_after_worked_examples_the_first_line_is_graded_and_form_earns_a_tenth(plain):
+    task = get_task("word-problems-examples")
+    (question,), (bare,) = task.questions(1, seed=2), plain.questions(1, seed=2)
+    *examples, problem = question.prompt.split("\n")
+    assert problem == bare.prompt.removesuffix(" End with: The answer is N.")
+    assert [solve(line.partition("?")[0]) for line in examples] == [23, 26]
+    assert [int(line.rpartition(" ")[2].rstrip(".")) for line in examples] == [23, 26]
+    right = f"\nSo the answer is {question.answer[0]}."
+    assert task.grade(right, question) == Grade(1.1, correct=True, format_ok=True)
+    assert task.grade(f"The answer is 99.{right}", question) == Grade(0.1, correct=False, format_ok=True)
+    assert task.grade(f"It depends.{right}", question) == Grade(0.0, correct=False, format_ok=False)
+    assert task.reward(right, question) == 1.1
