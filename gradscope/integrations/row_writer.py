@@ -8,6 +8,7 @@ torch would take longer than to write hundreds of steps.
 from __future__ import annotations
 
 import atexit
+import math
 import os
 import pickle
 import queue
@@ -18,6 +19,7 @@ import tempfile
 import threading
 import time
 import warnings
+from bisect import insort
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +33,7 @@ Part = Mapping[str, np.ndarray]
 (which of their places hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and
 PER_TOKEN that the trainer has."""
 
-OPTIONAL = ("reward", "group", "micro_batch")
+OPTIONAL = ("reward", "group", "process", "micro_batch")
 """Columns of a value per response, [B]."""
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction")
 """Columns per token, [B, C], or [B, 1] of whole responses."""
@@ -39,6 +41,8 @@ WAITING = 4
 """Steps that may wait to be written before training waits for the writer."""
 PATIENCE, AT_THE_END = 60.0, 600.0
 """Seconds that training waits for the writer before it goes on without, and in the end before it ends without."""
+FEW = 5
+"""Norms that a median is made of before a norm can be told from it."""
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from gradscope.integrations.row_writer import main; main()"
 
 
@@ -123,6 +127,24 @@ def main() -> None:
         os.nice(10)
     write_steps(sys.stdin.buffer)
     print(time.process_time())
+
+
+class Spikes:
+    """The steps whose gradient norm is far above those before them."""
+
+    def __init__(self, times: float, most: int) -> None:
+        """times: the median of the norms before; most: steps that are told."""
+        self.times, self.left = times, most
+        self._norms: list[float] = []
+
+    def tell(self, norm: float) -> bool:
+        """Return whether the next step's norm is not finite, or above so many times the median, and remember it."""
+        known = self._norms
+        outside = len(known) >= FEW and not norm <= self.times * known[len(known) // 2] and self.left > 0
+        if math.isfinite(norm):
+            insort(known, norm)
+        self.left -= outside
+        return outside
 
 
 class RowWriter:

@@ -6,7 +6,6 @@ import json
 import math
 import time
 import warnings
-from bisect import insort
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -17,15 +16,13 @@ import torch
 from transformers import TrainerCallback
 
 from gradscope.errors import InputError
-from gradscope.integrations.row_writer import RowWriter, StepRows, remove_steps, step_file, to_array
+from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.integrations.trl_batch import Inputs
 from gradscope.integrations.trl_losses import GRPOLoss, step_loss
 from gradscope.integrations.trl_watch import watch
 from gradscope.rollouts import LOSS_KEY
 
 Number = int | float
-FEW = 5
-"""Norms that a median is made of before a norm can be told from it."""
 COLUMNS = {
     **{"prompt_ids": "prompt_ids", "prompt_mask": "prompt_mask", "completion_ids": "response_ids"},
     **{"completion_mask": "response_seen", "tool_mask": "response_mask", "advantages": "advantage"},
@@ -104,12 +101,12 @@ class RolloutWriter(TrainerCallback):
         """The step's, where the trainer tells it: a number, or a tensor of it."""
         self._rewards: torch.Tensor | None = None
         """Of the newest generation, by reward function."""
-        self._norms: list[float] = []
-        self._spikes = 0
+        self._spikes: Spikes | None = None
         self._process: RowWriter | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps, self.seconds, self.cpu_seconds, self._norms, self._spikes = [], 0.0, 0.0, [], 0
+        self.steps, self.seconds, self.cpu_seconds = [], 0.0, 0.0
+        self._spikes = None if self.spike is None else Spikes(self.spike, self.spikes)
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
         looked_at = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
@@ -126,7 +123,8 @@ class RolloutWriter(TrainerCallback):
         if window:
             # Before it is known whether the step is written: processes add up together, and norms may differ by a bit.
             num_tokens = self._count_tokens(window)
-            if (self._is_spike() or self._due) and num_tokens:
+            spiked = self._spikes is not None and self._norm is not None and self._spikes.tell(float(self._norm))
+            if (spiked or self._due) and num_tokens:
                 self._hand_over(window, num_tokens, state.global_step)
         self.seconds += time.perf_counter() - wall
         self.cpu_seconds += time.thread_time() - cpu
@@ -178,19 +176,6 @@ class RolloutWriter(TrainerCallback):
             return found
 
         return generated
-
-    def _is_spike(self) -> bool:
-        """Compare the step's norm with those before it, if that is asked for, and remember it."""
-        if self.spike is None or self._norm is None:
-            return False
-        norm, known = float(self._norm), self._norms
-        outside = not norm <= self.spike * known[len(known) // 2] if len(known) >= FEW else False
-        if math.isfinite(norm):
-            insort(known, norm)
-        if not outside or self._spikes == self.spikes:
-            return False
-        self._spikes += 1
-        return True
 
     def _count_tokens(self, window: list[Inputs]) -> int:
         """Count the tokens that the step trains on, in all processes."""

@@ -6,7 +6,9 @@ A file per training step, `CHECKPOINTS/gradscope/rollouts/step_000012.parquet`, 
 `trainer.default_local_dir`. Settings are environment variables:
 
 - GRADSCOPE_ROLLOUTS: another folder for the files;
-- GRADSCOPE_ROLLOUTS_EVERY=10: write every tenth step, from the first one on; by default, each;
+- GRADSCOPE_ROLLOUTS_EVERY=10: write every tenth step, from the first one on; none: spikes alone; by default, each;
+- GRADSCOPE_ROLLOUTS_SPIKE=3: also write a step whose gradient norm is above 3 times the median of those before it, or
+  not finite; GRADSCOPE_ROLLOUTS_SPIKES=10: at most ten of these, as is the default;
 - GRADSCOPE_ROLLOUTS_TEXT=1: also write the text of prompt and response; by default, ids alone, which whoever has the
   tokenizer can decode.
 

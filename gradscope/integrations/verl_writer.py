@@ -6,6 +6,7 @@ Nothing here imports verl: its trainer, batch and configuration come in as argum
 from __future__ import annotations
 
 import json
+import math
 import time
 import warnings
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.integrations.row_writer import Part, RowWriter, StepRows, remove_steps, step_file, to_array
+from gradscope.integrations.row_writer import Part, RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.objective import LossSettings
 from gradscope.rollouts import LOSS_KEY
 
@@ -33,6 +34,8 @@ COLUMNS = {
 SCORES = ("token_level_scores", "rm_scores")
 """verl's names of the score that each token was given; the first that is there counts."""
 FOLDER, EVERY, TEXT = "GRADSCOPE_ROLLOUTS", "GRADSCOPE_ROLLOUTS_EVERY", "GRADSCOPE_ROLLOUTS_TEXT"
+SPIKE, SPIKES = "GRADSCOPE_ROLLOUTS_SPIKE", "GRADSCOPE_ROLLOUTS_SPIKES"
+VARIABLES = (FOLDER, EVERY, TEXT, SPIKE, SPIKES)
 """Environment variables."""
 CANNOT_SAY = "which rows of rollouts cannot say"
 IMAGES = "multi_modal_inputs"
@@ -114,22 +117,33 @@ class WriterSettings:
 
     folder: Path | None = None
     """None: gradscope/rollouts in the folder of verl's checkpoints (trainer.default_local_dir)."""
-    every: int = 1
+    every: int | None = 1
+    """None: no step but those of `spike`."""
     text: bool = False
+    spike: float | None = None
+    """Also a step whose gradient norm is not finite, or above this many times the median of those before it."""
+    spikes: int = 10
+    """Such steps at most."""
 
 
 def read_settings(environment: Mapping[str, str]) -> WriterSettings:
     """Return what environment variables ask for. Raises InputError for a value or a name that means nothing."""
-    if strange := sorted(n for n in environment if n.startswith(FOLDER) and n not in (FOLDER, EVERY, TEXT)):
-        raise InputError(f"{strange[0]} is no setting; known are {FOLDER}, {EVERY} and {TEXT}")
-    folder, every, text = environment.get(FOLDER), environment.get(EVERY, "1"), environment.get(TEXT, "0")
+    if strange := sorted(name for name in environment if name.startswith(FOLDER) and name not in VARIABLES):
+        raise InputError(f"{strange[0]} is no setting; known are {', '.join(VARIABLES)}")
+    folder, spike = environment.get(FOLDER), environment.get(SPIKE)
     if folder is not None and (not folder or Path(folder).is_file()):
         raise InputError(f"{FOLDER} is {folder!r}, which is no folder; give one, or leave it out")
-    if not (every.isdecimal() and int(every)):
-        raise InputError(f"{EVERY} is {every!r}; give 1 or more")
-    if text not in ("0", "1"):
+    numbers = {name: environment.get(name, default) for name, default in ((EVERY, "1"), (SPIKES, "10"))}
+    for name, value in numbers.items():
+        if not (value.isdecimal() and int(value)) and not (name == EVERY and value == "none" and spike is not None):
+            raise InputError(f"{name} is {value!r}; give 1 or more" + f", or none beside {SPIKE}" * (name == EVERY))
+    if (text := environment.get(TEXT, "0")) not in ("0", "1"):
         raise InputError(f"{TEXT} is {text!r}; give 1 or 0")
-    return WriterSettings(folder and Path(folder), int(every), text == "1")
+    if spike is not None and not 1 < _to_float(spike) < math.inf:
+        raise InputError(f"{SPIKE} is {spike!r}; give how many times the median a norm must be, such as 3")
+    every = None if numbers[EVERY] == "none" else int(numbers[EVERY])
+    spike = None if spike is None else float(spike)
+    return WriterSettings(folder and Path(folder), every, text == "1", spike, int(numbers[SPIKES]))
 
 
 def put_into(trainer: type, writer: VerlWriter) -> None:
@@ -163,6 +177,7 @@ class VerlWriter:
         """Steps handed to the process that writes."""
         self.seconds = 0.0
         """Wall time of the driver in here."""
+        self._spikes = None if settings.spike is None else Spikes(settings.spike, settings.spikes)
         self._updates: list[_Update] = []
         """Of the step that is under way."""
         self._process: RowWriter | None = None
@@ -176,15 +191,18 @@ class VerlWriter:
             self.folder = self.settings.folder or local
             self._loss = verl_loss(trainer.config)
             remove_steps(self.folder, step)
-        if (step - 1) % self.settings.every == 0 and not self._has_images(trainer, batch):
+        if (self._is_due(step) or self._spikes is not None) and not self._has_images(trainer, batch):
             self._updates.append(_make_update(trainer, batch))
         self.seconds += time.perf_counter() - start
 
     def updated(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
         """Hand the step over, once its last update is done. metrics: verl's of the update."""
         start = time.perf_counter()
-        if self._updates and len(self._updates) == getattr(trainer, "parameter_sync_step", 1):
-            self._hand_over(trainer, metrics)
+        if self._updates:
+            norms = metrics.get("actor/grad_norm")
+            self._updates[-1].norm = None if norms is None else float(np.mean(norms))
+            if len(self._updates) == getattr(trainer, "parameter_sync_step", 1):
+                self._hand_over(trainer)
         self.seconds += time.perf_counter() - start
 
     def close(self) -> None:
@@ -194,10 +212,15 @@ class VerlWriter:
             self._process = None
             print(f"gradscope: rollouts of {len(self.steps)} steps are in {self.folder}")
 
-    def _hand_over(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
+    def _is_due(self, step: int) -> bool:
+        return self.settings.every is not None and (step - 1) % self.settings.every == 0
+
+    def _hand_over(self, trainer: Any) -> None:
         updates, self._updates = self._updates, []
-        num_tokens = sum(update.num_tokens for update in updates)
-        if not num_tokens:
+        step, num_tokens = updates[0].step, sum(update.num_tokens for update in updates)
+        norms = [update.norm for update in updates if update.norm is not None]
+        spiked = self._spikes is not None and bool(norms) and self._spikes.tell(float(np.max(norms)))
+        if not (spiked or self._is_due(step)) or not num_tokens:
             return
         if self._process is None:
             tokenizer = trainer.tokenizer if self.settings.text else None
@@ -205,11 +228,8 @@ class VerlWriter:
         parts = [
             dict(update.part) | {"loss_scale": num_tokens / (len(updates) * update.divisors)} for update in updates
         ]
-        step, norm = updates[0].step, None
-        if len(updates) == 1 and updates[0].num_steps == 1 and "actor/grad_norm" in metrics:
-            norm = float(np.mean(metrics["actor/grad_norm"]))
         shared = {"step": step, "temperature": float(trainer.config.actor_rollout_ref.rollout.temperature)}
-        shared["grad_norm"] = norm
+        shared["grad_norm"] = updates[0].norm if len(updates) == updates[0].num_steps == 1 else None
         self._process.put(StepRows(str(step_file(self.folder, step)), parts, shared))
         self.steps.append(step)
 
@@ -224,7 +244,14 @@ class VerlWriter:
         return True
 
 
-@dataclass(frozen=True)
+def _to_float(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+@dataclass
 class _Update:
     """A batch that the actor was updated with, copied."""
 
@@ -234,6 +261,8 @@ class _Update:
     num_tokens: int
     num_steps: int
     """Optimizer steps."""
+    norm: float | None = None
+    """verl's gradient norm, the mean of its steps'."""
 
 
 def _make_update(trainer: Any, batch: Any) -> _Update:
@@ -241,15 +270,16 @@ def _make_update(trainer: Any, batch: Any) -> _Update:
     part |= {name: to_array(tensors[own]) for own, name in COLUMNS.items() if own in tensors}
     if (scores := next((tensors[name] for name in SCORES if name in tensors), None)) is not None:
         part["reward"] = to_array(scores.sum(-1))
-    config = trainer.config.actor_rollout_ref
-    mini_batch, kept = config.actor.ppo_mini_batch_size * config.rollout.n, tensors["response_mask"].float().sum(1)
+    config, kept = trainer.config.actor_rollout_ref, tensors["response_mask"].float().sum(1)
+    mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
+    counted, processes = tensors.get("loss_mask", tensors["response_mask"]), _num_processes(trainer.actor_rollout_wg)
     divisors = response_divisors(
-        config.actor,
-        kept.cpu(),
-        tensors.get("loss_mask", tensors["response_mask"]).float().sum(1).cpu(),
-        mini_batch=mini_batch,
-        processes=_num_processes(trainer.actor_rollout_wg) if mini_batch < len(kept) else 1,
+        config.actor, kept.cpu(), counted.float().sum(1).cpu(), mini_batch=mini_batch, processes=processes
     )
+    part["process"], place = np.divmod(np.arange(len(kept)), len(kept) // processes)
+    micro_batch = config.actor.get("ppo_micro_batch_size_per_gpu", None)
+    if not (micro_batch is None or config.actor.use_dynamic_bsz or config.actor.get("shuffle", False)):
+        part["micro_batch"] = place // micro_batch
     part = {name: values[real] for name, values in part.items()}
     num_steps = len(kept) // mini_batch * config.actor.ppo_epochs
     return _Update(int(trainer.global_steps), part, to_array(divisors)[real], int(kept.sum()), num_steps)

@@ -25,6 +25,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
 from gradscope.integrations.verl_writer import VerlWriter, WriterSettings, put_into
@@ -35,7 +36,7 @@ from gradscope.rollouts import read_dump
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 ROWS, PROMPT, LENGTH, REPEATS = 16, 4, 7, 4
-ACTOR = ["strategy=fsdp", "ppo_micro_batch_size_per_gpu=1", "clip_ratio_low=0.1", "clip_ratio_high=0.15"]
+ACTOR = ["strategy=fsdp", "ppo_micro_batch_size_per_gpu=2", "clip_ratio_low=0.1", "clip_ratio_high=0.15"]
 CORRECTED = ["rollout_is=token", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=0.8_1.3"]
 
 
@@ -90,6 +91,8 @@ class Workers:
         self.processes, self._dispatch_info = processes, {"actor": [*range(processes)]}
         self.slopes = {}
         """−∂loss/∂ log π by row, of the mean over mini-batches."""
+        self.places = {}
+        """Process and its micro-batch, by row."""
 
     def update_actor(self, data):
         data["row"] = torch.arange(len(data))
@@ -100,14 +103,17 @@ class Workers:
             masks = [part["loss_mask"] for part in parts]
             known = {"dp_size": self.processes, "global_batch_size": size}
             known["batch_num_tokens"] = sum(int((m.values() if m.is_nested else m).sum()) for m in masks)
-            for part in parts:
+            for self.rank, part in enumerate(parts):
                 self._backward(part, known, 1 / (len(steps[0]) * self.processes))
         metrics = tu.get_tensordict({}, {"metrics": {"grad_norm": [0.5], "mfu": [0.0]}})
         return metrics
 
     def _backward(self, part, known, share):
-        for micro in tu.chunk_tensordict(part, max(1, len(part) // 2)):
+        tu.assign_non_tensor(part, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+        for micro in prepare_micro_batches(part)[0]:
             tu.assign_non_tensor(micro, **known)
+            number = len({place for place in self.places.values() if place[0] == self.rank})
+            self.places |= {row: (self.rank, number) for row in micro["row"].tolist()}
             lengths = micro["input_ids"].offsets().diff().tolist()
             of_response = [int(n) for n in self._response_lengths(micro)]
             values = torch.zeros(sum(lengths))
@@ -193,6 +199,7 @@ def compare(folder, workers, rows, order, *, step=1):
             assert torch.equal(getattr(batch, column)[place, start : start + n][kept], rows[name][row, :n][kept])
         factors = (rows["advantages"] * rows["rollout_is_weights"])[row, :n]
         assert torch.allclose(batch.advantages[place, start : start + n][kept], factors[kept], rtol=1e-6)
+        assert (int(batch.process_ids[place]), int(batch.micro_batch_ids[place])) == workers.places[row]
         assert float(batch.rewards[place]) == pytest.approx(float(rows["token_level_scores"][row].sum()))
         new[place, start : start + n] = rows["new"][row, :n]
         wanted[place, start : start + n] = workers.slopes[row]

@@ -33,6 +33,7 @@ TEMPERATURE = 0.7
 PLAIN = {"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_high": 0.25, "clip_ratio_c": 3.0, "use_kl_loss": True}
 PLAIN |= {"kl_loss_coef": 0.02, "kl_loss_type": "low_var_kl", "loss_agg_mode": "token-mean", "entropy_coeff": 0}
 PLAIN |= {"ppo_mini_batch_size": 3, "ppo_epochs": 1, "loss_scale_factor": None, "shuffle": False}
+PLAIN |= {"ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
 
 
 class Config(dict):
@@ -59,13 +60,13 @@ def make_trainer(config, kind, **known):
     """The least trainer with verl's two methods, whose class has a writer."""
 
     class Trainer:
-        tokenizer, global_steps, ended = make_tokenizer(), 1, False
+        tokenizer, global_steps, ended, norm = make_tokenizer(), 1, False, 0.25
+        actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
 
         def _update_actor(self, batch, metrics=None):
-            norms = {"actor/grad_norm": [0.25]}
             if metrics is None:
-                return SimpleNamespace(meta_info={"metrics": norms})
-            metrics["actor/grad_norm"] = 0.25
+                return SimpleNamespace(meta_info={"metrics": {"actor/grad_norm": [self.norm]}})
+            metrics["actor/grad_norm"] = self.norm
             return batch
 
         def _shutdown_dump_executor(self):
@@ -82,7 +83,7 @@ def update(trainer, batch):
     if trainer.kind == "padded":
         return trainer._update_actor(batch)
     metrics = {}
-    assert trainer._update_actor(batch, metrics=metrics) is batch and metrics == {"actor/grad_norm": 0.25}
+    assert trainer._update_actor(batch, metrics=metrics) is batch and metrics == {"actor/grad_norm": trainer.norm}
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +208,35 @@ def test_rows_are_the_batch(truth, tmp_path, monkeypatch, kind):
     decode = trainer.tokenizer.decode
     assert all(row["response"] == decode(row["response_ids"]) for row in written)
     assert all(row["prompt"] == decode(row["prompt_ids"]) for row in written)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("known", [True, False])
+def test_rows_say_their_process_and_micro_batch_where_these_are_known(truth, tmp_path, monkeypatch, kind, known):
+    """Twelve responses to two processes, each in micro-batches of two; the last two are padding in a store."""
+    padding = [own | {"uid": "pad"} for own in truth[:2]] if kind == "stored" else truth[:2]
+    config = make_config(tmp_path, ppo_mini_batch_size=6, use_dynamic_bsz=not known)
+    trainer, writer = make_trainer(config, kind)
+    trainer.actor_rollout_wg._dispatch_info = {"actor": [0, 0, 1, 1]}  # two ranks each
+    update(trainer, give(kind, [*truth, *truth[:4], *padding], monkeypatch))
+    trainer._shutdown_dump_executor()
+    rows = pq.read_table(next(writer.folder.iterdir())).to_pylist()
+    count = 10 if kind == "stored" else 12
+    assert [row["process"] for row in rows] == [0] * 6 + [1] * (count - 6)
+    wanted = [0, 0, 1, 1, 2, 2, 0, 0, 1, 1, 2, 2][:count]
+    assert [row.get("micro_batch") for row in rows] == (wanted if known else [None] * count)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_whose_norm_stands_out_is_written(truth, tmp_path, monkeypatch, kind):
+    norms = [9.0, 1.0, 1.2, 0.9, 1.1, 1.0, 3.5, 1.0, float("nan"), 3.4, 5.0]
+    trainer, writer = make_trainer(make_config(tmp_path), kind, every=None, spike=3.0, spikes=3)
+    for step, trainer.norm in enumerate(norms, 1):
+        trainer.global_steps = step
+        update(trainer, give(kind, truth, monkeypatch))
+    trainer._shutdown_dump_executor()
+    assert writer.steps == [7, 9, 10]  # above 3 × 1.1, 1 or 1.05; then there have been three
+    assert [int(path.stem[5:]) for path in sorted(writer.folder.iterdir())] == writer.steps
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -341,7 +371,11 @@ def test_losses_that_rows_can_say(tmp_path):
     [
         ("GRADSCOPE_ROLLOUTS_EVERY", "0"),
         ("GRADSCOPE_ROLLOUTS_EVERY", "ten"),
+        ("GRADSCOPE_ROLLOUTS_EVERY", "none"),
         ("GRADSCOPE_ROLLOUTS_TEXT", "yes"),
+        ("GRADSCOPE_ROLLOUTS_SPIKE", "1"),
+        ("GRADSCOPE_ROLLOUTS_SPIKE", "high"),
+        ("GRADSCOPE_ROLLOUTS_SPIKES", "0"),
         ("GRADSCOPE_ROLLOUTS_EVRY", "2"),
         ("GRADSCOPE_ROLLOUTS", __file__),
     ],
@@ -355,3 +389,6 @@ def test_settings_are_environment_variables(tmp_path):
     assert read_settings({"PATH": ""}) == WriterSettings()
     given = {"GRADSCOPE_ROLLOUTS": str(tmp_path), "GRADSCOPE_ROLLOUTS_EVERY": "5", "GRADSCOPE_ROLLOUTS_TEXT": "1"}
     assert read_settings(given) == WriterSettings(tmp_path, 5, True)
+    given |= {"GRADSCOPE_ROLLOUTS_EVERY": "none", "GRADSCOPE_ROLLOUTS_SPIKE": "2.5"}
+    given["GRADSCOPE_ROLLOUTS_SPIKES"] = "3"
+    assert read_settings(given) == WriterSettings(tmp_path, None, True, 2.5, 3)
