@@ -48,6 +48,8 @@ class Options:
     temperature: float = 0.7
     text: bool = False
     threads: int = 1
+    report_to: str = "none"
+    """Where TRL logs, every tenth step: "tensorboard" gets `TokenMonitor`'s histograms, too."""
     work: Path = Path("work/rollout_writer")
     out: Path = Path("figures/benchmark_rollout_writer.csv")
 
@@ -86,7 +88,8 @@ def train(options: Options, folder: Path, make_callback: Callable[[Any], Any] | 
         max_completion_length=options.tokens,
         temperature=options.temperature,
         save_strategy="no",
-        report_to="none",
+        report_to=options.report_to,
+        logging_steps=10,
         disable_tqdm=True,
         bf16=False,
         use_cpu=True,

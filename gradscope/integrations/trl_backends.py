@@ -1,11 +1,11 @@
 """Where a trainer of transformers reports to: what scalars cannot say goes there, too.
 
-TensorBoard, Weights & Biases and trackio, as far as the trainer's `report_to` has them running.
+TensorBoard, Weights & Biases, trackio and MLflow, as far as the trainer's `report_to` has them running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +33,17 @@ def send_alert(trainer: Any, title: str, text: str, *, warn: bool) -> None:
 
 
 def send_page(trainer: Any, page: Path) -> None:
-    """Send a page as an artifact, to Weights & Biases and trackio."""
+    """Send a page as an artifact, to Weights & Biases, trackio and MLflow."""
     for backend in _backends(trainer):
         backend.log_artifact(str(page), name="gradscope-live", type="report")
+    for backend in _backends(trainer, ("_ml_flow",)):
+        backend.log_artifact(str(page))
 
 
-def _backends(trainer: Any) -> Iterator[Any]:
-    """Yield the modules wandb and trackio, where the trainer has a run of them; they name these things alike."""
+def _backends(trainer: Any, names: Sequence[str] = ("_wandb", "_trackio")) -> Iterator[Any]:
+    """Yield these modules where the trainer has a run of them; wandb and trackio name things alike."""
     for callback in trainer.callback_handler.callbacks:
-        for name in ("_wandb", "_trackio"):
+        for name in names:
             if getattr(callback, "_initialized", False) and (module := getattr(callback, name, None)) is not None:
                 yield module
 

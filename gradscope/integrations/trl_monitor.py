@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,19 @@ from transformers import TrainerCallback
 from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_words, make_live_report, token_shares
 from gradscope.errors import InputError
 from gradscope.integrations.trl_backends import send_alert, send_histograms, send_page
-from gradscope.integrations.trl_batch import LOSS_TYPES, Inputs
+from gradscope.integrations.trl_batch import (
+    LOSS_TYPES,
+    Inputs,
+    batch_from_trl,
+    response_denominators,
+    trl_settings,
+)
 from gradscope.integrations.trl_losses import left_out, own_loss
 from gradscope.integrations.trl_measure import add_over_processes, name_intervals
 from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbers_of, step_tokens
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
+from gradscope.objective import batch_weights
 
 Number = int | float
 BEFORE = 12
@@ -76,10 +84,15 @@ class TokenMonitor(TrainerCallback):
             gradient); where the verdict is another than before, print its sentence and send it to W&B's or trackio's
             alerts.
         page_every: every so many steps, and at the end, write `OUTPUT_DIR/gradscope/live.html`: all steps, the verdict,
-            the largest tokens. W&B and trackio get it as an artifact, with these tokens' text. None: no page.
+            the largest tokens. W&B, trackio and MLflow get it as an artifact, with these tokens' text. None: no page.
+        forward_every: where the trainer's loss makes its log π itself, so that nothing of it is seen (a fused kernel, a
+            compiled head), have one forward pass without gradient made at every so many steps, from the first one on;
+            the weights are then those of the loss that the trainer's settings name. None: such steps are left out, and
+            a warning says so.
 
     Raises:
-        InputError: for another trainer or another TRL, whose head has no Σπ², and for numbers out of range.
+        InputError: for another trainer or another TRL, whose head has no Σπ², for numbers out of range, and, with
+            `forward_every`, for losses that `trl_settings` refuses.
     """
 
     def __init__(
@@ -91,19 +104,23 @@ class TokenMonitor(TrainerCallback):
         window: int = 20,
         alert: bool = False,
         page_every: int | None = None,
+        forward_every: int | None = None,
     ) -> None:
         if not hasattr(trainer, "_get_per_token_logps_and_entropies"):
             kind = type(trainer).__name__
             raise InputError(f"the trainer is a {kind}; give TRL's GRPOTrainer, RLOOTrainer or a subclass of one")
         if largest < 0:
             raise InputError(f"largest is {largest}; give 0 or more")
-        for name, number in (("window", window), ("page_every", page_every)):
+        for name, number in (("window", window), ("page_every", page_every), ("forward_every", forward_every)):
             if number is not None and number < 1:
                 raise InputError(f"{name} is {number}; give 1 or more")
         _head()
         self.labels = interval_labels(edges)
         self.trainer, self.edges, self.largest, self.window = trainer, list(edges), largest, window
-        self.alert, self.page_every = alert, page_every
+        self.alert, self.page_every, self.forward_every = alert, page_every, forward_every
+        if forward_every is not None and not hasattr(trainer.args, "loss_type"):
+            raise InputError("forward_every needs GRPOTrainer's settings of the loss; leave it out")
+        self._loss = None if forward_every is None else trl_settings(trainer.args).loss
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
         self.left_out = left_out(trainer)
         """Parts of the loss that are no function of log π."""
@@ -124,6 +141,9 @@ class TokenMonitor(TrainerCallback):
         """The largest tokens of the last steps."""
         self._inputs: Inputs | None = None
         self._seen: list[SeenBatch] = []
+        self._unseen: list[SeenBatch] = []
+        """Whose slopes the loss's own pass does not hand back."""
+        self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started, self.seconds, self.cpu_seconds, self.rows = time.perf_counter(), 0.0, 0.0, []
@@ -141,10 +161,12 @@ class TokenMonitor(TrainerCallback):
             watch(self.trainer, self, looked_at)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._seen = []
+        self._seen, self._unseen = [], []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         with self._counted():
+            if self._unseen:
+                self._weigh()
             seen, self._seen = [part for part in self._seen if part.slope is not None], []
             tokens = step_tokens(seen) if any(bool(part.kept.any()) for part in seen) else None
             device = self.trainer.accelerator.device
@@ -242,11 +264,15 @@ class TokenMonitor(TrainerCallback):
 
     def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            self._inputs = inputs if model.training else None
+            self._inputs, before = inputs if model.training else None, len(self._seen)
             try:
-                return compute_loss(model, inputs, *args, **keywords)
+                found = compute_loss(model, inputs, *args, **keywords)
             finally:
                 self._inputs = None
+            if model.training and len(self._seen) == before:
+                with self._counted():
+                    self._look(model, inputs)
+            return found
 
         return watched
 
@@ -256,25 +282,18 @@ class TokenMonitor(TrainerCallback):
         def scored(model: Any, *args: Any, **keywords: Any) -> Any:
             if self._inputs is None or not torch.is_grad_enabled():
                 return log_probs(model, *args, **keywords)
-            squares: list[Tensor] = []
-            hook = model.register_forward_hook(lambda _, __, out: squares.append(out.log_sum_sq_probs))
-            try:
-                with _summing_squares():
-                    found = log_probs(model, *args, **keywords)
-            finally:
-                hook.remove()
+            found, squares = _with_squares(log_probs, model, *args, **keywords)
             with self._counted():
-                self._take(found, torch.cat(squares))
+                self._take(found, squares)
             return found
 
         return scored
 
-    def _take(self, found: Sequence[Any], squares: Tensor) -> None:
+    def _take(self, found: Sequence[Any], squares: Tensor | None) -> None:
         logprob, entropy = found[0], found[1]
-        if not logprob.requires_grad:
+        if squares is None or not logprob.requires_grad:
             return
-        entropy = None if entropy is None else entropy.detach()
-        part = SeenBatch(self._inputs, logprob.detach(), entropy, squares[:, -logprob.shape[1] :])
+        part = self._part(self._inputs, logprob, entropy, squares)
         part.clipped = _clipped(self.trainer, part) if self._clips else None
         self._seen.append(part)
 
@@ -282,6 +301,49 @@ class TokenMonitor(TrainerCallback):
             part.slope = gradient.detach().clone()
 
         logprob.register_hook(came_back)
+
+    def _part(self, inputs: Inputs, logprob: Tensor, entropy: Tensor | None, squares: Tensor) -> SeenBatch:
+        entropy = None if entropy is None else entropy.detach()
+        return SeenBatch(inputs, logprob.detach(), entropy, squares[:, -logprob.shape[1] :])
+
+    def _look(self, model: Any, inputs: Inputs) -> None:
+        """Make a pass of a micro-batch whose loss was made unseen, if one is due."""
+        if self.forward_every is None or self.trainer.state.global_step % self.forward_every:
+            if self.forward_every is None and not self._warned:
+                self._warned = True
+                told = "the loss is not made of the log π that TRL's trainer hands it; give forward_every"
+                warnings.warn(f"gradscope: steps are not looked at: {told}", stacklevel=3)
+            return
+        ids, mask = (
+            torch.cat([inputs[f"{p}_{kind}"] for p in ("prompt", "completion")], 1) for kind in ("ids", "mask")
+        )
+        training = [module for module in model.modules() if module.training]
+        try:
+            for module in training:  # dropout would draw random numbers that training then lacks
+                module.training = False
+            with torch.no_grad():
+                log_probs, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].shape[1]
+                found, squares = _with_squares(log_probs, model, ids, mask, length, compute_entropy=True)
+        finally:
+            for module in training:
+                module.training = True
+        part = self._part(inputs, found[0], found[1], squares)
+        part.clipped = _clipped(self.trainer, part)
+        self._unseen.append(part)
+
+    def _weigh(self) -> None:
+        """Give the passes made of a whole step the slopes of the loss that the settings name."""
+        window = [part.inputs for part in self._unseen]
+        batch = batch_from_trl(window, self.trainer.temperature)
+        own = batch_from_trl([{**part.inputs, "old_per_token_logps": part.logprob} for part in self._unseen], 1.0)
+        found = batch_weights(own.old_logprobs, batch, self._loss, num_tokens=batch.num_tokens)
+        processes = self.trainer.accelerator.num_processes
+        divisors = response_denominators(self.trainer.args, window, num_processes=processes)
+        slopes = (-found.total / divisors[:, None])[batch.response_mask]
+        for part, own_slopes in zip(self._unseen, slopes.split([int(p.kept.sum()) for p in self._unseen]), strict=True):
+            part.slope = torch.zeros_like(part.logprob)
+            part.slope[part.kept] = own_slopes.to(part.slope)
+        self._seen = self._unseen
 
     def _watch_mask(self, make_mask: Callable[..., Any]) -> Callable[..., Any]:
         def masked(*args: Any, **keywords: Any) -> Any:
@@ -339,6 +401,18 @@ def _head() -> Any:
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise InputError("this TRL's head does not give Σπ², which tokens are weighed by; install trl 1.16")
     return utils
+
+
+def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywords: Any) -> tuple[Any, Tensor | None]:
+    """Return what log_probs does, and log Σπ² of the passes that it makes; None where the head does not give it."""
+    squares: list[Tensor | None] = []
+    hook = model.register_forward_hook(lambda _, __, out: squares.append(out.log_sum_sq_probs))
+    try:
+        with _summing_squares():
+            found = log_probs(model, *args, **keywords)
+    finally:
+        hook.remove()
+    return found, None if any(each is None for each in squares) else torch.cat(squares)
 
 
 @contextmanager

@@ -265,6 +265,80 @@ def test_each_number_is_that_of_a_loop_over_the_trainers_own_logits(checkpoint, 
     assert clipped > 0 or math.isnan(clipped) or name == "on-policy"
 
 
+# ---- where the loss makes its log π itself
+
+
+def make_fused(checkpoint, folder, *, fused, max_steps=4, **settings):
+    """A trainer off its policy, with dropout, whose weights stay; fused: its loss never asks TRL for log π."""
+    grpo = import_trl().GRPOTrainer
+
+    class Fused(grpo):
+        def _compute_loss(self, model, inputs):
+            ids, seen = (
+                torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1) for name in ("ids", "mask")
+            )
+            own, count = inputs["completion_ids"], inputs["completion_ids"].shape[1]
+            logits = model(input_ids=ids, attention_mask=seen).logits[:, -count - 1 : -1] / self.temperature
+            logprobs = logits.log_softmax(-1).gather(-1, own[..., None])[..., 0]
+            ratio = (logprobs - inputs["old_per_token_logps"]).exp()
+            advantages = inputs["advantages"][:, None]
+            clipped = ratio.clamp(1 - self.epsilon_low, 1 + self.epsilon_high)
+            terms = torch.min(ratio * advantages, clipped * advantages) * inputs["completion_mask"]
+            return -terms.sum() / inputs["num_items_in_batch"]
+
+    settings = {**OFF_POLICY, **ACCUMULATED, "max_steps": max_steps, "learning_rate": 0.0} | settings
+    trainer = make_trainer(checkpoint, folder, kind=Fused if fused else grpo, **settings)
+    own, draw = trainer._generate_and_score_completions, torch.Generator().manual_seed(0)
+
+    def generate(batch):
+        found = own(batch)
+        found["old_per_token_logps"] += 0.1 * torch.randn(found["old_per_token_logps"].shape, generator=draw)
+        return found
+
+    trainer._generate_and_score_completions = generate
+    return trainer
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+def test_a_pass_of_its_own_gives_what_the_losss_pass_would(checkpoint, tmp_path, loss_type):
+    seen = monitor(trainer := make_fused(checkpoint, tmp_path / "seen", fused=False, loss_type=loss_type))
+    train(trainer)
+    trainer = make_fused(checkpoint, tmp_path / "unseen", fused=True, loss_type=loss_type)
+    unseen = monitor(trainer, forward_every=2, page_every=4)
+    train(trainer)
+    for place, (row, wanted) in enumerate(zip(unseen.rows, seen.rows, strict=True)):
+        if place % 2:
+            assert all(math.isnan(value) for name, value in row.items() if name != "step")
+        else:
+            assert row == pytest.approx(wanted, rel=1e-4, abs=1e-6, nan_ok=True)
+    assert max(row[f"clipped_share/{a}"] for row in seen.rows for a in INTERVALS) > 0
+    lines = [[json.loads(line)["largest"] for line in each.path.read_text().splitlines()] for each in (seen, unseen)]
+    places = [[[token["position"] for token in told] for told in each] for each in lines]
+    assert places[1] == [places[0][0], [], places[0][2], []]
+
+
+def test_with_passes_of_its_own_ten_steps_end_with_the_same_weights(checkpoint, tmp_path):
+    ends = []
+    for folder in ("without", "with"):
+        trainer = make_fused(checkpoint, tmp_path / folder, fused=True, max_steps=10, learning_rate=1e-3)
+        for module in trainer.model.modules():
+            if hasattr(module, "attention_dropout"):
+                module.attention_dropout = 0.2
+        callback = monitor(trainer, forward_every=1) if folder == "with" else None
+        train(trainer)
+        ends.append(weights(trainer.model))
+    assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
+    assert len(callback.rows) == 10 and not any(math.isnan(row["token_share/p0-25"]) for row in callback.rows)
+
+
+def test_without_such_passes_a_warning_says_that_nothing_is_seen(checkpoint, tmp_path):
+    trainer = make_fused(checkpoint, tmp_path, fused=True, max_steps=2)
+    callback = monitor(trainer)
+    with pytest.warns(UserWarning, match="forward_every"):
+        train(trainer)
+    assert all(math.isnan(row["token_share/p0-25"]) for row in callback.rows)
+
+
 def test_the_largest_tokens_are_written_as_text(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, max_steps=3, learning_rate=1e-3)
     callback, recorder = monitor(trainer, largest=5), Recorder(trainer)
@@ -374,6 +448,7 @@ class Backend(TrainerCallback):
             log=self.logged.append,
             log_artifact=lambda path, **told: self.artifacts.append((Path(path).read_text(), told)),
         )
+        self._ml_flow = SimpleNamespace(log_artifact=lambda path: self.artifacts.append((Path(path).read_text(), {})))
         self.tb_writer = SimpleNamespace(add_histogram_raw=lambda name, **told: self.raw.append((name, told)))
 
 
@@ -428,7 +503,7 @@ def test_a_page_is_written_and_sent_every_so_many_steps_and_at_the_end(checkpoin
     trainer.add_callback(backend := Backend())
     callback = monitor(trainer, page_every=2, largest=3)
     train(trainer)
-    assert [told["type"] for _, told in backend.artifacts] == ["report"] * 3
+    assert [told.get("type") for _, told in backend.artifacts] == ["report", None] * 3
     page = callback.path.with_suffix(".html").read_text()
     assert page == backend.artifacts[-1][0]
     recent = [told for line in callback.path.read_text().splitlines() for told in json.loads(line)["largest"]]
@@ -493,10 +568,19 @@ def test_another_trainer_is_refused_by_name(checkpoint, tmp_path):
         TokenMonitor(SimpleNamespace())
 
 
-@pytest.mark.parametrize("settings", [{"largest": -1}, {"edges": [0.5, 0.2]}, {"window": 0}, {"page_every": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"largest": -1}, {"edges": [0.5, 0.2]}, {"window": 0}, {"page_every": 0}, {"forward_every": 0}]
+)
 def test_settings_out_of_range_are_refused(checkpoint, tmp_path, settings):
     with refused(*settings):
         TokenMonitor(make_trainer(checkpoint, tmp_path), **settings)
+
+
+def test_a_loss_whose_weights_are_not_known_has_no_passes_of_its_own(checkpoint, tmp_path):
+    with refused("sapo"):
+        TokenMonitor(make_trainer(checkpoint, tmp_path, loss_type="sapo"), forward_every=2)
+    with refused("forward_every"):
+        TokenMonitor(make(checkpoint, tmp_path, kind="rloo"), forward_every=2)
 
 
 def test_what_the_loss_has_beside_log_probabilities_is_named(checkpoint, tmp_path):
