@@ -5,9 +5,8 @@
 Drawn from the measurement `pretrained_batches` (analyses/measure/pretrained_batches.py). The figure of a policy at a
 temperature, pretrained_POLICY_TEMPERATURE.png, is arranged as the paper's Fig. 1 (`analyses.paper.fig1`);
 pretrained_norms.png has panel (d) of all of them beside the paper's and the embedded policy's, with 95 % t intervals
-over the four batches.
-pretrained_gradients.csv has its numbers, pretrained_similarity.csv the correlations of (e) and (f) with (c),
-pretrained_powers.csv the power of 1 − π with which norms go, pretrained_samples.csv what was sampled.
+over the four batches. pretrained_similarity.csv has the correlations of (e) and (f) with (c), pretrained_powers.csv the
+power of 1 − π with which norms go, pretrained_samples.csv what was sampled.
 
 Differs from the paper: the policy, its task, and batches of 8 × 8 responses of at most 48 tokens.
 """
@@ -89,7 +88,7 @@ def compare(gradients: pd.DataFrame) -> pd.DataFrame:
 @paper_style()
 def draw_norms(compared: pd.DataFrame) -> Figure:
     """Panel (d) of the paper, the embedded policy and the pretrained ones, side by side."""
-    figure, ax = plt.subplots(figsize=(6.4, 2.9), layout="constrained")
+    figure, ax = plt.subplots(figsize=(4.8, 2.9), layout="constrained")
     ratios = compared[compared["quantity"] == "norm_ratio"]
     first = ratios.drop_duplicates("interval")
     places = np.arange(len(first))
@@ -102,7 +101,7 @@ def draw_norms(compared: pd.DataFrame) -> Figure:
     ax.set_xticks(places, first["interval"])
     ax.set(xlabel="π of the tokens in the loss", ylabel="norm of summed gradient\nover that of all (95 %)")
     ax.set_ylim(0)
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0)
+    ax.legend(loc="upper right")
     return figure
 
 
@@ -116,8 +115,8 @@ def main(options: Options) -> None:
         save_figure(figure, options.out / f"pretrained_{keys[0]}_{keys[1]:g}.png")
         fit = theory_report(of["tokens"], vocab_size=sizes[keys[0]], seed=0).powers
         powers.append(fit.assign(policy=keys[0], temperature=keys[1]))
-    save_figure(draw_norms(compared), options.out / "pretrained_norms.png")
-    tables = {"gradients": compared, "similarity": found["similarity"], "samples": found["samples"]}
+    save_figure(draw_norms(compared), options.out / "pretrained_norms.png", compared)
+    tables = {"similarity": found["similarity"], "samples": found["samples"]}
     for name, rows in (tables | {"powers": pd.concat(powers)}).items():
         write_csv(rows, options.out / f"pretrained_{name}.csv", float_format="%.4g")
     print(compared.to_string(index=False, float_format="{:.3f}".format))
