@@ -62,15 +62,15 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
 def describe_loss(loss: dict[str, Any]) -> str:
     """All that the weights were made with.
 
-    >>> describe_loss({"clip_ratio_c": None, "kl_coef": 0.001, "kl_corrected": False})
-    'clip_ratio_c off, kl_coef 0.001, kl_corrected no'
+    >>> describe_loss({"clip_ratio_c": None, "kl_coef": 0.001, "kl_corrected": False, "kl_estimator": "k3"})
+    'clip_ratio_c off, kl_coef 0.001, kl_corrected no, kl_estimator k3'
     """
     return ", ".join(f"{name} {_in_a_word(value)}" for name, value in loss.items())
 
 
-def _in_a_word(value: bool | int | float | None) -> str:
-    if value is None:
-        return "off"
+def _in_a_word(value: bool | int | float | str | None) -> str:
+    if value is None or isinstance(value, str):
+        return value or "off"
     return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
 
 

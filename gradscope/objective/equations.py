@@ -6,7 +6,7 @@ one per response. What a mask drops is not used and may hold anything; a NaN in 
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -17,6 +17,8 @@ from gradscope.errors import InputError, checked
 Number = int | float
 Advantages = Float[Tensor, " B"] | Float[Tensor, "B T"]
 Rewards = Float[Tensor, " B"] | Int[Tensor, " B"]
+Estimator = Literal["k1", "k2", "k3"]
+"""Of KL(π ‖ π_ref) at sampled tokens."""
 
 
 @checked
@@ -125,6 +127,27 @@ def kl_k3(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape
     return torch.expm1(log_ratio) - log_ratio
 
 
+def kl_k2(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """k2 estimate of KL(π ‖ π_ref) at sampled tokens: ½·log²(π/π_ref), biased; its gradient in the mean is KL's own."""
+    return (logprobs - ref_logprobs).square() / 2
+
+
+KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
+"""Estimator → its value at sampled tokens."""
+
+
+def kl_slope(
+    logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"], estimator: Estimator
+) -> Float[Tensor, "*shape"]:
+    """∂/∂ log π of an estimate: 1 of k1, log(π/π_ref) of k2, 1 − π_ref/π of k3.
+
+    k1's says nothing of the reference: its mean over what the policy samples is 0, and so are its gradient's.
+    """
+    if estimator == "k1":
+        return torch.ones_like(logprobs)
+    return logprobs - ref_logprobs if estimator == "k2" else -torch.expm1(ref_logprobs - logprobs)
+
+
 @checked
 def policy_loss(
     logprobs: Float[Tensor, "B T"],
@@ -138,27 +161,30 @@ def policy_loss(
     ref_logprobs: Float[Tensor, "B T"] | None = None,
     kl_coef: Number = 0.0,
     kl_corrected: bool = False,
+    kl_estimator: Estimator = "k3",
     num_tokens: Number,
     loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
-    """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·k3] / num_tokens.
+    """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·KL] / num_tokens.
 
     With `clip_ratio_c` the surrogate of a negative Â is at least c·Â (dual clip). `num_tokens` is the count of response
     tokens of the whole mini-batch, so the losses of its micro-batches, or of Lopti's two masks, add up to its own.
     Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
-    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. `kl_corrected` multiplies k3 by
-    the ratio r, unclipped, which makes the term's gradient that of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
+    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. KL is `kl_estimator`, k3 in the
+    paper and in TRL. `kl_corrected` multiplies it by the ratio r, unclipped, which makes the gradient of k1 and k3 that
+    of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
     `loss_scales` multiply each response's terms, where a loss is not the mean over tokens.
     NaN on a kept token is an InputError; refuse_nan=False does not look for it, which waits for a GPU.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
+    check_estimator(kl_estimator)
     known = {"old_logprobs": old_logprobs, "advantages": advantages}
     known |= {"ref_logprobs": ref_logprobs} if kl_coef else {}
     new, old, advantage, *ref = _kept(response_mask, refuse_nan, logprobs=logprobs, **known)
     objective, _ = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if kl_coef != 0:
-        kl = kl_k3(new, *ref)
+        kl = KL[kl_estimator](new, *ref)
         objective = objective - kl_coef * (kl * (new - old).exp() if kl_corrected else kl)
     if loss_scales is not None:
         objective = objective * loss_scales[:, None]
@@ -172,7 +198,8 @@ class TokenWeights:
     policy: Float[Tensor, "B T"]
     """r · Â · I_trust; carries no 1/num_tokens."""
     kl: Float[Tensor, "B T"]
-    """kl_coef · (π_ref/π − 1), the pull back to the reference; with kl_corrected kl_coef · r · log(π_ref/π)."""
+    """−kl_coef · ∂KL/∂log π, the pull back to the reference: of k3 kl_coef · (π_ref/π − 1), with kl_corrected
+    kl_coef · r · log(π_ref/π)."""
     clipped: Bool[Tensor, "B T"]
     """True where I_trust is 0: the policy part is clipped away."""
 
@@ -195,6 +222,7 @@ def token_weight_parts(
     ref_logprobs: Float[Tensor, "B T"] | None = None,
     kl_coef: Number = 0.0,
     kl_corrected: bool = False,
+    kl_estimator: Estimator = "k3",
     num_tokens: Number,
     loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
@@ -204,6 +232,7 @@ def token_weight_parts(
     The weights do not depend on `num_tokens`; it is asked for so that loss and weights take the same arguments.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
+    check_estimator(kl_estimator)
     known = {"old_logprobs": old_logprobs, "advantages": advantages}
     known |= {"ref_logprobs": ref_logprobs} if kl_coef else {}
     new, old, advantage, *ref = _kept(response_mask, refuse_nan, logprobs=logprobs, **known)
@@ -211,8 +240,11 @@ def token_weight_parts(
     kl = torch.zeros_like(new)
     if kl_coef != 0:
         (ref,) = ref
-        # d(r·k3)/d log π = r·k3 + r·(1 − π_ref/π) = −r·log(π_ref/π)
-        kl = kl_coef * ((ref - new) * (new - old).exp() if kl_corrected else torch.expm1(ref - new))
+        slope = kl_slope(new, ref, kl_estimator)
+        if kl_corrected:  # d(r·k)/d log π = r·k + r·dk/d log π; of k3 that is −r·log(π_ref/π), without cancellation
+            whole = new - ref if kl_estimator == "k3" else KL[kl_estimator](new, ref) + slope
+            slope = whole * (new - old).exp()
+        kl = torch.where(response_mask, -kl_coef * slope, 0.0)
     # Where it is not clipped, r·Â is its own derivative with respect to log π.
     policy = surrogate.masked_fill(clipped, 0.0)
     if loss_scales is not None:
@@ -280,6 +312,12 @@ def _per_token(tensor: Float[Tensor, " B"] | Float[Tensor, "B T"]) -> Tensor:
 def _float_dtype(rewards: Rewards) -> torch.dtype:
     """The rewards' dtype, or torch's default one for whole-number rewards."""
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
+
+
+def check_estimator(name: str) -> None:
+    """Raise InputError for a name of no estimator of KL."""
+    if name not in KL:
+        raise InputError(f"kl_estimator is {name!r}; give one of {', '.join(KL)}")
 
 
 def check_clipping(low: Number, high: Number, dual: Number | None) -> None:

@@ -6,7 +6,7 @@ Loss and weights are made of the same arguments, so that the weights are those o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.objective.equations import (
+    Estimator,
     TokenWeights,
     check_clipping,
+    check_estimator,
     check_known,
     grpo_advantages,
     policy_loss,
@@ -39,15 +41,18 @@ class LossSettings:
     clip_ratio_c: Number | None = 10.0
     """Dual clip of negative advantages; None: off."""
     kl_coef: Number = 0.001
-    """β of the k3 penalty. Tokens without ref_logprobs get none, as if the policy were its own reference."""
+    """β of the KL penalty. Tokens without ref_logprobs get none, as if the policy were its own reference."""
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
     kl_corrected: bool = False
-    """Multiply k3 by π_θ/π_old, as TRL does unless told otherwise (use_bias_correction_kl)."""
+    """Multiply the penalty by π_θ/π_old, as TRL does unless told otherwise (use_bias_correction_kl)."""
+    kl_estimator: Estimator = "k3"
+    """The penalty at a token: k1 = log(π/π_ref), k2 = k1²/2, k3 = π_ref/π − 1 + k1 (the paper's, TRL's)."""
 
     def check(self) -> None:
         """Raise InputError for settings that define no loss."""
-        for name, value in asdict(self).items():
+        check_estimator(self.kl_estimator)
+        for name, value in asdict(replace(self, kl_estimator=None)).items():
             if value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
@@ -64,8 +69,9 @@ class LossSettings:
         if strange := sorted(told.keys() - known):
             raise InputError(f"the log's loss has a setting {strange[0]!r:.60}; known are {', '.join(sorted(known))}")
         for name, value in told.items():
-            if not isinstance(value, bool if name == "kl_corrected" else int | float | None):
-                raise InputError(f"the log's loss has {name} {value!r:.60}; write a number there")
+            kind = {"kl_corrected": bool, "kl_estimator": str}.get(name, int | float | None)
+            if not isinstance(value, kind):
+                raise InputError(f"the log's loss has {name} {value!r:.60}; write what it takes")
         (loss := cls(**told)).check()
         return loss
 
@@ -210,6 +216,7 @@ def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_
         "ref_logprobs": fill_unknown(batch.ref_logprobs, logprobs),
         "kl_coef": settings.kl_coef,
         "kl_corrected": settings.kl_corrected,
+        "kl_estimator": settings.kl_estimator,
         "num_tokens": num_tokens,
         "loss_scales": batch.loss_scales,
     }

@@ -89,6 +89,12 @@ class Tokens(Mapping[str, Weights]):
         """log k = log π_old − log π_sampler."""
         return self.old - self.sampler
 
+    @cached_property
+    def reference(self) -> Weights:
+        """log π_ref; log π where unknown, so that nothing pulls. Raises InputError if it is unknown everywhere."""
+        unknown = np.isnan(self["ref_logprob"])
+        return self.known("ref_logprob") if unknown.all() else np.where(unknown, self["logprob"], self["ref_logprob"])
+
     def before(self, sampler: int) -> Weights:
         """Return the log-probabilities at the centre of the trust region: log π_old or, with `sampler` 1, log
         π_sampler.

@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool
 
 from gradscope.errors import InputError, checked
-from gradscope.objective.equations import lopti_split
+from gradscope.objective.equations import kl_slope, lopti_split
 from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Number, Tokens, Weighting, Weights, within
 from gradscope.runs import run_file
@@ -615,6 +615,23 @@ class Delightful(Weighting):
         return (1 + np.tanh(-tokens.advantage * tokens.old / self.eta / 2)) / 2 * tokens.plain
 
 
+@dataclass(frozen=True)
+class KL(Weighting):
+    """w = plain − β·∂KL/∂log π: a penalty towards the reference, estimated by k1, k2 or k3 at each sampled token.
+
+    Its slope is 1 of k1, which says nothing of the reference; log(π/π_ref) of k2; 1 − π_ref/π of k3 (TRL's, verl's
+    low_var_kl). A grid compares them: kl:k=1/2/3.
+    """
+
+    NAME = "kl"
+    k: int = within(3, 1, 3)
+    beta: float = within(0.001, 0)
+
+    def factors(self, tokens: Tokens) -> Weights:
+        logprob, reference = torch.from_numpy(tokens["logprob"]), torch.from_numpy(tokens.reference)
+        return tokens.plain - self.beta * kl_slope(logprob, reference, f"k{self.k}").numpy()
+
+
 def _truncate(log_ratio: Weights, low: Number, high: Number) -> Weights:
     """Clip the ratio to these bounds."""
     with np.errstate(over="ignore"):
@@ -634,7 +651,7 @@ _COMPARED = (
 )
 _NAMED = (
     *(GMPO, VESPO, DPPOKL, CPPO, FIPO, TOPR, DRO, OPSM),
-    *(TIS, SequenceTIS, SequenceMask, SeqMaskTIS),
+    *(TIS, SequenceTIS, SequenceMask, SeqMaskTIS, KL),
 )
 WEIGHTINGS = {kind.NAME: kind for kind in (*_COMPARED, *_NAMED)}
 """Name → weighting."""

@@ -143,14 +143,21 @@ def test_settings_outside_the_unit_interval_and_unknown_probabilities_are_refuse
 
 
 @pytest.mark.parametrize("corrected", [False, True])
-def test_the_corrected_kl_is_k3_times_the_ratio_and_its_weight_the_logarithm_of_the_ratio_to_the_reference(corrected):
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+def test_the_weight_of_each_estimator_of_kl_is_its_slope_and_the_corrected_one_the_slope_times_the_ratio(
+    corrected, estimator
+):
     batch, ref = clipped_batch()
     batch["advantages"] = torch.zeros_like(batch["advantages"])
     settings = CLIPS | {"kl_coef": 0.05, "ref_logprobs": ref, "num_tokens": 61, "kl_corrected": corrected}
+    settings["kl_estimator"] = estimator
     keep, new = batch["response_mask"], batch["logprobs"]
     ratio, log_ratio = (new - batch["old_logprobs"]).exp(), ref - new
-    terms = (log_ratio.exp() - log_ratio - 1) * (ratio if corrected else 1)
-    expected = torch.where(keep, 0.05 * (ratio * log_ratio if corrected else log_ratio.exp() - 1), 0.0)
+    values = {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - log_ratio - 1}
+    slopes = {"k1": torch.ones_like(new), "k2": -log_ratio, "k3": 1 - log_ratio.exp()}
+    value, slope = values[estimator], slopes[estimator]
+    terms = value * (ratio if corrected else 1)
+    expected = torch.where(keep, -0.05 * (ratio * (value + slope) if corrected else slope), 0.0)
     assert policy_loss(**batch, **settings).item() == pytest.approx(0.05 * terms[keep].sum().item() / 61, rel=1e-12)
     assert torch.allclose(token_weights(**batch, **settings), expected, rtol=1e-12, atol=1e-15)
     assert torch.allclose(weights_by_autograd(batch, **settings), expected, rtol=1e-12, atol=1e-15)

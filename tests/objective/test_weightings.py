@@ -31,6 +31,7 @@ def plant(case: str, seed: int = 0, lengths: tuple[int, ...] = (5, 9, 1, 12, 7, 
         "logprob": logprob,
         "old_logprob": np.nan if case == "on-policy" else old,
         "sampler_logprob": sampler,
+        "ref_logprob": np.minimum(logprob + places.normal(0, 0.5, len(response)), -1e-3),
         "entropy": rng.gamma(0.5, 0.6, len(response)),
         "advantage": rng.choice([-1.3, -0.4, 0.0, 0.7, 1.9], len(lengths))[response],
     }
@@ -242,8 +243,15 @@ def delightful(log_pi, old, advantage, eta=1.0, **_):
     return (torch.sigmoid(advantage * -old / eta) * per_token(log_pi, old, advantage)).sum()
 
 
+def kl(log_pi, old, advantage, ref_logprob, k=3, beta=0.001, **_):
+    difference = log_pi - ref_logprob
+    value = {1: difference, 2: difference**2 / 2, 3: torch.exp(-difference) - 1 + difference}[k]
+    return (per_token(log_pi, old, advantage) + beta * value).sum()
+
+
 PRINTED = {
     "grpo": (grpo, {}),
+    "kl": (kl, {"k": 1, "beta": 0.2}),
     "reweight": (reweight, {"alpha": 0.7}),
     "mask": (mask, {"low": 0.3, "high": 0.8}),
     "up-weight": (up_weight, {"alpha": 0.4}),
