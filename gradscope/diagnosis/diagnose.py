@@ -165,7 +165,7 @@ def diagnose(
     with progress.stage(STEPS):
         step_part = take_steps(task, gradient_part.totals)
     with progress.stage(COMPARISON):
-        comparison = compare_weightings(task)
+        comparison = compare_weightings(task, step_part.slopes)
     informative = count_informative_prompts(table)
     error = sampling_error(table, task.labels, seed=settings.seed)
     prompts = gradient_part.prompts
@@ -398,8 +398,11 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
     return tried
 
 
-def compare_weightings(task: Task) -> Comparison | None:
-    """Return what each weighting would change; None where it is not asked for, or was left out."""
+def compare_weightings(task: Task, slopes: np.ndarray | None) -> Comparison | None:
+    """Return what each weighting would change; None where it is not asked for, or was left out.
+
+    slopes: `updates.entropy_slopes`, where they are known.
+    """
     s, size = task.settings, sum(p.numel() for p in task.policy.model.parameters())
     if not task.weighted or s.compare is False:
         return None
@@ -417,7 +420,7 @@ def compare_weightings(task: Task) -> Comparison | None:
         return None
 
     def make() -> Comparison:
-        given = {"settings": settings, "saved": task.saved, "metric": task.metric}
+        given = {"settings": settings, "saved": task.saved, "metric": task.metric, "slopes": slopes}
         return compare_rows(task.jacobian.alone().until(task.minutes.deadline), task.table, **given)
 
     return task.attempt("comparison", make)
@@ -498,6 +501,8 @@ class StepPart:
     influence: pd.DataFrame | None = None
     against: pd.DataFrame | None = None
     entropy: pd.DataFrame | None = None
+    slopes: np.ndarray | None = None
+    """`Influence.entropy_slopes` of the whole batch, where the loss has no KL part."""
     directions: tuple[pd.DataFrame, ...] = ()
     """Tables of the predicted step, then of the one that was taken."""
     movement: pd.DataFrame | None = None
@@ -547,7 +552,8 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     against = moved_against(found.contributions, task.settings.top)
     against = against.assign(response=rows.numpy()[against["response"]])
     changed, entropy = steps.entropy_rows(found.contributions, found.entropy, task.labels, **task.resampling(9))
-    return StepPart((told, shares, changed), table, against, entropy, (directions,))
+    slopes = found.entropy_slopes if whole and not task.table["kl_weight"].any() else None
+    return StepPart((told, shares, changed), table, against, entropy, slopes, (directions,))
 
 
 def _move(task: Task, predicted: StepPart) -> StepPart:

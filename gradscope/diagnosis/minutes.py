@@ -69,7 +69,8 @@ def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: boo
     """
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     real = (rows + 1) * update_cost() * take_steps
-    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + (gains if metric else 0) + real
+    entropy = BACKWARD + FORWARD_MODE
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + entropy + (gains if metric else 0) + real
 
 
 def part_costs(

@@ -68,9 +68,11 @@ LABELS = {
     "mismatch_mean": "mean |Δ log π| of sampler and trainer",
     "mismatch_power": "power of 1 − π of the mismatch",
     "masked_share": "share masked",
+    "removed_share": "share of the energy masked",
     "largest": "largest",
     "entropy_change_predicted": "predicted change of the mean entropy",
     "entropy_change_actual": "change of the mean entropy",
+    "entropy_change": "ΔH (nats)",
     "entropy_proxy_rank": "rank correlation of Clip-Cov's covariance with the exact part",
     # Weightings.
     "method": "weighting",

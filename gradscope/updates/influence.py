@@ -34,7 +34,7 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
-from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state
+from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state, square_norm
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.updates.make_update import old_intervals
@@ -65,6 +65,8 @@ class Influence:
     """L2 norm of Δθ over all parameters."""
     entropy: dict[str, float]
     """Predicted change of the mean entropy of the kept tokens, nats, by source; see `_Sources.changes`."""
+    entropy_slopes: Float[np.ndarray, " K"]
+    """See `entropy_slopes`."""
 
     def __repr__(self) -> str:
         return (
@@ -134,11 +136,30 @@ def predict_step(
     before = J.statistics
     batch = resolve(J.batch, before)
     cotangents = _cotangents(batch, before, loss, edges, names)
-    found, own, entropy, *how = _Sources(J, cotangents, step, moments, gradients).changes()
+    found, slopes, entropy, *how = _Sources(J, cotangents, step, moments, gradients).changes()
+    own = sum(cotangents.values()).double().numpy() * slopes
     parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
     keys = _keys(batch, before, loss, edges)
     contributions = pd.concat([keys, parts.assign(predicted=found.sum(0), entropy_part=own)], axis=1)
-    return Influence(contributions, *how, dict(zip(cotangents, entropy.tolist(), strict=True)))
+    return Influence(contributions, *how, dict(zip(cotangents, entropy.tolist(), strict=True)), slopes)
+
+
+def entropy_slopes(
+    J: TokenJacobian, gradient: Float[Tensor, " P"], *, step: StepSettings, optimizer_state: dict[str, Any] | None
+) -> Float[np.ndarray, " K"]:
+    """Return how much a step changes the mean entropy of all tokens, to first order, per unit of each token's
+    ∂loss/∂log π, nats.
+
+    gradient: of a loss, whose clip factor and v̂ the step has, whatever else it is made of. With c the ∂loss/∂log π of
+    the tokens of another loss, Σ_t c_t·slope_t is what its own gradient changes in a step that is scaled as this one.
+    """
+    sources = _Sources(J, {}, step, read_moments(J.model, step, optimizer_state), None)
+    parts = (gradient[part] for name, part in flat_slices(J.model).items() if sources.holds(name))
+    clip_factor = clip_scale(square_norm(*parts) ** 0.5, step.max_grad_norm)
+    slope = sources.entropy_slope()
+    for span, crossed in slope.spans():
+        sources._shape(slope.rows[:, span], ["entropy"], gradient[span], clip_factor, crossed)
+    return J.jvp(slope).logprob[0].double().numpy()
 
 
 @checked
@@ -219,8 +240,8 @@ class _Sources:
     def changes(
         self,
     ) -> tuple[Float[np.ndarray, "C K"], Float[np.ndarray, " K"], Float[Tensor, " C"], Derivative, float, float]:
-        """What each source does to each token, what each token and each source do to the mean entropy, how that was
-        found, the clip factor, and the norm of Δθ.
+        """What each source does to each token, what a unit of each token's ∂loss/∂log π and each source do to the mean
+        entropy, how that was found, the clip factor, and the norm of Δθ.
 
         With h the gradient of the mean entropy, a source's part is ⟨h, its part of Δθ⟩. That of a token, whose gradient
         c·∇ log π becomes S(c·∇ log π) in Δθ, is c·⟨S(h), ∇ log π⟩: S multiplies entry by entry.
@@ -233,8 +254,7 @@ class _Sources:
             parts = Vectors(rows, flat_slices(J.model))
         self._keep_held(parts)
         clip_factor = clip_scale(parts.norm_of_sum(), self.step.max_grad_norm)
-        slope = J.vjp(torch.full((1, J.num_tokens), 1 / J.num_tokens, dtype=torch.float64), of="entropy")
-        self._keep_held(slope)
+        slope = self.entropy_slope()
         entropy = torch.zeros(len(parts), dtype=torch.float64)
         for span, crossed in parts.spans():
             rows, own = parts.rows[:, span], slope.rows[:, span]
@@ -242,16 +262,26 @@ class _Sources:
             self._shape(rows, list(self.cotangents), whole, clip_factor, crossed)
             entropy += (rows.double() @ own[0].double()).cpu()
             self._shape(own, ["entropy"], whole, clip_factor, crossed)
-        changes = J.jvp(parts)
-        by_token = cotangents.sum(0).double() * J.jvp(slope).logprob[0].double()
+        changes, by_token = J.jvp(parts), J.jvp(slope).logprob[0].double()
         update_norm = parts.norm_of_sum()
         return changes.logprob.double().numpy(), by_token.numpy(), entropy, changes.how, clip_factor, update_norm
+
+    def entropy_slope(self) -> Vectors:
+        """The gradient of the kept tokens' mean entropy, of what the optimizer holds."""
+        J = self.jacobian
+        slope = J.vjp(torch.full((1, J.num_tokens), 1 / J.num_tokens, dtype=torch.float64), of="entropy")
+        self._keep_held(slope)
+        return slope
 
     def _keep_held(self, parts: Vectors) -> None:
         """Set to 0 what the optimizer does not hold."""
         for name, part in parts.slices.items():
-            if self.moments is not None and name not in self.moments.second.exp_avg_sq:
+            if not self.holds(name):
                 parts.rows[:, part] = 0.0
+
+    def holds(self, name: str) -> bool:
+        """Whether the optimizer holds this parameter."""
+        return self.moments is None or name in self.moments.second.exp_avg_sq
 
     def _shape(
         self,
@@ -269,7 +299,7 @@ class _Sources:
         rows.mul_(clip_factor)
         clipped = None if moments is None else whole * clip_factor
         for name, place, own in crossed:
-            if moments is not None and name not in moments.second.exp_avg_sq:
+            if not self.holds(name):
                 continue
             if moments is not None:
                 self._precondition(rows[:, place], names, name, own, clipped[place])

@@ -284,6 +284,28 @@ def test_with_real_steps_each_weighting_moves_tokens_as_torch_moves_a_copy(case,
         assert table.loc[name, "step_cosine"] == pytest.approx(float(moved @ plain / moved.norm() / plain.norm()), 1e-5)
 
 
+@pytest.mark.parametrize("step", [STEP, StepSettings("sgd", max_grad_norm=0.01)], ids=["adamw", "sgd"])
+def test_the_change_of_entropy_of_each_weighting_is_that_of_a_real_small_step(case, step):
+    # Each moves the weights by about 1e-3 in all: far more than log π is rounded by.
+    small = replace(step, learning_rate=1e-5 if step.optimizer == "adamw" else 0.05, weight_decay=0.0)
+    state, names = (case.state if step.optimizer == "adamw" else None), ("grpo", "reweight:alpha=0.5", "gspo")
+    given = {"table": case.table, "optimizer_state": state, "settings": settle(step=small, resamples=20)}
+    found = compare(case.policy, case.batch, names, **given).table.set_index("method")
+    kept, taken = case.batch.response_mask, {"loss": SETTINGS, "step": small, "optimizer_state": state}
+    none = resolve_advantages(case.batch) * 0.0  # momentum alone
+    changes = {}
+    for name, batch in [(name, case.batch) for name in names] + [("none", replace(case.batch, advantages=none))]:
+        moved = apply_update(case.policy, batch, "all" if name in ("grpo", "none") else make_weighting(name), **taken)
+        changes[name] = float((moved.after.entropy - moved.before.entropy)[kept].double().mean())
+    # Under SGD the error is linear in the step. Of AdamW v̂ is plain's in the prediction, each weighting's own in truth:
+    # of β₂ = .95 a twentieth of it is the step's own.
+    rest, rel = (changes["none"], 5e-2) if step.optimizer == "adamw" else (0.0, 2e-2)
+    for name in names:
+        own, difference = changes[name] - rest, changes[name] - changes["grpo"]
+        assert found.loc[name, "entropy_change"] == pytest.approx(own, rel=rel), name
+        assert found.loc[name, "entropy_change_difference"] == pytest.approx(difference, abs=rel * abs(own)), name
+
+
 def test_real_steps_of_two_passes_and_of_weights_that_a_trainer_has_not(case):
     given = {"table": case.table, "settings": settle(step=None, take_steps=True)}
     found = compare(case.policy, case.batch, ["lopti:eta=.3/.6", ByPosition(), "matched-norm"], **given)
@@ -377,8 +399,8 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     handle.remove()
     prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     looks = len(case.batch)  # at log π_old, which are planted at some distance from log π
-    # A derivative is a forward pass; all prompts go together where they are not needed apart.
-    assert counts == {"forward": looks + prompts + rows, "backward": prompts * rows}
+    # A derivative is a forward pass; all prompts go together where they are not needed apart; of entropy one each.
+    assert counts == {"forward": looks + prompts + rows + 2, "backward": prompts * rows + 1}
     assert distinct_rows(case.table, weightings, settle()) == rows
 
 

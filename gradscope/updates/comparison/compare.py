@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -47,6 +48,7 @@ from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
+from gradscope.updates.influence import entropy_slopes
 from gradscope.updates.step_settings import StepSettings, settle_step
 
 PLAIN = "grpo"
@@ -97,7 +99,9 @@ class Comparison:
     `IntervalGradients`), and its difference. right_sgd, right_adamw: the share of the tokens with an advantage whose
     log π goes its way to first order, of those that move. right_step: the same after the real steps, AdamW's with its
     momentum and decay, and step_cosine that of both displacements; of steps that were taken, in rows of weights of
-    their own. effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of tokens, what part of them carries the update;
+    their own. entropy_change: what its own gradient does in one step to the mean entropy of all tokens, to first order,
+    nats, and its difference; momentum and decay, which no weighting changes, are left out, and v̂ is plain's.
+    effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of tokens, what part of them carries the update;
     effective_share_adamw in the optimizer's metric, where the table has norms in it. zero_share: tokens without weight.
     gain: in expected reward, to first order, on prompts that a weighting's own AdamW step has not seen
     (`gains_on_unseen_prompts`), with gain_difference."""
@@ -221,16 +225,20 @@ def compare_rows(
     settings: ComparisonSettings,
     saved: dict[str, Any] | None,
     metric: AdamWState | None,
+    slopes: Float[np.ndarray, " K"] | None = None,
 ) -> Comparison:
     """Compare on the tokens of a Jacobian, with the table's advantages; without notes on the rollouts.
 
-    settings: including the step. saved: the state that real steps go on from.
+    settings: including the step. saved: the state that real steps go on from. slopes: `entropy_slopes` of plain's step,
+    where they are known.
     """
     s, labels, notes = settings, interval_labels(settings.edges), _notes(table, settings.loss)
     chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
     sums = _make_sums(chosen, table, s.aggregation)
     weights = np.stack([own.weights for own in sums if not own.same_as])
-    passes, J = pass_through(J, torch.from_numpy(weights), metric=metric), J.until(None)
+    known = None if slopes is None else lambda _: slopes
+    slopes_of = known or partial(entropy_slopes, J.until(None), step=s.step, optimizer_state=saved)
+    passes, J = pass_through(J, torch.from_numpy(weights), metric=metric, slopes_of=slopes_of), J.until(None)
     if late := {own.weighting for own in sums if own.place in passes.missing}:
         names = ", ".join(str(weighting) for weighting in chosen if str(weighting) in late)
         notes.append(Note(f"Left out, since no time was left for their passes: {names}.", "late"))
@@ -241,6 +249,7 @@ def compare_rows(
     notes += _notes_on(chosen, split)
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, energy = _judge(judge, table, weights, passes)
+    numbers |= columns(judge.entropy(weights, passes, s.step.max_grad_norm))
     found, once, real = _join(sums, numbers), _trained_once(chosen, sums, J.batch), None
     if saved is not None or s.take_steps:
         real = RealSteps(J.alone().moved(), loss=s.loss, step=s.step, optimizer_state=saved)

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.resampling import FEWEST, in_brackets
+from gradscope.updates.comparison.judge import BOUNDS
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
@@ -102,6 +103,7 @@ def _numbers(c: Comparison) -> str:
     columns |= {"signal/noise": _plain(shown, "signal_to_noise", 3)}
     names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": f"real {_optimizer(c)} steps"}
     columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}
+    columns |= {"ΔH, nats": _cells(shown[[f"entropy_change{end}" for end in BOUNDS]], "{:.2g}", "")}
     columns |= {"tokens that carry it": _percent(shown, "effective_share")}
     table = pd.DataFrame(columns, index=[" ".join(key).removesuffix(" all") for key in shown.index])
     return table.to_string()

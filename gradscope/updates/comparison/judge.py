@@ -10,6 +10,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.gradients import PARAMETERS, stands_for
+from gradscope.objective import clip_scale
 from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.updates.comparison.noise import norms_and_cosines, signal_to_noise, signal_to_noise_difference
 from gradscope.updates.comparison.passes import Passes
@@ -53,6 +54,16 @@ class Judge:
     def gains(self, gains: Float[np.ndarray, "R n"]) -> dict[str, Found]:
         """The mean over prompts."""
         return self._ratios("gain", gains.T, np.ones_like(gains.T))
+
+    def entropy(
+        self, weights: Float[np.ndarray, "R K"], passes: Passes, max_grad_norm: float | None
+    ) -> dict[str, Found]:
+        """The first-order change of the mean entropy by a step of each sum, clipped as its own norm asks."""
+        norms = np.sqrt(np.maximum(passes.products.along.sum(-1), 0.0))
+        clips = np.array([clip_scale(norm, max_grad_norm) for norm in norms])
+        parts = self._by_prompt(-weights * passes.entropy_slopes * (clips / clips[0])[:, None])
+        tokens = self._by_prompt(np.ones((1, len(self.table))))
+        return self._ratios("entropy_change", parts, np.broadcast_to(tokens, parts.shape))
 
     def energies(
         self, weights: Float[np.ndarray, "R K"], norm: str = PARAMETERS, end: str = ""

@@ -9,7 +9,7 @@ one (Lopti's second step is plain less its first) takes no pass: all is linear i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import monotonic
 
@@ -43,6 +43,8 @@ class Passes:
     """How the changes were taken."""
     at_once: int
     """Rows of weights that were taken at a time."""
+    entropy_slopes: Float[np.ndarray, " K"] | None = None
+    """Of plain's step: see `updates.entropy_slopes`."""
     missing: tuple[int, ...] = ()
     """Rows whose passes the deadline left no time for; their numbers are zeros."""
 
@@ -54,11 +56,21 @@ class Passes:
         return replace(self, products=products, changes=self.changes[rows], adamw_changes=adamw, missing=())
 
 
-def pass_through(J: TokenJacobian, weights: Float[Tensor, "R K"], *, metric: AdamWState | None = None) -> Passes:
+SlopesOf = Callable[[Float[Tensor, " P"]], Float[np.ndarray, " K"]]
+"""Makes the entropy's slopes by token of a loss's gradient."""
+
+
+def pass_through(
+    J: TokenJacobian,
+    weights: Float[Tensor, "R K"],
+    *,
+    metric: AdamWState | None = None,
+    slopes_of: SlopesOf | None = None,
+) -> Passes:
     """U = Σ_t w_t·g_t / K for each row of weights of the K kept tokens, by prompt, and every token's change along it.
 
     The prompts are those of the batch with kept tokens, in the order of their numbers. Where J's resources have a
-    deadline, rows are taken until about then: the first and another one always.
+    deadline, rows are taken until about then: the first and another one always. slopes_of: of plain's gradient.
     """
     # A response without weights has no gradient, and nobody asks which way its tokens go.
     asked = (weights != 0).any(0) | (J.kept(J.batch.advantages) != 0)
@@ -66,12 +78,13 @@ def pass_through(J: TokenJacobian, weights: Float[Tensor, "R K"], *, metric: Ada
     rows = row[asked].unique() if asked.any() else row.unique()
     inside = torch.isin(row, rows)
     work = _Work(J.select(rows), weights[:, inside] / J.num_tokens, J.prompts, metric)
+    work.slopes_of = slopes_of
     work.run()
     changes = torch.zeros(len(work.changes), *weights.shape, dtype=torch.float64)
     changes[:, :, inside] = work.changes
     plain, *adamw = changes.numpy()
     missing = tuple(sorted(work.missing))
-    how = work.plan, work.derivative, work.at_once
+    how = work.plan, work.derivative, work.at_once, work.slopes
     return Passes(work.products(), plain, adamw[0] if adamw else None, *how, missing)
 
 
@@ -82,6 +95,8 @@ class _Work:
         self.J, self.weights, self.metric, self.prompts = J.until(None), weights, metric, prompts
         self.begun, self.deadline = monotonic(), J.resources.deadline
         self.missing, self.taken = set(), 0
+        self.slopes_of: SlopesOf | None = None
+        self.slopes: Float[np.ndarray, " K"] | None = None
         size, n = len(weights), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
         self.crossed: dict[int, Float[np.ndarray, "n n"]] = {}
@@ -123,6 +138,8 @@ class _Work:
                 self.missing |= {*rows[start:]}
                 break
             totals, self.plan = self._sum(chosen)
+            if 0 in chosen and self.slopes_of is not None:
+                self.slopes = self.slopes_of(totals.rows[chosen.index(0)])
             for number, directions in enumerate(self._directions(totals)):
                 changes = self.J.jvp(directions)
                 self.changes[number, chosen] = changes.logprob.double()
