@@ -233,8 +233,8 @@ class Finding:
 
     kind: str
     """What it is about: dominance_raw, dominance_adamw, concentration, added, norms, summed_raw, summed_adamw, signal,
-    influence, direction_positive, direction_negative, where_token_class, where_position_class, driver, spikes, lag,
-    bounds or setting."""
+    influence, direction_positive, direction_negative, where_token_class, where_position_class, driver, spikes, kl,
+    mismatch, lag, bounds or setting."""
     verdict: Verdict
     statement: str
     detail: str = ""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
+from gradscope.diagnosis.tokens import add_estimated_norms, add_weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
@@ -165,8 +166,10 @@ def mismatch_rows(
     d = old_logprob − sampler_logprob, of the tokens that have both. Rows: mismatch_mean, of |d| in each interval and in
     "all", nats; mismatch_power, the power of 1 − π by which |d| goes (`theory.fit_powers`; that of an error of the
     logits is 1). Table, a row per interval and one of all: label, num_tokens, value (mean |d|), lower, upper, largest
-    (|d|), ratio (mean e^d), masked: the share of tokens without an advantage in a response where others have one, as
-    a trainer's rule leaves them. Nothing and None where no token has both.
+    (|d|), ratio (mean e^d); masked_share: of tokens without an advantage in a response where others have one, as a
+    trainer's rule leaves them; removed_share: of all these tokens' gradient energy, with what the masked ones would
+    have with their response's mean advantage, where norms that were not measured are estimated, what masked ones of the
+    interval have. Nothing and None where no token has both.
     """
     if "sampler_logprob" not in table:
         return join_rows([]), None
@@ -176,11 +179,13 @@ def mismatch_rows(
         return join_rows([]), None
     served = (both["advantage"] != 0).groupby(both["response"]).transform("any")
     masked = (served & (both["advantage"] == 0)).to_numpy()
+    energy = _energy_unmasked(both, masked)
     clusters, parts, resampling = prompt_clusters(both), [], Resampling(seed, resamples=resamples)
     for cells, names in ((both["interval"].to_numpy(np.int64), labels), (np.zeros(len(both), np.int64), ["all"])):
         found = summarize_cells(np.abs(gap), cells, clusters, len(names), resampling=resampling)
-        of = pd.DataFrame({"largest": np.abs(gap), "ratio": np.exp(gap), "masked_share": masked}).groupby(cells)
-        known = of.agg({"largest": "max", "ratio": "mean", "masked_share": "mean"}).reindex(range(len(names)))
+        each = {"largest": np.abs(gap), "ratio": np.exp(gap), "masked_share": masked, "removed_share": energy * masked}
+        how = {"largest": "max", "ratio": "mean", "masked_share": "mean", "removed_share": "sum"}
+        known = pd.DataFrame(each).groupby(cells).agg(how).reindex(range(len(names)))
         parts.append(pd.concat([found.drop(columns="num_measured"), known], axis=1).assign(label=names))
     found = pd.concat(parts, ignore_index=True)
     numbers = found[["value", "lower", "upper"]].to_numpy(np.float64).T
@@ -192,6 +197,16 @@ def mismatch_rows(
         power = fit[["slope", "slope_lower", "slope_upper"]].to_numpy(np.float64)[:, None]
         rows.append(make_rows("mismatch_power", power, fit["tokens"], unit="ratio"))
     return join_rows(rows), found[["label", *found.columns.drop("label")]]
+
+
+def _energy_unmasked(table: pd.DataFrame, masked: np.ndarray) -> Float[np.ndarray, " n"]:
+    """Return each token's share of the gradient energy if the masked ones had their response's mean advantage."""
+    own = table["advantage"].where(table["advantage"] != 0).groupby(table["response"]).transform("mean")
+    weight = table["weight"].where(~masked, own * np.exp(table["logprob"] - table["old_logprob"]))
+    whole = add_estimated_norms(add_weighted_norms(table.assign(weight=weight)))
+    norms = whole["weighted_norm_estimate" if "weighted_norm_estimate" in whole else "weighted_norm"]
+    energy = norms.fillna(0.0).to_numpy(np.float64) ** 2
+    return energy / energy.sum() if energy.any() else np.full(len(energy), np.nan)
 
 
 def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:

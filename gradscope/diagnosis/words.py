@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf, isnan, nan
+from math import exp, inf, isnan, nan
 
 import pandas as pd
 
@@ -27,6 +27,7 @@ from gradscope.diagnosis.result import (
     Shares,
     Verdict,
 )
+from gradscope.diagnosis.tokens import largest_tokens, total_squares
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights
 from gradscope.objective import off_policy_sentence
@@ -40,6 +41,8 @@ CONCENTRATED = 0.25
 """Share of the gradient energy from which on it is said that one prompt holds it."""
 NAMED = 5
 """Tokens that are named, of those that push hardest."""
+PULLING = 0.01
+"""Share of the gradient energy from which on that of the KL penalty is told."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 
 
@@ -48,7 +51,7 @@ def findings(diagnosis: Diagnosis) -> Findings:
     """Return the findings, the most telling first; parts that were not computed have none."""
     makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
         _dominance, _concentration, _added, _norms, _summed, _signal, influence_words, direction_words,
-        _where, _driver, _spikes, lag_words, bound_words,
+        _where, _driver, _spikes, _pull, _mismatch, lag_words, bound_words,
     )  # fmt: skip
     return Findings(finding for make in makers for finding in make(diagnosis))
 
@@ -421,6 +424,51 @@ def _spike_words(spike: pd.Series) -> str:
     known = {name.removeprefix(REWARD_PART): value for name, value in numbers.items() if not isnan(value)}
     told += "".join(f", {name} {value:.3g}".replace("-", "−") for name, value in known.items())
     return f"{told}; {percent(spike['squared_share'])} %)"
+
+
+def _pull(d: Diagnosis) -> list[Finding]:
+    """Name the tokens that hold the KL penalty's own gradient, where that is worth telling."""
+    if "kl_weight" not in d.table or not d.table["kl_weight"].any():
+        return []
+    pulled = d.table.assign(weight=d.table["kl_weight"])
+    whole, own, first = total_squares(d.table), total_squares(pulled), largest_tokens(pulled, NAMED)
+    if not (own >= PULLING * whole and len(first)):
+        return []
+    statement = (
+        f"By itself the KL penalty's gradient has {percent(own / whole)} % of the loss's gradient energy; "
+        f"{len(first)} token{'s hold' if len(first) > 1 else ' holds'} {percent(first['squared_share'].sum())} % of it."
+    )
+    told = "; ".join(
+        f"{token['token']!r} in response {token['response']} (π {token['prob']:.2g}, "
+        f"π_ref {exp(token['ref_logprob']):.2g}; {percent(token['squared_share'])} %)"
+        for _, token in first.iterrows()
+    )
+    tone = "warn" if own > whole else "plain"
+    return [Finding("kl", Verdict.FACT, statement, f"The largest: {told}.", tone)]
+
+
+def _mismatch(d: Diagnosis) -> list[Finding]:
+    """Say how far sampler and trainer part, by which power of 1 − π, and what is masked for it."""
+    if d.mismatch is None:
+        return []
+    mean, power, whole = d.pick("mismatch_mean", interval="all"), d.pick("mismatch_power"), d.mismatch.iloc[-1]
+    statement = f"The sampler's log π differs from the trainer's by {number_words(mean, '.2g')} nats in the mean."
+    verdict, tone = Verdict.FACT, "plain"
+    if whole["masked_share"] > 0:
+        tone = "warn"
+        statement += (
+            f" {percent(whole['masked_share'])} % of the tokens are masked, which would have about "
+            f"{percent(whole['removed_share'])} % of the gradient energy with their response's advantage."
+        )
+    if power is None or isnan(power["lower"]):
+        return [Finding("mismatch", verdict, statement, tone=tone)]
+    verdict = compare(power, 1.0, write="{:.2g}".format)
+    detail = f"It goes with the power {number_words(power, '.2g')} of 1 − π"
+    detail += {
+        Verdict.MORE: ", more than the 1 of an error of the logits.",
+        Verdict.LESS: ", less than the 1 of an error of the logits.",
+    }.get(verdict, "; that of an error of the logits is 1.")
+    return [Finding("mismatch", verdict, statement, detail, tone)]
 
 
 def lag_words(d: Diagnosis) -> list[Finding]:

@@ -551,7 +551,7 @@ def test_the_covariance_that_stands_for_a_tokens_part_is_ranked_with_it():
 
 def test_what_sampler_and_trainer_differ_by_is_told_by_interval_with_its_power():
     table, rng = plant_table(prompts=40), np.random.default_rng(1)
-    table["old_logprob"] = np.log(table["prob"])
+    table["logprob"] = table["old_logprob"] = np.log(table["prob"])
     noise = np.exp(0.3 * rng.normal(size=len(table))) * rng.choice([-1, 1], len(table))
     gap = 0.01 * (1 - table["prob"]) ** 0.7 * noise
     table["sampler_logprob"] = table["old_logprob"] - gap
@@ -571,6 +571,24 @@ def test_what_sampler_and_trainer_differ_by_is_told_by_interval_with_its_power()
     assert power["lower"] < 0.7 < power["upper"] and power["value"] == pytest.approx(0.7, abs=0.1)
     for nothing in (table.drop(columns="sampler_logprob"), table.assign(sampler_logprob=table["old_logprob"])):
         assert mismatch_rows(nothing, LABELS)[1] is None
+
+
+def test_the_energy_that_a_mask_removes_is_what_the_tokens_had_without_it():
+    table = plant_table(prompts=40)
+    table["advantage"] = table["weight"] = np.random.default_rng(2).choice([-1.5, 0.5], 40)[table["response"]]
+    table["logprob"] = table["old_logprob"] = np.log(table["prob"])
+    table["sampler_logprob"] = table["old_logprob"] - np.random.default_rng(3).normal(0, 0.1, len(table))
+    energy = (table["weight"] * table["param_grad_norm"]) ** 2
+    energy /= energy.sum()
+    apart = (table["old_logprob"] - table["sampler_logprob"]).abs() > 0.15
+    masked = table.assign(advantage=table["advantage"].mask(apart, 0.0), weight=table["weight"].mask(apart, 0.0))
+    _, found = mismatch_rows(masked, LABELS, seed=None)
+    wanted = [energy[apart & (table["interval"] == place)].sum() for place in range(4)]
+    assert found["removed_share"].tolist() == pytest.approx([*wanted, sum(wanted)])
+    # Where a sample was measured, the others' norms are estimated by those at the logits, up to the planted gain.
+    some = masked.assign(param_grad_norm=masked["param_grad_norm"].where(masked.index % 3 == 0))
+    _, found = mismatch_rows(some, LABELS, seed=None)
+    assert found["removed_share"].iat[-1] == pytest.approx(sum(wanted), rel=0.2)
 
 
 def test_norms_that_were_not_measured_are_estimated_by_the_cheap_ones_of_their_interval():

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings
+from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.plots import plot_dominance
 from gradscope.diagnosis.result import (
     VERDICT_PROMPTS,
@@ -293,3 +294,32 @@ def test_tokens_that_are_raised_for_another_part_of_the_reward_are_counted(right
         [str(count)] if count else []
     )
     assert "form 0.2" in said.detail
+
+
+@pytest.mark.parametrize("chance", [1.0, 0.25])
+@pytest.mark.parametrize(("pull", "said"), [(0.5, True), (30.0, True), (0.01, False), (0.0, False)])
+def test_the_tokens_that_hold_the_gradient_of_kl_are_named_where_it_has_a_share_of_the_energy(pull, said, chance):
+    # Ten tokens with ‖g‖ = 1 and a policy weight of 1; KL pulls at the last one alone.
+    kl = np.array([0.0] * 9 + [pull])
+    table = pd.DataFrame({"response": range(10), "group": range(10), "position": 0, "token": "w", "prob": 0.5})
+    table = table.assign(kl_weight=kl, weight=1.0 + kl, param_grad_norm=1.0, ref_logprob=np.log(0.25), entropy=0.0)
+    table = table.assign(advantage=1.0, interval=2, sampling_probability=chance)
+    found = [finding for finding in findings(plant(table=table)) if finding.kind == "kl"]
+    assert bool(found) is said
+    if said:
+        share = pull**2 / (9 + (1 + pull) ** 2)
+        assert f"has {percent(share)} % of" in found[0].statement and "1 token holds 100 %" in found[0].statement
+        assert "response 9 (π 0.5, π_ref 0.25; 100 %)" in found[0].detail
+        assert (found[0].tone == "warn") is (share > 1)
+
+
+@pytest.mark.parametrize("masked", [0.0, 0.2])
+@pytest.mark.parametrize(("power", "verdict"), [(0.5, Verdict.LESS), (1.5, Verdict.MORE), (1.02, Verdict.UNDECIDED)])
+def test_a_mismatch_is_told_with_its_power_and_what_is_masked_for_it(power, verdict, masked):
+    bounds = {"lower": power - 0.1, "upper": power + 0.1}
+    told = {"mean": rows("mismatch_mean", [0.1] * 5, unit="nats")}
+    told["power"] = one_row("mismatch_power", power, 9, unit="ratio").assign(**bounds)
+    found = plant(told, mismatch=pd.DataFrame({"masked_share": [masked], "removed_share": [0.5 * (masked > 0)]}))
+    said = findings(found)["mismatch"]
+    assert said.verdict is verdict and (said.tone == "warn") is (masked > 0)
+    assert ("20 % of the tokens are masked" in said.statement and "50 % of" in said.statement) is (masked > 0)

@@ -381,20 +381,14 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
 def _mismatch(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.mismatch is None:
         return []
-    mean, power = d.pick("mismatch_mean", interval="all"), d.pick("mismatch_power")
-    told = f"The sampler's log π differs from the trainer's by {number_words(mean, '.2g')} nats in the mean."
-    if power is not None and np.isfinite(power["value"]):
-        told += f" It goes with the power {number_words(power, '.2g')} of 1 − π; that of an error of the logits is 1."
-    masked = d.mismatch["masked_share"].iat[-1]
-    if masked > 0:
-        told += f" {masked:.1%} of the tokens are masked: others of their response have an advantage, they have none."
     caption = "|Δ log π| of sampler and trainer by interval of π, and the mean ratio of trainer to sampler."
     means = ["–" if row["value"] != row["value"] else number_words(row, ".2g") for _, row in d.mismatch.iterrows()]
     shown = d.mismatch.assign(mean=means).drop(columns=["value", "lower", "upper"])
-    columns = ["label", "num_tokens", "mean", "largest", "ratio", "masked_share"]
+    masks = ["masked_share", "removed_share"] if d.mismatch["masked_share"].iat[-1] > 0 else []
+    columns = ["label", "num_tokens", "mean", "largest", "ratio", *masks]
     table = sheets.table("mismatch", shown, caption, columns)
     sheets.tables[table.csv] = d.mismatch
-    return [Paragraph(told), table]
+    return [table]
 
 
 def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -485,7 +479,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         "that one step moves the way of their advantage, to first order; share of the tokens that carry the update."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
-    shown += ["effective_share", "zero_share", "gain", "gain_difference"]
+    shown += ["entropy_change", "effective_share", "zero_share", "gain", "gain_difference"]
     same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
     draw = lambda: plots.plot_comparison(c.table, c.by_interval, c.labels)  # noqa: E731
     return [
