@@ -315,8 +315,7 @@ def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
     Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of `total_squares`.
     """
     norm, whole = weighted_norms(table), total_squares(table)
-    columns = ["response", "position", "token", "prob", "ref_logprob", "entropy", "advantage", "weight", "interval"]
-    columns.append(PARAMETERS)
+    columns = ["response", "position", "token", "prob", "entropy", "advantage", "weight", "interval", PARAMETERS]
     chosen = table[[c for c in columns if c in table]].assign(weighted_norm=norm, squared_share=norm**2 / whole)
     return chosen[norm > 0].nlargest(n, "weighted_norm").reset_index(drop=True)
 

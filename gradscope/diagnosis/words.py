@@ -27,9 +27,8 @@ from gradscope.diagnosis.result import (
     Shares,
     Verdict,
 )
-from gradscope.diagnosis.tokens import largest_tokens, total_squares
 from gradscope.errors import checked
-from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights
+from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights, stands_for
 from gradscope.objective import off_policy_sentence
 
 CERTAIN = 0.95
@@ -430,10 +429,12 @@ def _pull(d: Diagnosis) -> list[Finding]:
     """Name the tokens that hold the KL penalty's own gradient, where that is worth telling."""
     if "kl_weight" not in d.table or not d.table["kl_weight"].any():
         return []
-    pulled = d.table.assign(weight=d.table["kl_weight"])
-    whole, own, first = total_squares(d.table), total_squares(pulled), largest_tokens(pulled, NAMED)
-    if not (own >= PULLING * whole and len(first)):
+    squares = d.table[["kl_weight", "weight"]].mul(d.table[PARAMETERS], axis=0).astype(float) ** 2
+    own, whole = squares.mul(stands_for(d.table, d.table[PARAMETERS].notna().to_numpy()), axis=0).sum()
+    if not own > PULLING * whole:
         return []
+    first = d.table.assign(squared_share=squares["kl_weight"] / own).nlargest(NAMED, "squared_share")
+    first = first[first["squared_share"] > 0]
     statement = (
         f"By itself the KL penalty's gradient has {percent(own / whole)} % of the loss's gradient energy; "
         f"{len(first)} token{'s hold' if len(first) > 1 else ' holds'} {percent(first['squared_share'].sum())} % of it."
