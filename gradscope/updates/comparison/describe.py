@@ -9,7 +9,6 @@ import numpy as np
 import pandas as pd
 
 from gradscope.resampling import FEWEST, in_brackets
-from gradscope.updates.comparison.judge import BOUNDS
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
@@ -75,7 +74,7 @@ def gain_sentence(comparison: Comparison) -> str:
 
 def _gains(rows: pd.DataFrame) -> list[str]:
     """Plain's own, then the differences to it."""
-    return _plain(rows[:1], "gain", 4) + _plain(rows[1:], "gain_difference", 4)
+    return _plain(rows[:1], "gain", ".4f") + _plain(rows[1:], "gain_difference", ".4f")
 
 
 def _prompts(ratio: float) -> str:
@@ -99,11 +98,11 @@ def _numbers(c: Comparison) -> str:
     first = c.by_interval[c.by_interval["interval"] == 0].set_index(["method", "step"])
     shown = c.table[c.table["same_as"] == ""].set_index(["method", "step"])
     columns = {f"energy, π in {c.labels[0]}": _percent(first.reindex(shown.index), "energy_share")}
-    columns |= {"norm": _plain(shown, "norm_ratio", 2), "cosine": _plain(shown, "cosine", 2)}
-    columns |= {"signal/noise": _plain(shown, "signal_to_noise", 3)}
+    columns |= {"norm": _plain(shown, "norm_ratio", ".2f"), "cosine": _plain(shown, "cosine", ".2f")}
+    columns |= {"signal/noise": _plain(shown, "signal_to_noise", ".3f")}
     names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": f"real {_optimizer(c)} steps"}
     columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}
-    columns |= {"ΔH, nats": _cells(shown[[f"entropy_change{end}" for end in BOUNDS]], "{:.2g}", "")}
+    columns |= {"ΔH, nats": _plain(shown, "entropy_change", ".2g")}
     columns |= {"tokens that carry it": _percent(shown, "effective_share")}
     table = pd.DataFrame(columns, index=[" ".join(key).removesuffix(" all") for key in shown.index])
     return table.to_string()
@@ -117,8 +116,8 @@ def _percent(frame: pd.DataFrame, name: str) -> list[str]:
     return _cells(100 * frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], "{:.0f}", " %")
 
 
-def _plain(frame: pd.DataFrame, name: str, digits: int) -> list[str]:
-    return _cells(frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], f"{{:.{digits}f}}", "")
+def _plain(frame: pd.DataFrame, name: str, form: str) -> list[str]:
+    return _cells(frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], f"{{:{form}}}", "")
 
 
 def _cells(numbers: pd.DataFrame, form: str, unit: str) -> list[str]:
