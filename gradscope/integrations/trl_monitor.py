@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 import torch
 from torch import Tensor
+from tqdm import tqdm
 from transformers import TrainerCallback
 
 from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_words, make_live_report, token_shares
@@ -219,7 +220,7 @@ class TokenMonitor(TrainerCallback):
             return
         self.verdict = found.verdict
         step = self.rows[-1]["step"]
-        print(f"gradscope: steps {max(step - self.window, 0) + 1} to {step}: {found.statement}")
+        tqdm.write(f"gradscope: steps {max(step - self.window, 0) + 1} to {step}: {found.statement}")
         send_alert(self.trainer, f"gradscope, step {step}", found.statement, warn=found.verdict is Verdict.DOMINATES)
 
     def _write_page(self) -> None:
