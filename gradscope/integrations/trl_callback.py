@@ -46,11 +46,12 @@ class GradScopeCallback(TrainerCallback):
     (with the column `step`). A probability interval of π_old is named by its edges in percent, p0-25; G_a is the part
     of the gradient of TRL's loss, with its denominators and before clipping, that the tokens of interval a have, over
     all weights that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a; grad_share/a: ⟨G_a, G⟩/‖G‖²,
-    adds up to 1; with cosines=True grad_cosine/a/b, grad_cosine/a/all: of G_a with G_b, and with G; token_share/a:
-    share of the tokens; right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage,
-    the share whose probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring
-    cost. grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what
-    is trained; a warning names both where they differ by more than 1 %, and it is NaN where tokens are so certain, or
+    adds up to 1; module_norm/MLP and so on: ‖G‖ over a module group's weights, whose squares add up to ‖G‖²; with
+    cosines=True grad_cosine/a/b, grad_cosine/a/all: of G_a with G_b, and with G; token_share/a: share of the tokens;
+    right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage, the share whose
+    probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost.
+    grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what is
+    trained; a warning names both where they differ by more than 1 %, and it is NaN where tokens are so certain, or
     weights so small, that float32 rounds the trainer's by as much. With Lopti both are of its first pass, if η is one
     of the edges. What is undefined (an interval without tokens) is left out of the log and NaN in the file.
 

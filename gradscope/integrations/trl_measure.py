@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from gradscope.gradients import Resources, TokenJacobian, Vectors, inner_products
 from gradscope.objective import TokenStatistics, fill_unknown
-from gradscope.policy import flat_slices, float_parameters
+from gradscope.policy import flat_slices, float_parameters, group_names
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import SIGNS, batch_direction_shares, old_intervals
 
@@ -74,7 +75,8 @@ def measure_step(
     cosines: bool,
     resources: Resources,
 ) -> StepMeasurement | None:
-    """Return norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2).
+    """Return norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2),
+    and its norms by module group.
 
     weigh: w_t of the batch, whose old_logprobs are then known, under the model as it is. denominators: D_i of each
     response. The gradient is over the parameters that require one; of several processes it is the mean of theirs, which
@@ -106,7 +108,7 @@ def measure_step(
     sizes = add_over_processes(sizes, device).numpy()
     names = name_intervals(edges)
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
-    numbers |= _geometry(products, counts > 0, names, cosines=cosines)
+    numbers |= _geometry(products, counts > 0, names, cosines=cosines) | _module_norms(model, sums)
     return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, device, numbers)
 
 
@@ -166,6 +168,16 @@ def _trained_columns(model: nn.Module) -> Tensor | None:
         return None
     columns = [torch.arange(part.start, part.stop) for part, flag in flags if flag]
     return torch.cat(columns).to(next(model.parameters()).device)
+
+
+def _module_norms(model: nn.Module, sums: Float[Tensor, "intervals P"]) -> dict[str, float]:
+    """Return ‖G‖ over the trained parameters of each module group, from all processes' sums."""
+    groups, squares, start = group_names(model), defaultdict(float), 0
+    for name, parameter in float_parameters(model):
+        if parameter.requires_grad:
+            part = sums[:, start : (start := start + parameter.numel())].sum(0).double()
+            squares[groups[name].replace(", ", "").replace(" ", "_")] += float(part @ part)
+    return {f"module_norm/{group}": math.sqrt(square) / count_processes() for group, square in squares.items()}
 
 
 def _geometry(products: np.ndarray, filled: np.ndarray, intervals: Sequence[str], *, cosines: bool) -> dict[str, float]:

@@ -45,7 +45,7 @@ from gradscope.policy.loading import (
     outline_policy,
     return_freed_memory,
 )
-from gradscope.policy.module_groups import module_groups
+from gradscope.policy.module_groups import group_names, module_groups
 from gradscope.policy.naming import named_step
 from gradscope.policy.parameters import PART, flat_slices, float_parameters, is_subset, merged_parameters, model_bytes
 from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
@@ -67,12 +67,12 @@ __all__ = [
     "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "UPCAST", "AdamWState", "Policy", "PolicyLike",
     "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks", "find_checkpoint",
     "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state", "find_whole",
-    "flat_slices", "float_parameters", "free_memory", "gradient_budget", "hash_ahead", "is_last_checkpoint",
-    "is_subset", "is_upcast", "join_launch", "list_step_folders", "load_policy", "load_tokenizer", "make_key",
-    "make_manifest", "merged_parameters", "missing_part", "model_bytes", "model_of_step", "module_groups", "moving",
-    "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name", "policy_hashes",
-    "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state", "refuse_shards",
-    "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm",
-    "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "whole_weights",
+    "flat_slices", "float_parameters", "free_memory", "gradient_budget", "group_names", "hash_ahead",
+    "is_last_checkpoint", "is_subset", "is_upcast", "join_launch", "list_step_folders", "load_policy",
+    "load_tokenizer", "make_key", "make_manifest", "merged_parameters", "missing_part", "model_bytes",
+    "model_of_step", "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy",
+    "plain_name", "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
+    "refuse_shards", "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
+    "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "whole_weights",
     "without_cudnn_attention",
 ]  # fmt: skip

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+from torch import nn
+
 from gradscope.policy.parameters import float_parameters
 from gradscope.policy.policy import Policy
 
@@ -22,21 +24,25 @@ _MLP = re.compile(r"mlp|feed_forward|ffn|expert|moe|fc\d")
 
 
 def module_groups(policy: Policy) -> dict[str, tuple[int | None, str]]:
-    """Return the layer (None: outside the blocks) and the group of each measured parameter, by name.
+    """Return each measured parameter's layer (None: outside the blocks) and its group of `group_names`, by name."""
+    inside, found = policy.blocks_name + ".", {}
+    for name, group in group_names(policy.model).items():
+        number = name.removeprefix(inside).partition(".")[0] if name.startswith(inside) else ""
+        found[name] = int(number) if number else None, group
+    return found
+
+
+def group_names(model: nn.Module) -> dict[str, str]:
+    """Return the group of each measured parameter of a transformers model, by name.
 
     Groups: embedding, or embedding and head where they are one; attention q, k, v, o (or k, v or q, k, v in one
     matrix), MLP, norms, head; adapter A and B; other.
     """
-    inside, ends = policy.blocks_name + ".", (policy.model.get_input_embeddings(), policy.model.get_output_embeddings())
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {id(p): "embedding" for p in ends[0].parameters()}
     for parameter in () if ends[1] is None else ends[1].parameters():
         names[id(parameter)] = "embedding and head" if id(parameter) in names else "head"
-    found: dict[str, tuple[int | None, str]] = {}
-    for name, parameter in float_parameters(policy.model):
-        number, _, rest = name.removeprefix(inside).partition(".") if name.startswith(inside) else ("", "", name)
-        group = names.get(id(parameter)) or _group(rest)
-        found[name] = int(number) if number else None, group
-    return found
+    return {name: names.get(id(parameter)) or _group(name) for name, parameter in float_parameters(model)}
 
 
 def _group(name: str) -> str:

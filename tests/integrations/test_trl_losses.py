@@ -358,6 +358,27 @@ def test_rloos_ratio_is_of_the_trainers_own_log_probabilities(checkpoint, tmp_pa
     assert callback.rows[0]["grad_norm_ratio"] == pytest.approx(1, abs=SAME)
 
 
+@pytest.mark.parametrize("adapters", [False, True])
+def test_norms_by_module_group_are_those_of_the_trainers_own_gradient(checkpoint, tmp_path, adapters):
+    words = {"q_proj": "attention_q", "k_proj": "attention_k", "v_proj": "attention_v", "o_proj": "attention_o"}
+    words |= {"mlp": "MLP", "norm": "norms", "embed": "embedding_and_head"}
+    peft = None
+    if adapters:
+        words, lora = {"lora_A": "adapter_A", "lora_B": "adapter_B"}, pytest.importorskip("peft").LoraConfig
+        peft = lora(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    trainer = make_trainer(checkpoint, tmp_path, peft=peft, max_steps=2, **ACCUMULATED)
+    callback, recorder = watch(trainer), Recorder(trainer)
+    train(trainer)
+    for row, step in zip(callback.rows, recorder.steps, strict=True):
+        squares = dict.fromkeys(words.values(), 0.0)
+        for name, gradient in step["gradient"].items():
+            (group,) = (told for word, told in words.items() if word in name)
+            squares[group] += float(gradient.double().square().sum())
+        found = {name.removeprefix("module_norm/"): v for name, v in row.items() if name.startswith("module_norm/")}
+        wanted = {group: math.sqrt(square) for group, square in squares.items()}
+        assert found == pytest.approx(wanted, rel=SAME, abs=SAME * row["grad_norm/all"])
+
+
 def test_rloo_with_adapters_is_of_the_adapters_alone(checkpoint, tmp_path):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")

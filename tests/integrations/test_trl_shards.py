@@ -29,7 +29,7 @@ import torch
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from support.trl_runs import make_trainer, train
-from gradscope.integrations.trl import GradScopeCallback, TokenMonitor
+from gradscope.integrations.trl import GradScopeCallback, RolloutWriter, TokenMonitor
 out, kind, rank = Path(sys.argv[2]), sys.argv[3], os.environ["RANK"]
 sizes = {"per_device_train_batch_size": 4, "max_steps": 10, "ddp_backend": "gloo", "learning_rate": 1e-3, "move": 0.02}
 sizes |= {"max_completion_length": 7}  # every token of every block is an exchange
@@ -64,8 +64,9 @@ def run(**watched):
     callback = GradScopeCallback(trainer, every=3, micro_batch_size=3, progress=False, **watched) if watched else None
     monitor = TokenMonitor(trainer)
     if watched:
-        trainer.add_callback(callback)
-        trainer.add_callback(monitor)
+        writer = RolloutWriter(trainer)
+        for each in (callback, monitor, writer):
+            trainer.add_callback(each)
     train(trainer)
     whole, digest = [*trainer.model.parameters()], hashlib.sha256(torch.get_rng_state().numpy())
     if kind == "FSDP":
@@ -81,7 +82,7 @@ def run(**watched):
     for parameter in whole:
         digest.update(parameter.detach().numpy())
     share = own / sum(p.numel() for p in whole)
-    rows = {"rows": callback.rows if watched else [], "live": monitor.rows}
+    rows = {"rows": callback.rows if watched else [], "live": monitor.rows, "written": writer.steps if watched else []}
     return {"digest": digest.hexdigest(), "share": share} | rows
 
 found = [run(), run(cosines=True), run(budget=0.99) if not stage else None]
@@ -104,7 +105,7 @@ def test_the_measured_gradient_is_the_trained_one_and_ten_steps_end_bit_equal(tm
     runs = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for alone, watched, some in runs:
         assert 0 < alone["share"] < 1 and alone["digest"] == watched["digest"]
-        assert [row["step"] for row in watched["rows"]] == [1, 4, 7, 10]
+        assert [row["step"] for row in watched["rows"]] == [1, 4, 7, 10] and watched["written"] == [*range(1, 11)]
         for row in watched["rows"]:
             assert row["grad_norm_ratio"] == pytest.approx(1, abs=SAME) and row["num_tokens"] > 28  # of both
         if kind.startswith("DeepSpeed"):
