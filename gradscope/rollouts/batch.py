@@ -300,7 +300,6 @@ class Response:
     group: int = 0
     temperature: float = 1.0
     reward: float | None = None
-    reward_parts: Mapping[str, float] | None = None
     advantage: float | list[float] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
@@ -313,6 +312,7 @@ class Response:
     process: float | None = None
     micro_batch: float | None = None
     grad_norm: float | None = None
+    reward_parts: Mapping[str, float] | None = None
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
