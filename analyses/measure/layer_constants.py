@@ -1,7 +1,8 @@
 """Measures the constants of Eq. 3 at some tokens' contexts, beside the gains of real tokens.
 
-The policy of a scale in float64 on responses that it samples to two-person puzzles (the shortest contexts it meets). At
-some tokens' contexts the singular values of every block's Jacobian are computed over the whole context: by an exact SVD
+The policy of a scale in float64 on responses that it samples to two-person puzzles (the shortest contexts it meets); or
+a pretrained one at temperature 1, on how it goes on from the first two words of word problems, without a chat. At some
+tokens' contexts the singular values of every block's Jacobian are computed over the whole context: by an exact SVD
 at the first response tokens (*certified*), by Lanczos further on (*estimated*). Leaves
 
     tokens.parquet      the token table, and the number of the context that a token follows (NaN: none)
@@ -15,45 +16,56 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from analyses.common.experiments import configure
+from analyses.common.experiments import WORK, configure
 from analyses.common.in_training import PLACE
-from analyses.common.measurements import keep
+from analyses.common.measurements import keep, part
 from gradscope import load_policy, measure as measure_tokens
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.sampling import batch_rows, rollout_rows
+from gradscope.sampling import batch_rows, rollout_rows, sample
 from gradscope.tasks import get_task
 from gradscope.theory import layer_constants, token_contexts
 
 TEMPERATURE = 0.7
+LENGTH = 12
 KEPT = ["group", "context", "log_one_minus_prob", LOGITS, PARAMETERS]
 """Columns of the token table; and the norms of the layers."""
 
 
-def measure(out: Path, *, scale: str = "cpu", prompts: int = 24, certified: int = 4, estimated: int = 4) -> None:
+def measure(
+    out: Path,
+    *,
+    scale: str = "cpu",
+    pretrained: str | None = None,
+    prompts: int = 24,
+    certified: int = 4,
+    estimated: int = 4,
+) -> None:
     """Measure the tokens, compute the constants at the chosen ones, and keep both.
 
+    pretrained: folder of a policy below WORK; None: the scale's.
     certified: contexts whose Jacobians get an exact SVD, the first response token of as many prompts; estimated:
     contexts, of 30 to 60 tokens, that get Lanczos.
     """
-    policy = load_policy(configure(scale, *PLACE).model, dtype="float64")
-    batch = sample_batch(policy, prompts)
-    tokens = measure_tokens(policy, batch, progress=True)
+    policy = load_policy(WORK / pretrained if pretrained else configure(scale, *PLACE).model, dtype="float64")
+    batch = sample_openings(policy, prompts) if pretrained else sample_batch(policy, prompts)
+    temperature = float(batch.temperature[0])
+    tokens = part(out, "tokens", lambda: measure_tokens(policy, batch))
     chosen = choose_tokens(tokens, batch, certified, estimated)
     contexts = token_contexts(batch, chosen)
     limit = max(len(ids) for ids in contexts[:certified]) * policy.config.hidden_size
     parts = []
     for index, ids in enumerate(contexts):
         largest = limit if index < certified else 1
-        parts.append(layer_constants(policy, [ids], temperature=TEMPERATURE, max_exact=largest).assign(context=index))
+        parts.append(layer_constants(policy, [ids], temperature=temperature, max_exact=largest).assign(context=index))
         print(f"context {index + 1} of {len(contexts)}: {len(ids)} tokens", flush=True)
     numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
     tokens = tokens.assign(context=numbers.reindex(tokens.index))
     layers = [column for column in tokens if column.startswith(LAYER)]
     tables = {"tokens.parquet": tokens[[*KEPT, *layers]], "constants.csv": pd.concat(parts, ignore_index=True)}
-    facts = {"prompts": prompts, "responses": 2, "certified": certified, "estimated": estimated}
-    keep(out, tables, **facts, temperature=TEMPERATURE, vocab_size=policy.vocab_size)
+    facts = {"prompts": prompts, "responses": len(batch) // prompts, "certified": certified, "estimated": estimated}
+    keep(out, tables, **facts, temperature=temperature, vocab_size=policy.vocab_size)
 
 
 def sample_batch(policy: Policy, prompts: int) -> TokenBatch:
@@ -62,6 +74,13 @@ def sample_batch(policy: Policy, prompts: int) -> TokenBatch:
     questions = task.questions(prompts, seed=0, people=(2,))
     settings = {"n": 2, "temperature": TEMPERATURE, "max_new_tokens": 256, "seed": 0}
     return batch_rows(rollout_rows(policy, questions, task=task, **settings))
+
+
+def sample_openings(policy: Policy, prompts: int) -> TokenBatch:
+    """How the policy goes on from some beginnings of word problems, all different, by LENGTH tokens each."""
+    problems = get_task("word-problems-plain").questions(4 * prompts, seed=0)
+    first = list(dict.fromkeys(" ".join(str(problem.prompt).split()[:2]) for problem in problems))[:prompts]
+    return sample(policy, first, n=1, temperature=1.0, max_new_tokens=LENGTH, seed=0)
 
 
 def choose_tokens(tokens: pd.DataFrame, batch: TokenBatch, certified: int, estimated: int) -> pd.DataFrame:

@@ -94,7 +94,7 @@ def sample(policy: Policy, questions: int) -> TokenBatch:
 def tabulate(policy: Policy, batch: TokenBatch, state: AdamWState | None) -> pd.DataFrame:
     """Every token's table, with POSITION."""
     metric = {} if state is None else {"metric": "adamw", "optimizer_state": state}
-    table = measure_tokens(policy, batch, progress=True, **metric)
+    table = measure_tokens(policy, batch, **metric)
     table[POSITION] = np.concatenate([position_norms(policy.model, batch, row) for row in range(len(batch))])
     return table
 

@@ -5,7 +5,10 @@
 Drawn from the measurement `layer_constants` (analyses/measure/layer_constants.py): the policy of a scale in float64 on
 responses to two-person puzzles, singular values of every block's Jacobian at eight contexts, *certified* by an exact
 SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and what
-is in it as layer_constants_theory.csv, _spreads.csv and _bounds.csv.
+is in it as layer_constants_theory.csv, _spreads.csv, _bounds.csv and _head.csv.
+
+At scale cpu the same of SmolLM2-135M-Instruct, de-quantised from four bits, on how it goes on from the first two words
+of word problems at T = 1: smollm2_constants.png and the others of that name, from `layer_constants_smollm2`.
 
 Not in the paper, which assumes the constants (Assumption 4.1) and does not measure them.
 """
@@ -17,6 +20,7 @@ import pandas as pd
 import tyro
 from matplotlib.axes import Axes
 
+from analyses.common.experiments import read
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
@@ -32,11 +36,15 @@ COLORS = {
 }
 
 
-def table(options: Options) -> TheoryReport:
+MEASUREMENTS = {"layer_constants": "layer_constants", "layer_constants_smollm2": "smollm2_constants"}
+"""Measurement → what its files are called."""
+
+
+def table(measurement: str, options: Options) -> TheoryReport:
     """Eq. 3 held against the measured tokens and constants."""
     names = ("tokens.parquet", "constants.csv")
-    tokens, constants = (read_table("layer_constants", name, scale=options.scale) for name in names)
-    vocab_size = read_facts("layer_constants", scale=options.scale)["vocab_size"]
+    tokens, constants = (read_table(measurement, name, scale=options.scale) for name in names)
+    vocab_size = read_facts(measurement, scale=options.scale)["vocab_size"]
     return theory_report(tokens, constants, vocab_size=vocab_size, seed=np.random.default_rng(0))
 
 
@@ -60,19 +68,22 @@ def spans(report: TheoryReport) -> pd.DataFrame:
 @paper_style()
 def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
     """Per layer, spans on a log scale: certified ∏c … ∏d, the exact reach of gains, the gains of real tokens."""
-    ax, drawn = new_axes(ax, width=4.4, height=3.4), spans(report)
+    drawn = spans(report)
+    layers = sorted(drawn["layer"].unique())
+    ax, thick = new_axes(ax, width=max(4.4, 0.24 * len(layers)), height=3.4), 5 if len(layers) < 10 else 2.5
     bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 100
     for number, (name, color) in enumerate(COLORS.items()):
         part = drawn[drawn["span"] == name]
         x = part["layer"] + 0.2 * (number - 1)
-        ax.vlines(x, part["lower"].clip(lower=bottom), part["upper"], color=color, lw=5, label=name)
+        ax.vlines(x, part["lower"].clip(lower=bottom), part["upper"], color=color, lw=thick, label=name)
         zero = part["lower"] == 0
-        ax.scatter(x[zero], np.full(zero.sum(), bottom * 1.5), marker="v", color=color, s=30, zorder=3)
+        ax.scatter(x[zero], np.full(zero.sum(), bottom * 1.5), marker="v", color=color, s=6 * thick, zorder=3)
     part = drawn[drawn["span"] == "∏d, estimated"]
-    ax.scatter(part["layer"] + 0.2, part["upper"], marker="_", s=90, color="black", zorder=3, label="∏d, estimated")
+    if part["upper"].notna().any():
+        ax.scatter(part["layer"] + 0.2, part["upper"], marker="_", s=90, color="black", zorder=3, label="∏d, estimated")
     ax.set_yscale("log")
     ax.set_ylim(bottom=bottom)
-    ax.set_xticks(sorted(drawn["layer"].unique()))
+    ax.set_xticks(layers[:: 1 + len(layers) // 16])
     ax.set_xlabel("layer ℓ (0: input of the first block; ▾: ∏c is 0)")
     ax.set_ylabel("gain ‖δℓ‖ / ‖e − π‖ of token gradients")
     ax.figure.legend(loc="outside upper center", ncols=2, frameon=False)
@@ -80,13 +91,17 @@ def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
 
 
 def main(options: Options) -> None:
-    report = table(options)
-    print(report)
-    save_figure(draw(report), options.out / "layer_constants.png")
-    write_text(options.out / "layer_constants.txt", f"{report}\n")
-    tables = {"theory": tabulate(report), "spreads": report.spreads, "bounds": report.layer_bounds}
-    for name, numbers in tables.items():
-        write_csv(numbers, options.out / f"layer_constants_{name}.csv")
+    for measurement, name in MEASUREMENTS.items():
+        if options.scale not in read()["measurements"][measurement]["scales"]:
+            continue
+        report = table(measurement, options)
+        print(report)
+        save_figure(draw(report), options.out / f"{name}.png")
+        write_text(options.out / f"{name}.txt", f"{report}\n")
+        tables = {"theory": tabulate(report), "spreads": report.spreads, "bounds": report.layer_bounds}
+        tables["head"] = report.constants[report.constants["module"] == "head"][["context", "c", "d"]]
+        for part, numbers in tables.items():
+            write_csv(numbers, options.out / f"{name}_{part}.csv")
 
 
 if __name__ == "__main__":
