@@ -235,7 +235,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
             continue
         statement = (
             f"Tokens with {name_interval(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} "
-            f"of {'this batch' if d.sums_prompts in (None, d.of_prompts) else d.summed_prompts}'s {words}"
+            f"of the {words}{'' if d.sums_prompts in (None, d.of_prompts) else f' of {d.summed_prompts}'}"
         )
         detail = (
             f"Share ⟨G_a, G⟩/‖G‖² by interval: {name_shares(d, 'gradient_share', metric)}. Cosine of "

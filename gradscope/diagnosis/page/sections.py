@@ -298,7 +298,7 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.tables[f"{DATA}/where.csv"] = d.where
         kinds = {"token_class": "kind of token", "position_class": "position", "length_class": "response length"}
         for driver, words in kinds.items():
-            if (d.where["driver"] == driver).any():
+            if (d.where["driver"] == driver).sum() > 1:  # one class alone is all of the batch
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
                 caption = f"Shares by {words}: of the tokens and of the gradient energy."
                 blocks.append(sheets.figure(f"where_{driver}", draw, caption, bars="95 % for all together"))
