@@ -339,9 +339,10 @@ def _judge(
         kind: Kind = "parameters" if odd else "rounding"
         told = (
             f"The trainer's gradient is {100 * best['typical']:.2g} % from that of {words}: as far as bfloat16 can put "
-            f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %) or in accumulating {count} micro-batches "
-            f"(up to eps·√{count} = {100 * accumulated:.2g} %){exception}."
+            f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %)"
         )
+        summed = f" or in accumulating {count} micro-batches (up to eps·√{count} = {100 * accumulated:.2g} %)"
+        told += summed * (count > 1) + f"{exception}."
     elif not sound:
         kind = "other"
         told = (
@@ -433,5 +434,11 @@ def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
         told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone does not tell of its direction."
         told += _name_others(near, near[0])
         return Audit("same", near[0], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
-    told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}, and no reading's."
+    told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}"
+    if abs(factor - 1) <= PASSES * BFLOAT16:
+        told += f": no further off than passes in bfloat16 can put it ({100 * PASSES * BFLOAT16:.2g} %)."
+        others = readings["reading"][(readings["ratio"] - 1).abs() <= PASSES * BFLOAT16]
+        told += _name_others(others, first["reading"])
+        return Audit("rounding", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
+    told += ", and no reading's."
     return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)

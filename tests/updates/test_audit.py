@@ -202,6 +202,14 @@ def test_readings_that_are_one_on_a_batch_are_all_named():
     assert "sequence-mean and micro-batches" in of_norm.verdict
 
 
+@pytest.mark.parametrize(("factor", "kind"), [(1.0, "same"), (1.01, "rounding"), (0.985, "rounding"), (1.05, "factor")])
+def test_a_norm_alone_is_not_told_from_what_bfloat16_does_to_it(factor, kind):
+    policy, batch = make_step()
+    norm = check(policy, batch, 1.0).readings["norm"][0]
+    found = check(policy, batch, factor * float(norm))
+    assert (found.kind, found.reading) == (kind, "token-mean") and found.factor == pytest.approx(factor)
+
+
 def test_parameters_without_a_gradient_are_counted():
     policy, batch = make_step()
     gradient = train(policy, batch, token_mean(batch))
