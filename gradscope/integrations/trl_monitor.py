@@ -86,9 +86,9 @@ class TokenMonitor(TrainerCallback):
             alerts.
         page_every: every so many steps, and at the end, write `OUTPUT_DIR/gradscope/live.html`: all steps, the verdict,
             the largest tokens. W&B, trackio and MLflow get it as an artifact, with these tokens' text. None: no page.
-        forward_every: where the trainer's loss makes its log π itself, so that nothing of it is seen (a fused kernel, a
-            compiled head), have one forward pass without gradient made at every so many steps, from the first one on;
-            the weights are then those of the loss that the trainer's settings name. None: such steps are left out, and
+        forward_every: where the trainer's loss makes its log π itself, so that nothing of it is seen (a fused kernel,
+            say), have one forward pass without gradient made at every so many steps, from the first one on; the
+            weights are then those of the loss that the trainer's settings name. None: such steps are left out, and
             a warning says so.
 
     Raises:
@@ -309,12 +309,12 @@ class TokenMonitor(TrainerCallback):
 
     def _look(self, model: Any, inputs: Inputs) -> None:
         """Make a pass of a micro-batch whose loss was made unseen, if one is due."""
-        if self.forward_every is None or self.trainer.state.global_step % self.forward_every:
-            if self.forward_every is None and not self._warned:
-                self._warned = True
-                told = "the loss is not made of the log π that TRL's trainer hands it; give forward_every"
-                warnings.warn(f"gradscope: steps are not looked at: {told}", stacklevel=3)
-            return
+        if self.forward_every is None:
+            return self._warn("the loss is not made of the log π that TRL's trainer hands it; give forward_every")
+        if "pixel_values" in inputs:
+            return self._warn("the loss makes its log π itself, and prompts hold images")
+        if self.trainer.state.global_step % self.forward_every:
+            return None
         ids, mask = (
             torch.cat([inputs[f"{p}_{kind}"] for p in ("prompt", "completion")], 1) for kind in ("ids", "mask")
         )
@@ -328,9 +328,18 @@ class TokenMonitor(TrainerCallback):
         finally:
             for module in training:
                 module.training = True
+        if squares is None:
+            return self._warn("the head does not give Σπ²")
         part = self._part(inputs, found[0], found[1], squares)
         part.clipped = _clipped(self.trainer, part)
         self._unseen.append(part)
+        return None
+
+    def _warn(self, reason: str) -> None:
+        """Say, once, why steps are left out."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(f"gradscope: steps are not looked at: {reason}", stacklevel=4)
 
     def _weigh(self) -> None:
         """Give the passes made of a whole step the slopes of the loss that the settings name."""

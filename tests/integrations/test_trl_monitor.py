@@ -339,6 +339,21 @@ def test_without_such_passes_a_warning_says_that_nothing_is_seen(checkpoint, tmp
     assert all(math.isnan(row["token_share/p0-25"]) for row in callback.rows)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_head_without_squares_is_one_warning_and_training_goes_on(checkpoint, tmp_path, monkeypatch, fused):
+    from trl.trainer import utils
+
+    head = utils._ChunkedLogProbFunction
+    apply = staticmethod(lambda *args: (*head.apply(*args)[:2], None, None, None))
+    monkeypatch.setattr(utils, "_ChunkedLogProbFunction", type("Without", (), {"apply": apply}))
+    trainer = make_fused(checkpoint, tmp_path, fused=fused, max_steps=2)
+    callback = monitor(trainer, forward_every=1)
+    with pytest.warns(UserWarning) as caught:
+        train(trainer)
+    assert len([w for w in caught if "gradscope" in str(w.message)]) == 1 and trainer.state.global_step == 2
+    assert all(math.isnan(row["token_share/p0-25"]) for row in callback.rows)
+
+
 def test_the_largest_tokens_are_written_as_text(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, max_steps=3, learning_rate=1e-3)
     callback, recorder = monitor(trainer, largest=5), Recorder(trainer)
