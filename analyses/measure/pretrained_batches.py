@@ -15,7 +15,6 @@ those of [¾, 1] alone, from the same weights. Leaves, with columns `policy` and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -51,19 +50,10 @@ TABLES = {
 }
 
 
-def measure(
-    out: Path,
-    *,
-    batches: int = 4,
-    questions: int = 8,
-    tokens_per_interval: int = 50,
-    temperatures: Sequence[float] = (1.0, 0.7),
-) -> None:
-    """Sample the batches, measure them and take the steps, and keep the tables; at some of POLICIES' temperatures."""
+def measure(out: Path, *, batches: int = 4, questions: int = 8, tokens_per_interval: int = 50) -> None:
+    """Sample the batches, measure them and take the steps, and keep the tables."""
     found: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     for (name, temperature), task in POLICIES.items():
-        if temperature not in temperatures:
-            continue
         policy = load_policy(WORK / name)
         place, frames = f"{name}-{temperature}", {}
         for seed in range(batches):
