@@ -110,6 +110,14 @@ LARGE = 100_000_000
 """Parameters from which on weightings are compared only on demand: it takes more passes than all the rest."""
 WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step", "pooled")
 """Kinds of notes that may change the verdict itself; the page shows them first and unfolded."""
+CAVEATS = (
+    *WARNINGS,
+    *("unknown-advantages", "no-gradient", "one-prompt", "few-prompts", "impossible-advantages", "mixed-groups"),
+    *("padding", "unknown-values", "left-out", "groups-of-one", "idle-prompts", "fewer-sums", "inexact"),
+    *("sampled-norms", "influence-sample", "minutes", "impossible", "large", "late", "empty-interval", "dump"),
+    *("on-policy", "no-kl", "second-moments", "no-optimizer", "step", "loss"),
+)
+"""Kinds of notes, the one first that may change most of what a page says; others come last."""
 REWARD_PART = "reward."
 """Beginning of the columns of a response's `reward_parts`."""
 VERDICT_PROMPTS = FEWEST
@@ -240,6 +248,8 @@ class Finding:
     detail: str = ""
     tone: str = "plain"
     """plain, good, warn or bad."""
+    brief: str = ""
+    """The statement without numbers that a page's first screen has already; "": it is said whole."""
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.statement, self.detail, self.tone))
@@ -266,6 +276,17 @@ class Findings(tuple[Finding, ...]):
     def _repr_html_(self) -> str:
         items = (f"<b>{html.escape(f.statement)}</b><br>{html.escape(f.detail)}" for f in self)
         return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+
+
+def by_weight(notes: Sequence[Note]) -> list[Note]:
+    """Return the notes, those first that may change most; a sentence without a kind counts as one of the log's.
+
+    >>> from gradscope.rollouts import Note
+    >>> by_weight([Note("b", "no-optimizer"), "a", Note("c", "few-prompts")])
+    ['c', 'a', 'b']
+    """
+    places = {kind: place for place, kind in enumerate(CAVEATS)}
+    return sorted(notes, key=lambda note: places.get(getattr(note, "kind", "dump"), len(places)))
 
 
 def few_words(informative: int, prompts: int) -> str:

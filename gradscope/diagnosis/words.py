@@ -40,6 +40,8 @@ CONCENTRATED = 0.25
 """Share of the gradient energy from which on it is said that one prompt holds it."""
 NAMED = 5
 """Tokens that are named, of those that push hardest."""
+VACUOUS = 0.9
+"""Width of a share's interval from which on it says nothing of the share."""
 PULLING = 0.01
 """Share of the gradient energy from which on that of the KL penalty is told."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
@@ -82,8 +84,8 @@ def lack_words(d: Diagnosis | Shares, row: pd.Series) -> str:
 
 
 def name_shares(d: Diagnosis | Shares, statistic: str, metric: str) -> str:
-    """List the share of each interval that has one."""
-    rows = [(label, d.pick(statistic, metric, label)) for label in d.labels]
+    """List the share of each interval but the lowest that has one."""
+    rows = [(label, d.pick(statistic, metric, label)) for label in d.labels[1:]]
     return "; ".join(f"{name_interval(label)}: {share_words(row)}" for label, row in rows if not isnan(row["value"]))
 
 
@@ -120,10 +122,24 @@ def _concentration(d: Diagnosis) -> list[Finding]:
 
 def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
     """Judge whether tokens of the lowest interval dominate; energy: what the shares of `metric` are shares of."""
-    low, kind = d.labels[0], f"dominance_{metric}"
+    low = d.labels[0]
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
+    whole = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}, "
+    whole += f"{times_words(index)} their share of the tokens"
+    found = _judge_dominance(d, metric, energy, whole)
+    if metric == "raw":
+        brief = f"hold {times_words(index)} as much of the {energy} as the average token"
+    else:
+        brief = f"account for {share_words(share)} of the {energy}, {times_words(index)} their share of the tokens"
+    return replace(found, brief=_judge_dominance(d, metric, energy, brief).statement)
+
+
+def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) -> Finding:
+    """are: the numbers, as the predicate of a sentence."""
+    low, kind = d.labels[0], f"dominance_{metric}"
+    index, share = d.pick("dominance_index", metric, low), d.pick("squared_share", metric, low)
     they = f"tokens with {name_interval(low)}"
     if share["value"] == 0:
         none = f"T{they[1:]} account for none of the {energy}: none that was measured has a weight."
@@ -131,12 +147,13 @@ def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
     if isnan(index["value"]):
         words = f"How much of the {energy} {they} account for is not known."
         return Finding(kind, Verdict.UNKNOWN, words)
-    are = f"are {percent(tokens['value'])} % of the tokens and account for {share_words(share)} of the {energy}, "
-    are += f"{times_words(index)} their share of the tokens"
-    detail = f"Share of the {energy} by interval: {name_shares(d, 'squared_share', metric)}."
+    detail = f"Share of the {energy} of the other intervals: {name_shares(d, 'squared_share', metric)}."
     if why := lack_words(d, index):
         return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {why}.", detail)
     verdict = compare(index, write=times)
+    if verdict is Verdict.UNDECIDED and says_nothing(share):
+        words = f"How much of the {energy} {they} account for cannot be told from this batch"
+        return Finding(kind, verdict, f"{words}: {_why_vacuous(d, metric)}.", detail, "warn")
     if verdict is Verdict.MORE:
         return _rank(d, metric, f"{they} {are}", detail)
     if verdict is Verdict.LESS:
@@ -144,6 +161,23 @@ def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
         return Finding(kind, verdict, words, detail, "good")
     words = f"Undecided whether low-probability tokens account for more than their share: {they} {are}."
     return Finding(kind, verdict, words, detail)
+
+
+def says_nothing(share: pd.Series) -> bool:
+    """Return whether a share's interval holds almost every share that there can be."""
+    return share["upper"] - share["lower"] >= VACUOUS
+
+
+def _why_vacuous(d: Diagnosis | Shares, metric: str) -> str:
+    """Say what makes an interval say nothing: one token that holds much, or prompts that differ."""
+    if isinstance(d, Diagnosis) and metric == "raw":
+        squares = (d.table["weight"] * d.table[PARAMETERS]).astype(float) ** 2
+        whole = (squares * stands_for(d.table, squares.notna().to_numpy())).sum()
+        if squares.max() >= CONCENTRATED * whole:
+            token = d.table.loc[squares.idxmax()]
+            held = f"one token holds {percent(squares.max() / whole)} % of it"
+            return f"{held} ({token['token']!r} in response {token['response']}), and other prompts may have none such"
+    return "its prompts differ too much"
 
 
 def _rank(d: Diagnosis | Shares, metric: str, are: str, detail: str) -> Finding:
@@ -155,13 +189,11 @@ def _rank(d: Diagnosis | Shares, metric: str, are: str, detail: str) -> Finding:
         return Finding(kind, Verdict.DOMINATES, f"{words} ({_redraws(odds[low])}).", detail, "warn")
     words = f"T{are[1:]}"
     if odds[most] >= CERTAIN:
-        share = share_words(d.pick("squared_share", metric, most))
-        largest = f"{name_interval(most)} accounts for the largest share, {share}"
-        return Finding(kind, Verdict.MORE, f"{words}; but {largest}.", detail)
+        return Finding(kind, Verdict.MORE, f"{words}; but {name_interval(most)} has the largest share.", detail)
     rival = odds.drop(low).idxmax()
     if odds[low] <= 1 - CERTAIN:
-        larger = f"{name_interval(rival)} accounts for {share_words(d.pick('squared_share', metric, rival))}"
-        return Finding(kind, Verdict.MORE, f"{words}; another interval's share is larger ({larger}).", detail)
+        larger = f"such as that of {name_interval(rival)}"
+        return Finding(kind, Verdict.MORE, f"{words}; another interval's share is larger, {larger}.", detail)
     others = f"that of {name_interval(rival)} in {percent(odds[rival])} %"
     words += f"; whether theirs is the largest share is undecided (it is {_redraws(odds[low])}, {others})."
     if (wanted := prompts_to_decide(odds[most], d.num_informative_prompts)) is not None:
@@ -233,12 +265,12 @@ def _summed(d: Diagnosis) -> list[Finding]:
         tokens = d.pick("token_share", "none", low)
         if share is None or isnan(share["value"]) or isnan(tokens["value"]):
             continue
-        statement = (
-            f"Tokens with {name_interval(low)}, {share_words(tokens)} of the tokens, account for {share_words(share)} "
-            f"of the {words}{'' if d.sums_prompts in (None, d.of_prompts) else f' of {d.summed_prompts}'}"
-        )
+        they = f"Tokens with {name_interval(low)}"
+        of = f"of the {words}{'' if d.sums_prompts in (None, d.of_prompts) else f' of {d.summed_prompts}'}"
+        statement = f"{they}, {share_words(tokens)} of the tokens, account for {share_words(share)} {of}"
+        brief = f"{they} account for {share_words(share)} {of}"
         detail = (
-            f"Share ⟨G_a, G⟩/‖G‖² by interval: {name_shares(d, 'gradient_share', metric)}. Cosine of "
+            f"Share ⟨G_a, G⟩/‖G‖² of the other intervals: {name_shares(d, 'gradient_share', metric)}. Cosine of "
             f"{name_interval(low)} with the whole: {number_words(cosine)}."
         )
         verdict, why = compare(share, tokens), lack_words(d, share) or lack_words(d, tokens)
@@ -246,7 +278,14 @@ def _summed(d: Diagnosis) -> list[Finding]:
             verdict, f"; {why}." if why else ". Whether that is more than in proportion is undecided."
         )
         tone = "warn" if verdict is Verdict.MORE else "plain"
-        found.append(Finding(f"summed_{metric}", verdict, f"{statement}{end}", detail, tone))
+        brief += end
+        if metric == "raw":  # whose share the first screen has
+            which = {Verdict.MORE: "a larger share", Verdict.LESS: "a smaller share"}.get(verdict)
+            brief = f"{they} have {which} {of} than of the tokens."
+            if which is None:
+                brief = f"Whether {they[0].lower()}{they[1:]} have a larger share {of} than of the tokens is undecided"
+                brief += f": {why}." if why else "."
+        found.append(Finding(f"summed_{metric}", verdict, f"{statement}{end}", detail, tone, brief))
     return found
 
 
@@ -255,7 +294,7 @@ def _signal(d: Diagnosis) -> list[Finding]:
     known = [(label, row) for label, row in rows if row is not None and not isnan(row["lower"])]
     if not known:
         return []
-    each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known)
+    each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known if name != "all")
     detail = f"Signal fraction of ‖G_a‖², over {d.summed_prompts}: {each}. "
     detail += "Negative estimates arise by chance."
     clear = [name for name, row in known if compare(row) is Verdict.MORE]
@@ -317,11 +356,19 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         end = "" if isnan(row["lower"]) else ": no detectable difference from one half"
         end = {Verdict.MORE: ", more than half", Verdict.LESS: ", less than half"}.get(verdict, end)
         detail = f"By interval of π before the step: {parts}."
-        found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone))
+        brief = f"{done}, of the tokens with {word} that moved, " + {
+            Verdict.MORE: f"more than half became {way}.",
+            Verdict.LESS: f"less than half became {way}.",
+        }.get(verdict, f"about half became {way}: no detectable difference.")
+        brief = brief if end else ""
+        found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone, brief))
     if {finding.verdict for finding in found} == {Verdict.MORE, Verdict.LESS}:
         # One sign gains what the other loses: tokens of both move alike, which is neither's success.
         words = " Tokens of both signs mostly move the same way."
-        found = [replace(finding, statement=finding.statement + words, tone="warn") for finding in found]
+        found = [
+            replace(one, statement=one.statement + words, brief=one.brief and one.brief + words, tone="warn")
+            for one in found
+        ]
     return found
 
 

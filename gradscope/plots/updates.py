@@ -161,6 +161,7 @@ def plot_influence(
     require(table, ["source", "target", statistic], what="the influence table")
     ax = new_axes(ax, width=3.6, height=2.9)
     labels = dict(enumerate(interval_labels(edges)))
+    labels |= {str(place): label for place, label in labels.items()}  # as a CSV has them
     wide = table.pivot(index="source", columns="target", values=statistic)
     sources = list(dict.fromkeys(table["source"]))
     wide = wide.loc[

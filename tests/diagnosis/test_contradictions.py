@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cache
+from io import StringIO
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.pages import Reader
@@ -22,10 +25,13 @@ from gradscope.diagnosis import (
     decide,
     diagnose,
     make_report,
+    write_report,
 )
+from gradscope.diagnosis.page.page import Figure, Paragraph
 from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.result import VERDICT_PROMPTS
 from gradscope.gradients import measure
+from gradscope.plots import drawn_numbers
 from gradscope.policy import AdamWState, Policy
 from gradscope.resampling import MANY
 from gradscope.rollouts import TokenBatch
@@ -221,6 +227,45 @@ def near(unit: str, low: float, high: float, bounds: np.ndarray) -> bool:
     scaled = {" %": 100 * bounds, "×": 2.0 ** np.clip(bounds, -99, 99), "": bounds}[unit]
     off = np.abs(scaled - [low, high])
     return bool((off <= 0.06 * np.abs(scaled) + 0.006).all(1).any())
+
+
+@pytest.mark.parametrize("name", ["every part", pytest.param("nine prompts", marks=pytest.mark.all)])
+def test_two_lines_of_python_draw_each_figure_again_from_the_files_beside_the_page(name, tmp_path, monkeypatch):
+    d, _ = found(name)
+    case = SETTINGS[name]
+    report = make_report(d, policy(), make_rollouts(case.prompts, case.idle, case.responses))
+    write_report(tmp_path, report)
+    d.table.to_parquet(tmp_path / "tokens.parquet")
+    monkeypatch.chdir(tmp_path)
+    blocks = [report.page.lead, *(block for section in report.page.sections for block in section.blocks)]
+    figures = [block for block in blocks if isinstance(block, Figure)]
+    assert len(figures) > 8
+    for figure in figures:
+        first, last = figure.code.split("\n")
+        names: dict[str, Any] = {}
+        exec(first, names)
+        again, before = drawn_numbers(eval(last, names)), drawn_numbers(figure.drawing)
+        both = [pd.read_csv(StringIO(frame.to_csv(index=False))) for frame in (again, before)]
+        pd.testing.assert_frame_equal(*both, check_dtype=False, rtol=1e-5, atol=1e-9)
+
+
+ENDS = re.compile(rf"\[{NUMBER}, {NUMBER}\]")
+
+
+@pytest.mark.parametrize("name", [*SETTINGS][:10])
+def test_no_number_with_an_interval_is_said_twice(name):
+    d, _ = found(name)
+    case = SETTINGS[name]
+    page = make_report(d, policy(), make_rollouts(case.prompts, case.idle, case.responses)).page
+    said = [*page.decision, *(f"{tile.value} {tile.note}" for tile in page.tiles), *page.notes, *page.warnings]
+    said += [f"{finding.statement} {finding.detail}" for finding in page.findings]
+    blocks = [block for section in page.sections for block in section.blocks]
+    said += [block.text for block in blocks if isinstance(block, Paragraph)]
+    said += [block.caption for block in (page.lead, *blocks) if isinstance(block, Figure)]
+    places = Counter(ends for text in said for ends in {*ENDS.findall(text)})
+    assert [ends for ends, count in places.items() if count > 1] == []
+    statements = [finding.statement for finding in page.findings]
+    assert len({*statements, *page.decision}) == len(statements) + len(page.decision)
 
 
 @by_setting

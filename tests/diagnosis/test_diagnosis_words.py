@@ -9,8 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, findings
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, decide, findings
 from gradscope.diagnosis.format import percent
+from gradscope.diagnosis.page.first_screen import make_tiles
 from gradscope.diagnosis.plots import plot_dominance
 from gradscope.diagnosis.result import (
     VERDICT_PROMPTS,
@@ -323,3 +324,20 @@ def test_a_mismatch_is_told_with_its_power_and_what_is_masked_for_it(power, verd
     said = findings(found)["mismatch"]
     assert said.verdict is verdict and (said.tone == "warn") is (masked > 0)
     assert ("20 % of the tokens are masked" in said.statement and "50 % of" in said.statement) is (masked > 0)
+
+
+@pytest.mark.parametrize(("largest", "said"), [(40.0, True), (1.0, False)])
+def test_where_an_interval_says_nothing_no_share_stands_in_the_headline_and_why_is_said(largest, said):
+    half = {"half": 0.0}
+    share = rows("squared_share", [0.7, 0.1, 0.1, 0.1], metric="raw", **half)
+    index = rows("dominance_index", [0.4, 0.0, 0.0, 0.0], metric="raw", unit="bits", half=6.0)
+    share.loc[0, ["lower", "upper"]] = 1e-5, 0.9999
+    table = pd.DataFrame({"token": "w", "response": range(20), "group": range(20), "interval": 0, "weight": 1.0})
+    table["param_grad_norm"] = [largest, *[1.0] * 19]
+    found = plant({"squared_share": share, "dominance_index": index}, table=table, num_prompts=20)
+    finding = findings(found)["dominance_raw"]
+    assert finding.verdict is Verdict.UNDECIDED and "70 %" not in finding.statement
+    assert ("one token holds" in finding.statement) is said
+    [tile] = [tile for tile in make_tiles(found) if "energy" in tile.label]
+    assert tile.value == "not known"
+    assert decide(found, findings(found))[0] == finding.statement

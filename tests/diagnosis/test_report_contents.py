@@ -17,7 +17,7 @@ from gradscope.diagnosis import (
     write_report,
 )
 from gradscope.diagnosis.page.trend import SAID
-from gradscope.diagnosis.result import COLUMNS
+from gradscope.diagnosis.result import CAVEATS, COLUMNS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -53,7 +53,7 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
         "The energy of a token with π < ¼ over the average rose",
         "The share of the summed gradient of tokens with π < ¼ is known without intervals",
     }  # of what is unknown at the last step, nothing
-    pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame.drop(columns="n"))
+    pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame)
     alone = make_trend_report(frame[frame["step"] == 5])
     said = [finding.statement for finding in alone.page.findings]
     assert len(said) == 5 and all("at step 5." in statement for statement in said)
@@ -75,7 +75,11 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     assert titles[0] == "Shares by probability interval" and titles[-1] == "All numbers"
     # No step, no influence: no empty sections of them.
     assert not {"What one step does", "Influence between intervals"} & {*titles}
-    assert report.page.notes == ("Of <mine>.", *found.notes)
+    assert sorted(report.page.notes) == sorted(("Of <mine>.", *found.notes))
+    places = [CAVEATS.index(note.kind) for note in found.notes]
+    assert [note for note in report.page.notes if note != "Of <mine>."] == [
+        note for _, note in sorted(zip(places, found.notes, strict=True), key=lambda pair: pair[0])
+    ]
     page = Reader(write_report(tmp_path, report).read_text(encoding="utf-8"))
     assert "Of <mine>." in page.text
     for name, frame in report.tables.items():

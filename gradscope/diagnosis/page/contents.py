@@ -15,7 +15,7 @@ from gradscope.diagnosis.page.first_screen import decide, make_tiles
 from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Table
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
-from gradscope.diagnosis.result import TITLE, Diagnosis, Finding as Told
+from gradscope.diagnosis.result import TITLE, Diagnosis, Finding as Told, by_weight
 from gradscope.diagnosis.tokens import add_estimated_norms, add_weighted_norms
 from gradscope.diagnosis.words import findings
 from gradscope.errors import checked
@@ -39,6 +39,7 @@ class Report:
         """Write the page alone, without links to its tables; its path."""
 
         def alone(block: Block | None) -> Block | None:
+            block = replace(block, code="") if isinstance(block, Figure) else block
             return replace(block, csv=None) if isinstance(block, Figure | Table) else block
 
         sections = tuple(replace(s, blocks=tuple(map(alone, s.blocks))) for s in self.page.sections)
@@ -71,9 +72,9 @@ def make_report(
         sections=make_sections(d, policy, sheets),
         viewer=viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=d.movement).page.viewer,
         facts=dict(facts or {}),
-        notes=tuple(as_sentence(note) for note in (*notes, *d.notes) if note not in d.warnings),
+        notes=tuple(as_sentence(note) for note in by_weight((*notes, *d.notes)) if note not in d.warnings),
         warnings=tuple(map(as_sentence, d.warnings)),
-        decision=decide(d, said),
+        decision=decide(d, said, brief=True),
         tiles=make_tiles(d),
         lead=make_lead(d, sheets),
     )
@@ -84,7 +85,7 @@ def _as_evidence(finding: Told) -> Finding | None:
     """Return a finding as the page has it: of that which the first screen states already, its basis alone."""
     if finding.kind == "dominance_raw":
         return Finding(finding.detail) if finding.detail else None
-    return Finding(*finding)
+    return Finding(finding.brief or finding.statement, finding.detail, finding.tone)
 
 
 @checked

@@ -37,6 +37,7 @@ def _draw(drawing: Figure | Axes) -> str:
     target, figure = io.StringIO(), drawing.figure
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     with paper_style(), mpl.rc_context({"svg.fonttype": "none", "font.sans-serif": _FONTS}):
-        figure.draw_without_rendering()  # axes that the layout has made smaller may have wider ticks: once more
+        if (layout := figure.get_layout_engine()) is not None:
+            layout.execute(figure)  # axes that it has made smaller may have wider ticks: it is executed again in saving
         figure.savefig(target, format="svg", transparent=True, dpi=_DOTS, metadata=nothing)
     return target.getvalue()

@@ -9,25 +9,33 @@ import pandas as pd
 from gradscope.diagnosis.format import name_interval, percent, share_words, step_words
 from gradscope.diagnosis.page.page import Tile
 from gradscope.diagnosis.result import Diagnosis, Findings, Verdict
-from gradscope.diagnosis.words import compare, lack_words
+from gradscope.diagnosis.words import compare, lack_words, says_nothing
 from gradscope.resampling import in_brackets
 
 
-def decide(d: Diagnosis, findings: Findings) -> tuple[str, ...]:
+def decide(d: Diagnosis, findings: Findings, *, brief: bool = False) -> tuple[str, ...]:
     """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
+
+    brief: without the numbers of `make_tiles`, which stand beside.
     """
-    [first] = [finding.statement for finding in findings if finding.kind == "dominance_raw"]
-    return tuple(filter(None, (first, _summed(d), _next(d))))
+    [first] = [finding for finding in findings if finding.kind == "dominance_raw"]
+    return tuple(filter(None, ((brief and first.brief) or first.statement, _summed(d, brief=brief), _next(d))))
 
 
-def _summed(d: Diagnosis) -> str:
+def _summed(d: Diagnosis, *, brief: bool) -> str:
     share, signal = d.pick("gradient_share", "raw", d.labels[0]), d.pick("signal_fraction", "raw", "all")
     if share is None or isnan(share["value"]):
         return ""
     words = f"Tokens with {name_interval(d.labels[0])} account for {share_words(share)} of the summed gradient"
+    if says_nothing(share):
+        bounds = in_brackets(share["lower"], share["upper"], percent).strip()
+        low = name_interval(d.labels[0])
+        words = f"How much of the summed gradient tokens with {low} account for cannot be told: {bounds} %"
     if signal is None or isnan(signal["lower"]):
         why = "" if signal is None else lack_words(d, signal)
         return f"{words}; signal cannot be told from noise ({why})." if why else f"{words}."
+    if compare(signal) is Verdict.MORE and brief:
+        return f"{words}. The whole summed gradient has signal, which other prompts would share."
     if compare(signal) is Verdict.MORE:
         return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
     noise = f"The whole summed gradient cannot be told from noise on {d.summed_prompts}"
@@ -48,9 +56,12 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
     low, tiles = d.labels[0], []
     shares = (("token_share", "none", "share of the tokens"), ("squared_share", "raw", "share of the gradient energy"))
     for statistic, metric, label in shares:
-        row = d.pick(statistic, metric, low)
-        if row is not None and not isnan(row["value"]):
-            tiles.append(_tile(f"{name_interval(low)}: {label}", row, ""))
+        row, name = d.pick(statistic, metric, low), f"{name_interval(low)}: {label}"
+        if row is not None and says_nothing(row):
+            bounds = in_brackets(row["lower"], row["upper"], percent).strip()
+            tiles.append(Tile(name, "not known", f"95 % interval {bounds} %"))
+        elif row is not None and not isnan(row["value"]):
+            tiles.append(_tile(name, row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
     if signal is not None and not isnan(signal["lower"]):
         if compare(signal) is Verdict.MORE:

@@ -19,12 +19,13 @@ def make_live_report(
     steps: a row per step and interval: step, interval (its label), token_share, logit_grad_share, clipped_share,
     masked_share, mismatch, entropy; NaN: not known. largest: tokens of recent steps. found: the verdict on them.
     """
-    from gradscope.diagnosis.page.sections import Sheets  # which loads matplotlib
+    from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
     from gradscope.diagnosis.plots import plot_steps
 
     sheets = Sheets()
     first, last = steps["step"].min(), steps["step"].max()
-    drawn = sheets.figure("steps", lambda: plot_steps(steps), f"Steps {first} to {last}, by interval of π_old.")
+    caption, again = f"Steps {first} to {last}, by interval of π_old.", redraw(plot_steps, csv("numbers"))
+    drawn = sheets.figure("steps", lambda: plot_steps(steps), caption, again=again)
     shown: Sequence[str] = ("step", "token", "before", "prob", "share", "slope", "position")
     tokens = sheets.table(
         "largest",

@@ -45,6 +45,8 @@ class Figure:
     caption: str
     csv: str | None = None
     """The file with the numbers that are drawn, relative to the page."""
+    code: str = ""
+    """Python that draws it again from the files beside the page; "": none."""
 
 
 @dataclass(frozen=True)

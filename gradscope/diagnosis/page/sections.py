@@ -19,6 +19,7 @@ from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Parag
 from gradscope.diagnosis.result import REWARD_PART, Diagnosis
 from gradscope.errors import InputError
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS
+from gradscope.intervals import EDGES
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
 from gradscope.theory import measured_cones, theory_report
@@ -40,6 +41,22 @@ BASES = ("value", "share", "coefficient", "difference")
 """Columns that `lower` and `upper` may belong to; the first one present counts."""
 
 
+TOKENS = 'pd.read_parquet("tokens.parquet")'
+
+
+def redraw(plot: Callable[..., object], *arguments: str, edges: Sequence[int | float] = EDGES) -> str:
+    """Return two lines of Python that draw a figure from the files beside the page; edges: named unless as by default.
+    """
+    module = plot.__module__ if plot.__module__.startswith("gradscope.diagnosis") else "gradscope.plots"
+    given = [*arguments, *([] if tuple(edges) == tuple(EDGES) else [f"edges={tuple(edges)}"])]
+    return f"import pandas as pd; from {module} import {plot.__name__}\n{plot.__name__}({', '.join(given)})"
+
+
+def csv(name: str) -> str:
+    """Return Python that reads a file beside the page."""
+    return f'pd.read_csv("{DATA}/{name}.csv")'
+
+
 class Sheets:
     """Makes blocks that show numbers and collects their tables by CSV file name."""
 
@@ -47,12 +64,19 @@ class Sheets:
         self.tables: dict[str, pd.DataFrame] = {}
 
     def figure(
-        self, name: str, draw: Callable[[], object], caption: str, *, bars: str = "", token_column: str | None = None
+        self,
+        name: str,
+        draw: Callable[[], object],
+        caption: str,
+        *,
+        again: str,
+        bars: str = "",
+        token_column: str | None = None,
     ) -> Block:
         """Return `draw`'s figure; a paragraph with its complaint if these tokens do not suffice.
 
-        bars: what they are, said where there are some. token_column: known in the rows of single tokens alone, which
-        tokens.parquet has: the CSV leaves them out.
+        again: `redraw`, which makes it of the files beside the page. bars: what they are, said where there are some.
+        token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
         """
         before = {*plt.get_fignums()}
         try:
@@ -69,7 +93,11 @@ class Sheets:
             numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
             caption += " Single tokens are in tokens.parquet."
         self.tables[f"{DATA}/{name}.csv"] = numbers
-        return Figure(drawing, caption, f"{DATA}/{name}.csv")
+        return Figure(drawing, caption, f"{DATA}/{name}.csv", again)
+
+    def keep(self, name: str, frame: pd.DataFrame) -> None:
+        """Put a frame beside the page that a figure is drawn of again."""
+        self.tables[f"{DATA}/{name}.csv"] = frame
 
     def table(
         self,
@@ -170,7 +198,8 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
     if d.num_prompts < d.of_prompts:
         caption += f" More minutes cover more of the {d.of_prompts:,} prompts; half the error takes four times as many."
     draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
-    drawn = sheets.figure("shares", draw, caption, bars=OVER_PROMPTS)
+    again = redraw(plot_diagnosis.plot_shares, csv("statistics"), repr([*d.labels]))
+    drawn = sheets.figure("shares", draw, caption, again=again, bars=OVER_PROMPTS)
     return drawn if isinstance(drawn, Figure) else None
 
 
@@ -186,6 +215,7 @@ def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 "Left: each interval's share of the tokens, of what (1−π)² alone predicts, of the gradient energy and "
                 "of the summed gradient (what is left after tokens cancel). Right: log₂ of a share over the share of "
                 "the tokens; of summed gradients, the share of Σ_a ‖G_a‖².",
+                again=redraw(plot_diagnosis.plot_dominance, csv("statistics"), repr([*d.labels])),
                 bars=OVER_PROMPTS,
             )
         )
@@ -219,10 +249,13 @@ def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
     norms = d.statistics[(d.statistics["statistic"] == "gradient_norm") & (d.statistics["metric"] == "raw")]
     if norms.empty:
         draw = lambda: plots.plot_token_shares(d.table, edges=d.settings.edges)  # noqa: E731
-        return [sheets.figure("figure_1", draw, "Token shares (Fig. 1 a); without advantages there is no more.")]
+        again = redraw(plots.plot_token_shares, TOKENS, edges=d.settings.edges)
+        words = "Token shares (Fig. 1 a); without advantages there is no more."
+        return [sheets.figure("figure_1", draw, words, again=again)]
     bars = pd.DataFrame(
         {"interval": [*map(str, range(len(d.labels))), "all"], "label": norms["interval"], "norm": norms["value"]}
     )
+    sheets.keep("gradient_norms", bars)
     return [
         sheets.figure(
             "figure_1",
@@ -230,6 +263,7 @@ def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "Fig. 1 (a, b, d) of the paper on this batch: how probable the tokens were, their advantages, and the norm "
             "of each interval's summed gradient, alone and together. A norm is no share: gradients cancel, and G_a of "
             "few tokens can be long by chance (see Signal).",
+            again=redraw(plots.plot_figure_1, TOKENS, csv("gradient_norms"), edges=d.settings.edges),
         )
     ]
 
@@ -243,19 +277,24 @@ def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
         return [Paragraph(f"Not drawn: {error}.")]
     depth = sum(name.startswith(LAYER) for name in d.table) - 1
     shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
-    powers = theory.powers[theory.powers["quantity"].isin([*shown, PARAMETERS])]
+    powers, cones = theory.powers[theory.powers["quantity"].isin([*shown, PARAMETERS])], measured_cones(theory, shown)
+    sheets.keep("powers", powers)
+    sheets.keep("cones", cones)
+    size, over = f"vocab_size={policy.vocab_size}", f"parameters={d.parameters!r}"
     blocks = [
         sheets.figure(
             "figure_2",
-            lambda: plots.plot_figure_2(d.table, measured_cones(theory, shown), vocab_size=policy.vocab_size),
+            lambda: plots.plot_figure_2(d.table, cones, vocab_size=policy.vocab_size),
             "Fig. 2 of the paper: at the logits the feasible cone of Prop. 4.2, which is a theorem; below them the "
             "span of the measured gains of these same tokens, which they lie in by construction.",
+            again=redraw(plots.plot_figure_2, TOKENS, csv("cones"), size),
             token_column="norm",
         ),
         sheets.figure(
             "norm_against_one_minus_prob",
             lambda: plots.plot_norm_against_one_minus_prob(d.table, powers, parameters=d.parameters),
             "Norms against 1 − π with the fitted power, the slope (the theory's is 1), by layer and of all parameters.",
+            again=redraw(plots.plot_norm_against_one_minus_prob, TOKENS, csv("powers"), over),
             token_column="norm",
         ),
     ]
@@ -275,6 +314,9 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "layers_by_interval",
             lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
             "Median norm of the unweighted token gradients by layer and probability interval.",
+            again=redraw(
+                plots.plot_layers_by_interval, TOKENS, f"parameters={d.parameters!r}", edges=d.settings.edges
+            ),
         ),
         Table(wide, "Mean norms.", csv=f"{DATA}/layer_norms.csv"),
     ]
@@ -288,7 +330,8 @@ def _modules(d: Diagnosis, sheets: Sheets) -> list[Block]:
         "beside its share of the parameters."
     )
     draw = lambda: plot_diagnosis.plot_module_shares(d.modules)  # noqa: E731
-    drawn = sheets.figure("modules_drawn", draw, caption)
+    again = redraw(plot_diagnosis.plot_module_shares, csv("modules"))
+    drawn = sheets.figure("modules_drawn", draw, caption, again=again)
     return [drawn, sheets.table("modules", d.modules, "The same in numbers.", folded=True)]
 
 
@@ -301,7 +344,9 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
             if (d.where["driver"] == driver).sum() > 1:  # one class alone is all of the batch
                 draw = lambda driver=driver: plot_diagnosis.plot_where(d.where, driver)  # noqa: E731
                 caption = f"Shares by {words}: of the tokens and of the gradient energy."
-                blocks.append(sheets.figure(f"where_{driver}", draw, caption, bars="95 % for all together"))
+                again = redraw(plot_diagnosis.plot_where, csv("where"), repr(driver))
+                drawn = sheets.figure(f"where_{driver}", draw, caption, again=again, bars="95 % for all together")
+                blocks.append(drawn)
     if d.spikes is not None and len(d.spikes):
         caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
         shown = ["response", "position", "token", "reward", *(c for c in d.spikes if c.startswith(REWARD_PART))]
@@ -318,6 +363,7 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "signal",
             lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
             "How much of each interval's ‖G_a‖² other prompts would share; 0 is noise.",
+            again=redraw(plot_diagnosis.plot_signal, csv("statistics"), repr([*d.labels])),
             bars="95 %, a jackknife",
         )
     ]
@@ -328,7 +374,9 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
         if matrix is not None:
             draw = lambda matrix=matrix: plots.plot_cosines(matrix, edges=d.settings.edges)  # noqa: E731
             caption = f"Cosines between the intervals' summed gradients{words}; near 0 where either is noise."
-            blocks.append(sheets.figure(name, draw, caption))
+            read = f'{csv(name)}.drop(columns="interval")'
+            again = redraw(plots.plot_cosines, read, edges=d.settings.edges)
+            blocks.append(sheets.figure(name, draw, caption, again=again))
     return blocks + _define("signal fraction")
 
 
@@ -357,13 +405,16 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.directions is None:
         return []
     blocks: list[Block] = []
+    sheets.keep("directions", d.directions)
     if d.movement is not None:
+        sheets.keep("moved", d.movement[["interval", "advantage", "delta_prob.all"]])
         blocks.append(
             sheets.figure(
                 "movement",
                 lambda: plots.plot_movement(d.movement, "all", edges=d.settings.edges),
                 "Fig. 1 (c) of the paper on this batch: how far one step moves the tokens of each interval, by the "
                 "sign of their advantage; weights are as before afterwards.",
+                again=redraw(plots.plot_movement, csv("moved"), edges=d.settings.edges),
             )
         )
     blocks.append(
@@ -372,6 +423,7 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
             lambda: plot_diagnosis.plot_right_directions(d.directions, d.labels),
             "Fig. 3 of the paper on this batch: of the tokens of each interval and sign of Â, the share that moves the "
             "right way, in the step predicted to first order and in the one that was taken. One half is chance.",
+            again=redraw(plot_diagnosis.plot_right_directions, csv("directions"), repr([*d.labels])),
             bars=OVER_PROMPTS,
         )
     )
@@ -413,7 +465,8 @@ def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
         "parts, and those of momentum and weight decay, add up to the predicted change."
     )
     draw = lambda: plot_diagnosis.plot_entropy(d.entropy, d.labels)  # noqa: E731
-    return [Paragraph(told), sheets.figure("entropy", draw, caption, bars=OVER_PROMPTS)]
+    again = redraw(plot_diagnosis.plot_entropy, csv("entropy"), repr([*d.labels]))
+    return [Paragraph(told), sheets.figure("entropy", draw, caption, again=again, bars=OVER_PROMPTS)]
 
 
 def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -425,6 +478,7 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
             lambda: plots.plot_influence(d.influence, edges=d.settings.edges),
             "Whose gradient moves which interval: share of each column's movement that each source causes, to first "
             "order. Columns add up to 1.",
+            again=redraw(plots.plot_influence, csv("influence"), edges=d.settings.edges),
         )
     ]
     if d.against is not None and len(d.against):
@@ -449,6 +503,7 @@ def _drivers(d: Diagnosis, sheets: Sheets) -> list[Block]:
             lambda: plots.plot_norm_drivers(d.drivers, parameters=d.parameters),
             "What the norm of a token follows: standardised coefficients of its logarithm on log(1 − π) and entropy, "
             "fitted together, at each place in the network.",
+            again=redraw(plots.plot_norm_drivers, csv("drivers"), f"parameters={d.parameters!r}"),
             bars=OVER_PROMPTS,
         )
     ]
@@ -463,7 +518,8 @@ def _proxies(d: Diagnosis, sheets: Sheets) -> list[Block]:
         "among the 1 % with the largest proxy."
     )
     draw = lambda: plots.plot_proxies(d.proxies, parameters=d.parameters)  # noqa: E731
-    drawn = sheets.figure("proxies_drawn", draw, caption, bars=OVER_PROMPTS)
+    again = redraw(plots.plot_proxies, csv("proxies"), f"parameters={d.parameters!r}")
+    drawn = sheets.figure("proxies_drawn", draw, caption, again=again, bars=OVER_PROMPTS)
     whole = d.proxies[d.proxies["quantity"].isin([PARAMETERS, ADAMW])]
     table = sheets.table("proxies", whole, "The same in numbers; the file has each layer's activations.", folded=True)
     sheets.tables[table.csv] = d.proxies
@@ -482,8 +538,10 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     shown += ["entropy_change", "effective_share", "zero_share", "gain", "gain_difference"]
     same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
     draw = lambda: plots.plot_comparison(c.table, c.by_interval, c.labels)  # noqa: E731
+    read = [f'{csv(name)}.fillna({{"same_as": ""}})' for name in ("weightings", "weightings_by_interval")]
+    again = redraw(plots.plot_comparison, *read, repr([*c.labels]))
     return [
-        sheets.figure("weightings_drawn", draw, caption, bars=OVER_PROMPTS),
+        sheets.figure("weightings_drawn", draw, caption, again=again, bars=OVER_PROMPTS),
         Paragraph(signal_sentence(c)),
         *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
         *(Paragraph(note) for note in c.notes if note.kind != "off-policy"),

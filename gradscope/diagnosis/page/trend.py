@@ -39,7 +39,7 @@ def make_trend_report(
     where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
     file, relative to this page, of each checkpoint's own page.
     """
-    from gradscope.diagnosis.page.sections import Sheets  # which loads matplotlib
+    from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
     from gradscope.diagnosis.plots import plot_trend
 
     steps = sorted(trend["step"].unique().tolist())
@@ -53,11 +53,13 @@ def make_trend_report(
         f"Headline numbers at {which}; bands are 95 % over redrawn "
         "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's; crosses: of too "
         "few prompts or tokens for an interval.",
+        again=redraw(plot_trend, csv("trend"), repr(labels)),
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
     at = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
     warnings = [f"The rollouts at {at} were sampled by a different checkpoint: drawn hollow."] if foreign else []
     numbers = sheets.table("trend", trend.drop(columns=["n"]), "Every number at every checkpoint.", folded=True)
+    sheets.keep("trend", trend)
     terms = ("gradient energy", "summed gradient", "signal fraction", "95 % interval")
     sections = (
         Section("trend", "Over training", (drawn, *(Definition(term, DEFINITIONS[term]) for term in terms))),
