@@ -1,9 +1,8 @@
-"""log π of a batch's tokens under a model, with logits only where they are needed and no padding more than that.
+"""log π of a batch's tokens under a model, with logits computed only where needed and minimal padding.
 
-Rows are sorted by length before they are cut into micro-batches, moved to start at column 0, and end with their last
-token that is asked for: what comes after it cannot change it. The head of the model sees the asked tokens alone, few of
-them at a time where the logits of all would take too much memory. Where `shared_prompts.can_pack` allows it, groups
-stay together and a prompt is computed once for its responses.
+Rows are sorted by length, cut into micro-batches, shifted to start at column 0 and truncated after their last kept
+token. The head is applied to kept tokens only, a few at a time if all of their logits would take too much memory. If
+`shared_prompts.can_pack` allows it, groups stay together and each prompt is computed once for all of its responses.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes
 
 Piece = tuple[Int[Tensor, " _"], TokenBatch]
-"""Rows of a batch, and the micro-batch that they make."""
+"""A micro-batch, with its rows in the batch."""
 
 Quantity = Literal["logprob", "entropy"]
-"""Numbers of a token's distribution, in nats at its temperature."""
+"""A quantity of a token's distribution, in nats at its temperature."""
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
-"""Bytes that a micro-batch's logits may take on a device, with all that is made of them and is as large."""
+"""Bytes for a micro-batch's logits and all tensors of that size, by device."""
 
 Found = TypeVar("Found", Tensor, TokenStatistics)
 
 
 def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> list[Piece]:
-    """Cut the batch into micro-batches of at most `size` responses, longest first; without those of no kept token.
+    """Cut the batch into micro-batches of at most `size` responses, longest first, dropping those without kept tokens.
 
-    by_group: responses of a group stand together, the group of the longest one first.
+    by_group: keep the responses of a group together, the group with the longest response first.
     """
     aligned, _ = batch.left_aligned()
     ends = _ends(aligned)
@@ -64,9 +63,9 @@ def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> li
 
 
 def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int, device: str | None = None) -> int:
-    """Return how many responses to take together: `size`, or as many as LOGITS allows; one at least.
+    """Return how many responses to take together: at most `size` and as many as LOGITS allows, but at least one.
 
-    copies: how many tensors as large as the logits of all kept tokens exist at once. At a vocabulary of 150,000, the
+    copies: number of tensors of the size of all kept tokens' logits that exist at once. At a vocabulary of 150,000, the
     logits of a thousand tokens are 0.6 GB in float32. device: its type; None: the model's.
     """
     one = copies * int(batch.response_mask.sum(1).max()) * _logit_bytes(model)
@@ -74,7 +73,7 @@ def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int,
 
 
 def empty_piece(batch: TokenBatch) -> Piece:
-    """Make a micro-batch of no kept token, which a process without work runs to keep in step with the others."""
+    """Make a micro-batch without kept tokens, for a process without work to stay in step with the others."""
     first = batch.select([0]).left_aligned()[0].narrow(2)
     return torch.zeros(1, dtype=torch.long), replace(first, response_mask=torch.zeros_like(first.response_mask))
 
@@ -82,24 +81,24 @@ def empty_piece(batch: TokenBatch) -> Piece:
 def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
     """Compute differentiable log π of the kept tokens, row by row, in nats at their temperature.
 
-    The piece starts at column 0, as `micro_batches` makes it. The result is on the model's device.
+    The piece must start at column 0, like those of `micro_batches`. The result is on the model's device.
     """
     return _compute_kept(model, piece, lambda logits, ids, at: gather_logprobs(logits, ids, temperature=at), copies=4)
 
 
 def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
-    """Compute the named numbers of every kept token, differentiably in one forward pass; else like `kept_logprobs`."""
+    """Compute the named quantities of every kept token, differentiably, in one forward pass; see `kept_logprobs`."""
     return _compute_kept(model, piece, partial(numbers_of, names=names), copies=6)
 
 
 def numbers_of(
     logits: Float[Tensor, "k N"], ids: Int[Tensor, " k"], at: Float[Tensor, " k"], names: Sequence[Quantity]
 ) -> Float[Tensor, "k Q"]:
-    """Compute the named numbers of tokens from their logits, differentiably, in nats at their temperature."""
+    """Compute the named quantities of tokens from their logits, differentiably, in nats at their temperature."""
 
     def entropies() -> Float[Tensor, " k"]:
         logprobs = (widen(logits) / at[:, None]).log_softmax(-1)
-        # A finite floor makes the term of an impossible token 0 · finite = 0.
+        # With a finite floor, the term of an impossible token is 0 · finite = 0.
         return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
 
     made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=at), "entropy": entropies}
@@ -107,7 +106,7 @@ def numbers_of(
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
-    """Compute `kept_logprobs` where each token stands, 0 elsewhere; in less memory, for a single backward pass."""
+    """Compute `kept_logprobs` as [b, n], 0 elsewhere; takes less memory, but supports a single backward pass."""
     return _spread(trained_logprobs(*_kept_logits(model, piece)), piece.response_mask)
 
 
@@ -138,7 +137,7 @@ def gather_statistics(
     device: torch.device,
     processes: Processes,
 ) -> TokenStatistics:
-    """Put what each process found for its pieces' kept tokens [K] where they stand in the batch [B, S]; 0 elsewhere."""
+    """Gather the statistics of all processes' pieces [K] into the batch's shape [B, S], 0 elsewhere."""
     dtype = torch.promote_types(torch.float32, next(model.parameters()).dtype)
     table = torch.zeros(3, *batch.input_ids.shape, dtype=dtype)
     start = batch.attention_mask.int().argmax(1)
@@ -158,14 +157,14 @@ def _statistics(
 
 
 def join_statistics(parts: Sequence[TokenStatistics]) -> TokenStatistics:
-    """Put the statistics of parts of the tokens one after another."""
+    """Concatenate the statistics of parts of the tokens."""
     return TokenStatistics(*(torch.cat([getattr(part, f.name) for part in parts]) for f in fields(TokenStatistics)))
 
 
 def _compute_kept(
     model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor, Tensor, Tensor], Found], *, copies: int
 ) -> Found:
-    """Apply `compute` to (logits [k, N], ids, temperatures) of the kept tokens, no more of them at a time than fit."""
+    """Apply `compute` to (logits [k, N], ids, temperatures) of the kept tokens, as many at a time as fit."""
     size = most_logits(model, copies)
     if piece.num_tokens <= size:
         return compute(*_kept_logits(model, piece))
@@ -174,22 +173,22 @@ def _compute_kept(
     def go_on(hidden: Float[Tensor, "k hidden"], *of_part: Tensor) -> Found:
         return compute(finish(model, hidden), *of_part)
 
-    if torch.is_grad_enabled():  # one part's logits in the backward pass, too
+    if torch.is_grad_enabled():  # the backward pass also holds one part's logits at a time
         return torch.cat([checkpoint(go_on, *part, use_reentrant=False) for part in parts])
     found = [go_on(*part) for part in parts]
     return torch.cat(found) if isinstance(found[0], Tensor) else join_statistics(found)
 
 
 def most_logits(model: nn.Module, copies: int) -> int:
-    """Return how many tokens' logits fit LOGITS; copies: see `fitting_size`."""
+    """Return how many tokens' logits fit into LOGITS bytes; copies: see `fitting_size`."""
     size = copies * _logit_bytes(model)
     return max(1, LOGITS.get(_device(model).type, LOGITS["cuda"]) // size) if size else sys.maxsize
 
 
 def finish(model: nn.Module, hidden: Float[Tensor, "k hidden"]) -> Float[Tensor, "k N"]:
-    """Return the logits of hidden states that are the head's input.
+    """Return the logits of hidden states at the head's input.
 
-    Runs the model on one token and shows the head these states instead: what the model does to logits is done to these.
+    Runs the model on one token with the head's input replaced, so that anything it does to logits is applied.
     """
     with _showing(model, lambda _: hidden):
         return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=_device(model)), use_cache=False).logits[0]
@@ -200,17 +199,17 @@ def _kept_logits(
 ) -> tuple[Float[Tensor, "K N"], Int[Tensor, " K"], Float[Tensor, " K"]]:
     """Compute the logits at the kept tokens, row by row, with the tokens' ids and temperatures.
 
-    hidden: return the head's input there [K, hidden] instead, without calling the head on anything.
+    hidden: return the head's input [K, hidden] at these tokens instead, without running the head.
     """
     device, width = _device(model), piece.input_ids.shape[1]
-    # Places are made on the CPU, where a micro-batch comes from: a GPU would have to be waited for.
+    # Computed on the CPU, where the micro-batch is, to avoid synchronising with a GPU.
     piece = piece.to(torch.device("cpu"))
     row, column = piece.response_mask.nonzero().unbind(1)
     packing = packing_for(model, piece)
     source = column - 1  # column s is predicted at column s − 1
     if packing is None:
         ids = piece.input_ids.to(device, non_blocking=True)
-        # All ones: padding comes last, where causal attention hides it; and without padding sdpa needs no mask.
+        # All ones: padding is on the right, where causal attention hides it, and sdpa needs no mask without padding.
         inputs, places = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}, row * width + source
     else:
         inputs, places = packed_inputs(packing, device), packing.places(row, source)
@@ -220,7 +219,7 @@ def _kept_logits(
     ):
         logits = model(**inputs, use_cache=False).logits
     kept = (piece.input_ids[row, column], piece.temperature[row])
-    # Not logits[0], whose backward pass would copy the gradient into zeros.
+    # Not logits[0], whose backward pass copies the gradient into zeros.
     first = kept_hidden[0] if hidden else logits.flatten(0, 1)
     return first, *(values.to(device, non_blocking=True) for values in kept)
 
@@ -229,9 +228,9 @@ def _kept_logits(
 def choosing_places(
     model: nn.Module, places: Int[Tensor, " K"], *, keep: bool = False
 ) -> Iterator[list[Float[Tensor, "K hidden"]]]:
-    """Show the head only the hidden states at these places of all [b, n, hidden], as one row [1, K, hidden].
+    """Restrict the head's input [b, n, hidden] to the hidden states at these indices, as one row [1, K, hidden].
 
-    keep: put them into the list that is yielded instead, and show it none.
+    keep: collect them in the yielded list instead, and give the head none.
     """
     kept: list[Tensor] = []
 
@@ -248,10 +247,10 @@ def choosing_places(
 
 @contextmanager
 def _showing(model: nn.Module, choose: Callable[[Tensor], Float[Tensor, "k hidden"]]) -> Iterator[None]:
-    """Call the head with what is chosen in place of its input, as one row."""
+    """Replace the head's input by the chosen states, as one row."""
     head = getattr(model, "module", model).get_output_embeddings()  # .module: what DistributedDataParallel wraps
     if head is None:
-        raise InputError(f"{type(model).__name__} names no output embeddings, so its head is not known; it needs them")
+        raise InputError(f"{type(model).__name__} has no output embeddings; define get_output_embeddings")
 
     def enter(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return choose(args[0])[None], *args[1:]
@@ -264,12 +263,12 @@ def _showing(model: nn.Module, choose: Callable[[Tensor], Float[Tensor, "k hidde
 
 
 def _spread(values: Float[Tensor, " K"], where: Bool[Tensor, "b n"]) -> Float[Tensor, "b n"]:
-    """Return the values at these places, row by row; 0 elsewhere."""
+    """Scatter the values to these places, row by row, with 0 elsewhere."""
     return values.new_zeros(where.shape).masked_scatter(where.to(values.device, non_blocking=True), values)
 
 
 def _logit_bytes(model: nn.Module) -> int:
-    """Return the bytes of a token's logits, in float32 at least; 0 where the head does not tell how many there are."""
+    """Return the bytes of a token's logits, in float32 or wider; 0 if the head's width is unknown."""
     head = getattr(model, "module", model).get_output_embeddings()
     return getattr(head, "out_features", 0) * max(4, next(model.parameters()).element_size())
 
@@ -279,6 +278,6 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _ends(aligned: TokenBatch) -> Int[Tensor, " B"]:
-    """Return one past the last kept column of each row; 0 where none is kept."""
+    """Return one past the last kept column of each row; 0 for rows without kept tokens."""
     columns = torch.arange(1, aligned.input_ids.shape[1] + 1)
     return (columns * aligned.response_mask).amax(1)

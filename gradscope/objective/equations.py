@@ -1,7 +1,7 @@
 """The loss that RL trains and the weight it gives each token's ∇ log π: advantages, Reweight, Lopti, clipping, KL.
 
-Equations are those of arXiv:2505.12929. Tensors are [B, T], any slice of the aligned batch; `advantages` may be [B],
-one per response. What a mask drops is not used and may hold anything; a NaN in what it keeps is an InputError.
+Equation numbers refer to arXiv:2505.12929. Tensors are [B, T], any slice of the aligned batch; `advantages` may be [B],
+one per response. Masked entries are ignored and may hold anything; a NaN at a kept token raises InputError.
 """
 
 import math
@@ -23,9 +23,9 @@ Estimator = Literal["k1", "k2", "k3"]
 
 @checked
 def grpo_advantages(rewards: Rewards, group_ids: Int[Tensor, " B"], *, eps: Number = 1e-6) -> Float[Tensor, " B"]:
-    """(R − mean of the group) / (sample standard deviation of the group, n − 1, + eps).
+    """Compute GRPO's advantages: (R − group mean) / (sample standard deviation (n − 1) of the group + eps).
 
-    A group of one response, and a group whose rewards are all equal, get exactly 0: they teach nothing.
+    Groups of one response, and groups whose rewards are all equal, get exactly 0.
 
     >>> grpo_advantages(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([7, 7, 3]))
     tensor([ 0.7071, -0.7071,  0.0000])
@@ -39,7 +39,7 @@ def grpo_advantages(rewards: Rewards, group_ids: Int[Tensor, " B"], *, eps: Numb
     variance = torch.zeros_like(count).index_add_(0, group, centred.square()) / (count - 1).clamp_(min=1)
     highest = torch.zeros_like(count).scatter_reduce_(0, group, exact, "amax", include_self=False)
     lowest = torch.zeros_like(count).scatter_reduce_(0, group, exact, "amin", include_self=False)
-    # The mean of equal numbers can round to another number: say 0 rather than rounding / eps.
+    # The mean of equal numbers can be off by rounding: return 0 rather than rounding / eps.
     advantages = torch.where((highest == lowest)[group], 0.0, centred / (variance.sqrt() + eps)[group])
     return advantages.to(_float_dtype(rewards))
 
@@ -53,10 +53,10 @@ def reinforce_pp_advantages(
     *,
     kl_coef: Number,
 ) -> Float[Tensor, "B T"]:
-    """REINFORCE++ (Eq. 20, 21): A_t = R − kl_coef · Σ_{j≥t} log(π_old/π_ref)_j, whitened over the batch's kept tokens.
+    """Compute REINFORCE++ advantages (Eq. 20, 21): A_t = R − kl_coef · Σ_{j≥t} log(π_old/π_ref)_j, whitened.
 
-    The sum runs over kept tokens and passes over the holes of the mask; masked tokens get 0. Give the whole batch, of
-    full responses: credit cannot cross the edge of a slice. At `kl_coef` 0, `ref_logprobs` is not used.
+    The sum runs over kept tokens only; masked tokens get 0. Pass the whole batch with full responses, since whitening
+    and credit need all tokens. With `kl_coef` 0, `ref_logprobs` is not used.
     """
     _refuse_nonfinite(rewards, "rewards")
     returns = rewards.double().unsqueeze(-1).expand(response_mask.shape)
@@ -69,9 +69,9 @@ def reinforce_pp_advantages(
 
 
 def whiten(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Tensor, "B T"]:
-    """(A − mean) / √(var + 1e-8) over the kept tokens, unbiased variance (n − 1); 0 on masked ones.
+    """Return (A − mean) / √(var + 1e-8) over the kept tokens, with unbiased variance (n − 1); 0 on masked ones.
 
-    One kept token, and kept tokens that are all equal, give exactly 0.
+    A single kept token, and equal values, give exactly 0.
 
     >>> whiten(torch.tensor([[1.0, 9.0, 3.0]]), torch.tensor([[True, False, True]]))
     tensor([[-0.7071,  0.0000,  0.7071]])
@@ -86,7 +86,7 @@ def whiten(values: Float[Tensor, "B T"], mask: Bool[Tensor, "B T"]) -> Float[Ten
 
 @checked
 def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alpha: Number) -> Float[Tensor, "B T"]:
-    """Advantage Reweighting (Eq. 4): Â ← [α·π_old + (1 − α)]·Â, so that a token of probability 0 keeps 1 − α of it.
+    """Apply Advantage Reweighting (Eq. 4): Â ← [α·π_old + (1 − α)]·Â. A token of probability 0 keeps 1 − α of it.
 
     >>> reweight(torch.tensor([2.0]), torch.tensor([[1.0, 0.5]]).log(), alpha=0.3)
     tensor([[2.0000, 1.7000]])
@@ -100,25 +100,25 @@ def reweight(advantages: Advantages, old_logprobs: Float[Tensor, "B T"], *, alph
 def lopti_split(
     old_logprobs: Float[Tensor, "B T"], response_mask: Bool[Tensor, "B T"], *, eta: Number
 ) -> tuple[Bool[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Lopti's two masks (Alg. 1): kept tokens with π_old < eta, strictly, and the other kept tokens.
+    """Return Lopti's two masks (Alg. 1): kept tokens with π_old < eta, and the other kept tokens.
 
-    Use each as the `response_mask` of its pass, with `num_tokens` still the count of all response tokens.
+    Use each as the `response_mask` of a step, with `num_tokens` still the count of all response tokens.
     """
     if not 0 <= eta <= 1:
         raise InputError(f"eta is {eta}; Lopti splits at a probability from 0 to 1; the paper uses 0.5")
     check_known(response_mask, old_logprobs=old_logprobs)
-    # Compared as logarithms: exp may differ by a rounding between devices, and a token be in both masks or in neither.
+    # Compare logarithms: exp may round differently on another device, and put a token into both masks or neither.
     low = response_mask & (old_logprobs < (math.log(eta) if eta > 0 else -math.inf))
     return low, response_mask & ~low
 
 
 def kl_k1(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """k1 estimate of KL(π ‖ π_ref) at sampled tokens: log(π/π_ref), unbiased and of either sign."""
+    """Return the k1 estimate of KL(π ‖ π_ref) at sampled tokens, log(π/π_ref): unbiased, of either sign."""
     return logprobs - ref_logprobs
 
 
 def kl_k3(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """k3 estimate of KL(π ‖ π_ref) at sampled tokens (Eq. 1): π_ref/π − log(π_ref/π) − 1 ≥ 0, not clamped.
+    """Return the k3 estimate of KL(π ‖ π_ref) at sampled tokens (Eq. 1), π_ref/π − log(π_ref/π) − 1 ≥ 0, not clamped.
 
     >>> round(kl_k3(torch.tensor(0.0), torch.tensor(0.5).log()).item(), 6)  # ½ − log ½ − 1
     0.193147
@@ -193,15 +193,15 @@ def policy_loss(
 
 @dataclass(frozen=True)
 class TokenWeights:
-    """Eq. 2's factor in front of ∇ log π of each token, by its two sources; 0 on masked tokens."""
+    """Eq. 2's factor on ∇ log π of each token, split into policy and KL part; 0 on masked tokens."""
 
     policy: Float[Tensor, "B T"]
-    """r · Â · I_trust; carries no 1/num_tokens."""
+    """r · Â · I_trust, without 1/num_tokens."""
     kl: Float[Tensor, "B T"]
     """−kl_coef · ∂KL/∂log π, the pull back to the reference: of k3 kl_coef · (π_ref/π − 1), with kl_corrected
     kl_coef · r · log(π_ref/π)."""
     clipped: Bool[Tensor, "B T"]
-    """True where I_trust is 0: the policy part is clipped away."""
+    """True where I_trust is 0, so that the policy part vanishes."""
 
     @property
     def total(self) -> Float[Tensor, "B T"]:
@@ -227,9 +227,9 @@ def token_weight_parts(
     loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> TokenWeights:
-    """Eq. 2's weights in closed form: −num_tokens · ∂policy_loss/∂logprob of every token, by policy and KL part.
+    """Compute Eq. 2's weights in closed form: −num_tokens · ∂policy_loss/∂logprob, split into policy and KL part.
 
-    The weights do not depend on `num_tokens`; it is asked for so that loss and weights take the same arguments.
+    The weights do not depend on `num_tokens`; it is here so that loss and weights take the same arguments.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
     check_estimator(kl_estimator)
@@ -260,9 +260,9 @@ def token_weights(
     response_mask: Bool[Tensor, "B T"],
     **settings: Any,
 ) -> Float[Tensor, "B T"]:
-    """Eq. 2's w_t = −num_tokens · ∂policy_loss/∂logprob_t in closed form; 0 on masked tokens.
+    """Compute Eq. 2's w_t = −num_tokens · ∂policy_loss/∂logprob_t in closed form; 0 on masked tokens.
 
-    `settings` are the keyword arguments of `policy_loss`; `token_weight_parts` tells policy and KL apart.
+    `settings` are the keyword arguments of `policy_loss`; `token_weight_parts` separates policy and KL.
 
     >>> logprobs, mask = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[True, False]])
     >>> clips = dict(clip_ratio_low=0.2, clip_ratio_high=0.24)
@@ -280,23 +280,23 @@ def _clipped_surrogate(
     high: Number,
     dual: Number | None,
 ) -> tuple[Float[Tensor, "B T"], Bool[Tensor, "B T"]]:
-    """Eq. 1's min(r·Â, clip(r)·Â), at least dual·Â where Â < 0, and where it is clipped (I_trust = 0)."""
+    """Return Eq. 1's min(r·Â, clip(r)·Â), at least dual·Â where Â < 0, and the mask of clipped tokens (I_trust = 0)."""
     ratio = (logprobs.detach() - old_logprobs).exp()
     clipped = ((advantages > 0) & (ratio > 1 + high)) | ((advantages < 0) & (ratio < 1 - low))
-    largest = torch.finfo(ratio.dtype).max  # torch takes no bound beyond its dtype, and none is reached there
+    largest = torch.finfo(ratio.dtype).max  # torch takes no bounds beyond the dtype's range
     edge = ratio.clamp(1 - low, min(1 + high, largest))
     if dual is not None:
         beyond = (advantages < 0) & (ratio > dual)
         clipped, edge = clipped | beyond, edge.masked_fill(beyond, min(dual, largest))
-    # Mask the log ratio, not only the product: the gradient of a clipped ratio that overflows would be 0 · inf = NaN.
+    # Mask the log ratio, not only the product: a clipped ratio that overflows would have gradient 0 · inf = NaN.
     trusted = torch.where(clipped, 0.0, logprobs - old_logprobs).exp() * advantages
     return torch.where(clipped, edge * advantages, trusted), clipped
 
 
 def _kept(mask: Bool[Tensor, "B T"], refuse_nan: bool, **tensors: Tensor) -> list[Tensor]:
-    """Each tensor as [B, T] with 0 where the mask drops a token; all but `logprobs` detached.
+    """Return each tensor as [B, T] with 0 at masked tokens, all but `logprobs` detached.
 
-    A dropped token then has ratio 1, advantage 0 and k3 0: it adds exactly nothing to a sum.
+    A masked token then has ratio 1, advantage 0 and k3 0, and contributes exactly 0.
     """
     if refuse_nan:
         check_known(mask, **tensors)
@@ -305,12 +305,12 @@ def _kept(mask: Bool[Tensor, "B T"], refuse_nan: bool, **tensors: Tensor) -> lis
 
 
 def _per_token(tensor: Float[Tensor, " B"] | Float[Tensor, "B T"]) -> Tensor:
-    """[B, T] as it is, [B] as a column that broadcasts over the tokens."""
+    """Return [B, T] unchanged and [B] as a column that broadcasts over tokens."""
     return tensor if tensor.ndim == 2 else tensor.unsqueeze(-1)
 
 
 def _float_dtype(rewards: Rewards) -> torch.dtype:
-    """The rewards' dtype, or torch's default one for whole-number rewards."""
+    """Return the rewards' dtype, or torch's default for integer rewards."""
     return rewards.dtype if rewards.is_floating_point() else torch.get_default_dtype()
 
 
@@ -321,7 +321,7 @@ def check_estimator(name: str) -> None:
 
 
 def check_clipping(low: Number, high: Number, dual: Number | None) -> None:
-    """Raise InputError for clips under which Eq. 1 means nothing."""
+    """Raise InputError for clip settings outside Eq. 1's range."""
     if not (0 <= low <= 1 and high >= 0):
         raise InputError(f"clip_ratio_low is {low}, clip_ratio_high {high}; give 0 ≤ low ≤ 1 and high ≥ 0")
     if dual is not None and not dual > 1:
@@ -344,7 +344,7 @@ def check_known(mask: Bool[Tensor, "B T"], **tensors: Tensor) -> None:
     for name, count in zip(tensors, counts, strict=True):
         if count:
             raise InputError(
-                f"{name} is NaN at {count} kept token(s); a number is needed at each; drop them by the mask"
+                f"{name} is NaN at {count} kept token(s); give a number at each, or mask them"
             )
 
 

@@ -1,22 +1,23 @@
-"""What a distribution over tokens says about the sampled one: log π, log(1−π), entropy, at a temperature, uncancelled.
+"""log π, log(1−π) and entropy of sampled tokens at a temperature, without cancellation.
 
-Every number starts from z = (logits − max) / T with the largest entry m set apart: rest = log Σ_{j≠m} exp z_j, so that
-the normaliser log(1 + exp rest) keeps a tail far below the rounding of 1. Then, subtracting no nearly equal numbers,
+Everything starts from z = (logits − max) / T with the largest entry m set apart: rest = log Σ_{j≠m} exp z_j, so that
+the normaliser log(1 + exp rest) keeps a tail far below the rounding of 1. Then, without subtracting nearly equal
+numbers,
 
     o = m:  log π = −normaliser             log(1−π) = rest − normaliser
     o ≠ m:  log π = z_o − normaliser        log(1−π) = log1p(−π), where π ≤ ½
 
-Half-precision logits are computed in float32; float64 stays float64. π is the probability at the temperature, always.
+Half-precision logits are upcast to float32; float64 stays float64. π is always the probability at the temperature.
 
-For a backward pass it takes as few walks over the logits as it can. At a vocabulary of 32,000, autograd's own way
-through `gather_logprobs` costs as much time as the products of the head, most of it in reading and writing arrays as
-large as the logits. Here a piece of the logits goes through all steps while the processor's cache holds it, forward and
-backward, and of the softmax nothing is kept:
+For training, the backward pass reads the logits as few times as possible. At a vocabulary of 32,000, autograd through
+`gather_logprobs` takes as long as the head's matrix products, mostly for reading and writing arrays of the logits'
+size. `trained_logprobs` instead takes a cache-sized part of the logits through all steps, forward and backward, and
+stores no softmax:
 
     e_j = exp((z_j − max z) / T)      rest = Σ_{j≠o} e_j      log π = logsigmoid((z_o − max z)/T − log rest)
     ∂ log π / ∂z_j = −π_j / T,  π_j = e_j / (e_o + rest)      ∂ log π / ∂z_o = (1−π) / T,  1−π = rest / (e_o + rest)
 
-Nothing cancels near π = 1, as in `gather_logprobs`, whose numbers these are to rounding.
+As in `gather_logprobs`, with which it agrees up to rounding, nothing cancels near π = 1.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ from gradscope.errors import InputError
 Number = int | float
 
 CACHED = 2**18
-"""Logits that fit a CPU core's cache."""
+"""Logits that fit into a CPU core's cache."""
 LAUNCHED = 2**24
 """Logits per part on a GPU, where small parts would be bound by kernel launches; assumed."""
 
 ARGMAX_PART = 64
-"""Logits whose largest is found at a time: the fastest of several values at vocabularies of 8,000 to 50,000."""
+"""Logits per part in argmax: the fastest of several values for vocabularies of 8,000 to 50,000."""
 
 
 @dataclass(frozen=True)
 class TokenStatistics:
-    """What one forward pass says about each sampled token; no gradient flows through these numbers."""
+    """Statistics of each sampled token from one forward pass, detached."""
 
     logprob: Float[Tensor, "*tokens"]
     """log π of the token, nats."""
     log_one_minus_prob: Float[Tensor, "*tokens"]
-    """log(1−π), nats: the log of the sum of all other probabilities; −inf where no other token is possible."""
+    """log(1−π), nats: log of the sum of all other probabilities; −inf if no other token is possible."""
     entropy: Float[Tensor, "*tokens"]
     """Entropy of the whole distribution, nats, with 0·log 0 = 0."""
 
 
 def rows_at_once(vocab: int, device: str) -> int:
-    """Return how many tokens' logits to process together, so that a CPU's cache holds them; device: its type."""
+    """Return how many tokens' logits to process together, to fit into a CPU's cache; device: its type."""
     return max(1, (CACHED if device == "cpu" else LAUNCHED) // vocab)
 
 
 def parts_at_once(logits: Float[Tensor, "tokens vocab"]) -> Iterator[slice]:
-    """Split the tokens into such parts."""
+    """Split the tokens into parts of `rows_at_once`."""
     size = rows_at_once(logits.shape[1], logits.device.type)
     return (slice(start, start + size) for start in range(0, len(logits), size))
 
@@ -86,7 +87,7 @@ def token_statistics(
     shifted, largest, rest, normaliser = _normalise(logits, temperature)
     logprob, log_one_minus_prob = _logprob_and_complement(shifted, largest, rest, normaliser, token_ids)
     probs = (shifted - normaliser.unsqueeze(-1)).exp_()
-    # Σ π_j (normaliser − z_j): no term is negative. A finite floor makes that of an impossible token 0 · finite = 0.
+    # Σ π_j (normaliser − z_j) has no negative terms. With a finite floor, impossible tokens add 0 · finite = 0.
     surprise = probs.mul_(shifted.clamp_(min=torch.finfo(shifted.dtype).min)).sum(-1)
     return TokenStatistics(logprob, log_one_minus_prob, normaliser - surprise)
 
@@ -100,7 +101,7 @@ def logit_gradient(
 ) -> Float[Tensor, "*tokens vocab"]:
     """Compute e − π, the gradient of each token's log π with respect to logits / temperature, without cancellation.
 
-    The token's own entry is the sum of the other probabilities. Divide by the temperature for the gradient with
+    The sampled token's entry is the sum of the other probabilities. Divide by the temperature for the gradient with
     respect to the logits themselves.
 
     >>> logit_gradient(torch.zeros(4), torch.tensor(2))
@@ -136,8 +137,8 @@ def gather_logprobs(
 ) -> Float[Tensor, "*tokens"]:
     """Compute differentiable log π of every token under softmax(logits / temperature), in float32 at least.
 
-    log π = logsigmoid(z_o − log Σ_{j≠o} exp z_j), whose derivative is 1−π by itself: the gradient does not cancel near
-    π = 1, as that of log_softmax does. Keeps one copy of the logits for the backward pass. A tensor of temperatures
+    log π = logsigmoid(z_o − log Σ_{j≠o} exp z_j) has the derivative 1−π directly, so the gradient does not cancel near
+    π = 1 as that of log_softmax does. Keeps one copy of the logits for the backward pass. A tensor of temperatures
     broadcasts against the tokens.
     """
     _check_temperature(temperature)
@@ -145,7 +146,7 @@ def gather_logprobs(
     index = token_ids.unsqueeze(-1)
     largest = widen(logits.detach().amax(-1, keepdim=True))
     own = (widen(logits.gather(-1, index)) - largest) / scale
-    # Masked by a finite floor, not −inf: where no other token is possible, −inf − (−inf) would make the gradient NaN.
+    # Mask with a finite floor, not −inf: if no other token is possible, −inf − (−inf) would make the gradient NaN.
     others = (widen(logits) - largest).div_(scale).scatter(-1, index, torch.finfo(own.dtype).min)
     return F.logsigmoid(own.squeeze(-1) - others.logsumexp(-1))
 
@@ -157,7 +158,7 @@ def _normalise(
     _check_temperature(temperature)
     scale = temperature.unsqueeze(-1) if isinstance(temperature, Tensor) else temperature
     largest = _first_largest(logits)
-    # Subtract before dividing: the difference of two logits rounds less than the logits / T themselves.
+    # Subtract before dividing, which rounds less.
     shifted = (widen(logits) - widen(logits.gather(-1, largest))).div_(scale)
     rest = shifted.scatter(-1, largest, -math.inf).logsumexp(-1)
     return shifted, largest.squeeze(-1), rest, torch.logaddexp(rest, torch.zeros_like(rest))
@@ -170,14 +171,14 @@ def _logprob_and_complement(
     normaliser: Float[Tensor, "*tokens"],
     token_ids: Int[Tensor, "*tokens"],
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
-    """Return log π and log(1−π) of the sampled tokens, by the two cases of the module's docstring."""
+    """Return log π and log(1−π) of the sampled tokens, by the two cases in the module's docstring."""
     logprob = shifted.gather(-1, token_ids.unsqueeze(-1)).squeeze(-1) - normaliser
     is_largest = token_ids == largest
     return logprob, torch.where(is_largest, rest - normaliser, torch.log1p(-logprob.exp()))
 
 
 def _first_largest(logits: Float[Tensor, "*tokens vocab"]) -> Int[Tensor, "*tokens 1"]:
-    """Compute `argmax` in parts, since a CPU is slow at it over a whole vocabulary."""
+    """Compute argmax in parts, since it is slow over a whole vocabulary on a CPU."""
     vocab = logits.shape[-1]
     if vocab < 4 * ARGMAX_PART:
         return logits.argmax(-1, keepdim=True)
@@ -191,9 +192,7 @@ def _first_largest(logits: Float[Tensor, "*tokens vocab"]) -> Int[Tensor, "*toke
 
 
 def _check_temperature(temperature: Number | Tensor) -> None:
-    """Raise InputError unless every temperature is a positive number.
-
-    Those that lie on a device are a batch's, which has looked at them where they came from.
+    """Raise InputError unless every temperature is a positive number; tensors on a device were checked by their batch.
     """
     known = isinstance(temperature, Tensor) and not temperature.is_cpu
     if not known and not (bool((temperature > 0).all()) if isinstance(temperature, Tensor) else temperature > 0):
@@ -201,7 +200,7 @@ def _check_temperature(temperature: Number | Tensor) -> None:
 
 
 def widen(tensor: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return the tensor in at least float32: half precision is upcast, float32 and float64 are unchanged."""
+    """Upcast half precision to float32; leave float32 and float64 unchanged."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
@@ -210,10 +209,9 @@ def trained_logprobs(
 ) -> Float[Tensor, " K"]:
     """Compute log π of each token under softmax(logits / temperature) in nats, in float32 at least, for training.
 
-    For one backward pass; who differentiates forward, or twice, takes `gather_logprobs`. It keeps the logits until
-    then. Of a matrix product's logits, which nobody else may use then, the gradient takes the place: fresh memory for
-    it would take longer to get than to fill. What else made them might need them for its own gradient; beside such
-    logits it gets memory of its own.
+    Supports one backward pass; for forward mode or second derivatives use `gather_logprobs`. If the logits come
+    straight from a matrix product, the gradient overwrites them, which is faster than fresh memory, so nothing else may
+    use them. Other logits may be needed for their own gradient, and are left unchanged.
     """
     return _TrainedLogprobs.apply(logits, token_ids, temperatures)
 
@@ -241,7 +239,7 @@ class _TrainedLogprobs(torch.autograd.Function):
         out = logits.detach() if ctx.in_place else torch.empty_like(logits)
         factor = gradient[:, None] / (scale * (own + rest))
         for part in parts_at_once(logits):
-            # A slice of `out` where that is wide enough, else a tensor that is copied into it.
+            # A slice of `out` if that is wide enough, else a tensor to copy into it.
             room = out[part] if out.dtype == factor.dtype else None
             slopes = _powers(logits[part], largest[part], scale[part], out=room).mul_(-factor[part])
             slopes.scatter_(-1, index[part], factor[part] * rest[part])

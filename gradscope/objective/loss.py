@@ -1,6 +1,6 @@
-"""Settings of Eq. 1's loss, and defaults for what a batch leaves unknown (arXiv:2505.12929).
+"""Settings of Eq. 1's loss, and defaults for unknown columns of a batch (arXiv:2505.12929).
 
-Loss and weights are made of the same arguments, so that the weights are those of the loss that is trained.
+Loss and weights take the same arguments, so that the weights are those of the training loss.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class LossSettings:
             if value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
-        StepRule(self.reweight_alpha)  # refuses an α beyond 1
+        StepRule(self.reweight_alpha)  # refuses α > 1
 
     @classmethod
     def from_log(cls, told: Mapping[str, Any]) -> LossSettings:
-        """Return the settings that a log tells by name (`Dump.loss`); what it leaves out is as by default.
+        """Return the settings recorded in a log (`Dump.loss`), with defaults for the others.
 
         >>> LossSettings.from_log({"clip_ratio_high": 0.2, "kl_coef": 0.0}).clip_ratio_high
         0.2
@@ -80,16 +80,16 @@ PAPER = LossSettings()
 
 
 def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor, "B S"]:
-    """Return the batch's advantages [B, S]; without any, GRPO's from the rewards within each group.
+    """Return the batch's advantages [B, S] or, if it has none, GRPO's from the rewards within each group.
 
-    eps: what `objective.grpo_advantages` adds to the group's standard deviation; the paper's code has 1e-6, TRL 1e-4.
-    Mean and standard deviation are those of the rewards here, or the batch's `group_reward_means` and
+    eps: added to the group's standard deviation, see `grpo_advantages`; 1e-6 in the paper's code, 1e-4 in TRL.
+    Mean and standard deviation are those of the rewards in the batch, or its `group_reward_means` and
     `group_reward_stds`. Given advantages are returned as they are, NaN included. Raises InputError with neither.
     """
     if batch.advantages is not None:
         return batch.advantages
     if batch.rewards is None:
-        raise InputError("weights need advantages or rewards; the batch has neither; add one to the rollouts")
+        raise InputError("weights need advantages or rewards, and the batch has neither; add one to the rollouts")
     if batch.group_reward_means is None or batch.group_reward_stds is None:
         return batch.spread_over_tokens(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
     centred, std = batch.rewards.double() - batch.group_reward_means, batch.group_reward_stds
@@ -103,7 +103,7 @@ def check_advantages(batch: TokenBatch) -> None:
 
 
 def fill_unknown(theirs: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-    """Fill another policy's log-probabilities, where None or NaN, with the policy's own, detached.
+    """Replace unknown log-probabilities (None or NaN) by the policy's own, detached.
 
     >>> fill_unknown(torch.tensor([[-1.0, torch.nan]]), torch.tensor([[-2.0, -3.0]]))
     tensor([[-1., -3.]])
@@ -120,13 +120,13 @@ def batch_loss(
     num_tokens: Number,
     refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
-    """`objective.policy_loss` of the batch, a scalar to minimise (Eq. 1; Eq. 4 with reweight_alpha).
+    """Compute `policy_loss` of the batch, a scalar to minimise (Eq. 1; Eq. 4 with reweight_alpha).
 
-    logprobs: log π of each token in nats, at the batch's temperature; gradients flow into them alone.
+    logprobs: log π of each token in nats, at the batch's temperature; gradients flow only into these.
     num_tokens: the count of response tokens of the whole mini-batch, of which `batch` may be a part.
-    Unknown old_logprobs mean ratio 1 and unknown ref_logprobs no KL. Advantages are those of `resolve_advantages`:
-    resolve them before a batch is cut, for rewards compare only the responses that are here. Raises InputError
-    without them, and for one that is NaN on a kept token, unless refuse_nan is False.
+    Unknown old_logprobs mean ratio 1, unknown ref_logprobs no KL. Advantages come from `resolve_advantages`; resolve
+    them before cutting a batch, since they compare the responses of a whole group. Raises InputError if they are
+    unknown, or NaN on a kept token unless refuse_nan is False.
     """
     return policy_loss(**_arguments(logprobs, batch, settings, num_tokens), refuse_nan=refuse_nan)
 
@@ -141,8 +141,7 @@ def batch_weights(
 ) -> TokenWeights:
     """Compute Eq. 2's w_t of `batch_loss`: −num_tokens · ∂batch_loss/∂logprob of every token, by policy and KL part.
 
-    Arguments and errors are those of `batch_loss`, so advantages that are unknown, or NaN on a kept token, are an
-    InputError: who wants weights only where advantages are known looks at `resolve_advantages` first.
+    Arguments and errors are those of `batch_loss`.
     """
     return token_weight_parts(**_arguments(logprobs, batch, settings, num_tokens), refuse_nan=refuse_nan)
 
@@ -160,8 +159,8 @@ def weigh_tokens(
 ) -> dict[str, Float[Tensor, "B T"]]:
     """Compute a weighting's w_t in each of its optimizer steps, detached; 0 on dropped tokens.
 
-    settings: of the plain loss, from whose policy part many weightings start. Thresholds are over the tokens given
-    here. Raises InputError for a weighting made of what is not given.
+    settings: of the plain loss, whose policy part many weightings start from. Thresholds are over the given tokens.
+    Raises InputError if a column that the weighting needs is unknown.
     """
     clips = {name: getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
     plain = token_weight_parts(logprobs.detach(), old_logprobs, advantages, response_mask, **clips, num_tokens=1).policy
@@ -187,11 +186,11 @@ def weigh_step(
 ) -> Float[Tensor, "B T"]:
     """Compute `weigh_tokens` for a weighting that takes one optimizer step. Raises InputError for any other."""
     if weighting.rule.control == "matched-norm":
-        raise InputError(f"{weighting} goes by the norm of two gradients, which the trainer alone takes; leave it out")
+        raise InputError(f"{weighting} needs the norms of two gradients, which only the trainer computes; leave it out")
     tokens = (logprobs, old_logprobs, advantages, response_mask)
     weights = weigh_tokens(weighting, *tokens, settings, entropy=entropy, sampler_logprobs=sampler_logprobs)
     if len(weights) > 1:
-        raise InputError(f"{weighting} takes {len(weights)} optimizer steps, which is not done here; give one of one")
+        raise InputError(f"{weighting} takes {len(weights)} optimizer steps; give a weighting that takes one")
     return next(iter(weights.values()))
 
 

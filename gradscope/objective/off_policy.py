@@ -1,4 +1,4 @@
-"""How far the policy is from the one that sampled: |log π − log π_old|, the ratio, and what the trust region clips."""
+"""Off-policyness: |log π − log π_old|, the ratio, and the tokens that the trust region clips."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from gradscope.objective.loss import LossSettings, fill_unknown, resolve_advanta
 from gradscope.rollouts import TokenBatch
 
 ROUNDING = 1e-3
-"""Largest |Δ log π| of a token, in nats, that float32 and another summation order explain."""
+"""Largest |Δ log π| of a token, in nats, explained by float32 rounding and summation order."""
 CLIPS = ("clip_low", "clip_high", "clip_dual")
 
 
 def off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> dict[str, Float[np.ndarray, " k"]]:
     """Measure off-policyness of the k tokens with a known log π_old, in float64.
 
-    logprob_difference, |log π − log π_old| in nats; ratio, π/π_old; and 1 or 0 for what Eq. 2's trust region cuts:
+    logprob_difference, |log π − log π_old| in nats; ratio, π/π_old; and 1 or 0 for each clip of Eq. 2's trust region:
     clip_low (Â < 0 and ratio < 1 − ε_low), clip_high (Â > 0 and ratio > 1 + ε_high), clip_dual (Â < 0 and ratio > c),
     NaN where Â is unknown. columns: logprob, old_logprob, advantage, [k] each, as in a token table.
     """
@@ -39,7 +39,7 @@ def off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> dic
 
 
 def off_policy_sentence(mean: str, worst: float) -> str:
-    """Say whether rollouts are on-policy. mean: mean |Δ log π| as written; worst: the largest of any token, in nats."""
+    """Describe whether rollouts are on-policy. mean: formatted mean |Δ log π|; worst: the largest, in nats."""
     numbers = f"mean |Δ log π| {mean} nats, at most {worst:.2g}".replace("-", "−")
     if worst < ROUNDING:
         return f"The rollouts are on-policy up to rounding: {numbers}."
@@ -47,10 +47,10 @@ def off_policy_sentence(mean: str, worst: float) -> str:
 
 
 def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> str:
-    """Describe `off_policyness` of the tokens with a known log π_old in a sentence; without any, what is assumed."""
+    """Describe `off_policyness` in a sentence; without any known log π_old, the assumption made."""
     known = ~np.isnan(np.asarray(columns["old_logprob"], np.float64))
     if not known.any():
-        return "Old log-probabilities are unknown: the rollouts are taken as on-policy (ratio 1)."
+        return "Old log-probabilities are unknown; the rollouts are assumed to be on-policy (ratio 1)."
     names = ("logprob", "old_logprob", "advantage")
     found = off_policyness({name: np.asarray(columns[name])[known] for name in names}, loss)
     gap = found["logprob_difference"]
@@ -64,7 +64,7 @@ def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSetting
 def off_policy_columns(
     model: nn.Module, batch: TokenBatch, *, micro_batch_size: int, device: torch.device
 ) -> dict[str, Float[np.ndarray, " n"]]:
-    """Compute the columns that `describe_off_policyness` reads, by a forward pass over the batch."""
+    """Compute the columns for `describe_off_policyness` by a forward pass over the batch."""
     logprobs = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
     old = fill_unknown(batch.old_logprobs, torch.full_like(logprobs, math.nan))
     columns = {"logprob": logprobs, "old_logprob": old, "advantage": resolve_advantages(batch)}

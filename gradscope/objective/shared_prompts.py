@@ -1,17 +1,17 @@
-"""One forward pass over a micro-batch in which each prompt is there once and no padding is.
+"""Forward passes over a micro-batch in which each prompt is computed once and there is no padding.
 
-The responses of a group have their prompt in common, and everything in a decoder-only model but attention works on each
-token by itself. So the tokens go through the network in one row, prompts first, then responses:
+The responses of a group share their prompt, and everything in a decoder-only model except attention acts on each token
+separately. So the tokens go through the network in a single row, prompts first, then responses:
 
     p p p | q q | a a | b b b | c        three responses, a and b to the first prompt, c to the second
 
-and attention alone, given its queries, keys and values in that row, lays them out again with a row per response
+and only attention lays out its queries, keys and values with a row per response
 
     p p p a a ·
     p p p b b b
     q q c · · ·
 
-where it is the causal attention that it always was; of its output, each prompt is taken once. Autograd does the rest.
+to compute ordinary causal attention; from its output, each prompt is taken once. Autograd does the rest.
 """
 
 from __future__ import annotations
@@ -32,40 +32,40 @@ from gradscope.policy import arithmetic_dtype
 from gradscope.rollouts import Response, TokenBatch, collate
 
 SHARED_PROMPTS = "gradscope_shared_prompts"
-"""The name under which transformers knows `_attend`."""
+"""The name under which `_attend` is registered with transformers."""
 WORTH = 0.95
-"""Most tokens of a packed pass, as a share of the padded one's: its attention has copies to pay for."""
+"""Largest ratio of packed to padded tokens at which packing pays off, given the copies in attention."""
 TOLERANCE = 1e-4
-"""Relative to the largest logit, what a packed pass may be off the padded one in the trial; in float32 rounding is
+"""Largest difference between packed and padded pass in the trial, relative to the largest logit; float32 rounding is
 1e-6."""
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a micro-batch [b, n] stand in one row of N: its parts, one after the other."""
+    """The layout of a micro-batch [b, n] in one row of N tokens, part after part."""
 
     lengths: list[int]
     """Lengths of the parts: each distinct prompt, then each row's response."""
     prompts: list[int]
-    """Which part is each row's prompt."""
+    """Index of the part that is each row's prompt."""
     ids: Int[Tensor, " N"]
     columns: Int[Tensor, " N"]
     """Each token's column in the micro-batch, which is its position."""
 
     @property
     def width(self) -> int:
-        """Tokens of the longest row."""
+        """Length of the longest row."""
         return max(sum(pair) for pair in self._pairs())
 
     def places(self, rows: Int[Tensor, " K"], columns: Int[Tensor, " K"]) -> Int[Tensor, " K"]:
-        """Return where in the row of N the tokens at these cells stand."""
+        """Return the indices in the row of N of the tokens at these cells."""
         first = torch.tensor([0, *accumulate(self.lengths)])
         prompt = torch.tensor(self.prompts)[rows]
         response, length = len(self.lengths) - len(self.prompts) + rows, torch.tensor(self.lengths)[prompt]
         return torch.where(columns < length, first[prompt] + columns, first[response] + columns - length)
 
     def lay_out(self, values: Float[Tensor, "N *rest"]) -> Float[Tensor, "b w *rest"]:
-        """Return the values of each row's tokens, and 0 after them."""
+        """Lay out packed values as [b, n, …], padded with 0."""
         parts, width, cells = values.split(self.lengths), self.width, []
         responses = parts[len(parts) - len(self.prompts) :]
         for prompt, response in zip(self.prompts, responses, strict=True):
@@ -74,24 +74,22 @@ class Packing:
         return torch.cat(cells).unflatten(0, (len(self.prompts), width))
 
     def take(self, values: Float[Tensor, "b w *rest"]) -> Float[Tensor, "N *rest"]:
-        """Return each token's value; of a prompt that several rows have, the first row's."""
+        """Pack values from [b, n, …]; for a prompt shared by several rows, the first row's."""
         width = values.shape[1]
         sizes = [size for p, r in self._pairs() for size in (p, r, width - p - r)]
         cells = values.flatten(0, 1).split(sizes)
-        # Backwards, so that the first row stays.
+        # In reverse, so that the first row wins.
         prompts = {part: cells[3 * row] for row, part in reversed(list(enumerate(self.prompts)))}
         return torch.cat([prompts[part] for part in range(len(prompts))] + list(cells[1::3]))
 
     def _pairs(self) -> list[tuple[int, int]]:
-        """Lengths of each row's prompt and response."""
+        """Yield the lengths of each row's prompt and response."""
         responses = self.lengths[len(self.lengths) - len(self.prompts) :]
         return [(self.lengths[part], n) for part, n in zip(self.prompts, responses, strict=True)]
 
 
 def pack(piece: TokenBatch) -> Packing:
-    """Return the packing of a micro-batch that starts at column 0: of each row, the tokens that predict a kept one.
-
-    A row's last kept token predicts nothing that is asked for, and neither does what comes after it.
+    """Return the packing of a micro-batch that starts at column 0, up to the token before each row's last kept one.
     """
     ids, starts = piece.input_ids.tolist(), piece.response_start.tolist()
     last = (torch.arange(piece.input_ids.shape[1]) * piece.response_mask).amax(1).tolist()
@@ -107,10 +105,10 @@ def pack(piece: TokenBatch) -> Packing:
 
 
 def packing_for(model: nn.Module, piece: TokenBatch) -> Packing | None:
-    """Return how this model should compute the micro-batch in one row; None: as it is, padded.
+    """Return a packing of the micro-batch for this model; None to compute it padded.
 
-    None where nothing is to be gained, where a window of attention is narrower than the micro-batch, and for a model
-    that `can_pack` refuses.
+    None if packing does not pay off, if an attention window is narrower than the micro-batch, or if `can_pack` is
+    False.
     """
     rows, width = piece.input_ids.shape
     if not can_pack(model) or not piece.response_mask.any():
@@ -127,11 +125,11 @@ _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 
 
 def can_pack(model: nn.Module) -> bool:
-    """Return whether this model computes the same in one row: asked of its structure, and tried once on a small batch.
+    """Return whether this model computes the same in one row, judging by its structure and one trial on a small batch.
 
-    It takes attention that transformers dispatches by name, at present by sdpa, with a position for each token. Not
-    for a model that is wrapped or in shards, for several processes; nor with gradient checkpointing, whose
-    recomputation would not know of the packing; nor below float32, where rounding and a difference look alike.
+    Requires sdpa attention dispatched by transformers, with explicit positions. Excludes wrapped or sharded models and
+    several processes; gradient checkpointing, whose recomputation would not see the packing; and precisions below
+    float32, where a difference cannot be told from rounding.
     """
     if not _may_pack(model):
         return False
@@ -167,13 +165,13 @@ def _try(model: nn.Module) -> bool:
                 ]
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, ValueError, LookupError):  # it knows no positions, or no row like this
+        except (RuntimeError, TypeError, ValueError, LookupError):  # no position ids, or no single row
             return False
     return bool(((packed - padded).abs().max() <= TOLERANCE * padded.abs().max()).item())
 
 
 def packed_inputs(packing: Packing, device: torch.device) -> dict[str, Any]:
-    """Return what the model is called with, inside `attending`."""
+    """Return the model's inputs, for use inside `attending`."""
     ids = packing.ids[None].to(device, non_blocking=True)
     return {
         "input_ids": ids,
@@ -187,10 +185,10 @@ _packing: ContextVar[Packing] = ContextVar("packing")
 
 @contextmanager
 def attending(model: nn.Module, packing: Packing) -> Iterator[None]:
-    """While inside, the model's attention takes the tokens of this packing in one row."""
+    """Let the model's attention take this packing's tokens in one row."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(SHARED_PROMPTS, _attend)  # no mask of that name: transformers makes none
+    AttentionInterface.register(SHARED_PROMPTS, _attend)  # no mask is registered, so transformers makes none
     config, token = model.config.get_text_config(), _packing.set(packing)
     usual, config._attn_implementation = config._attn_implementation, SHARED_PROMPTS
     try:
@@ -208,7 +206,7 @@ def _attend(
     attention_mask: Tensor | None,
     **settings: Any,
 ) -> tuple[Float[Tensor, "1 N Q V"], None]:
-    """transformers' sdpa, row by row."""
+    """Apply transformers' sdpa with a row per response."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     packing = _packing.get()

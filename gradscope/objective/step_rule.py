@@ -1,7 +1,7 @@
-"""How a token weighting becomes optimizer steps: which tokens each trains, what an advantage is multiplied by.
+"""How a token weighting becomes optimizer steps: the tokens of each step, and the factors on advantages.
 
-Advantage Reweighting and Lopti are Eq. 4 and Alg. 1 of arXiv:2505.12929. Everything goes by π_old, the policy before
-the steps, which is fixed across them; whatever a step leaves out, its loss is divided by all response tokens.
+Advantage Reweighting and Lopti are Eq. 4 and Alg. 1 of arXiv:2505.12929. Everything depends on π_old, the policy before
+the first step, and every step's loss is divided by the number of all response tokens.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ Mask = Bool[Tensor, "B T"]
 ORDERS = {"low-first": ("low", "high"), "high-first": ("high", "low")}
 """Orders of Lopti's two steps, by name: the paper's, and its ablation."""
 CONTROLS = {"random-split": "lopti_eta", "permuted-weights": "reweight_alpha", "matched-norm": "reweight_alpha"}
-"""Controls, and the setting that each is matched to."""
+"""Control → the setting that it is matched to."""
 
 
 @dataclass(frozen=True)
 class StepRule:
-    """What a token weighting changes of the plain loss; with all of it off, nothing. Raises InputError for bad values.
+    """How a token weighting changes the plain loss; by default not at all. Raises InputError for bad values.
 
-    The fields bear the names that they have as flags and in configurations.
+    Fields are named like the flags and the entries of configurations.
     """
 
     reweight_alpha: Number | None = None
@@ -38,18 +38,18 @@ class StepRule:
     lopti_eta: Number | None = None
     """η of Lopti (Alg. 1): two optimizer steps, one for the tokens with π_old < η, one for the others; None: off."""
     lopti_order: str = "low-first"
-    """Which of the two comes first, a name of ORDERS."""
+    """Order of the two steps: low-first (the paper's) or high-first."""
     mask_probs: tuple[Number, ...] | None = None
-    """Tokens with π_old in [low, high) are trained in no step; a high of 1 is in."""
+    """Exclude tokens with π_old in [low, high) from training; a high of 1 is inclusive."""
     control: Literal["random-split", "permuted-weights", "matched-norm"] | None = None
-    """A matched control: Lopti's steps over a random split of the same sizes, Reweight's factors dealt out at random,
-    or plain advantages with the gradient rescaled to Reweight's norm."""
+    """A matched control: random-split (Lopti's steps over a random split of the same sizes), permuted-weights
+    (Reweight's factors in random order) or matched-norm (the plain gradient rescaled to Reweight's norm)."""
 
     def __post_init__(self) -> None:
         for name, use in (("reweight_alpha", "Reweight takes"), ("lopti_eta", "Lopti splits at")):
             value = getattr(self, name)
             if value is not None and not 0 <= value <= 1:
-                raise InputError(f"{name} is {value}; {use} a number from 0 to 1, or None: off")
+                raise InputError(f"{name} is {value}; {use} a number from 0 to 1, or None to switch it off")
         if self.lopti_order not in ORDERS:
             raise InputError(f"lopti_order is {self.lopti_order!r}; give one of {', '.join(ORDERS)}")
         masked = (0, 0.5) if self.mask_probs is None else self.mask_probs
@@ -61,24 +61,23 @@ class StepRule:
         if needed and getattr(self, needed) is None:
             raise InputError(f"control {self.control} is matched to {needed}, which is off; give {needed}")
         if self.control == "random-split" and self.mask_probs is not None:
-            raise InputError("mask_probs would leave control random-split's steps other sizes than Lopti's; give one")
+            raise InputError("mask_probs would change the sizes of random-split's steps; give only one of them")
 
     @property
     def chooses(self) -> bool:
-        """Whether some optimizer step leaves out tokens."""
+        """Whether any optimizer step leaves out tokens."""
         return self.lopti_eta is not None or self.mask_probs is not None
 
     def advantages(
         self, advantages: Float[Tensor, " B"] | Float[Tensor, "B T"], old_logprobs: Float[Tensor, "B T"]
     ) -> Float[Tensor, " B"] | Float[Tensor, "B T"]:
-        """Return the advantages that are trained on: Â, under Reweight [α·π_old + (1 − α)]·Â."""
+        """Return the advantages for training: Â or, with Reweight, [α·π_old + (1 − α)]·Â."""
         if self.reweight_alpha is None:
             return advantages
         return reweight(advantages, old_logprobs, alpha=self.reweight_alpha)
 
     def groups(self, old_logprobs: Float[Tensor, "B T"], response_mask: Mask) -> list[tuple[str, Mask]]:
-        """Return (name, tokens) of each optimizer step, in the order in which they are taken: all, or Lopti's low and
-        high.
+        """Return (name, tokens) of each optimizer step in order: all tokens, or Lopti's low and high.
         """
         groups = [("all", response_mask)]
         if self.lopti_eta is not None:
@@ -94,7 +93,7 @@ class StepRule:
         mini_batch_size: int,
         generator: torch.Generator,
     ) -> list[tuple[str, Mask]]:
-        """`groups`; of the control random-split, random ones of the same sizes in each mini-batch."""
+        """Return `groups` or, for the control random-split, random groups of the same sizes in each mini-batch."""
         if self.control != "random-split":
             return self.groups(old_logprobs, response_mask)
         low, _ = lopti_split(old_logprobs, response_mask, eta=self.lopti_eta)
@@ -109,7 +108,7 @@ class StepRule:
         mini_batch_size: int,
         generator: torch.Generator,
     ) -> Float[Tensor, "B T"]:
-        """Reweight's factors α·π_old + 1 − α (Eq. 4), dealt out at random in each mini-batch; masked ones 1."""
+        """Return Reweight's factors α·π_old + 1 − α (Eq. 4), permuted within each mini-batch; 1 at masked tokens."""
         factors = self.advantages(torch.ones_like(old_logprobs), old_logprobs)
         dealt = torch.ones_like(factors)
         for rows in torch.arange(len(factors)).split(mini_batch_size):
@@ -119,13 +118,13 @@ class StepRule:
         return dealt
 
     def weights(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return the policy part of Eq. 2's w_t in each step, from columns of the table; 0 where a token is in another.
+        """Return the policy part of Eq. 2's w_t in each step, from columns of the table; 0 for tokens of other steps.
 
-        columns: `policy_weight` of the plain loss, and `old_logprob` (its NaN: on-policy, `logprob`), [K] each.
-        Reweight's factor is positive, so that no token is clipped that was not. A control is not of columns alone.
+        columns: `policy_weight` of the plain loss, `old_logprob` (NaN: on-policy) and `logprob`, [K] each. Reweight's
+        factor is positive, so the clipped tokens stay the same. Raises InputError for a control, which is random.
         """
         if self.control is not None:
-            raise InputError(f"control {self.control} is drawn in training; columns do not tell its weights")
+            raise InputError(f"control {self.control} is random, so columns do not determine its weights; leave it out")
         plain, old, own = (
             torch.as_tensor(np.asarray(columns[n]))[None] for n in ("policy_weight", "old_logprob", "logprob")
         )
@@ -135,7 +134,7 @@ class StepRule:
         return {name: torch.where(mask, weights, 0.0)[0].numpy() for name, mask in groups}
 
     def _masked(self, old_logprobs: Float[Tensor, "B T"]) -> Mask:
-        """Return where π_old lies in the masked range."""
+        """Return the mask of tokens with π_old in the excluded range."""
         if self.mask_probs is None:
             return torch.zeros_like(old_logprobs, dtype=torch.bool)
         low, high = self.mask_probs
@@ -144,7 +143,7 @@ class StepRule:
 
 
 def random_split(low: Mask, response_mask: Mask, mini_batch_size: int, generator: torch.Generator) -> tuple[Mask, Mask]:
-    """Return a random split of each mini-batch's response tokens into as many as `low` has there, and the rest."""
+    """Randomly split each mini-batch's response tokens into as many as `low` has there, and the rest."""
     chosen = torch.zeros_like(low)
     for rows in torch.arange(len(low)).split(mini_batch_size):
         places = response_mask[rows].nonzero()

@@ -1,7 +1,7 @@
-"""From a batch to optimizer steps: which tokens each step trains, its gradient piece by piece, clipping, the update.
+"""From a batch to optimizer steps: the tokens of each step, gradient accumulation, clipping, the update.
 
-The trainer and whoever asks what one update does share this file, so that the measured step is the trained step.
-Equations and Alg. 1 are those of arXiv:2505.12929.
+The trainer and everything that analyses an update use this file, so that the measured step is the trained step.
+Equations and Alg. 1 refer to arXiv:2505.12929.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class StepTokens:
     """The tokens of one optimizer step."""
 
     name: str
-    """all, low, high, random-low (as many as low, drawn at random), random-high."""
+    """all, low, high, random-low (a random choice of as many as low), or random-high."""
     batch: TokenBatch
     """A mini-batch, with advantages and π_old; its response_mask keeps only the tokens of this step."""
     num_tokens: int
-    """The loss's denominator: all response tokens of the mini-batch, whichever step they are in."""
+    """The loss's denominator: the response tokens of the whole mini-batch, in any step."""
 
 
 class StepTotals(NamedTuple):
@@ -63,33 +63,34 @@ class StepTotals(NamedTuple):
     clipped_high: float
     clipped_dual: float
     statistics: TokenStatistics | None = None
-    """Statistics of the tokens before the step, where it was asked to score them."""
+    """Statistics of the tokens before the step, if requested."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one optimizer step did."""
+    """The outcome of one optimizer step."""
 
     name: str
     """The step's name."""
     outcome: Literal["taken", "empty", "nonfinite"]
-    """empty: no token, no step (AdamW would decay and coast); nonfinite: a NaN or infinite gradient, no step."""
+    """empty: no tokens, so no step (AdamW would still decay and coast); nonfinite: NaN or infinite gradient, no
+    step."""
     loss: float
-    """Loss of the step, by its denominator."""
+    """Loss of the step, divided by its denominator."""
     grad_norm: float
-    """Before clipping, rescaled already where a `match` was asked for; NaN for an empty step."""
+    """Gradient norm before clipping (after rescaling, with `match`); NaN for an empty step."""
     grad_norm_clipped: float
-    """After clipping: what the optimizer saw; NaN where no step was taken."""
+    """Gradient norm after clipping, as the optimizer saw it; NaN if no step was taken."""
     num_tokens: int
-    """Tokens in the step."""
+    """Number of tokens in the step."""
     clipped_low: int
-    """Tokens with Â < 0 and π_θ/π_old < 1 − ε_low: they have no policy gradient."""
+    """Tokens with Â < 0 and π_θ/π_old < 1 − ε_low, which have no policy gradient."""
     clipped_high: int
     """Tokens with Â > 0 and π_θ/π_old > 1 + ε_high."""
     clipped_dual: int
     """Tokens with Â < 0 and π_θ/π_old > c."""
     statistics: TokenStatistics | None = None
-    """Statistics of the tokens before the step, where it was asked to score them."""
+    """Statistics of the tokens before the step, if requested."""
 
     @classmethod
     def empty(cls, part: StepTokens) -> StepResult:
@@ -98,7 +99,7 @@ class StepResult:
 
 
 def whole_steps(batch: TokenBatch, mini_batch_size: int) -> list[StepTokens]:
-    """Make one step of each mini-batch of consecutive responses."""
+    """Make one step per mini-batch of consecutive responses."""
     return [StepTokens("all", part, part.num_tokens) for part in batch.micro_batches(mini_batch_size)]
 
 
@@ -109,10 +110,10 @@ def split_steps(
     *,
     schedule: Literal["sweep", "interleaved"] = "sweep",
 ) -> list[StepTokens]:
-    """Make a step of each group of tokens in each mini-batch (Alg. 1, Lopti), groups in the order given.
+    """Make one step per group of tokens and mini-batch (Alg. 1, Lopti), with groups in the given order.
 
-    sweep: all mini-batches for the first group, then for the next (L1 L2 H1 H2, the authors' code); interleaved: all
-    groups of a mini-batch, then the next one (L1 H1 L2 H2, the other reading of the text).
+    sweep: the first group of all mini-batches, then the next group (L1 L2 H1 H2, the authors' code); interleaved: all
+    groups of a mini-batch, then the next mini-batch (L1 H1 L2 H2, the other reading of the text).
     """
     parts = torch.arange(len(batch)).split(mini_batch_size)
     order = [(part, group) for group in groups for part in parts]
@@ -126,31 +127,31 @@ def split_steps(
 
 
 def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
-    """Return what clipping multiplies a gradient of this norm by; None: 1.
+    """Return the factor by which clipping scales a gradient of this norm; 1 without a maximum.
 
-    Raises InputError for a norm that is not finite, with which no step is taken.
+    Raises InputError if the norm is not finite, in which case no step is taken.
     """
     if not math.isfinite(norm):
-        raise InputError(f"the gradient's norm is {norm}, so no step is taken; look for the response that makes it so")
+        raise InputError(f"the gradient's norm is {norm}, so no step is taken; find the response that causes it")
     return max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0
 
 
 @dataclass(frozen=True)
 class Updater:
-    """A model and the optimizer that trains it: accumulates a step's gradient, clips it, and steps."""
+    """A model and its optimizer: accumulates a step's gradient, clips it, and steps."""
 
     model: nn.Module
-    """As it is called: wrapped by accelerate where several processes share it."""
+    """The model as it is called, wrapped by accelerate with several processes."""
     optimizer: Any
-    """An optimizer of torch, or one wrapped by accelerate."""
+    """A torch optimizer, possibly wrapped by accelerate."""
     device: torch.device
     micro_batch_size: int
-    """Most responses in one forward pass; changes nothing but rounding."""
+    """Most responses in one forward pass; affects only rounding."""
     max_grad_norm: Number | None = 1.0
-    """None: not clipped."""
+    """Clip the gradient to this norm; None: no clipping."""
     processes: Processes = ALONE
     no_sync: Callable[[nn.Module], AbstractContextManager] = lambda model: nullcontext()
-    """Several processes: backward passes in it do not exchange gradients yet."""
+    """Context in which backward passes of several processes do not exchange gradients."""
 
     def step(
         self,
@@ -161,12 +162,14 @@ class Updater:
         weighting: Weighting | None = None,
         score: bool = False,
     ) -> StepResult:
-        """Take one optimizer step on the gradient of its tokens' loss under `settings`.
+        """Take one optimizer step on the loss of its tokens under `settings`.
 
-        match: rescale that gradient, before clipping, to the norm that it has under these other settings.
-        weighting: its w_t, of the policy before the step, in the place of Eq. 2's policy part; the KL part stays.
-        score: the result has the statistics of its tokens before it, from its own forward pass.
-        With a gradient that is not finite, and without tokens, no step is taken.
+        No step is taken without tokens, or if the gradient is not finite.
+
+        Args:
+            match: before clipping, rescale the gradient to the norm that it has under these other settings.
+            weighting: replaces the policy part of Eq. 2 by this weighting's w_t, under the policy before the step.
+            score: return the statistics of the tokens before the step, from the same forward pass.
         """
         if part.batch.num_tokens == 0:
             self.optimizer.zero_grad()
@@ -192,7 +195,7 @@ class Updater:
                 self._scale(scale)
                 clipped = norm * scale
             self.optimizer.step()
-            # Autocast keeps copies of the weights in low precision: those from before the step must go.
+            # Autocast caches low-precision copies of the weights, which are stale after the step.
             torch.clear_autocast_cache()
         self.optimizer.zero_grad()
         result = (loss, norm, clipped if finite else float("nan"), part.batch.num_tokens, *map(int, counts))
@@ -201,13 +204,13 @@ class Updater:
     def accumulate(
         self, part: StepTokens, settings: LossSettings, *, weighted: bool = False, score: bool = False
     ) -> StepTotals:
-        """Add the gradient of the step's loss to `.grad`; weighted: its advantages are the tokens' weights themselves.
+        """Add the gradient of the step's loss to `.grad`.
 
-        score: the statistics of its tokens, too.
-        Each micro-batch's loss has the whole mini-batch's denominator, so that they add up to the step's own.
+        Each micro-batch's loss has the whole mini-batch's denominator, so that they add up. weighted: the advantages
+        are already the tokens' weights. score: also return the statistics of the tokens.
         """
         if not weighted:
-            check_advantages(part.batch)  # once, where it lies: no loss on the device looks for it
+            check_advantages(part.batch)  # once, on the CPU: the losses do not check for NaN
         cut = micro_batches(part.batch, self.micro_batch_size, by_group=can_pack(self.model))
         pieces = self.processes.deal(cut, empty_piece(part.batch))
         totals, found = [torch.zeros(4, device=self.device)], []
@@ -226,7 +229,7 @@ class Updater:
         return StepTotals(*sums, gather_statistics(*every) if score else None)
 
     def _weigh(self, part: StepTokens, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
-        """Find w_t of the step's tokens under the policy as it is, by one more forward pass."""
+        """Compute w_t of the step's tokens under the current policy, by one more forward pass."""
         found = batch_statistics(
             self.model, part.batch, micro_batch_size=self.micro_batch_size, device=self.device, processes=self.processes
         )
@@ -244,12 +247,13 @@ class Updater:
     ) -> Float[Tensor, " 4"]:
         """Run the backward pass of the piece's loss; return the loss and the three counts, still on the device.
 
-        Where a log π is not finite, so are loss and gradient, by which the step is skipped: no device is waited for.
+        A log π that is not finite makes the loss and the gradient so too, and the step is skipped; there is no check
+        here, which would synchronise with the device.
         """
         loss = make_loss(logprobs, piece, settings, num_tokens=num_tokens, refuse_nan=False)
         broken = (~logprobs.isfinite()).any()
         loss = loss + logprobs.sum() * loss.new_zeros(()).masked_fill(broken, math.nan)
-        # Processes share a step's responses and accelerate averages their gradients: the sum is count times that.
+        # accelerate averages the gradients of the processes, but their losses must be summed: multiply by their count.
         (loss * self.processes.count).backward()
         counts = torch.stack(_count_clipped(logprobs.detach(), piece, settings)).masked_fill(broken, 0)
         return torch.cat([loss.detach()[None], counts.to(loss)])
@@ -266,7 +270,7 @@ class Updater:
 def _weighted_loss(
     logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings, *, num_tokens: int, refuse_nan: bool
 ) -> Float[Tensor, ""]:
-    """Return −Σ w_t·log π_t / N plus the loss's KL part; the weights are in the place of the advantages."""
+    """Return −Σ w_t·log π_t / N plus the loss's KL part; the batch's advantages hold the weights."""
     plain = replace(piece, advantages=torch.zeros_like(logprobs))
     kl = batch_loss(logprobs, plain, settings, num_tokens=num_tokens, refuse_nan=refuse_nan)
     products = torch.where(piece.response_mask, piece.advantages.to(logprobs) * logprobs, 0.0)
@@ -276,7 +280,7 @@ def _weighted_loss(
 
 
 def _count_clipped(logprobs: Float[Tensor, "b n"], piece: TokenBatch, settings: LossSettings) -> list[Int[Tensor, ""]]:
-    """Count the tokens whose policy gradient clipping removed: low, high, dual."""
+    """Count the tokens whose policy gradient is clipped away: low, high, dual."""
     clipped = batch_weights(logprobs, piece, settings, num_tokens=1, refuse_nan=False).clipped
     rose = logprobs > fill_unknown(piece.old_logprobs, logprobs)
     positive = piece.advantages > 0

@@ -1,7 +1,7 @@
-"""What a token weighting is: columns of a token table in, w_t out; its parameters and its name.
+"""The interface of a token weighting: columns of a token table in, w_t out; with parameters and a name.
 
-It says what stands before ∇ log π_t in the gradient of its loss: w_t = −N · ∂loss/∂ log π_t, N the kept tokens of the
-batch. Which there are is in `weightings`.
+w_t = −N · ∂loss/∂ log π_t, with N the number of kept tokens, is the factor on ∇ log π_t in the gradient of the
+weighting's loss. The weightings are in `weightings`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from gradscope.objective.step_rule import StepRule
 Number = int | float
 Weights = Float[np.ndarray, " K"]
 AGGREGATIONS = ("token-mean", "sequence")
-"""How a loss averages: over all tokens, or over responses of their token means."""
+"""How a loss averages: over all tokens, or over responses after averaging each response's tokens."""
 
 
 class Tokens(Mapping[str, Weights]):
-    """Columns of a token table that weightings read, [K] in float64. Raises InputError for a column that is missing."""
+    """Columns of a token table that weightings read, [K] in float64. Raises InputError for missing columns."""
 
     def __init__(self, columns: Mapping[str, Any] | pd.DataFrame):
         self._columns = columns
 
     def __getitem__(self, name: str) -> Weights:
         if name not in self._columns:
-            raise InputError(f"the tokens have no {name!r}, which this weighting is made of; give a log that has it")
+            raise InputError(f"the tokens have no {name!r}, which this weighting needs; give a log that has it")
         return np.array(self._columns[name], dtype=np.float64)
 
     def __iter__(self) -> Iterator[str]:
@@ -44,17 +44,17 @@ class Tokens(Mapping[str, Weights]):
         return len(self._columns)
 
     def known(self, name: str) -> Weights:
-        """Return a column after checking that it has no NaN. Raises InputError otherwise."""
+        """Return a column. Raises InputError if it has NaN."""
         values = self[name]
         if unknown := int(np.isnan(values).sum()):
             raise InputError(
-                f"{unknown} tokens have no {name!r}, which this weighting is made of; give a log that has it"
+                f"{unknown} tokens have no {name!r}, which this weighting needs; give a log that has it"
             )
         return values
 
     @cached_property
     def old(self) -> Weights:
-        """log π_old; the policy's own where unknown."""
+        """log π_old; the policy's own log π where unknown."""
         return np.where(np.isnan(self["old_logprob"]), self["logprob"], self["old_logprob"])
 
     @cached_property
@@ -80,7 +80,7 @@ class Tokens(Mapping[str, Weights]):
 
     @cached_property
     def sampler(self) -> Weights:
-        """log π_sampler; log π_old where unknown, so that k = 1. Raises InputError if it is unknown everywhere."""
+        """log π_sampler; log π_old where unknown, so that k = 1. Raises InputError if unknown everywhere."""
         unknown = np.isnan(self["sampler_logprob"])
         return self.known("sampler_logprob") if unknown.all() else np.where(unknown, self.old, self["sampler_logprob"])
 
@@ -96,23 +96,22 @@ class Tokens(Mapping[str, Weights]):
         return self.known("ref_logprob") if unknown.all() else np.where(unknown, self["logprob"], self["ref_logprob"])
 
     def before(self, sampler: int) -> Weights:
-        """Return the log-probabilities at the centre of the trust region: log π_old or, with `sampler` 1, log
-        π_sampler.
+        """Return log π at the centre of the trust region: log π_old or, with `sampler` 1, log π_sampler.
         """
         return self.sampler if sampler else self.old
 
     def sum_by_response(self, values: Weights) -> Weights:
-        """Sum over each response; return the sums by token [K]."""
+        """Sum over each response; return each token's sum [K]."""
         _, response = np.unique(self["response"], return_inverse=True)
         return np.bincount(response, values)[response]
 
     def mean_by_response(self, values: Weights) -> Weights:
-        """Average over each response; return the means by token [K]."""
+        """Average over each response; return each token's mean [K]."""
         return self.sum_by_response(values) / self.sum_by_response(np.ones_like(values))
 
     @cached_property
     def place(self) -> Weights:
-        """A token's place in its response up to a constant: its position, or its column in a trainer's batch."""
+        """A token's position in its response, up to a constant (in a trainer's batch, its column)."""
         return self["place" if "place" in self._columns else "position"]
 
     def responses(self) -> list[np.ndarray]:
@@ -123,7 +122,7 @@ class Tokens(Mapping[str, Weights]):
 
 
 def within(default: Number, low: Number, high: Number = math.inf, *, above: str | None = None) -> Any:
-    """Declare a parameter with its range, ends included; above: another parameter that it must not be below."""
+    """Declare a parameter with its inclusive range; above: another parameter that must not exceed it."""
     return field(default=default, metadata={"range": (low, high), "above": above})
 
 
@@ -134,9 +133,9 @@ class Weighting(ABC):
     NAME: ClassVar[str]
     """Name on the command line."""
     TRAINERS: ClassVar[Mapping[str, str]] = {}
-    """Trainer (a name of SOURCES) → the spelling here of its loss, with its own defaults."""
+    """Trainer (a name of SOURCES) → the spelling of its loss here, with that trainer's defaults."""
     OWN_LOSSES: ClassVar[tuple[str, ...]] = ()
-    """Trainers whose own loss is differentiated in the tests; for others a printed loss is."""
+    """Trainers whose own loss the tests differentiate; for others, they use the published formula."""
     _spelled: ClassVar[str] = ""
     """The user's spelling; "" for name and parameters."""
 
@@ -152,13 +151,13 @@ class Weighting(ABC):
 
     @property
     def rule(self) -> StepRule:
-        """Return the equivalent rule of a trainer, where masks and factors express this weighting; else the plain one.
+        """Return the equivalent step rule if masks and advantage factors express this weighting, else the plain one.
         """
         return StepRule()
 
     @property
     def alpha_and_eta(self) -> tuple[Number | None, Number | None] | None:
-        """Return α of Reweight and η of Lopti (None: off) if these two express the weighting; else None.
+        """Return Reweight's α and Lopti's η (None: off) if these two express the weighting, else None.
 
         >>> from gradscope.objective import make_weighting
         >>> [make_weighting(name).alpha_and_eta for name in ("grpo", "lopti", "cispo")]
@@ -170,22 +169,22 @@ class Weighting(ABC):
 
     @abstractmethod
     def factors(self, tokens: Tokens) -> Weights | dict[str, Weights]:
-        """Return w_t of each token under the mean over tokens; by optimizer step, if there are several."""
+        """Return w_t of each token for the mean over tokens; a row per optimizer step if there are several."""
 
     def weights(
         self, columns: Mapping[str, Any] | pd.DataFrame, *, aggregation: str = "token-mean"
     ) -> dict[str, Weights]:
-        """Return w_t [K] in each optimizer step; 0 in a step that leaves the token out.
+        """Return w_t [K] in each optimizer step; 0 in steps that leave the token out.
 
-        columns: those of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`,
-        `policy_weight` of the plain loss, and what else the weighting is made of (`entropy`, `sampler_logprob`);
-        `loss_scale`, if it is there, is in `policy_weight` and, under "token-mean", in the result.
-        aggregation: one of AGGREGATIONS. Raises InputError for a column that is not there.
+        columns: of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`, `policy_weight`
+        of the plain loss, and others that the weighting needs (`entropy`, `sampler_logprob`). `loss_scale`, if present,
+        is included in `policy_weight` and, with "token-mean", in the result.
+        aggregation: one of AGGREGATIONS. Raises InputError for a missing column.
         """
         if aggregation not in AGGREGATIONS:
             raise InputError(f"aggregation is {aggregation!r}; give one of {', '.join(AGGREGATIONS)}")
         scale = np.asarray(columns["loss_scale"], dtype=np.float64) if "loss_scale" in columns else 1.0
-        if "loss_scale" in columns:  # that of the plain loss is in its weights, and is not a weighting's
+        if "loss_scale" in columns:  # part of the plain loss's weights, but not of a weighting's
             columns = {**columns, "policy_weight": np.asarray(columns["policy_weight"], dtype=np.float64) / scale}
         tokens = Tokens(columns)
         found = self.factors(tokens)
@@ -198,8 +197,7 @@ class Weighting(ABC):
         return {name: weights * scale for name, weights in found.items()}
 
     def __str__(self) -> str:
-        """Return the user's spelling or, without one, the name and all parameters that differ from their published
-        values.
+        """Return the user's spelling, or else the name and all parameters that differ from their published values.
 
         >>> from gradscope.objective import WEIGHTINGS, make_weighting
         >>> str(make_weighting("cispo:eps_high=5.0")), str(WEIGHTINGS["cispo"](eps_high=5.0))

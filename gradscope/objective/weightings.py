@@ -1,12 +1,11 @@
-"""The token weightings of the literature, in closed form from the columns of a token table.
+"""The token weightings in the literature, in closed form from the columns of a token table.
 
-A weighting says what stands before ∇ log π_t in the gradient of its loss: w_t = −N · ∂loss/∂ log π_t, N the kept tokens
-of the batch. Notation: π is the policy, π_old the one before the step, r = π/π_old, Â the advantage, s = −log π_old, H
-the entropy, sg what no gradient flows through; `plain` is Eq. 2's r·Â·I_trust (arXiv:2505.12929), what GRPO has there.
-k = π_old/π_sampler says how far the trainer is from what the sampler drew from, K = Π_t k_t of a whole response.
-Thresholds over a batch (quantiles, covariances) are those of all the tokens that are given. A response's mean or
-product, as in GSPO and GMPO, is part of the weight; how losses add up over responses is not: `aggregation`. One file,
-for who compares weightings reads them side by side.
+A weighting gives the factor on ∇ log π_t in the gradient of its loss: w_t = −N · ∂loss/∂ log π_t, with N kept tokens in
+the batch. Notation: π is the policy, π_old the one before the step, r = π/π_old, Â the advantage, s = −log π_old, H the
+entropy, sg stop-gradient; `plain` is GRPO's weight, Eq. 2's r·Â·I_trust (arXiv:2505.12929). k = π_old/π_sampler is the
+mismatch between trainer and sampler, K = Π_t k_t that of a whole response. Thresholds over a batch (quantiles,
+covariances) are over all given tokens. A response's mean or product, as in GSPO and GMPO, is part of the weight; how
+losses add up over responses is not (see `aggregation`). All weightings are in one file, to be read side by side.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ SOURCES = {
         f"{GITHUB}Hesse73/RLVR-Directions/blob/ca8c6e753/verl/recipe/logprl/logp_ray_trainer.py",
     ),
 }
-"""Trainer or authors' code → the version or commit date that was read, and where."""
+"""Trainer or authors' code → the version or commit date that the formulas were taken from, and its URL."""
 
 ROUNDING = 1e-4
-"""Nats by which two forward passes of one policy in float32 may differ, as those of a sampler and of a trainer do."""
+"""Largest difference of log π, in nats, between two float32 forward passes of one policy (sampler and trainer, say)."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Lopti(Weighting):
 
 @dataclass(frozen=True)
 class RandomSplit(Weighting):
-    """Lopti's control: two steps over a random split of the batch into as many tokens as Lopti has at this η."""
+    """Lopti's control: two steps over a random split of the batch, of the same sizes as Lopti's at this η."""
 
     NAME = "random-split"
     eta: float = within(0.5, 0, 1)
@@ -119,7 +118,7 @@ class RandomSplit(Weighting):
 
 @dataclass(frozen=True)
 class PermutedWeights(Weighting):
-    """Reweight's control: its factors α·π_old + 1 − α, dealt out to the tokens at random."""
+    """Reweight's control: its factors α·π_old + 1 − α, randomly permuted over the tokens."""
 
     NAME = "permuted-weights"
     alpha: float = within(0.3, 0, 1)
@@ -137,9 +136,9 @@ class PermutedWeights(Weighting):
 
 @dataclass(frozen=True)
 class MatchedNorm(Weighting):
-    """Reweight's other control: w = plain, the whole gradient rescaled to the norm that Reweight's has.
+    """Reweight's other control: w = plain, with the whole gradient rescaled to the norm of Reweight's.
 
-    No column tells that norm, so that the weights are plain's: whatever does not go by the update's length is plain's.
+    Columns do not determine that norm, so the weights are plain's, as is everything independent of the update's length.
     """
 
     NAME = "matched-norm"
@@ -171,7 +170,7 @@ class IntervalMask(Weighting):
 
 @dataclass(frozen=True)
 class UpWeight(Weighting):
-    """w = [1 + α(1 − π_old)]·plain: more for rare tokens, Reweight's opposite (arXiv:2603.22117).
+    """w = [1 + α(1 − π_old)]·plain: more weight on rare tokens, the opposite of Reweight (arXiv:2603.22117).
 
     The authors' `reshape_reversed`, with α = .2 for Qwen2.5-Math-7B and .1 for Qwen3-8B-Base.
     """
@@ -186,7 +185,8 @@ class UpWeight(Weighting):
 
 @dataclass(frozen=True)
 class TopEntropy(Weighting):
-    """w = plain where H is at least its (1 − q) quantile over the batch, else 0: "80/20" (arXiv:2506.01939, as TRL)."""
+    """w = plain where H is at least its (1 − q) quantile over the batch, else 0: "80/20" (arXiv:2506.01939, as in TRL).
+    """
 
     NAME = "top-entropy"
     TRAINERS: ClassVar = {"TRL": "top-entropy:q=0.2"}
@@ -200,10 +200,10 @@ class TopEntropy(Weighting):
 
 @dataclass(frozen=True)
 class ClipCov(Weighting):
-    """w = 0 on a random `share` of all tokens, among those with low < c < high that no clip leaves out; else plain.
+    """w = 0 on a random `share` of all tokens, chosen among unclipped ones with low < c < high; else plain.
 
-    c is their part of the covariance of Â and log π (arXiv:2505.22617): at least one token, where the band has any.
-    Which ones is drawn by `seed`.
+    c is a token's part of the covariance of Â and log π (arXiv:2505.22617). At least one token, if the band has any;
+    `seed` determines which.
     """
 
     NAME = "clip-cov"
@@ -226,10 +226,10 @@ class ClipCov(Weighting):
 
 @dataclass(frozen=True)
 class KLCov(Weighting):
-    """w = r·Â, never clipped; less β·sign(log r), the slope of β·|log r|, on the `share` of tokens with the largest c.
+    """w = r·Â, never clipped, minus β·sign(log r), the slope of β·|log r|, on the `share` of tokens with the largest c.
 
-    arXiv:2505.22617. On-policy the penalty has no slope: where |log r| is below ROUNDING, its sign is that of the
-    rounding of two forward passes, and counts as 0.
+    arXiv:2505.22617. On-policy the penalty has no slope: if |log r| is below ROUNDING, its sign is
+    the rounding of two forward passes, and counts as 0.
     """
 
     NAME = "kl-cov"
@@ -248,10 +248,10 @@ class KLCov(Weighting):
 
 @dataclass(frozen=True)
 class CISPO(Weighting):
-    """w = clip(r, eps_low, eps_high)·Â: sg of the clipped ratio before log π; no token is left out (arXiv:2506.13585).
+    """w = clip(r, eps_low, eps_high)·Â: sg(clipped ratio)·log π, so no token is left out (arXiv:2506.13585).
 
-    Both are bounds of the ratio itself, as eps_high is in TRL; verl's, NeMo-RL's and SkyRL's settings are distances
-    to 1 on either side, those of TRL, ms-swift and open-instruct have none below.
+    Both bound the ratio itself, as eps_high does in TRL; in verl, NeMo-RL and SkyRL they are distances from 1. TRL,
+    ms-swift and open-instruct have no lower bound.
     """
 
     NAME = "cispo"
@@ -274,7 +274,7 @@ class CISPO(Weighting):
 
 @dataclass(frozen=True)
 class SAPO(Weighting):
-    """w = r·4σ(1 − σ)·Â, σ the logistic function of τ(r − 1): the slope of 4σ/τ·Â, a clip with a soft edge.
+    """w = r·4σ(1 − σ)·Â, with σ the logistic function of τ(r − 1): the slope of 4σ/τ·Â, a soft clip.
 
     τ is tau_pos where Â > 0, else tau_neg (arXiv:2511.20347).
     """
@@ -294,9 +294,9 @@ class SAPO(Weighting):
 
 @dataclass(frozen=True)
 class GSPO(Weighting):
-    """w = s·mean_t(Â·I_trust): the ratio s = exp(mean_t log r) of a whole response, clipped as such (arXiv:2507.18071).
+    """w = s·mean_t(Â·I_trust), with the ratio s = exp(mean_t log r) of the whole response, clipped (arXiv:2507.18071).
 
-    A token's part is clipped where s > 1 + eps_high and Â > 0, or s < 1 − eps_low and Â < 0.
+    A token is clipped if s > 1 + eps_high and Â > 0, or s < 1 − eps_low and Â < 0.
     """
 
     NAME = "gspo"
@@ -314,9 +314,9 @@ class GSPO(Weighting):
 
 @dataclass(frozen=True)
 class GMPO(Weighting):
-    """w = s·mean_t(Â)·I: s = exp(mean_t of log r, clipped) of a whole response, the geometric mean (arXiv:2507.20673).
+    """w = s·mean_t(Â)·I, with s = exp(mean_t of clipped log r), the response's geometric mean (arXiv:2507.20673).
 
-    I = 0 where log r is clipped: above eps_high and Â > 0, or below −eps_low and Â < 0; these are nats, not ratios.
+    I = 0 if log r is clipped: above eps_high and Â > 0, or below −eps_low and Â < 0; these are in nats, not ratios.
     """
 
     NAME = "gmpo"
@@ -335,10 +335,10 @@ class GMPO(Weighting):
 
 @dataclass(frozen=True)
 class VESPO(Weighting):
-    """w = φ(W)·Â, φ = e^λ·W^k·e^(−λW): a soft weight of W = Π_t r_t, the ratio of a whole response (arXiv:2602.10693).
+    """w = φ(W)·Â, φ = e^λ·W^k·e^(−λW): a soft weight of the response's ratio W = Π_t r_t (arXiv:2602.10693).
 
-    k and λ are those of the sign of Â. With `sampler` 1, W has Π_t min(k_t, cap) in it too, as TRL's under vLLM with
-    token_truncate. log W is kept within log 1e-8 and 20.
+    k and λ depend on the sign of Â. With `sampler` 1, W includes Π_t min(k_t, cap), as in TRL under vLLM with
+    token_truncate. log W is clamped to [log 1e-8, 20].
     """
 
     NAME = "vespo"
@@ -363,11 +363,11 @@ class VESPO(Weighting):
 
 @dataclass(frozen=True)
 class DPPO(Weighting):
-    """w = min(r, cap)·Â, less kl_tau·2·log r; the first part 0 where |π − π_old| > δ, away from π_old in Â's direction.
+    """w = min(r, cap)·Â − kl_tau·2·log r, without the first term if |π − π_old| > δ, away from π_old in Â's direction.
 
-    The probability's own movement in place of the ratio's (arXiv:2602.04879). With `sampler` 1, π_sampler is in the
-    place of π_old. kl_tau·(log r)² is a penalty of all tokens. cap=inf: none; verl's function has 20 where its
-    configuration names none, which has 3.
+    Bounds the change of the probability instead of the ratio (arXiv:2602.04879). With `sampler` 1, π_sampler replaces
+    π_old. kl_tau·(log r)² is a penalty on all tokens. cap=inf: no cap; verl's function defaults to 20, its
+    configuration to 3.
     """
 
     NAME = "dppo-tv"
@@ -397,7 +397,7 @@ class DPPO(Weighting):
 
 @dataclass(frozen=True)
 class DPPOKL(DPPO):
-    """dppo-tv by the binary divergence KL(π_old‖π), nats, of this token against all others (arXiv:2602.04879)."""
+    """dppo-tv with the binary divergence KL(π_old‖π), in nats, of this token against all others (arXiv:2602.04879)."""
 
     NAME = "dppo-kl"
     TRAINERS: ClassVar = {"verl": "dppo-kl:delta=0.2,cap=3", "SkyRL": "dppo-kl:cap=inf,sampler=1"}
@@ -410,12 +410,12 @@ class DPPOKL(DPPO):
 
 @dataclass(frozen=True)
 class CPPO(Weighting):
-    """w = r·Â; 0 where π moves on from π_old and its weighted movement is over what is left of a budget.
+    """w = r·Â, or 0 if π moves further from π_old and its weighted movement exceeds what is left of a budget.
 
-    D_t = |π − π_old|, u_t from 1 at a response's first token down to w_min at its last: over min(δ, δ + δ_b·Σ_{s<t} u_s
-    − Σ_{s<t} u_s·D_s) lies u_t·D_t, δ_b the response's .9 quantile of D within delta_b and 2·delta_b. What goes back
-    to π_old, Â(r − 1) ≤ 0, is kept (arXiv:2606.10968, binary total variation). With `sampler` 1, π_sampler is in the
-    place of π_old.
+    A token with D_t = |π − π_old| is dropped if u_t·D_t > min(δ, δ + δ_b·Σ_{s<t} u_s − Σ_{s<t} u_s·D_s), where u_t
+    falls from 1 at a response's first token to w_min at its last, and δ_b is the response's .9 quantile of D, clamped
+    to [delta_b, 2·delta_b]. Tokens that move back to π_old, Â(r − 1) ≤ 0, are kept (arXiv:2606.10968, binary total
+    variation). With `sampler` 1, π_sampler replaces π_old.
     """
 
     NAME = "cppo"
@@ -433,7 +433,7 @@ class CPPO(Weighting):
             weight = np.linspace(1, self.w_min, len(rows))
             spent = weight * divergence[rows]
             budget = np.clip(np.quantile(divergence[rows], 0.9), self.delta_b, 2 * self.delta_b)
-            left = np.cumsum(budget * weight - spent) - (budget * weight - spent)  # by the tokens before
+            left = np.cumsum(budget * weight - spent) - (budget * weight - spent)  # from earlier tokens
             over[rows] = spent > self.delta + np.minimum(left, 0)
         with np.errstate(over="ignore"):
             ratio = np.exp(tokens["logprob"] - before)
@@ -444,7 +444,7 @@ class CPPO(Weighting):
 class FIPO(Weighting):
     """w = f·plain, f_t = clip(exp Σ_{s≥t} 2^{−(s−t)/decay_rate}·log r_s, 1, 1 + clip_range) (arXiv:2603.19835).
 
-    What later tokens gained since π_old, with a half-life of `decay_rate` positions; f = 1 where Â < 0, r > threshold.
+    The gain of later tokens since π_old, with a half-life of `decay_rate` positions; f = 1 where Â < 0, r > threshold.
     """
 
     NAME = "fipo"
@@ -467,9 +467,9 @@ class FIPO(Weighting):
 
 @dataclass(frozen=True)
 class TOPR(Weighting):
-    """w = Â where Â > 0, else min(r, 1)·Â: what did well is imitated, the rest tapered (arXiv:2503.14286).
+    """w = Â where Â > 0, else min(r, 1)·Â: imitates good responses, tapers the rest (arXiv:2503.14286).
 
-    ROLL asks the score's sign, which a token table has not: the same where Â is the score, or has its sign.
+    ROLL uses the sign of the score, which a token table lacks; the same if Â has the score's sign.
     """
 
     NAME = "topr"
@@ -481,9 +481,9 @@ class TOPR(Weighting):
 
 @dataclass(frozen=True)
 class DRO(Weighting):
-    """w = Â − β·log r, the slope of log π·Â − β/2·(log r)²: no ratio, no clip (direct reward optimization).
+    """w = Â − β·log r, the slope of log π·Â − β/2·(log r)², without ratio or clip (direct reward optimization).
 
-    With `sampler` 1, π_sampler is in the place of π_old. verl has no default for β; Tinker's example has .05.
+    With `sampler` 1, π_sampler replaces π_old. verl has no default for β; Tinker's example uses .05.
     """
 
     NAME = "dro"
@@ -500,7 +500,7 @@ class DRO(Weighting):
 class OPSM(Weighting):
     """w = 0 where Â < 0 and mean_t(log π_old − log π) > δ in the response, else plain: off-policy sequence masking.
 
-    Eq. 9 of arXiv:2512.02556. With `sampler` 1, π_sampler is in the place of π_old, as in TRL under vLLM.
+    Eq. 9 of arXiv:2512.02556. With `sampler` 1, π_sampler replaces π_old, as in TRL under vLLM.
     """
 
     NAME = "opsm"
@@ -516,7 +516,7 @@ class OPSM(Weighting):
 
 @dataclass(frozen=True)
 class TIS(Weighting):
-    """w = clip(k, low, high)·plain, k = π_old/π_sampler: truncated importance sampling by token."""
+    """w = clip(k, low, high)·plain, k = π_old/π_sampler: token-level truncated importance sampling."""
 
     NAME = "tis"
     TRAINERS: ClassVar = {
@@ -536,7 +536,8 @@ class TIS(Weighting):
 
 @dataclass(frozen=True)
 class SequenceTIS(Weighting):
-    """w = clip(K, low, high)·plain, K = Π_t k_t: truncated importance sampling by response (TRL: sequence_truncate)."""
+    """w = clip(K, low, high)·plain, K = Π_t k_t: sequence-level truncated importance sampling (TRL: sequence_truncate).
+    """
 
     NAME = "sequence-tis"
     TRAINERS: ClassVar = {
@@ -568,7 +569,7 @@ class SequenceMask(Weighting):
 
 @dataclass(frozen=True)
 class SeqMaskTIS(Weighting):
-    """w = k·plain where low ≤ exp(mean_t log k) ≤ high in the response, else 0: no token's k is truncated."""
+    """w = k·plain where low ≤ exp(mean_t log k) ≤ high in the response, else 0; k itself is not truncated."""
 
     NAME = "seq-mask-tis"
     TRAINERS: ClassVar = {
@@ -586,7 +587,7 @@ class SeqMaskTIS(Weighting):
 
 @dataclass(frozen=True)
 class IcePop(Weighting):
-    """w = k·plain where low ≤ k ≤ high, else 0; k = π_old/π_sampler, trainer against sampler (arXiv:2510.18855)."""
+    """w = k·plain where low ≤ k ≤ high, else 0, with k = π_old/π_sampler (arXiv:2510.18855)."""
 
     NAME = "icepop"
     TRAINERS: ClassVar = {
@@ -606,7 +607,7 @@ class IcePop(Weighting):
 
 @dataclass(frozen=True)
 class Delightful(Weighting):
-    """w = σ(Â·s/η)·plain, σ the logistic function: surprising tokens count where they did well (arXiv:2603.14608)."""
+    """w = σ(Â·s/η)·plain, σ the logistic function: favours surprising tokens of good responses (arXiv:2603.14608)."""
 
     NAME = "delightful"
     eta: float = within(1.0, 1e-6)
@@ -633,13 +634,13 @@ class KL(Weighting):
 
 
 def _truncate(log_ratio: Weights, low: Number, high: Number) -> Weights:
-    """Clip the ratio to these bounds."""
+    """Clip the ratio to [low, high]."""
     with np.errstate(over="ignore"):
         return np.clip(np.exp(log_ratio), low, high)
 
 
 def _mask(log_ratio: Weights, low: Number, high: Number) -> Weights:
-    """Return the ratio within these bounds and 0 outside."""
+    """Return the ratio within [low, high], 0 outside."""
     with np.errstate(over="ignore"):
         ratio = np.exp(log_ratio)
     return np.where((ratio >= low) & (ratio <= high), ratio, 0.0)
@@ -656,14 +657,14 @@ _NAMED = (
 WEIGHTINGS = {kind.NAME: kind for kind in (*_COMPARED, *_NAMED)}
 """Name → weighting."""
 COMPARED = tuple(kind.NAME for kind in _COMPARED)
-"""Weightings compared by default; each takes a backward pass of its own."""
+"""Weightings compared by default; each takes a separate backward pass."""
 
 
 @checked
 def make_weighting(text: str) -> Weighting:
     """Make the weighting spelled `NAME[:key=value,…]`; `FILE.py:NAME[:key=value,…]` takes a Weighting from a file.
 
-    Raises InputError, with the nearest name, for one that is not known, and for a parameter that it does not take.
+    Raises InputError for an unknown name, suggesting the nearest one, and for an unknown parameter.
 
     >>> make_weighting("top-entropy:q=0.1")
     TopEntropy(q=0.1)
@@ -698,7 +699,7 @@ def make_weighting(text: str) -> Weighting:
 
 
 def spell_out(text: str) -> list[str]:
-    """Return a weighting for every combination of its parameters' values, as they are written.
+    """Return the spelling of a weighting for every combination of its parameters' values.
 
     >>> spell_out("icepop:low=.5/0.8,high=5")
     ['icepop:low=.5,high=5', 'icepop:low=0.8,high=5']
