@@ -1,4 +1,4 @@
-"""The command line: a file per command, shared flags in `flags`; no room is imported before a command is chosen."""
+"""The command line: a file per command, shared flags in `flags`; nothing else is imported until a command is chosen."""
 
 from gradscope.cli.commands import main, run_script
 

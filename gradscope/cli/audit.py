@@ -1,4 +1,4 @@
-"""The command `gradscope audit`: is the gradient that a trainer used the one that its loss has?"""
+"""`gradscope audit`: compares the gradient that a trainer used with the gradient of its loss."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from gradscope.runs import check_is_folder, write_text
 from gradscope.updates import Audit as Audited, audit, gradient_of_moments, undo_clip
 
 SHOWN = 12
-"""Most rows of what parts."""
+"""Most rows to print of modules that differ."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit(ReadingFlags, MeasuredPolicyFlags):
-    """Is your trainer's gradient the one that its loss has? The exact gradient of a step's batch, under several
-    readings of the loss, beside the trainer's own: its norm, its saved `.grad`, or what AdamW's moments took in."""
+    """Check a trainer's gradient against the gradient of its loss: compute the exact gradient of a step's batch, under
+    several readings of the loss, and compare it with the trainer's norm, its saved `.grad`, or AdamW's moments."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint that the step started from."""
@@ -35,16 +35,16 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
     gradient: Path | None = None
     """safetensors of the trainer's gradient by parameter name."""
     grad_norm: float | None = None
-    """The norm that the trainer logged, which tells less; where none of the three is given, that of the rollouts."""
+    """The norm that the trainer logged, a weaker check. Default without any of the three: the norm in the rollouts."""
     after: Path | None = None
-    """The checkpoint of the next step: its optimizer's first moments less MODEL's give the gradient after clipping."""
+    """The next step's checkpoint: the change of AdamW's first moments since MODEL gives the clipped gradient."""
     micro_batch: int | None = None
-    """Responses of one micro-batch of the trainer's; none: as the rollouts say, if they do."""
+    """Responses in the trainer's micro-batch; none: as recorded in the rollouts, if at all."""
     processes: int | None = None
-    """Processes of the trainer, each with as many responses, one process's after the other's; none: as the rollouts
-    say, if they do."""
+    """The trainer's processes, with equally many consecutive responses each; none: as recorded in the rollouts, if at
+    all."""
     max_grad_norm: float | None = None
-    """The trainer's clipping, where the gradient is after it."""
+    """The trainer's clipping threshold, if the given gradient is clipped."""
     temperature: float | None = None
     """Sampling temperature; none: each response's own, from the rollouts (1.0 if they have none)."""
     loss: Annotated[LossSettings, tyro.conf.arg(name="")] = field(default_factory=LossSettings)
@@ -54,10 +54,10 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
     def run(self) -> None:
         given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
         if len(named := [flag for flag, value in given.items() if value is not None]) > 1:
-            raise InputError(f"{' and '.join(named)} are given; give the trainer's gradient by one of them")
+            raise InputError(f"{' and '.join(named)} are given; give the trainer's gradient in only one way")
         for path in filter(None, (self.gradient, self.after)):
             if not path.exists():
-                raise InputError(f"{path} is not there; give what the trainer saved")
+                raise InputError(f"{path} does not exist; give a file that the trainer saved")
         policy, progress = load_quietly(self.model, self.loading), command_progress()
         how = {"temperature": self.temperature, **self.reading}
         dump = read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
@@ -73,7 +73,7 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
             print_notes([_of_moments(logged, clip)])
         if gradient is None:
             told = ", ".join(given)
-            raise InputError(f"the rollouts say no gradient norm; give the trainer's gradient by one of {told}")
+            raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
         settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
         settings["loss"] = self.own_loss(self.loss, dump)
         with progress.stage("the exact gradient"):
@@ -92,7 +92,7 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
 
 
 def _where_they_part(found: Audited) -> str:
-    """Lay out the groups that part, and count the others; of a norm alone nothing."""
+    """Format the groups that differ, and count the others; nothing if only a norm is known."""
     if found.groups.empty:
         return ""
     parting, cells = found.parting.drop(columns="parts"), found.groups.query("layer != 'all' and group != 'all'")
@@ -101,7 +101,7 @@ def _where_they_part(found: Audited) -> str:
     lines += [f"and {len(parting) - SHOWN} more"] if len(parting) > SHOWN else []
     if len(others):
         told = f"all {len(cells)}" if not len(parting) else f"{len(others)} of {len(cells)}"
-        told = f"In {told} module groups of layers they agree, up to a distance of {others['distance'].max():.2g}."
+        told = f"They agree in {told} module groups of layers, to within {others['distance'].max():.2g}."
         lines += ["", told]
     return "\n".join(lines)
 
@@ -111,21 +111,21 @@ def _table(rows: pd.DataFrame) -> str:
 
 
 def _logged_norm(dump: Dump) -> float | None:
-    """The norm of the step's gradient before clipping; None: the log does not say it."""
+    """Return the norm of the step's gradient before clipping; None if not logged."""
     norms = dump.batch.grad_norms
     return None if norms is None or not norms.isfinite().all() else float(norms.double().mean())
 
 
 def _of_moments(logged: float | None, clip: float) -> str:
-    """Say what the gradient that moments give is."""
-    told = "the moments tell the gradient of one step, from this checkpoint to the next, as it was after clipping; "
+    """Describe the gradient reconstructed from the moments."""
+    told = "the moments give the gradient of the step from this checkpoint to the next, after clipping; "
     if logged is None:
-        return told + "the log has no norm from before, so that clipping is not undone"
+        return told + "the log has no norm before clipping, so clipping cannot be undone"
     return told + (f"it was multiplied by {clip:.4g}, which is undone" if clip < 1 else "it was not clipped")
 
 
 def _read_gradient(path: Path) -> dict[str, Tensor]:
-    """Read tensors by name. Raises InputError for a file that is none of safetensors."""
+    """Read tensors by name. Raises InputError unless the file is safetensors."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

@@ -1,6 +1,6 @@
-"""The command line: `gradscope demo`, `sample`, `measure`, …; a command is a dataclass in a file of its own.
+"""The command line: `gradscope demo`, `sample`, `measure`, …; each command is a dataclass in its own file.
 
-Only the command that is asked for is imported, so that `--help` and `--version` wait for no torch.
+Only the chosen command is imported, so that `--help` and `--version` do not wait for torch.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from gradscope.errors import (
 )
 
 COMMANDS = {
-    "demo": "The main job on the embedded policy: sample puzzles' responses, measure them, draw, print a summary.",
-    "sample": "Sample responses, with rewards where a task gives them, into a rollout file that `measure` reads.",
-    "measure": "Measure the gradient of every response token of a rollout file: token table, figures, summary.",
-    "diagnose": "Diagnose checkpoints on their rollouts: which tokens drive an update, in one HTML file.",
+    "demo": "Try it on the embedded policy: sample responses to puzzles, measure them, draw figures, print a summary.",
+    "sample": "Sample responses, with rewards if the task has them, into a rollout file for `measure`.",
+    "measure": "Measure the gradient of every response token in a rollout file: token table, figures, summary.",
+    "diagnose": "Diagnose checkpoints on their rollouts: which tokens drive an update, as one HTML file.",
     "compare": "Compare token weightings on one batch: which tokens each favours, and how much is signal.",
-    "audit": "Compare a trainer's gradient with the exact one of its loss: is it computed as meant?",
+    "audit": "Compare a trainer's gradient with the exact gradient of its loss.",
     "train": "Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti.",
-    "evaluate": "Accuracy of a policy on a task's questions: greedy, avg@k and pass@k, with intervals.",
+    "evaluate": "Evaluate a policy on a task's questions: greedy accuracy, avg@k and pass@k, with intervals.",
 }
-"""Command → its line of help. The file of that name holds a class of that name, capitalised."""
+"""Command → its line of help. The command's file defines a class of the capitalised name."""
 EXAMPLES = {
     "demo": ("", "--out demo-out"),
     "sample": (
@@ -71,13 +71,13 @@ EXAMPLES = {
     ),
     "evaluate": ("runs/checkpoint-500 --task math --data math500.parquet --k 16 --out evaluated",),
 }
-"""Example arguments of each command."""
-GO_ON = {"train": "the same command with --resume goes on where it was", "sample": "nothing of it is kept"}
+"""Example arguments by command."""
+GO_ON = {"train": "run the same command with --resume to continue", "sample": "nothing was saved"}
 """Advice after an interruption; the default is to run the same command again."""
 INTERRUPTED = 130
 """Exit status after Ctrl-C."""
 SOON = 0.1
-"""Seconds after which an interruption that came in an import is tried again."""
+"""Seconds before retrying an interruption that arrived during an import."""
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes)
 
 
@@ -97,7 +97,7 @@ def _parse(args: Sequence[str]) -> Any:
         raise SystemExit(0)
     names = [make_dataclass(name, [], namespace={"__doc__": words}) for name, words in COMMANDS.items()]
     about = (
-        "Which tokens does an RL update of a language model serve? `gradscope COMMAND --help` has a command's flags."
+        "Which tokens drive an RL update of a language model? `gradscope COMMAND --help` lists a command's flags."
     )
     return tyro.cli(reduce(or_, names), args=args, prog="gradscope", description=about, config=OPTIONS)
 
@@ -105,17 +105,17 @@ def _parse(args: Sequence[str]) -> Any:
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command.
 
-    Status 0: done, 2: the input or a flag is at fault, 1: self-check failed or OS error, 130: interrupted.
+    Exit status 0: success, 2: bad input or flag, 1: failed self-check or OS error, 130: interrupted.
     """
     args = sys.argv[1:] if args is None else list(args)
-    go_on = GO_ON.get(args[0] if args else "", "the same command goes on where it was")
+    go_on = GO_ON.get(args[0] if args else "", "run the same command to continue")
     try:
         _parse(args).run()
         if sys.stdout is not None:  # closed by the shell
             sys.stdout.flush()
     except KeyboardInterrupt:
         _stop(RuntimeError(f"interrupted; {go_on}"), INTERRUPTED)
-    except BrokenPipeError:  # nobody reads on (`| head`); Python would flush what is left once more
+    except BrokenPipeError:  # the reader has gone (`| head`); Python would try to flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except Exception as error:
@@ -127,14 +127,14 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _refuse(error: Exception, go_on: str) -> None:
-    """Exit with one line and the status for errors that input or machine can cause; re-raise any other, which is a bug.
+    """Exit with one line and a status for errors caused by input or machine; re-raise others, which are bugs.
     """
     if isinstance(error, InputError):
         _stop(error, 2)
     if isinstance(error, SelfCheckError | SyncError | DivergedError | OSError):
         _stop(error, 1)
     if _tells_of_another(error):
-        _stop(RuntimeError(f"another process of this run has ended, so this one stops too; {go_on}"), 1)
+        _stop(RuntimeError(f"another process of this run has ended, so this one stops as well; {go_on}"), 1)
     if is_out_of_memory(error):
         told = str(error).splitlines() or ["Python's own"]
         _stop(RuntimeError(f"out of memory ({told[0]}); {LESS_MEMORY}"), 1)
@@ -142,7 +142,7 @@ def _refuse(error: Exception, go_on: str) -> None:
 
 
 def _tells_of_another(error: Exception) -> bool:
-    """Return whether another process of the launch has failed: torch's own error, or gloo's by its text."""
+    """Return whether the error says that another process has failed: torch's by its type, gloo's by its text."""
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
     kinds = {kind.__name__ for kind in type(error).__mro__}
@@ -150,10 +150,10 @@ def _tells_of_another(error: Exception) -> bool:
 
 
 def _stop(error: Exception, status: int) -> None:
-    if status != 2 or os.environ.get("RANK", "0") == "0":  # all processes see a mistake of the user: one tells it
+    if status != 2 or os.environ.get("RANK", "0") == "0":  # every process sees a user's mistake; only one reports it
         print(f"gradscope: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     elif status == 2:
-        time.sleep(3)  # the launcher ends all processes with the first: the one that tells it needs its moment
+        time.sleep(3)  # the launcher kills all processes with the first: give the reporting one time
     raise SystemExit(status)
 
 
@@ -162,18 +162,18 @@ def run_script() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
     if sys.stdout is not None and not sys.stdout.isatty():
-        sys.stdout.reconfigure(line_buffering=True)  # a log has notes and progress in the order they were said
+        sys.stdout.reconfigure(line_buffering=True)  # keeps notes and progress in order in a log
     try:
         main()
     except SystemExit as error:
         if error.code == INTERRUPTED:
-            # At once: Python's own end waits for threads, aborts where they free tensors, or repeats the signal.
+            # Exit at once: Python's shutdown waits for threads, aborts if they free tensors, or repeats the signal.
             os._exit(INTERRUPTED)
         raise
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt, after an import if there is one: modules swallow it, and C++ that imports aborts."""
+    """Raise KeyboardInterrupt, but not during an import: modules swallow it, and C++ extensions abort."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             again = threading.Timer(SOON, os.kill, [os.getpid(), number])

@@ -1,4 +1,4 @@
-"""The command `gradscope compare`: what every token weighting would do with one batch of your own."""
+"""`gradscope compare`: what each token weighting would do with your batch."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ FIGURE = "figures/compare.png"
 
 @dataclass(frozen=True)
 class MeasureCompared(MeasureOwn):
-    """Measure what weightings are then compared on."""
+    """Measure the batch on which weightings are then compared."""
 
     figures: bool = False
     rows: int = 0
-    """Rows of weights, about."""
+    """Approximate number of rows of weights."""
     take_steps: bool = False
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
@@ -45,34 +45,33 @@ class MeasureCompared(MeasureOwn):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(ReadingFlags, MeasuredPolicyFlags):
-    """What would every token weighting do with your batch? Which tokens it favours, how far it turns the update, how
-    much of it is signal, each against plain GRPO, with intervals over prompts."""
+    """Compare token weightings with plain GRPO on your batch: which tokens each favours, how far it turns the update,
+    and how much of its gradient is signal, with confidence intervals over prompts."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder of transformers or of a LoRA adapter, or "embedded"; best a policy in training."""
+    """Checkpoint folder (transformers or LoRA adapter), or "embedded"; preferably a policy in training."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet, a row per response, or a trainer's rollout log: a file, or a folder of them."""
+    """JSONL or parquet with a row per response, or a trainer's rollout log: a file or a folder."""
     out: Path
     """Folder for compare.csv, by_interval.csv, weights.parquet, summary.txt, figures/, tokens.parquet and
-    manifest.json. A run that was interrupted is taken up again."""
+    manifest.json. An interrupted run resumes."""
     weightings: Annotated[tuple[str, ...], Many, tyro.conf.arg(aliases=["--methods"])] = ()
-    """NAME[:key=value,…] or FILE.py:NAME[:key=value,…]; several values of a key, with slashes between them, are a row
-    each: reweight:alpha=.1/.3/.5; none: seventeen of them, those that the rollouts have columns for."""
+    """NAME[:key=value,…] or FILE.py:NAME[:key=value,…]. Slashes separate several values of a key:
+    reweight:alpha=.1/.3/.5. none: seventeen of them, as far as the rollouts have the columns."""
     take_steps: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
-    """Take each weighting's real optimizer step and rewind it, beside the predicted one; from the saved optimizer, else
-    of SGD."""
+    """Also take each weighting's real optimizer step and undo it; with the saved optimizer, or else SGD."""
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
-    """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
+    """How losses are averaged: over all tokens, or over responses after averaging each response's tokens."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
     )
     optimizer_state: Path | None = None
-    """AdamW's state_dict, or the folder of its shards; none: the one in MODEL's folder, if it is there and fits."""
+    """AdamW's state_dict, or the folder of its shards; none: the one in MODEL's folder, if it fits."""
     max_grad_norm: float | None = 1.0
-    """The run's clipping of the gradient's norm; none: it was not clipped."""
+    """The run's gradient clipping threshold; none: no clipping."""
     gradient_memory: MemoryFlag = None
-    """Bytes for vectors as long as the parameters, which decide how many weightings go through the network at a time,
-    and whether their gradients are made whole or as sketches."""
+    """Bytes for vectors as long as the parameters. Determines how many weightings are processed at a time, and whether
+    their gradients are exact or sketched."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -80,11 +79,11 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         for name in self.weightings:
             [*map(make_weighting, spell_out(name))]  # refused before anything is loaded
         if self.take_steps and self.aggregation != "token-mean":
-            raise InputError("--take-steps: real steps are of the mean over tokens; leave out --aggregation")
+            raise InputError("--take-steps uses the mean over tokens; leave out --aggregation")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
         if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
-            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
+            raise InputError(f"{self.optimizer_state} does not exist; give the file of an AdamW state_dict")
         read = self.reading | {"optimizer_state": self.optimizer_state, "max_grad_norm": self.max_grad_norm}
         read |= {"overwrite": self.overwrite, "gradient_memory": self.gradient_memory, "rows": self._rows}
         read |= {"take_steps": self.take_steps, "loss_flags": self.loss_flags}
@@ -93,13 +92,13 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
 
     @property
     def _rows(self) -> int:
-        """Rows of weights, before the tokens tell: of those that are compared where none are named, about half are
-        others' on-policy.
+        """Estimate the number of rows of weights before measuring: on-policy, about half of the default weightings
+        coincide with others.
         """
         return sum(len(spell_out(name)) for name in self.weightings) or len(COMPARED) // 2 + 1
 
     def _comparison_settings(self, measured: Measured) -> ComparisonSettings:
-        """All but the step."""
+        """Return the settings, without the step."""
         own = {"aggregation": self.aggregation, "take_steps": self.take_steps, "seed": self.settings.seed}
         return ComparisonSettings(loss=measured.settings.loss, **own)
 
@@ -115,7 +114,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
             print(f"\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
 
     def _asked(self, measured: Measured) -> dict[str, Any]:
-        """All that changes the comparison beside the table, as the manifest remembers it."""
+        """Return everything beside the table that affects the comparison, for the manifest."""
         state = self._find_state(measured)
         asked = {
             "weightings": self.weightings,
@@ -133,7 +132,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         return self.optimizer_state or find_policy_state(measured.policy)
 
     def _fitting_prompts(self, measured: Measured) -> list[int]:
-        """Return the prompts that are compared on: all that were looked at, or as many as the time left allows."""
+        """Return the prompts to compare on: all measured ones, or as many as the remaining time allows."""
         table = read_table(measured.folder)
         prompts = table["group"].unique()
         if measured.left is None:

@@ -1,4 +1,4 @@
-"""The command `gradscope demo`: the main job on the policy that comes along, or on another one."""
+"""`gradscope demo`: samples and measures the embedded policy, or another one."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from gradscope.runs import RunFolder
 
 @dataclass(frozen=True)
 class Demo:
-    """The main job in small: sample a policy's responses, measure them, draw, print a summary.
+    """Run a small example: sample responses from a policy, measure them, draw figures, print a summary.
 
-    The embedded policy answers Knights & Knaves puzzles; another one, which --policy names, word problems.
+    The embedded policy answers Knights & Knaves puzzles; a policy given with --policy answers word problems.
     """
 
     out: Path = Path("demo-out")
     """Folder for rollouts_seed0.jsonl, tokens.parquet, manifest.json and figures/."""
     policy: str = "embedded"
-    """The embedded policy, or a checkpoint folder: of a pretrained language model, of some hundred million parameters
-    for some five minutes on two cores."""
+    """The embedded policy, or the checkpoint folder of a pretrained language model; some hundred million parameters
+    take about five minutes on two cores."""
     seed: int = 0
-    """Draws the questions, the responses and the tokens that are measured."""
+    """Seed for the questions, the responses and the sample of tokens."""
     overwrite: bool = False
     """Start anew if the folder holds something else."""
 
@@ -42,7 +42,7 @@ class Demo:
         if self.overwrite or not rollouts.is_file():
             asked = _PUZZLES if is_own else _WORD_PROBLEMS
             Sample(model=self.policy, out=rollouts, questions=10, seed=self.seed, overwrite=True, **asked).sample()
-        # A pretrained model's tokens are dear: of its five minutes, one is for sampling.
+        # A pretrained model is slow: of the five minutes, one is for sampling.
         settings = MeasureSettings(seed=self.seed, minutes=None if is_own else 4)
         constants = 3 if is_own else 0
         Measure(self.policy, rollouts, self.out, settings, constants=constants, overwrite=self.overwrite).run()

@@ -1,4 +1,4 @@
-"""`gradscope diagnose`: checkpoints on their rollouts, as a page to read."""
+"""`gradscope diagnose`: diagnoses checkpoints on their rollouts, with an HTML page each."""
 
 from __future__ import annotations
 
@@ -59,55 +59,55 @@ from gradscope.updates import SGD
 
 @dataclass(frozen=True)
 class Diagnose(ReadingFlags, MeasuredPolicyFlags):
-    """Which tokens drive your checkpoints' updates? One HTML page each, with the data behind it."""
+    """Find out which tokens drive the updates of your checkpoints: one HTML page per checkpoint, with its data."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
-    """Checkpoint folders, or "embedded"; several: a page for each, and one of the trend over their training steps."""
+    """Checkpoint folders, or "embedded". Several get a page each, and a page for the trend over training steps."""
     out: Path | None = None
-    """Folder for report.html, tokens.parquet, data/ and manifest.json; of several checkpoints, a folder each in it.
-    An interrupted run is taken up again. Needed unless --plan."""
+    """Folder for report.html, tokens.parquet, data/ and manifest.json, with a subfolder per checkpoint if there are
+    several. An interrupted run resumes. Required unless --plan."""
     rollouts: Annotated[tuple[Path, ...], Many] = ()
-    """Rollouts or a trainer's rollout log: one for all checkpoints, or one for each in their order. None: they are
-    sampled from each checkpoint, with --task or --prompts."""
+    """Rollouts or a trainer's rollout log: one for all checkpoints, or one per checkpoint in the same order. Without
+    any, rollouts are sampled from each checkpoint, with --task or --prompts."""
     task: str | None = None
-    """Without rollouts: the task whose questions are answered (see `gradscope sample`)."""
+    """Without rollouts: the task to sample on (see `gradscope sample`)."""
     prompts: Path | None = None
-    """Without rollouts: prompts in place of a task; without a reward nothing has a weight."""
+    """Without rollouts: prompts instead of a task; without rewards, tokens have no weights."""
     data: Annotated[tuple[str, ...], Many] = ()
     """Files of the task's questions (see `gradscope sample`)."""
     questions: int = 16
-    """How many questions of the task."""
+    """Number of questions."""
     n: int = 8
     """Responses per question."""
     max_new_tokens: int = 1024
-    """Longest response that is sampled."""
+    """Longest sampled response, in tokens."""
     engine: Literal["hf", "vllm"] = "hf"
-    """The engine that samples: transformers or vLLM."""
+    """Sampling engine: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="enough", module_groups=True)
     )
     optimizer_state: Path | None = None
     """AdamW's state_dict, or the folder of its shards; none: the one in the checkpoint's folder, if it fits."""
     max_grad_norm: float | None = 1.0
-    """The run's clipping of the gradient's norm; none: it was not clipped."""
+    """The run's gradient clipping threshold; none: no clipping."""
     gradient_memory: MemoryFlag = None
-    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
-    or as sketches, whose error is in the intervals."""
+    """Bytes for summed gradients (by interval and prompt). Beyond these, they are sketched, with an error that is
+    included in the confidence intervals."""
     actual_step: bool = True
-    """Take one step with the whole batch, look, and take it back."""
+    """Take one real step with the whole batch, measure its effect, and undo it."""
     influence_tokens: int | None = DiagnosisSettings.influence_tokens
-    """Tokens of the step whose movement is split by source; none: leave that out."""
+    """Tokens whose change in the step is split by source; none: skip this."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
-    """Compare what each token weighting would change; none: of policies below 100 M parameters."""
+    """Compare token weightings; none: only for policies below 100 M parameters."""
     follow: bool = False
-    """MODEL is the folder of a run: diagnose each of its checkpoints once it and its rollouts are there, until the run
-    has ended or nothing new has come for a day. --minutes applies to each."""
+    """Treat MODEL as a run's folder: diagnose each checkpoint as soon as it and its rollouts are complete, until the
+    run has ended or nothing new has appeared for a day. --minutes applies to each checkpoint."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
-    """Only print what this would take: FLOPs, seconds, memory; a few tokens are measured, nothing is written."""
+    """Only print the estimated cost: FLOPs, seconds, memory. Measures a few tokens and writes nothing."""
     flops: float | None = None
-    """With --plan: FLOP/s of a machine that is not here; no weights are loaded, no token is measured."""
+    """With --plan: plan for another machine with this many FLOP/s, without loading weights or measuring."""
 
     def run(self) -> None:
         self._check()
@@ -127,13 +127,13 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             write_trend(self.model, folders, out=self.out, overwrite=self.overwrite)
 
     def _check(self) -> None:
-        """InputError for flags that contradict each other, before anything is loaded."""
+        """Raise InputError for contradictory flags, before anything is loaded."""
         if self.out is None and not self.plan:
-            raise InputError("--out is missing; give the folder of the report")
+            raise InputError("--out is missing; give a folder for the report")
         if self.out is not None:
             check_is_folder(self.out)
         if not self.model:
-            raise InputError("no checkpoint is given; give its folder, or 'embedded'")
+            raise InputError("no checkpoint is given; give a checkpoint folder, or 'embedded'")
         if self.follow:
             self._check_followed()
         if self.rollouts and len(self.rollouts) not in (1, len(self.model)):
@@ -142,13 +142,13 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 "one for each"
             )
         if self.rollouts and (self.task is not None or self.prompts is not None):
-            raise InputError("--rollouts is given, and --task or --prompts too; leave one out")
+            raise InputError("--rollouts cannot be combined with --task or --prompts; leave one out")
         if not self.rollouts and (self.task is None) == (self.prompts is None):
-            raise InputError("no --rollouts; give them, or one of --task NAME and --prompts FILE to sample some")
+            raise InputError("--rollouts is missing; give rollouts, or --task NAME or --prompts FILE to sample some")
         if self.plan and not self.rollouts:
-            raise InputError("a plan is of given rollouts; give --rollouts")
+            raise InputError("--plan needs rollouts; give --rollouts")
         if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("several processes measure given rollouts; sample first, and give them with --rollouts")
+            raise InputError("several processes cannot sample here; sample first, and give the file with --rollouts")
         if not self.follow:
             self._check_files()
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -157,21 +157,21 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         self._diagnosis_settings().check()
 
     def _check_followed(self) -> None:
-        """Raise InputError for arguments that do not go with --follow."""
+        """Raise InputError for arguments that cannot be combined with --follow."""
         if len(self.model) > 1:
-            raise InputError(f"--follow takes the folder of one run, and {len(self.model)} are given; give one")
+            raise InputError(f"--follow takes the folder of one run, but {len(self.model)} are given; give one")
         run = Path(self.model[0])
         is_alone = run.is_dir() and not list_step_folders(run) and model_of_step(run) is not None
         if is_alone or self.model[0] in EMBEDDED:
-            raise InputError(f"{run} is a checkpoint, and --follow takes a run; give the folder that its trainer fills")
+            raise InputError(f"{run} is a checkpoint, but --follow takes a run; give the run's folder")
         single = {"--plan": self.plan, "--step": self.step not in (None, "own")}
         single |= {"--optimizer-state": self.optimizer_state is not None}
         if given := [flag for flag, is_given in single.items() if is_given]:
-            raise InputError(f"{given[0]} concerns one checkpoint, and --follow all of a run; leave one out")
+            raise InputError(f"{given[0]} is for a single checkpoint, but --follow takes a run; leave one out")
         if self.format is not None and self.format not in READERS:
             raise InputError(f"rollout format {self.format!r} is not known; use one of {', '.join(sorted(READERS))}")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("--follow runs in one process; leave the launcher out")
+            raise InputError("--follow runs in a single process; run it without the launcher")
 
     def _follow(self) -> None:
         trend_folder(self.out, [], overwrite=self.overwrite)
@@ -190,7 +190,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         ).follow()
 
     def _check_files(self) -> None:
-        """InputError for files that would otherwise fail after much is measured."""
+        """Raise InputError for missing files that would otherwise fail late."""
         for model in self.model:
             folder = find_checkpoint(model)
             if not os.path.isdir(folder):
@@ -204,25 +204,25 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         of_rollouts = (self.format, self.step, self.reward_key)
         if not self.rollouts and any(value is not None for value in of_rollouts):
             raise InputError(
-                "--format, --step and --reward-key are of rollouts that are given; leave them out, or give --rollouts"
+                "--format, --step and --reward-key apply to given rollouts; leave them out, or give --rollouts"
             )
         if self.optimizer_state is None:
             return
         if len(self.model) != 1:
             raise InputError(
-                f"--optimizer-state is of one checkpoint, and {len(self.model)} are given; leave it out: optimizer.pt "
-                "in each one's folder is found by itself"
+                f"--optimizer-state is for one checkpoint, but {len(self.model)} are given; leave it out: optimizer.pt "
+                "in each checkpoint's folder is found automatically"
             )
         if find_optimizer_file(self.optimizer_state) is None:
-            raise InputError(f"{self.optimizer_state} is not there; give the file of an AdamW state_dict")
+            raise InputError(f"{self.optimizer_state} does not exist; give the file of an AdamW state_dict")
 
     def _pairs(self) -> list[tuple[str, Path | None]]:
-        """Each checkpoint with its rollouts; None: to be sampled."""
+        """Pair each checkpoint with its rollouts; None: to be sampled."""
         given = self.rollouts or (None,)
         return list(zip(self.model, given * (len(self.model) // len(given)), strict=True))
 
     def _diagnose(self, model: str, rollouts: Path | None, folder: Path) -> bool:
-        """Whether this process holds the page of this checkpoint; of several, one does."""
+        """Diagnose one checkpoint; return whether this process holds its page, which only the main one does."""
         if rollouts is None:
             rollouts = self._sample(model, folder)
         measured = self._measure(model, rollouts, folder).measure()
@@ -237,7 +237,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         return processes.is_main
 
     def _sample(self, model: str, folder: Path) -> Path:
-        """Rollouts in the run's folder, under a name of their own for every way to sample them."""
+        """Sample rollouts into the run's folder, under a name that identifies the sampling settings."""
         temperature = 1.0 if self.settings.temperature is None else self.settings.temperature
         wanted = {"task": self.task, "prompts": self.prompts, "data": self.data, "questions": self.questions}
         wanted |= {"n": self.n, "temperature": temperature, "max_new_tokens": self.max_new_tokens}
@@ -259,18 +259,18 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
         given |= {"max_grad_norm": self.max_grad_norm, "loss_flags": self.loss_flags}
         if not self.rollouts:
-            given["chat_template_kwargs"] = None  # the rollouts were sampled with them, and hold ids
+            given["chat_template_kwargs"] = None  # already applied when the rollouts were sampled
         return MeasureOwn(model, rollouts, folder, self.settings, **given)
 
     def _plan(self, model: str, rollouts: Path) -> None:
-        """Print what measuring takes, and all that follows it."""
+        """Print the cost of measuring and everything after it."""
         from gradscope.diagnosis import part_costs, stage_costs
 
         plan = self._measure(model, rollouts, None).make_plan()
         policy, minutes, own = plan.policy, plan.minutes, sum(plan.seconds.values())
         print(plan)
         if minutes is not None:
-            print(f"In all {minutes:g} min; steps and comparisons are made if any of them are left.")
+            print(f"Time limit {minutes:g} min; steps and comparisons are made if time is left.")
             return
         made = {}
         if plan.sums is not None:
@@ -283,7 +283,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
 
     def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
-        """measured: None for a look at the flags alone."""
+        """Return the settings; measured: None to check only the flags."""
         settings = self.settings if measured is None else measured.settings
         return DiagnosisSettings(
             minutes=None if measured is None else settings.minutes,
@@ -296,19 +296,19 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         )
 
     def _drawn(self, measured: Measured) -> dict[str, Any]:
-        """All that changes the page beside the table, as the manifest remembers it."""
+        """Return everything beside the table that affects the page, for the manifest."""
         settings = asdict(self._diagnosis_settings(measured))
         state = self._find_state(measured.policy)
         drawn = {
             "settings": {name: value for name, value in settings.items() if name != "loss"},
             "optimizer_state": None if state is None else optimizer_hash(state),
-            "optimizer_state_asked_for": self.optimizer_state is not None,  # one that was not may be left out
+            "optimizer_state_asked_for": self.optimizer_state is not None,  # otherwise it may be ignored
             "max_grad_norm": self.max_grad_norm,
         }
         return plain_json(drawn)
 
     def _find_state(self, policy: Policy) -> Path | None:
-        """The optimizer's file; one that was not asked for is left alone where it cannot be of these parameters."""
+        """Return the optimizer's file; one that was not requested is ignored if it does not fit the parameters."""
         return self.optimizer_state or find_policy_state(policy)
 
     def _write(self, model: str, measured: Measured, drawn: dict[str, Any] | None) -> None:
@@ -317,7 +317,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         folder, policy, batch = measured.folder, measured.policy, measured.batch
         state, step, notes = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
         if state is None and measured.settings.metric is not None:
-            raise InputError(f"the optimizer's state of {model} is gone since it was measured; start again")
+            raise InputError(f"the optimizer state of {model} has disappeared since it was measured; start again")
         if step is not None:
             step = replace(step, max_grad_norm=self.max_grad_norm)
         own = {"gradient_memory": measured.resources.vectors}

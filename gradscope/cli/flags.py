@@ -1,4 +1,4 @@
-"""Flags that several commands share, checks of their values, and a quiet way to load a policy."""
+"""Flags shared by several commands, checks of their values, and quiet loading of a policy."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def parse_memory(given: str) -> int | None:
         number, unit, binary = float(found[1]), found[2] or "", 1024 if found[3] else 1000
         size = int(number * binary ** " kmgt".index(unit or " "))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{given!r} is no number of bytes; give one such as 2GiB") from error
+        raise ValueError(f"{given!r} is not a number of bytes; give one such as 2GiB") from error
     return size
 
 
@@ -79,22 +79,22 @@ MemoryFlag = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyFlags:
-    """How a command loads its policy."""
+    """Flags for loading a policy."""
 
     base: str | None = None
-    """An adapter's base model, where its adapter_config.json does not name a folder that is here."""
+    """An adapter's base model, if adapter_config.json does not name a local folder; or the configuration of shards."""
     trust_remote_code: bool = False
-    """Run the Python files of a checkpoint that brings its own."""
+    """Run Python code that comes with the checkpoint."""
     dtype: DtypeFlag = None
-    """Precision of the weights and of all that is computed."""
+    """Precision of weights and arithmetic."""
     device: DeviceFlag = None
-    """A device of torch: cpu, cuda, cuda:1, …"""
+    """Torch device: cpu, cuda, cuda:1, …"""
     chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments of the chat template, for prompts that are chats, such as '{"enable_thinking": false}'."""
+    """Arguments of the chat template, such as '{"enable_thinking": false}'."""
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Keywords of `load_policy`."""
+        """Return the keywords of `load_policy`."""
         files = {"base": self.base, "trust_remote_code": self.trust_remote_code}
         files["chat_template_kwargs"] = self.chat_template_kwargs
         return files | {"dtype": self.dtype, "device": self.device}
@@ -102,52 +102,52 @@ class PolicyFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadingFlags:
-    """How a command reads its policy's rollouts."""
+    """Flags for reading rollouts."""
 
     format: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")] = None
     """Format of the rollouts: native, trl, verl, prime_rl, …."""
     step: Step = None
-    """Training step whose responses are taken, or all of them. own: of a log that holds several, the one that the
-    checkpoint sampled, which is the step after its own, or the nearest. none: the same, and where that has too few
-    prompts for intervals, diagnose and compare take earlier steps with it."""
+    """Training step whose responses to take, or all. own: the step that the checkpoint sampled (the one after its own
+    number), or the nearest in the log. none: the same, but diagnose and compare add earlier steps if it has too few
+    prompts for confidence intervals."""
     reward_key: str | None = None
-    """Which entry is the reward, where the log's rewards are dictionaries."""
+    """Entry to use as the reward, if the log's rewards are dictionaries."""
     loss_flags: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """Settings of the loss that flags give; the others are the log's, where it says them."""
+    """Loss settings given by flags; the others come from the log, if recorded there."""
 
     def own_loss(self, loss: LossSettings, dump: Dump) -> LossSettings:
-        """Return the loss to measure with: the log's, if it says one, but for what flags give."""
+        """Return the loss settings: the log's if recorded, overridden by flags."""
         if dump.loss is None:
             return loss
         return replace(LossSettings.from_log(dump.loss), **{name: getattr(loss, name) for name in self.loss_flags})
 
     @property
     def reading(self) -> dict[str, Any]:
-        """Keywords of `read_dump`, except the temperature."""
+        """Return the keywords of `read_dump`, except the temperature."""
         named = {name: getattr(self, name) for name in ("format", "step", "reward_key")}
         return named | {"chat_template_kwargs": getattr(self, "chat_template_kwargs", None)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredPolicyFlags(PolicyFlags):
-    """How a command loads a policy whose token gradients it measures."""
+    """Flags for loading a policy to measure."""
 
     params: Literal["all", "adapter"] = "all"
-    """Parameters whose gradients are measured: all, an adapter merged into its base; or those of the adapter alone."""
+    """Parameters to measure: all (with an adapter merged into its base), or only the adapter's."""
     device_map: str | None = None
-    """Spread one policy over several devices, in place of --device: auto, balanced, or what else transformers knows."""
+    """Spread the policy over several devices instead of --device: auto, balanced, … as in transformers."""
     blocks: str | None = None
-    """Name of the ModuleList of blocks, where it is not found by itself."""
+    """Name of the ModuleList of blocks, if it is not found automatically."""
     dtype: MeasuredDtypeFlag = None
-    """Precision of the weights and of all that is computed; upcast: the checkpoint's own half-precision weights, each
-    matrix upcast to float32 where it is used: float32's numbers in half of its memory."""
+    """Precision of weights and arithmetic. upcast: keep the checkpoint's half-precision weights and upcast each matrix
+    to float32 while it is used, for float32's results in half of the memory."""
 
     @property
     def loading(self) -> dict[str, Any]:
         return super().loading | {"params": self.params, "device_map": self.device_map, "blocks": self.blocks}
 
     def outline(self, model: str) -> Policy:
-        """Return the policy without weights, to plan for a machine that is not here."""
+        """Return the policy without weights, to plan for another machine."""
         from gradscope.policy import find_whole, outline_policy
 
         quiet_transformers()
@@ -156,7 +156,7 @@ class MeasuredPolicyFlags(PolicyFlags):
 
 
 def find_loss_flags(args: Sequence[str]) -> tuple[str, ...]:
-    """Return the settings of the loss that a command line gives.
+    """Return the loss settings given on a command line.
 
     >>> find_loss_flags(["rollouts.jsonl", "--kl-coef", "0.001", "--no-kl-corrected"])
     ('kl_coef', 'kl_corrected')
@@ -166,7 +166,7 @@ def find_loss_flags(args: Sequence[str]) -> tuple[str, ...]:
 
 
 def print_notes(notes: Sequence[str]) -> None:
-    """Print notes on what was given, a line each."""
+    """Print notes, one per line."""
     for note in notes:
         print(f"note: {note}")
 
@@ -202,7 +202,7 @@ def check_prompts(questions: Sequence[Question], *, parquet: bool) -> None:
         pa.array([question.prompt for question in questions] if parquet else [])
     except pa.ArrowException as error:
         raise InputError(
-            "the prompts are of several kinds, which one column of parquet cannot hold "
+            "the prompts have mixed types, which a parquet column cannot hold "
             f"({str(error).splitlines()[0]}); give strings only, or chats of one form only"
         ) from error
 
@@ -218,11 +218,11 @@ def quiet_transformers() -> None:
 def check_no_plan(flops: float | None) -> None:
     """Raise InputError if the speed of another machine is given without --plan."""
     if flops is not None:
-        raise InputError(f"--flops is {flops}, and a plan alone is made for it; add --plan, or leave it out")
+        raise InputError(f"--flops is {flops}, but it needs --plan; add --plan, or leave it out")
 
 
 Many = tyro.conf.arg(help_behavior_hint="(default: none)")
-"""Of a flag that takes several values."""
+"""For a flag that takes several values."""
 
 REGISTRY = tyro.constructors.ConstructorRegistry()
 
@@ -235,7 +235,7 @@ def _parse_path(given: str) -> Path:
 
 @REGISTRY.primitive_rule
 def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Name a flag's value by one word in the help, even if it may be "none"."""
+    """Show a single word for a flag's value in the help, even if it may be "none"."""
     words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float)}
     words[Path] = "PATH", _parse_path
     kind = next((kind for kind in words if info.type in (kind, kind | None)), None)

@@ -1,8 +1,8 @@
-"""`gradscope diagnose --follow`: diagnoses a run's checkpoints as they appear, and the trend's page grows.
+"""`gradscope diagnose --follow`: diagnoses a run's checkpoints as they appear, and keeps the trend's page up to date.
 
-OUT/follow.json    what is followed, and with which arguments; others are refused
-OUT/follow.log     what was waited for, and what was done when
-OUT/NAME/          a checkpoint's page; if it is there, the checkpoint is done
+OUT/follow.json    the run and the arguments; different ones are refused
+OUT/follow.log     what was awaited and done, with times
+OUT/NAME/          a checkpoint's page; once it exists, the checkpoint is done
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from gradscope.runs import MANIFEST, check_is_folder, describe_difference, locke
 
 FOLLOWED, LOG = "follow.json", "follow.log"
 EVERY = 10.0
-"""Seconds between two looks at the run; more where a look takes long."""
+"""Seconds between polls; more if a poll takes long."""
 SHARE = 10
-"""Looks take at most one part in this many of the time."""
+"""Polling takes at most this fraction (1/n) of the time."""
 QUIET = 30.0
-"""Seconds without a change after which files count as written."""
+"""Seconds without a change after which files count as complete."""
 TRIES = 3
-"""How often a checkpoint is tried whose files, or those of its log, change while they are read."""
+"""Attempts at a checkpoint whose files, or whose log's, change while they are read."""
 PATIENCE = 24 * 3600.0
-"""Seconds without anything new after which a run that does not say that it has ended is given up."""
+"""Seconds without anything new after which a run counts as ended."""
 
 Files = tuple[tuple[str, int, int], ...]
-"""Names, sizes and times."""
+"""Names, sizes and modification times."""
 
 
 class Watch:
-    """Remembers since when the files of each place have been as they are now."""
+    """Remembers how long the files of each place have been unchanged."""
 
     def __init__(self) -> None:
         self._seen: dict[Path, tuple[Files, float]] = {}
         self.latest = time.monotonic()
-        """When something was last seen to change."""
+        """When a change was last seen."""
 
     def is_still(self, place: Path, files: Iterable[Path]) -> bool:
-        """Look at a place's files; return whether nothing has changed there for QUIET seconds."""
+        """Return whether a place's files have been unchanged for QUIET seconds."""
         now, found = time.monotonic(), state_of(files)
         before, since = self._seen.get(place, ((), now))
         if place not in self._seen or found != before:
@@ -63,7 +63,7 @@ class Watch:
 
 
 def state_of(files: Iterable[Path]) -> Files:
-    """Return what reveals a change of files without reading them; files that vanish meanwhile are left out."""
+    """Return the files' names, sizes and times, skipping files that vanish meanwhile."""
     found = []
     for file in files:
         try:
@@ -76,24 +76,24 @@ def state_of(files: Iterable[Path]) -> Files:
 
 @dataclass
 class Following:
-    """One run that is followed into one folder."""
+    """A run that is followed into a folder."""
 
     run: Path
     rollouts: Path | None
-    """The run's rollout log; None: the checkpoints are asked for their own."""
+    """The run's rollout log; None: rollouts are sampled from each checkpoint."""
     out: Path
     diagnose: Callable[[str, Path], object]
-    """Makes the page of a checkpoint in a folder."""
+    """Makes a checkpoint's page in a folder."""
     write: Callable[[list[str], list[Path], list[str]], object]
-    """Makes the trend's page of checkpoints, from the folders of their pages, with notes."""
+    """Makes the trend's page from the checkpoints, the folders of their pages, and notes."""
     asked: dict[str, Any]
-    """All arguments that change a number."""
+    """All arguments that affect results."""
     format: str | None = None
     overwrite: bool = False
     done: dict[int, Path] = field(default_factory=dict)
     """Step → the folder of its page."""
     failed: dict[int, str] = field(default_factory=dict)
-    """Step → checkpoint and reason, of those that could not be diagnosed."""
+    """Step → checkpoint and reason, for failures."""
 
     def __post_init__(self) -> None:
         self._watch = Watch()
@@ -104,12 +104,12 @@ class Following:
         self._tries: Counter[int] = Counter()
 
     def follow(self) -> None:
-        """Diagnose what is there and what comes, until the run has ended; SystemExit(1) if a checkpoint failed."""
+        """Diagnose present and future checkpoints until the run has ended; SystemExit(1) if one failed."""
         check_is_folder(self.out)
         with locked(self.out / ".following"):
             self._remember()
             self._say(f"following {self.run}; this log: {self.out / LOG}")
-            self._write()  # an earlier run that was killed may not have
+            self._write()  # an earlier process may have been killed before writing it
             try:
                 ended = self._loop()
                 self._write()
@@ -121,7 +121,7 @@ class Following:
             raise SystemExit(1)
 
     def _remember(self) -> None:
-        """Find what was diagnosed before; raise InputError if that was of another run, or with other arguments."""
+        """Find finished diagnoses. Raises InputError if they are of another run or used other arguments."""
         key = json.loads(json.dumps(plain_json(self.asked), default=str))
         earlier = read_json(self.out / FOLLOWED)
         if earlier is not None and not self.overwrite:
@@ -138,11 +138,11 @@ class Following:
         write_json(self.out / FOLLOWED, key)
 
     def _loop(self) -> str:
-        """Diagnose one checkpoint after the other, the oldest first; return why there will be no more."""
+        """Diagnose checkpoints in order, oldest first; return why there will be no more."""
         while True:
             started, found = time.monotonic(), self._find()
             self._count_deleted(found)
-            for step in self._deleted & found.keys():  # written again, as a resumed run does
+            for step in self._deleted & found.keys():  # written again by a resumed run
                 self._deleted.remove(step)
                 del self.failed[step]
             over = self._is_over(found)
@@ -163,7 +163,8 @@ class Following:
             time.sleep(max(EVERY, SHARE * (time.monotonic() - started)))
 
     def _find(self) -> dict[int, Path]:
-        """Find step → checkpoint folder; of several of one step, one with a model, then the shortest name."""
+        """Map steps to checkpoint folders; among several for a step, prefer one with a model, then the shortest name.
+        """
         found: dict[int, list[Path]] = {}
         for folder in list_step_folders(self.run):
             if not folder.name.startswith("tmp"):  # older transformers wrote there, then renamed
@@ -175,14 +176,14 @@ class Following:
         return step not in self.done and step not in self.failed
 
     def _count_deleted(self, found: dict[int, Path]) -> None:
-        """Report checkpoints that were deleted before their turn: trainers keep the newest few."""
+        """Report checkpoints that were deleted before their turn, as by trainers that keep only the newest."""
         for step, name in self._waiting.items():
             if self._is_open(step) and step not in found:
                 self._deleted.add(step)
                 self._fail(step, name, "it was deleted before it could be diagnosed")
 
     def _is_over(self, found: dict[int, Path]) -> bool:
-        """Whether no more rollouts will come: the run's last checkpoint is there, and nothing changes any more."""
+        """Return whether the run is over: its last checkpoint exists, and nothing changes any more."""
         still = self.rollouts is None or self._watch.is_still(self.rollouts, self._log_files())
         newest = max(found, default=None)
         return still and newest is not None and is_last_checkpoint(found[newest]) and self._is_still(found[newest])
@@ -195,7 +196,7 @@ class Following:
         return state_of([*_files_in(folder), *self._log_files()])
 
     def _is_ready(self, step: int, folder: Path, *, over: bool) -> bool:
-        """Whether a checkpoint is whole and its rollouts are there; if not, say what it waits for."""
+        """Return whether a checkpoint and its rollouts are complete; if not, report what is missing."""
         name = self._waiting[step]
         if not self._is_still(folder):
             return self._tell(f"{name}: waiting until its files have not changed for {QUIET:.0f} s")
@@ -211,7 +212,7 @@ class Following:
         return rollouts is None or self._tell(f"{name}: waiting for {rollouts}")
 
     def _missing_rollouts(self, step: int) -> str | None:
-        """Return what the log lacks for a checkpoint; None if it has its step, or has gone past it."""
+        """Return what the log lacks for a checkpoint; None if it has its step or a later one."""
         files = self._log_files()
         if not files:
             return f"rollouts: {self.rollouts} is not there yet, or empty"
@@ -238,7 +239,7 @@ class Following:
             return []
 
     def _diagnose(self, step: int, folder: Path) -> None:
-        """Make the page of a checkpoint and the trend's; a checkpoint that fails does not end the following."""
+        """Make a checkpoint's page and the trend's; failures are recorded."""
         name, started, files = self._waiting[step], time.monotonic(), self._files_of(folder)
         self._say(f"{name}: diagnosing")
         try:
@@ -258,7 +259,7 @@ class Following:
         self._write()
 
     def _write(self) -> None:
-        """Make the trend's page of all that is done, with what failed among its notes."""
+        """Make the trend's page, with failures among its notes."""
         if self.done:
             folders = [self.done[step] for step in sorted(self.done)]
             models = [read_json(folder / MANIFEST)["model"]["path"] for folder in folders]
@@ -276,7 +277,7 @@ class Following:
         return words + (f", {waiting} waiting" if waiting else "")
 
     def _tell(self, words: str) -> bool:
-        """Say once what is waited for; return False."""
+        """Report once what is awaited; return False."""
         if words not in self._told:
             self._told.add(words)
             self._say(words)
@@ -297,9 +298,9 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def _likeness(folder: Path) -> tuple[bool, int, str]:
-    """Sort key of folders of the same step: one with a model first, then the one of the shortest name."""
+    """Return the sort key for folders of the same step: with a model first, then by length of name."""
     try:
         has_model = model_of_step(folder) is not None
-    except (InputError, OSError):  # some of its shards are there, or it is being deleted
+    except (InputError, OSError):  # incomplete shards, or being deleted
         has_model = True
     return not has_model, len(folder.name), folder.name

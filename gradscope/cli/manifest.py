@@ -1,4 +1,4 @@
-"""What a manifest says of rollouts, and a run of which an earlier reader took them otherwise."""
+"""Rollouts in a manifest, and runs whose rollouts an earlier version read differently."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gradscope.runs import RunFolder, file_hash
 
 
 def own_weightings(methods: Iterable[str]) -> list[str]:
-    """Hash the user's files among weightings, FILE.py:NAME[:key=value,…]."""
+    """Hash the users' files among weightings, FILE.py:NAME[:key=value,…]."""
     return [file_hash(Path(method.rpartition(".py:")[0] + ".py")) for method in methods if ".py:" in method]
 
 
 def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
-    """Describe rollouts for a manifest: file, hash, format, and the notes a reader must know."""
+    """Describe rollouts for a manifest: file, hash, format and notes."""
     step = "; ".join(note for note in dump.notes if note.kind in ("step", "other-step", "pooled")) or None
     other = any(note.kind == "other-step" for note in dump.notes)
     told = {"path": str(path), "sha256": sha256, "format": dump.format, "reader": READER, "notes": list(dump.notes)}
@@ -30,7 +30,7 @@ def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
 def refuse_reread(folder: RunFolder, dump: Dump, sha256: str, *, table: str) -> None:
     """Raise InputError if the folder's run has the same files and settings, but was read differently.
 
-    sha256: of the rollouts now. table: name of the folder's token table, which tells what was read differently.
+    sha256: of the rollouts now. table: name of the folder's token table, which shows the difference.
     """
     manifest = folder.manifest or {}
     earlier, now = (
@@ -44,6 +44,6 @@ def refuse_reread(folder: RunFolder, dump: Dump, sha256: str, *, table: str) -> 
     if path.is_file():
         told = describe_reread(pd.read_parquet(path, columns=["group"]), dump.batch)
     raise InputError(
-        f"{folder.folder} was made of these rollouts by an earlier reader, which {told or 'took them otherwise'}; what "
-        "it says may be wrong: --overwrite makes it anew, or give another --out"
+        f"{folder.folder} was made from these rollouts by an earlier version, which {told or 'read them differently'}; "
+        "its results may be wrong: give --overwrite to redo it, or another --out"
     )

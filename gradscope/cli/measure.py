@@ -1,6 +1,6 @@
-"""`gradscope measure`: a token table, figures and a summary, in one folder.
+"""`gradscope measure`: makes a folder with a token table, figures and a summary.
 
-One file: the flags, and one run's way through its folder, which `diagnose` and `compare` begin with.
+Holds the flags and the steps of a run in its folder, with which `diagnose` and `compare` also begin.
 """
 
 from __future__ import annotations
@@ -69,32 +69,32 @@ class Measured:
 
     policy: Policy
     batch: TokenBatch
-    """At the temperatures and with the advantages that were measured with."""
+    """The batch, with the temperatures and advantages used."""
     settings: MeasureSettings
-    """Those that were measured with."""
+    """The settings used."""
     folder: RunFolder
     resources: Resources
-    """Those of what follows, the same in all processes."""
+    """Resources for everything after the table, equal in all processes."""
     watch: Stopwatch
-    """Seconds since this measurement began, with those that earlier runs of it took."""
+    """Seconds since the measurement began, including earlier runs."""
 
     @property
     def left(self) -> float | None:
-        """Seconds left of the minutes; None if no minutes are set."""
+        """Seconds left; None without a time limit."""
         return None if self.settings.minutes is None else max(1.0, 60 * self.settings.minutes - self.watch.seconds())
 
 
 @dataclass(frozen=True)
 class Measure(ReadingFlags, MeasuredPolicyFlags):
-    """Measure every response token's own gradient: a token table, figures and a summary, in one folder."""
+    """Measure every response token's own gradient, into a folder with a token table, figures and a summary."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder of transformers (any decoder-only causal LM) or of a LoRA adapter, the name of a model in the
+    """Checkpoint folder (any decoder-only causal LM of transformers, or a LoRA adapter), the name of a model in the
     local Hugging Face cache, or "embedded"."""
     rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet, a row per response, or a trainer's rollout log: a file, or a folder of them."""
+    """JSONL or parquet with a row per response, or a trainer's rollout log: a file or a folder."""
     out: Path | None = None
-    """Folder for tokens.parquet, manifest.json and figures/; needed unless --plan. An interrupted run goes on."""
+    """Folder for tokens.parquet, manifest.json and figures/. An interrupted run resumes. Required unless --plan."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
     )
@@ -102,30 +102,29 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     """Memory limit, in bytes, for one batched backward pass and for the activations of responses measured together.
     Affects speed and memory, not results. None: 1 GiB, on a GPU 4."""
     gradient_memory: MemoryFlag = None
-    """Bytes for summed gradients (of intervals, of prompts): they decide whether these are made exactly
-    or as sketches, whose error is said."""
+    """Bytes for summed gradients (by interval and prompt). Beyond these, they are sketched, with a stated error."""
     constants: int = 0
-    """For the summary, compute the constants of Eq. 3 at the contexts of this many measured tokens, the shortest ones:
-    certified by an exact SVD up to 1,024 activations in a context, estimated by Lanczos beyond."""
+    """For the summary, compute the constants of Eq. 3 at this many contexts, the shortest of the measured tokens':
+    certified by an exact SVD for up to 1,024 activations per context, estimated by Lanczos beyond."""
     figures: bool = True
-    """Also draw figures/ and write summary.txt, which asks the network for the intervals' summed gradients."""
+    """Also draw figures/ and write summary.txt; this computes the intervals' summed gradients."""
     theory: bool = False
     """Also print figures/theory.txt: how well Prop. 4.2 and powers of 1−π describe these tokens."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
     plan: bool = False
-    """Only print what this would take: FLOPs, seconds, memory; a few tokens are measured, nothing is written."""
+    """Only print the estimated cost: FLOPs, seconds, memory. Measures a few tokens and writes nothing."""
     flops: float | None = None
-    """With --plan: FLOP/s of a machine that is not here; no weights are loaded, no token is measured."""
+    """With --plan: plan for another machine with this many FLOP/s, without loading weights or measuring."""
     optimizer_state: Path | None = None
-    """For --metric adamw: its state_dict, or the folder of its shards; none: the one in MODEL's folder, if any."""
+    """For --metric adamw: AdamW's state_dict, or the folder of its shards; none: the one in MODEL's folder, if any."""
     max_grad_norm: float | None = 1.0
-    """For --metric adamw: the run's clipping of the gradient's norm; none: it was not clipped."""
+    """For --metric adamw: the run's gradient clipping threshold; none: no clipping."""
 
     keeps_prompts: ClassVar[bool] = False
-    """Whether the summed gradients are kept of each prompt, or of two halves of them."""
+    """Whether summed gradients are kept per prompt, rather than for two halves of the prompts."""
     prompts: ClassVar[int] = 0
-    """Prompts with an advantage for which earlier steps are read with the checkpoint's own."""
+    """Least number of prompts with an advantage; below it, earlier steps are added to the checkpoint's."""
 
     def run(self) -> None:
         if self.plan:
@@ -151,11 +150,11 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             print(f"next: gradscope diagnose {self.model} --rollouts {self.rollouts}{flags} --out DIR")
 
     def measure(self) -> Measured:
-        """Fill the folder's table, unless that was done before."""
+        """Measure into the folder, unless it is finished."""
         if self.out is None:
-            raise InputError("--out is missing; give the folder of the run")
+            raise InputError("--out is missing; give a folder for the run")
         if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise InputError("--device-map spreads one process's policy, and several were launched; leave it out")
+            raise InputError("--device-map needs a single process, but several were launched; leave it out")
         if self.chunk_memory is not None and not 1 <= self.chunk_memory < 2**63:
             raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
         watch, (processes, device) = Stopwatch(), join_launch(self.device)
@@ -169,7 +168,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             settings = replace(settings, loss=self.own_loss(settings.loss, dump))
             state = self._read_state(policy, settings)
             measurement = TableMeasurement(policy, dump.batch, settings, optimizer_state=state, resources=resources)
-        # What is free differs by process and by moment; all later looks are at this number.
+        # Free memory differs by process and moment: fix it once for all.
         resources = resources.settle(policy.device)
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, resources.vectors)
@@ -181,13 +180,13 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                 folder.status(overwrite=self.overwrite)
                 print_notes(dump.remarks)
                 if dump.loss is not None and self.loss_flags:
-                    print_notes([f"flags, not the log, give the loss's {', '.join(self.loss_flags)}"])
+                    print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
         facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, log)}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         measurement.watch, measurement.follows, measurement.passes = watch, sums, self.passes_after()
         hooks = Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
-        if measurement.statistics is None and measurement.settings.minutes is not None:  # finished before
+        if measurement.statistics is None and measurement.settings.minutes is not None:  # already finished
             watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
         return Measured(policy, measurement.whole, measurement.settings, folder, resources, watch)
 
@@ -201,7 +200,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             return None
         state = read_adamw_state(policy, self.optimizer_state, max_grad_norm=self.max_grad_norm)
         if state is None:
-            print_notes([f"no optimizer state beside {self.model}: {ADAMW} is NaN; give --optimizer-state"])
+            print_notes([f"no optimizer state in {self.model}, so {ADAMW} is NaN; give --optimizer-state"])
         return state
 
     def read(self, policy: Policy) -> Dump:
@@ -223,19 +222,19 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         return plan_sums(policy, batch, memory, **own) if self.figures else None
 
     def passes_after(self) -> float | None:
-        """Return the forward passes of everything that follows the table; None: summed gradients alone."""
+        """Return the forward passes of everything after the table; None: only summed gradients."""
         return None
 
     def _check_constants(self) -> None:
         if self.theory and not self.figures:
-            raise InputError("--theory is made with the figures; leave out --no-figures, or --theory")
+            raise InputError("--theory needs figures; leave out --no-figures, or --theory")
         if self.constants < 0:
             raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
 
     def make_plan(self) -> Plan:
         """Predict the cost here or, without loading weights, on a machine of a stated speed."""
         if self.params == "adapter":
-            raise InputError("a plan is of all parameters; leave out --params adapter, or --plan")
+            raise InputError("--plan covers all parameters; leave out --params adapter, or --plan")
         if self.flops is None:
             policy = load_quietly(self.model, self.loading)
             device = policy.device
@@ -247,11 +246,11 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         settings = replace(settings, loss=self.own_loss(settings.loss, dump))
         resources = Resources(self.gradient_memory, self.chunk_memory).settle(device)
         known = {"sums": self.plan_sums(policy, batch, resources.vectors), "chunk_memory": resources.activations}
-        with command_progress().stage("trying how fast this machine is"):
+        with command_progress().stage("timing this machine"):
             return plan_batch(policy, batch, settings, speed=self.flops, **known)
 
     def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
-        # Not the log's hash: it may have grown by steps that are not this checkpoint's.
+        # Not the log's hash, since the log may have grown by later steps.
         read = {**self.reading, "rollouts": dump.batch.digest()}
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
@@ -261,8 +260,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
 @dataclass(frozen=True)
 class MeasureOwn(Measure):
-    """Measure a checkpoint on its own rollouts: the step that it sampled, where a log holds several, with earlier ones
-    where that has too few prompts."""
+    """Measure a checkpoint on its own rollouts: the step that it sampled, plus earlier ones if it has too few prompts.
+    """
 
     keeps_prompts: ClassVar[bool] = True
     prompts: ClassVar[int] = VERDICT_PROMPTS
@@ -278,5 +277,5 @@ class MeasureOwn(Measure):
         return replace(settings, metric="adamw") if state is not None else settings
 
     def read(self, policy: Policy) -> Dump:
-        read_step(policy, self.optimizer_state, asked=True)  # refused here, not when all is measured
+        read_step(policy, self.optimizer_state, asked=True)  # refuse it now, not after measuring
         return super().read(policy)

@@ -1,4 +1,4 @@
-"""The optimizer's state beside a checkpoint, as a command takes it, and what its user must know of it."""
+"""The optimizer state of a checkpoint for a command, with notes for its user."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from gradscope.updates import StepSettings, read_moments, state_step
 def read_step(
     policy: Policy, path: Path | None, *, asked: bool
 ) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
-    """(AdamW's state in the file, the step that goes on from it, what a reader must know of the two).
+    """Return AdamW's state from the file, the step that continues from it, and notes on both.
 
-    asked: the user named the file. InputError where it does not fit the policy; another one is then left out.
+    asked: whether the user named the file. If it does not fit the policy, it raises InputError; a file that was found
+    automatically is ignored instead.
     """
     if path is None:
         return None, None, []
@@ -27,12 +28,12 @@ def read_step(
     except InputError as error:
         if asked:
             raise InputError(error.reason, path=path) from error
-        return None, None, [f"{path.name} beside the checkpoint is left out: {error.reason}"]
+        return None, None, [f"{path.name} beside the checkpoint is ignored: {error.reason}"]
     return state, step, note_learning_rate(state, step.learning_rate)
 
 
 def note_learning_rate(state: dict[str, Any], rate: float) -> list[str]:
-    """A note where the state's own learning rate is 0, and steps are taken at another."""
+    """Return a note if the state's learning rate is 0 and another one is used."""
     if float(state["param_groups"][0]["lr"]) > 0:
         return []
-    return [f"the optimizer's learning rate is 0 (the end of its schedule): steps here are taken at {rate:g}"]
+    return [f"the optimizer's learning rate is 0 (the end of its schedule); steps use {rate:g} instead"]

@@ -1,4 +1,4 @@
-"""What `gradscope diagnose` writes beside a checkpoint's own page: the trend, and how all was made."""
+"""Pages of `gradscope diagnose` for several checkpoints, and the facts at the end of a page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATISTICS = "data/statistics.csv"
 
 
 def name_folders(models: Sequence[str], out: Path) -> list[Path]:
-    """The folder itself for one checkpoint; of several one in it for each, by the checkpoints' names.
+    """Return the folder itself for one checkpoint, or a subfolder per checkpoint, named after it.
 
     >>> [folder.name for folder in name_folders([f"global_step_{n}/actor/huggingface" for n in (20, 40)], Path("out"))]
     ['global_step_20', 'global_step_40']
@@ -37,7 +37,7 @@ def name_folders(models: Sequence[str], out: Path) -> list[Path]:
 
 
 def make_facts(model: str, measured: Measured) -> dict[str, str]:
-    """How the numbers were made, for the end of the page."""
+    """Describe how the numbers were computed, for the end of the page."""
     manifest = measured.folder.manifest
     sample, rollouts = manifest["sample"], manifest["rollouts"]
     check = manifest["self_check"]
@@ -60,7 +60,7 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
 
 
 def describe_loss(loss: dict[str, Any]) -> str:
-    """All that the weights were made with.
+    """Describe the loss settings behind the weights.
 
     >>> describe_loss({"clip_ratio_c": None, "kl_coef": 0.001, "kl_corrected": False, "kl_estimator": "k3"})
     'clip_ratio_c off, kl_coef 0.001, kl_corrected no, kl_estimator k3'
@@ -75,20 +75,20 @@ def _in_a_word(value: bool | int | float | str | None) -> str:
 
 
 def describe_step(step: StepSettings) -> str:
-    """The optimizer step of the page's pictures and sentences."""
+    """Describe the optimizer step of the page."""
     clip = "not clipped" if step.max_grad_norm is None else f"gradient clipped to {step.max_grad_norm:g}"
     name = {"adamw": "AdamW", "sgd": "SGD"}[step.optimizer]
     return f"{name}, learning rate {step.learning_rate:g}, weight decay {step.weight_decay:g}, {clip}"
 
 
 def describe_sums(sums: SumsPlan) -> dict[str, str]:
-    """How the summed gradients were made, for the end of the page."""
+    """Describe how the summed gradients were computed, for the end of the page."""
     name, _, made = str(sums).partition(": ")
     return {name: made}
 
 
 def in_words(diagnosis: Diagnosis) -> str:
-    """What the page's first screen says, a line each, what may change it first."""
+    """Return the sentences of the page's first screen, caveats first."""
     from gradscope.diagnosis import decide
 
     warnings = [f"warning: {note}" for note in diagnosis.warnings]
@@ -97,9 +97,9 @@ def in_words(diagnosis: Diagnosis) -> str:
 
 
 def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunFolder:
-    """Where the trend over these folders' pages goes; InputError where results of another kind are.
+    """Return the folder for the trend's page. Raises InputError if it holds other results.
 
-    An earlier trend's page is replaced, whichever checkpoints it was of: it is made anew at no cost.
+    An earlier trend's page is replaced, since it costs nothing to make.
     """
     key = {"gradscope": __version__, "pages": [file_hash(folder / PAGE) for folder in folders]}
     run = RunFolder(out, key, results=RESULTS)
@@ -111,7 +111,7 @@ def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunF
 def write_trend(
     models: Sequence[str], folders: Sequence[Path], notes: Sequence[str] = (), *, out: Path, overwrite: bool
 ) -> None:
-    """Write the page of several checkpoints, from the statistics of each; notes: on those that are not among them."""
+    """Write the trend's page from each checkpoint's statistics; notes: on checkpoints that are missing."""
     from gradscope.diagnosis import make_trend_report, write_report
 
     for folder in folders:
@@ -129,7 +129,7 @@ def write_trend(
         (f"{folder.name}: step {step}", f"{folder.name}/{PAGE}") for folder, step in zip(folders, steps, strict=True)
     ]
     if len({manifest["diagnosis"]["optimizer_state"] is None for manifest in manifests}) > 1:
-        notes = [*notes, "only some checkpoints have an optimizer state: the steps of the others are SGD's"]
+        notes = [*notes, "only some checkpoints have an optimizer state; the others' steps are SGD's"]
     summed = Counter(filter(None, (manifest.get("summed_prompts") for manifest in manifests)))
     if len(summed) > 1:
         each = ", ".join(f"{prompts:,} at {count} of the checkpoints" for prompts, count in sorted(summed.items()))
@@ -147,15 +147,15 @@ def write_trend(
 
 
 def describe_rollouts(manifest: dict[str, Any]) -> str:
-    """What a checkpoint's own page was made of, and which step of a dump."""
+    """Describe the rollouts of a checkpoint's page, and their step."""
     rollouts = manifest["rollouts"]
     taken = f"{manifest['tokens']:,} tokens of {rollouts['path']}"
     return "; ".join(filter(None, (taken, rollouts.get("step_note"))))
 
 
 def name_steps(models: Sequence[str]) -> tuple[list[int], list[str]]:
-    """(the training step of each checkpoint, or its place among them where these are not known; a note on that)."""
+    """Return each checkpoint's training step, or its index (and a note) if the steps are unknown."""
     steps = [checkpoint_step(model) for model in models]
     if None in steps or len(set(steps)) < len(steps):
-        return list(range(len(models))), ["the checkpoints' training steps are not known: they are counted 0, 1, 2, …"]
+        return list(range(len(models))), ["the checkpoints' steps are unknown, so they are numbered 0, 1, 2, …"]
     return steps, []

@@ -1,4 +1,4 @@
-"""`gradscope sample`: responses of a policy, as rollouts."""
+"""`gradscope sample`: samples rollouts from a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradscope.runs import PACKED, check_is_folder, check_writable, parse_json, 
 
 @dataclass(frozen=True)
 class Sample(PolicyFlags):
-    """Sample responses from a policy, as rollouts that `measure` reads: JSONL or parquet, a row per response."""
+    """Sample responses from a policy into a rollout file for `measure`: JSONL or parquet, a row per response."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint folder of transformers, "embedded" or "embedded-certain"."""
@@ -27,25 +27,25 @@ class Sample(PolicyFlags):
     task: str | None = None
     """A registered task (knights-knaves-compact, math, …) or path/to/file.py:NAME: prompts and a reward."""
     prompts: Path | None = None
-    """Instead of a task: a text file with a prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
+    """Instead of a task: a text file with one prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
     data: Annotated[tuple[str, ...], Many] = ()
-    """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: it makes them up."""
+    """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: generated."""
     people: Annotated[tuple[int, ...], Many] = ()
-    """For Knights & Knaves: only puzzles with these numbers of people; none: all that the task has."""
+    """For Knights & Knaves: only puzzles with these numbers of people; none: all."""
     questions: int = 16
-    """How many questions of the task."""
+    """Number of questions."""
     n: int = 8
     """Responses per question."""
     temperature: float = 1.0
-    """Sampling temperature; every token is drawn from the whole vocabulary."""
+    """Sampling temperature; tokens are drawn from the whole vocabulary."""
     max_new_tokens: int = 1024
-    """Longest response; the policy's context ends one too."""
+    """Longest response in tokens, also limited by the policy's context."""
     engine: Literal["hf", "vllm"] = "hf"
-    """The engine that samples: transformers or vLLM."""
+    """Sampling engine: transformers or vLLM."""
     batch_size: int = 64
-    """hf: responses decoded together; changes speed and memory only."""
+    """hf: responses decoded together; affects only speed and memory."""
     seed: int = 0
-    """Draws the questions and the responses."""
+    """Seed for the questions and the responses."""
     overwrite: bool = False
     """Replace the file if it exists."""
 
@@ -54,19 +54,19 @@ class Sample(PolicyFlags):
         print(f"next: gradscope measure {self.model} {self.out} --out DIR")
 
     def sample(self) -> None:
-        """Write the file, and say what is in it."""
+        """Sample into the file, and summarize it."""
         from gradscope.rollouts import write_rollouts
         from gradscope.sampling import check_count, make_sampler, rollout_rows
         from gradscope.tasks import draw_questions, get_task
 
         if (self.task is None) == (self.prompts is None):
-            raise InputError("give either --task NAME or --prompts FILE: one of the two says what to answer")
+            raise InputError("give exactly one of --task NAME and --prompts FILE")
         if self.out.suffix not in (".jsonl", ".parquet"):
             raise InputError(f"--out is {self.out}; rollouts are written as .jsonl or .parquet")
         check_is_folder(self.out.parent)
         check_writable(self.out)
         if self.out.is_dir() or (self.out.exists() and not self.overwrite):
-            raise InputError(f"{self.out} exists; give another --out, or --overwrite if it is a file")
+            raise InputError(f"{self.out} exists; give another --out or, if it is a file, --overwrite")
         if self.questions < 1 or self.seed < 0:
             raise InputError(f"--questions is {self.questions} and --seed {self.seed}; give 1 or more, and 0 or more")
         task = None if self.task is None else get_task(self.task)
@@ -92,14 +92,14 @@ class Sample(PolicyFlags):
 
 
 def read_prompts(path: Path) -> list[Any]:
-    """Questions without an answer, from a text file (a prompt per line) or JSONL with a field "prompt"."""
+    """Read prompts as questions without answers, from a text file (one per line) or JSONL with a field "prompt"."""
     from gradscope.tasks import Question
 
     if not os.path.isfile(path):  # of a name that is too long, Path raises
-        raise InputError(f"{path} is not there; give a file with a prompt per line, or JSONL with a field 'prompt'")
+        raise InputError(f"{path} does not exist; give a file with one prompt per line, or JSONL with a field 'prompt'")
     if path.suffix in (".json", *PACKED):
         raise InputError(
-            f"{path} is {path.suffix}; give .jsonl with a field 'prompt', or a text file with a prompt per line"
+            f"{path} is {path.suffix}; give .jsonl with a field 'prompt', or a text file with one prompt per line"
         )
     try:
         lines = [

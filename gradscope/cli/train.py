@@ -1,4 +1,4 @@
-"""The command `gradscope train`: one run of GRPO or REINFORCE++ in one folder."""
+"""`gradscope train`: runs GRPO or REINFORCE++ in a folder."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from gradscope.errors import InputError, first_line
 from gradscope.trainer import TrainConfig
 
 TOLD = {"reward_mean": "reward", "accuracy": "accuracy"}
-"""Columns of which the end of a run is told, by their names there."""
+"""Columns summarized at the end of a run → their printed names."""
 FEW = 5
-"""Steps over which the first and the last rewards are averaged."""
+"""Steps over which the first and last rewards are averaged."""
 
 
 @dataclass(frozen=True)
 class Train:
     """Train a policy with GRPO or REINFORCE++, Advantage Reweighting and Lopti; every setting is a flag.
 
-    Under `accelerate launch`, several processes share the work. OUT gets config.json, metrics.jsonl, checkpoints/ and
-    what TensorBoard reads.
+    Under `accelerate launch`, several processes share the work. Writes config.json, metrics.jsonl, checkpoints/ and
+    TensorBoard logs to OUT.
     """
 
     out: Path
     """Folder of the run."""
     preset: str | None = None
-    """Settings to start from, which the flags below change: kk-embedded, kk-qwen2.5-3b, …."""
+    """Settings to start from, overridden by the flags below: kk-embedded, kk-qwen2.5-3b, …."""
     config: Annotated[TrainConfig, tyro.conf.arg(name="")] = field(default_factory=TrainConfig)
     resume: bool = False
-    """Go on from the newest checkpoint in OUT, or from the start if there is none."""
+    """Resume from the newest checkpoint in OUT, or start from scratch if there is none."""
     overwrite: bool = False
     """Replace a run in OUT."""
 
     @staticmethod
     def defaults(args: Sequence[str]) -> dict[str, Any]:
-        """The preset's settings as the defaults of the flags; the preset is looked for in `args`."""
+        """Return the flags' defaults, from the preset named in `args`."""
         given = None
         for arg, following in zip(args, [*args[1:], ""], strict=False):
             name, equals, value = arg.partition("=")
@@ -61,7 +61,7 @@ class Train:
             self._tell(last)
 
     def _tell(self, last: Path) -> None:
-        """What was reached, and the next command."""
+        """Print the results, and the next command."""
         for line in _sum_up(self.out / "metrics.jsonl"):
             print(line)
         print(f"last checkpoint: {last}")
@@ -73,7 +73,7 @@ class Train:
 
 
 def _sum_up(metrics: Path) -> list[str]:
-    """The first and the last rewards and accuracies; InputError where the file is gone or damaged."""
+    """Summarize the first and last rewards and accuracies. Raises InputError if the file is gone or damaged."""
     import pandas as pd
 
     try:

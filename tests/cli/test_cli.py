@@ -443,7 +443,7 @@ def test_a_chat_is_sampled_through_the_template(run, model, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ([], "give either --task NAME or --prompts FILE"),
+        ([], "give exactly one of --task NAME and --prompts FILE"),
         (["--task", "knights"], "no task is called 'knights'"),
         (["--task", "no.py:x"], "does not exist"),
         (["--prompts", "no.txt"], "no.txt is not there"),

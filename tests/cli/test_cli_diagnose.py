@@ -253,7 +253,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "both": ((model, "--task", "math", "--prompts", rollouts, *to), "--task NAME and --prompts FILE"),
         "counts": ((model, model, model, "--rollouts", rollouts, rollouts, *to), "2 files for 3 checkpoints"),
         "format": ((model, *given, "--format", "vlre", *to), "'vlre' is not known"),
-        "format of none": ((model, "--task", "math", "--format", "trl", *to), "of rollouts that are given"),
+        "format of none": ((model, "--task", "math", "--format", "trl", *to), "apply to given rollouts"),
         "missing model": ((model, folder / "nowhere", *given, *to), "nowhere is not a folder"),
         "no model in the second": ((model, folder / "even", *given, *to), "even holds no config.json"),
         "no model in it": ((model.parent, *given, *to), "folder of a training run"),
@@ -269,7 +269,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt is not there"),
         "state of two": ((model, model, *given, "--optimizer-state", rollouts, *to), "2 are given"),
         "flops": ((model, *given, "--flops", "1e13", *to), "add --plan"),
-        "plan of none": ((model, "--task", "math", "--plan"), "a plan is of given rollouts"),
+        "plan of none": ((model, "--task", "math", "--plan"), "--plan needs rollouts"),
         "tokens": ((model, *given, "--tokens-per-interval", "0", *to), "tokens_per_interval"),
         "temperature": ((model, *given, "--temperature", "0", *to), "temperature"),
     }
