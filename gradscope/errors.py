@@ -1,4 +1,4 @@
-"""Errors that end a command: input at fault, or results that cannot be trusted."""
+"""Errors that end a command: bad input, or results that cannot be trusted."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import Any, ParamSpec, TypeVar, get_type_hints
 
 BROKEN_FILE = (OSError, EOFError, struct.error, pickle.UnpicklingError, RuntimeError)
 BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ImportError)
-"""Errors that parsers of files raise on malformed content."""
-# One each: type checkers see no others.
+"""Errors that file parsers raise on malformed content."""
+# One import each, as type checkers require.
 P = ParamSpec("P")
 Result = TypeVar("Result")
 Made = TypeVar("Made")
 
 
 class InputError(ValueError):
-    """The user's input cannot be used; one line says what, where and what to do (the CLI exits with 2).
+    """Bad input by the user: one line says what is wrong, where, and what to do (the CLI exits with 2).
 
     path: the file at fault, named before the reason.
 
@@ -40,22 +40,22 @@ LESS_MEMORY = "try a smaller --chunk-memory, --micro-batch-size, --batch-size or
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether Python or torch (on a device, or on the CPU, where it has no error type of its own) ran out of
+    """Return whether Python or torch (on a device, or on the CPU, where torch has no separate error type) ran out of
     memory.
 
     >>> is_out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"))
     True
     """
-    kinds = {kind.__name__ for kind in type(error).__mro__}  # torch's own is not loaded for its name's sake
+    kinds = {kind.__name__ for kind in type(error).__mro__}  # by name, to avoid importing torch
     return bool(kinds & {"MemoryError", "OutOfMemoryError"}) or "allocate memory" in str(error)
 
 
 class NanLogitsError(InputError):
-    """The policy's logits are NaN, so that nothing can be sampled; in training it has diverged."""
+    """The policy's logits are NaN, so nothing can be sampled; in training, it has diverged."""
 
 
 class SelfCheckError(RuntimeError):
-    """The engine's numbers differ from plain autograd's on this model; nothing was measured (the CLI exits with 1)."""
+    """The engine disagrees with plain autograd on this model; nothing was measured (the CLI exits with 1)."""
 
 
 class SyncError(RuntimeError):
@@ -67,7 +67,7 @@ class DivergedError(RuntimeError):
 
 
 def unpickling_reason(error: Exception) -> str:
-    """Return in one line what torch.load with weights_only refused, without its advice to disable that.
+    """Return in one line why torch.load(weights_only=True) refused a file, without its advice to disable that.
 
     >>> unpickling_reason(ValueError("Weights only load failed. Re-run with False.\\n\\nUnsupported operand 149\\n"))
     'Unsupported operand 149'
@@ -80,7 +80,7 @@ def unpickling_reason(error: Exception) -> str:
 
 
 def show(value: Any) -> str:
-    """Write a value for an error as JSON, in at most 40 characters, whatever its type and size.
+    """Format any value for an error message, as JSON of at most 40 characters.
 
     >>> show([1, None, "a"]), show([[0] * 10**6])
     ('[1, null, "a"]', '[[0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,…')
@@ -91,13 +91,13 @@ def show(value: Any) -> str:
             text += part
             if len(text) > 40:
                 break
-    except (ValueError, TypeError, RuntimeError):  # it holds itself, a number of 5,000 digits, a name that is none
+    except (ValueError, TypeError, RuntimeError):  # self-reference, a number of 5,000 digits, an invalid name
         text = f"{text} {type(value).__name__}".ljust(41)
     return text if len(text) <= 40 else text[:37].rstrip() + "…"
 
 
 def printable(text: str) -> str:
-    """Write text on one line, with control and invisible characters by their numbers.
+    """Return text on one line, with control and invisible characters escaped.
 
     >>> print(printable("a" + chr(10) + "b" + chr(0x202E)))
     a\\nb\\u202e
@@ -118,7 +118,7 @@ def first_line(error: Exception) -> str:
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     """Decorate a function to raise an error that names any argument whose type does not match its annotation.
 
-    TypeError for one of another type, InputError for a word that is none of those known.
+    TypeError for a wrong type, InputError for an unknown word.
 
     >>> @checked
     ... def draw(n: int, *, temperature: float = 1.0): ...
@@ -132,7 +132,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     signature = inspect.signature(function)
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = [name for name, parameter in signature.parameters.items() if parameter.kind not in variable]
-    hints = cache(lambda: get_type_hints(function))  # not before it is called: a name may be loaded on first use
+    hints = cache(lambda: get_type_hints(function))  # at the first call, since some names are loaded lazily
 
     @wraps(function)
     def call(*args: P.args, **keywords: P.kwargs) -> Result:
@@ -156,7 +156,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value is of a type; numpy's numbers count as numbers."""
+    """Return whether a value has a type; numpy numbers count as numbers."""
     import numpy as np
     from beartype import BeartypeConf, FrozenDict
     from beartype.door import is_bearable
@@ -166,7 +166,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def make_settings(kind: Callable[..., Made], function: str, given: dict[str, Any]) -> Made:
-    """Build a settings dataclass from keywords. Raises TypeError that names an unknown keyword and the nearest known
+    """Build a settings dataclass from keywords. Raises TypeError for an unknown keyword, suggesting the nearest known
     one.
     """
     known = inspect.signature(kind).parameters

@@ -1,9 +1,8 @@
-"""Probability intervals: which token falls where, and what a quantity is per interval, with a confidence interval.
+"""Probability intervals: assigning tokens, and statistics per interval with confidence intervals.
 
 The paper's "quartiles" are the fixed intervals [0, ¼), [¼, ½), [½, ¾), [¾, 1], not quantiles. Confidence intervals are
-over clusters (prompt groups), for tokens of one prompt are not independent draws: see `resampling` for which they are,
-and how many prompts and measured tokens it takes to have one. For a paired comparison give `summarize` the difference
-of the two columns.
+over clusters (prompts), since tokens of one prompt are not independent; `resampling` describes them, and how many
+prompts and measured tokens they need. For a paired comparison, pass the difference of the two columns to `summarize`.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Column = Iterable | np.generic | float
-"""What numpy makes an array of: an array, a column of a table, a list, one number."""
+"""Anything that numpy converts to an array: an array, a table column, a list, a number."""
 
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Edges of the paper's four intervals."""
@@ -38,25 +37,25 @@ _FRACTIONS = {0.25: "¼", 0.5: "½", 0.75: "¾"}
 
 
 def assign_intervals(prob: Column, edges: Column = EDGES) -> np.ndarray:
-    """Return the index of the interval [lo, hi) of each probability, the last one closed; int64, shaped like `prob`.
+    """Return the index of each probability's interval [lo, hi), the last one closed; int64, shaped like `prob`.
 
     >>> assign_intervals([0.0, 0.2499, 0.25, 0.75, 1.0]).tolist()
     [0, 0, 1, 3, 3]
     """
     edges = _check_edges(edges)
     prob = np.asarray(prob)
-    outside = ~((prob >= edges[0]) & (prob <= edges[-1]))  # negated, so that a NaN counts
+    outside = ~((prob >= edges[0]) & (prob <= edges[-1]))  # negated to include NaN
     if outside.any():
         worst = np.atleast_1d(prob)[np.atleast_1d(outside)][0]
         raise InputError(
-            f"{int(outside.sum())} value(s) lie outside [{edges[0]:g}, {edges[-1]:g}], the first is {worst}; "
-            "intervals sort probabilities; drop what has none"
+            f"{int(outside.sum())} value(s) lie outside [{edges[0]:g}, {edges[-1]:g}], the first being {worst}; "
+            "give probabilities within the edges"
         )
     return np.asarray(np.minimum(np.searchsorted(edges, prob, side="right") - 1, len(edges) - 2))
 
 
 def interval_labels(edges: Column = EDGES) -> list[str]:
-    """Return a label per interval, with enough digits to tell the edges apart (three at least).
+    """Return a label per interval, with enough digits to distinguish the edges (at least three).
 
     >>> interval_labels()
     ['[0, ¼)', '[¼, ½)', '[½, ¾)', '[¾, 1]']
@@ -82,17 +81,20 @@ def summarize(
     probabilities: Column | None = None,
     sizes: Column | None = None,
 ) -> "pd.DataFrame":
-    """Compute the "mean", "sum" or "rms" of `values` per interval, a row each, with bounds from resampled clusters.
+    """Compute the "mean", "sum" or "rms" of `values` per interval, with bounds from resampling clusters.
 
-    `values`, `intervals` (from `assign_intervals`) and `clusters` (any labels) hold one entry per token. A NaN value is
-    a token that was not measured: it counts in `num_tokens`, not in `num_measured`, and enters no statistic (so a sum
-    is that of the measured tokens). probabilities: with which each token was drawn (`gradients.sample`), of
-    those that were not, too; a mean is then Σ values/p over the measured · Σ p over all / num_measured / num_tokens, a
-    sum the same without the last division, so that it is of all tokens; None: all of an interval had the same chance.
-    sizes: what values are about in proportion to, of all tokens: by them is told what a sample is worth; None: alike.
-    Columns: interval, label, num_tokens, num_measured, value, lower, upper.
-    A mean or rms of no token is NaN; bounds are NaN where `resampling.short_of` prompts with measured tokens in the
-    interval, or of measured tokens.
+    Args:
+        values, intervals, clusters: one entry per token; intervals from `assign_intervals`, clusters any labels. A NaN
+            value is an unmeasured token: it counts in `num_tokens` but not in `num_measured`, and enters no statistic
+            (so a sum is over the measured tokens).
+        probabilities: sampling probability p of every token (`gradients.sample`). A mean is then Σ values/p over the
+            measured · Σ p over all / num_measured / num_tokens; a sum lacks the last division, and estimates the sum
+            over all tokens. None: equal within each interval.
+        sizes: approximate relative sizes of the values, for all tokens, to judge what a sample is worth; None: equal.
+
+    Returns:
+        Columns interval, label, num_tokens, num_measured, value, lower, upper. The mean or rms of no tokens is NaN;
+        bounds are NaN if there are too few prompts with measured tokens, or too few tokens (`resampling.short_of`).
     """
     settings = {"statistic": statistic, "resampling": resampling, "probabilities": probabilities, "sizes": sizes}
     return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, **settings), edges)
@@ -109,12 +111,12 @@ def summarize_cells(
     probabilities: Column | None = None,
     sizes: Column | None = None,
 ) -> "pd.DataFrame":
-    """`summarize` for cells of any kind, numbered from 0 to num_cells − 1: its columns without interval and label.
+    """Do the same as `summarize` for arbitrary cells 0 … num_cells − 1, without columns interval and label.
 
-    A resampling with seed None: lower and upper are NaN.
+    With a resampling seed of None, lower and upper are NaN.
     """
     if statistic not in ("mean", "sum", "rms"):
-        raise InputError(f"statistic is {statistic!r}; known are mean, sum and rms; give one of them")
+        raise InputError(f"statistic is {statistic!r}; give mean, sum or rms")
     values = np.asarray(values, dtype=np.float64)
     measured = ~np.isnan(values)
     amounts = np.where(measured, values**2 if statistic == "rms" else values, 0.0)
@@ -129,7 +131,7 @@ def summarize_cells(
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
         total = weights @ sums
-        with np.errstate(invalid="ignore"):  # 0/0 where no token of the interval was drawn
+        with np.errstate(invalid="ignore"):  # 0/0 if no token of the interval was drawn
             mean = total / (weights @ counts)
             if expected:
                 mean *= (weights @ expected[0]) / (weights @ expected[1])
@@ -151,11 +153,10 @@ def interval_shares(
     probabilities: Column | None = None,
     sizes: Column | None = None,
 ) -> "pd.DataFrame":
-    """Compute each interval's share of all tokens or, with `values`, of their sum; columns as in `summarize`.
+    """Compute each interval's share of the tokens or, with `values`, of their sum; columns as in `summarize`.
 
-    Bounds are NaN where those of `summarize` are; those of two intervals are not independent, for shares add up to 1.
-    probabilities: with which each token was drawn to be measured, where values were made of a sample; sizes: as in
-    `summarize`.
+    Bounds are NaN where those of `summarize` are. Shares add up to 1, so their bounds are not independent.
+    probabilities, sizes: as in `summarize`.
     """
     intervals = np.asarray(intervals)
     values = np.ones(intervals.shape) if values is None else np.asarray(values, dtype=np.float64)
@@ -165,7 +166,7 @@ def interval_shares(
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
         drawn = weights @ sums
-        with np.errstate(invalid="ignore"):  # 0/0 where nothing at all was measured
+        with np.errstate(invalid="ignore"):  # 0/0 if nothing was measured
             return drawn / drawn.sum(-1, keepdims=True)
 
     worth = None
@@ -180,11 +181,11 @@ def interval_shares(
 def _cluster_totals(
     intervals: Column, clusters: Column, columns: list[np.ndarray], num_intervals: int
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Return the tokens per interval, and each column summed to [clusters, intervals]."""
+    """Return the number of tokens per interval, and each column summed to [clusters, intervals]."""
     intervals, clusters = np.asarray(intervals), np.asarray(clusters)
     if not intervals.shape == clusters.shape == columns[0].shape or intervals.ndim != 1:
         shapes = [columns[0].shape, intervals.shape, clusters.shape]
-        raise InputError(f"values, intervals and clusters have shapes {shapes}; give one entry per token in each")
+        raise InputError(f"values, intervals and clusters have shapes {shapes}; give each one entry per token")
     if intervals.size and not 0 <= intervals.min() <= intervals.max() < num_intervals:
         raise InputError(f"intervals run from {intervals.min()} to {intervals.max()}; the edges make {num_intervals}")
     labels, cluster = np.unique(clusters, return_inverse=True)
@@ -202,9 +203,10 @@ def _table(
     worth: np.ndarray | None,
     served: np.ndarray | None = None,
 ) -> "pd.DataFrame":
-    """Evaluate on the data and over clusters, and lay out the rows; worth: of each interval's sample; None: none.
+    """Evaluate on the data and on resampled clusters, and make the table.
 
-    served: clusters that each interval's number rests on; None: those with measured tokens.
+    worth: of each interval's sample, if any. served: number of clusters behind each interval's statistic; None: those
+    with measured tokens.
     """
     import pandas as pd
 
@@ -220,7 +222,7 @@ def _table(
 
 
 def _label(table: "pd.DataFrame", edges: Column) -> "pd.DataFrame":
-    """Put number and label in front of the table's rows, one per interval."""
+    """Prepend columns with each interval's index and label."""
     table.insert(0, "interval", np.arange(len(table)))
     table.insert(1, "label", interval_labels(edges))
     return table
@@ -230,5 +232,5 @@ def _check_edges(edges: Column) -> np.ndarray:
     """Return the edges as a float64 array. Raises InputError unless there are two or more, strictly increasing."""
     edges = np.asarray(edges, dtype=np.float64)
     if edges.ndim != 1 or len(edges) < 2 or not (np.diff(edges) > 0).all():
-        raise InputError(f"edges are {edges.tolist()}; at least two strictly increasing numbers are wanted")
+        raise InputError(f"edges are {edges.tolist()}; give at least two strictly increasing numbers")
     return edges

@@ -1,17 +1,17 @@
-"""Confidence intervals: clusters (prompts) vary as a whole, for tokens of one prompt are not independent draws.
+"""Confidence intervals over clusters (prompts), since tokens of one prompt are not independent.
 
-**Whether there is one at all** is decided here, by what is known before anything is measured: there are `FEWEST`
-clusters, and a sample of tokens is worth `FEWEST_TOKENS` (`short_of`). Never by what was measured: samples that miss
-what is rare look the steadiest, so that a rule which trusts them picks out the intervals that are wrong.
+**Whether an interval is given** depends only on what is known before measuring: there must be `FEWEST` clusters, and a
+sample of tokens must be worth `FEWEST_TOKENS` (`short_of`). It must not depend on the measured values: samples that
+miss rare large values look the most stable, so such a rule would select the wrong intervals.
 
-**Which one.** Of `MANY` clusters whose tokens are all measured, percentiles of a bootstrap that redraws them. Of fewer,
-or of a sample of tokens, a jackknife that leaves out one cluster in turn: its error holds what clusters and measured
-tokens differ by, on a scale without ends (log odds of a share, log of a size), with Student's t of as many degrees of
-freedom as clusters really bear on the number. What no prompt and no token of a small sample shows is allowed for, too:
-one more of either, twice as large as the mean, would move the number by 1/n, which a token's chance makes an error and
-a prompt's a bound. analyses/verdicts/coverage.py tries it.
+**Method.** With `MANY` clusters and every token measured: percentiles of a bootstrap over clusters. With fewer clusters
+or a sample of tokens: a jackknife over clusters on an unbounded scale (log odds of a share, log of a size), whose error
+includes the variation between clusters and between measured tokens, with Student's t and as many degrees of freedom as
+clusters effectively contribute. It also allows for prompts and tokens that a small sample does not show: one more of
+either, twice as large as the mean, would change the statistic by 1/n, which widens the error (a token) or the bounds (a
+prompt). analyses/verdicts/coverage.py tests the coverage.
 
-Where nothing is redrawn, intervals are Student's t over independent rows, or a jackknife over parts that add up.
+Other intervals are Student's t over independent rows, or a jackknife over parts that add up.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 Evaluate = Callable[[np.ndarray], np.ndarray]
-"""Maps how often each cluster is drawn, [draws, clusters], to statistics, [draws, n]; NaN where undefined."""
+"""Maps the counts of each cluster [draws, clusters] to statistics [draws, n]; NaN where undefined."""
 Number = int | float | np.number
 Seed = int | np.random.Generator | None
-"""Seed of a bootstrap, as `numpy.random.default_rng` takes it; None: no intervals."""
+"""Seed of a bootstrap, as for `numpy.random.default_rng`; None: no intervals."""
 
 
 @dataclass(frozen=True)
 class Resampling:
-    """How the confidence intervals of a table are made."""
+    """Settings of a table's confidence intervals."""
 
     seed: Seed = 0
     confidence: float = 0.95
@@ -45,27 +45,27 @@ class Resampling:
 
 @dataclass(frozen=True)
 class Scale:
-    """Range of a statistic's values, and how much one more cluster unlike the others may change it."""
+    """Range of a statistic, and how much an additional, unusual cluster may change it."""
 
     least: float = -np.inf
     greatest: float = np.inf
     unit: float = 0.0
-    """Of a relative change, on the scale without ends; 0: none is assumed."""
+    """Size of a relative change on the unbounded scale; 0: none."""
 
 
 ANY, SHARE, SIZE, BITS = Scale(), Scale(0.0, 1.0, 1.0), Scale(0.0, np.inf, 1.0), Scale(unit=1 / np.log(2))
 
 FEWEST = 6
-"""Clusters below which there is no interval: n draws all lie on one side of the median with probability 2·2⁻ⁿ, more
-than 5 % of the time for n < 6."""
+"""Fewest clusters for an interval: n draws all lie on one side of the median with probability 2·2⁻ⁿ, which exceeds 5 %
+for n < 6."""
 MANY = 50
-"""Clusters from which percentiles of redrawn clusters suffice."""
+"""Clusters from which bootstrap percentiles suffice."""
 FEWEST_DRAWN = 4
-"""Fewest clusters where they were drawn from a known number of them, which the interval is about."""
+"""Fewest clusters for an interval about a finite population from which they were drawn."""
 FEWEST_TOKENS = 4
-"""Least worth of a sample (`sample_worth`), in tokens of equal amounts, for an interval."""
+"""Least worth of a sample for an interval (`sample_worth`), in tokens of equal amounts."""
 CHUNK = 256
-"""Clusters left out at a time."""
+"""Clusters processed at a time in a jackknife."""
 
 
 @dataclass(frozen=True)
@@ -75,16 +75,16 @@ class Shortage:
     of: Literal["prompts", "tokens"]
     have: int
     wanted: int
-    """How many would suffice."""
+    """Number that would suffice."""
 
 
 def short_of(
     prompts: Number, tokens: Number = np.inf, measured: Number = 0, reached: Number = np.inf
 ) -> Shortage | None:
-    """Return what is lacking for an interval; None if it may be printed.
+    """Return what is lacking for an interval; None if nothing.
 
-    prompts: with something to count; tokens: what the sample of them is worth (infinity: all are measured), of so many
-    that were measured; reached: how many of the prompts have a measured token.
+    prompts: number of prompts that contribute. tokens: worth of the sample (infinity: every token is measured).
+    measured: number of measured tokens. reached: number of prompts with a measured token.
 
     >>> short_of(3), short_of(6), short_of(30, 2.0, 16)
     (Shortage(of='prompts', have=3, wanted=6), None, Shortage(of='tokens', have=16, wanted=32))
@@ -95,19 +95,19 @@ def short_of(
         return Shortage("prompts", int(prompts), FEWEST)
     if not tokens < FEWEST_TOKENS and reached >= FEWEST:
         return None
-    # To reach six prompts by chance, about twice as many tokens are wanted, and more than did not reach them.
+    # To reach six prompts by chance takes about twice as many tokens, and more than those that did not.
     wanted = max(measured * FEWEST_TOKENS / max(tokens, 1e-2), 2 * FEWEST, 2 * measured * (reached < FEWEST))
     return Shortage("tokens", measured, int(np.ceil(wanted)))
 
 
 def draw_clusters(num_clusters: int, resamples: int, seed: Seed) -> np.ndarray:
-    """Draw clusters with replacement; return [resamples, num_clusters], how often each was drawn."""
+    """Draw clusters with replacement; return the counts [resamples, num_clusters]."""
     shares = np.full(num_clusters, 1 / num_clusters)
     return np.random.default_rng(seed).multinomial(num_clusters, shares, size=resamples)
 
 
 def percentiles(draws: np.ndarray, confidence: float) -> np.ndarray:
-    """Return [2, n]: lower and upper percentiles of each column of [draws, n], over the draws with a value.
+    """Return lower and upper percentiles [2, n] of each column of [draws, n], ignoring NaN.
 
     >>> percentiles(np.array([[1.0, np.nan], [2.0, np.nan], [3.0, np.nan]]), 0.5).tolist()
     [[1.5, nan], [2.5, nan]]

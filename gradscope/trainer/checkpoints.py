@@ -1,4 +1,4 @@
-"""Checkpoints of a run: folders that transformers loads, with all that it takes to go on to the same numbers."""
+"""Checkpoints of a run: folders that transformers loads, with everything needed to resume to the same results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gradscope.trainer.learner import ADAPTER, Learner
 CHECKPOINTS, OPTIMIZER, RANDOM_STATES, STATE = "checkpoints", "optimizer.pt", "random_states.pt", "trainer_state.json"
 STAY = "the checkpoints before it stay"
 CHANGEABLE = ("steps", "epochs", "save_every", "keep_checkpoints", "save_rollouts", "trackers")
-"""Settings that may change on resume. No step's numbers depend on them."""
+"""Settings that may change on resume, since no step's results depend on them."""
 DROPPED = ("gradients_every",)
 """Settings of older config.json files, ignored."""
 
@@ -35,10 +35,10 @@ def save_checkpoint(
     keep: int | None = None,
     max_steps: int | None = None,
 ) -> Path:
-    """Write checkpoints/step-000020 under another name, rename it, and keep the newest `keep` in all (None: every one).
+    """Write checkpoints/step-000020 under another name, rename it, and keep the newest `keep` (None: all).
 
-    max_steps: of the whole run, by which its last checkpoint can be recognised. Raises OSError if it cannot be written,
-    in all processes; what there was before stays.
+    max_steps: of the whole run, to mark its last checkpoint. Raises OSError, in all processes, if it cannot be written;
+    earlier checkpoints stay.
     """
     folder = out / CHECKPOINTS / f"step-{step:06d}"
     states = learner.processes.gather([_random_states()])
@@ -63,7 +63,7 @@ def save_checkpoint(
 def _write(folder: Path, state: dict[str, Any], learner: Learner, random_states: list[dict[str, Any]]) -> None:
     policy, optimizer = learner.policy, learner.optimizer.state_dict()
     weights = {name: weight.cpu() for name, weight in learner.weights()}
-    kept = policy.model.state_dict().keys()  # with the buffers that the model cannot do without
+    kept = policy.model.state_dict().keys()  # including persistent buffers
     weights |= {name: buffer.cpu() for name, buffer in policy.model.named_buffers() if name in kept}
     policy.model.save_pretrained(folder, state_dict=weights)
     if policy.tokenizer is not None:
@@ -77,44 +77,43 @@ def _write(folder: Path, state: dict[str, Any], learner: Learner, random_states:
 
 
 def restore_checkpoint(folder: Path, learner: Learner) -> int:
-    """Restore optimizer and random states; the weights are those that the learner was built with.
+    """Restore optimizer and random states; the learner was already built with the weights.
 
-    Returns how many optimizer steps in a row had no finite gradient when it was written.
+    Returns the number of consecutive steps without a finite gradient at that time.
     """
     learner.optimizer.load_state_dict(torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True))
     states, rank = torch.load(folder / RANDOM_STATES, weights_only=True), learner.processes.rank
-    if rank < len(states):  # an earlier start may have had fewer processes
+    if rank < len(states):  # the earlier start may have had fewer processes
         _set_random_states(states[rank])
     return json.loads((folder / STATE).read_bytes()).get("nonfinite_in_a_row", 0)
 
 
 def find_start(journal: Journal, total: int, *, resume: bool, overwrite: bool, tell: bool = True) -> Path | None:
-    """Find the checkpoint to go on from; None: the beginning. Nothing is written.
+    """Find the checkpoint to resume from; None: start from scratch. Writes nothing.
 
-    tell: report unreadable checkpoints on stderr. Raises InputError for a folder that holds a run, unless it is
-    finished, resumed, or to be overwritten; for one that was made with other settings, or has more steps; and, always,
-    for one that holds what no run of training wrote.
+    tell: report unreadable checkpoints on stderr. Raises InputError if the folder holds an unfinished run that is
+    neither resumed nor overwritten, a run with other settings or more steps, or files not written by a training run.
     """
     if resume and overwrite:
-        raise InputError("--resume goes on and --overwrite starts anew; give one of them")
+        raise InputError("--resume continues and --overwrite starts anew; give only one of them")
     if not journal.has_run(overwrite=overwrite, changeable=CHANGEABLE, dropped=DROPPED):
         return None
     newest = newest_whole(journal.out, tell=tell)
     done = 0 if newest is None else step_of(newest)
     if done > total:
         raise InputError(
-            f"{journal.out} holds a run of {done} steps already, more than the {total} asked for; its last checkpoint "
+            f"{journal.out} already holds a run of {done} steps, more than the {total} requested; its last checkpoint "
             f"is {newest}; give {done} steps or more, another --out, or --overwrite"
         )
     if not resume and done < total:
         raise InputError(
-            f"{journal.out} holds an unfinished run; give --resume to go on, another --out, or --overwrite"
+            f"{journal.out} holds an unfinished run; give --resume to continue, another --out, or --overwrite"
         )
     return newest
 
 
 def newest_whole(out: Path, *, tell: bool = True) -> Path | None:
-    """Find the newest readable checkpoint; None: there is none. tell: report each newer, unreadable one on stderr."""
+    """Find the newest readable checkpoint, if any. tell: report newer, unreadable ones on stderr."""
     for folder in reversed(list_checkpoints(out)):
         try:
             json.loads((folder / STATE).read_bytes())
@@ -123,9 +122,9 @@ def newest_whole(out: Path, *, tell: bool = True) -> Path | None:
             for file in folder.rglob("*.safetensors"):
                 with safe_open(file, "pt"):
                     pass
-        except Exception as error:  # what a damaged pickle raises is anything
+        except Exception as error:  # a damaged pickle may raise anything
             if tell:
-                words = f"{folder} cannot be read ({first_line(error)}); the run goes on from the one before it"
+                words = f"{folder} cannot be read ({first_line(error)}); resuming from the one before it"
                 print(f"note: {words}", file=sys.stderr)
         else:
             return folder
@@ -139,14 +138,14 @@ def list_checkpoints(out: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return how many steps a run had made when it wrote this checkpoint, by the folder's name."""
+    """Return the training step in a checkpoint's name."""
     return int(folder.name.removeprefix("step-"))
 
 
 def drop_old(out: Path, keep: int | None) -> None:
-    """Delete all checkpoints but the newest `keep` (None: keep all), and what a stopped run has left of one.
+    """Delete all checkpoints but the newest `keep` (None: keep all), and leftovers of incomplete ones.
 
-    Under its name, a checkpoint is whole or not there.
+    A folder with a checkpoint's name is always complete.
     """
     try:
         for old in list_checkpoints(out)[:-keep] if keep is not None else []:

@@ -1,10 +1,10 @@
-"""The policy that is trained, its optimizer and its reference, on this process's device.
+"""The trained policy with its optimizer and reference, on this process's device.
 
     accelerate launch --multi_gpu --num_processes 8 -m gradscope train …                    one GPU each
     accelerate launch --multi_gpu --num_processes 2 -m gradscope train --device cpu …       the same without GPUs
 
-Several processes each have the whole weights and average their gradients (DDP). accelerate's `--cpu` starts one process
-only (or needs MPI).
+Each process has the whole weights, and gradients are averaged (DDP). accelerate's `--cpu` starts only one process (or
+needs MPI).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TRACKERS = "trackers"
-"""Folder of a run for what TensorBoard reads."""
+"""Folder of a run for TensorBoard logs."""
 ADAPTER = "adapter"
-"""Folder of a checkpoint that holds the adapters by themselves; the checkpoint's own weights are merged."""
+"""Folder of a checkpoint for the separate adapters; the checkpoint's weights are merged."""
 PATIENCE = timedelta(hours=4)
-"""Timeout of collective operations: one process may sample or measure for long while the others wait."""
+"""Timeout of collective operations: one process may sample or measure for a long time while the others wait."""
 GROUPS: list[torch.distributed.ProcessGroup] = []
 """Keep process groups alive: if DDP's reducer drops the last reference, it joins its threads while holding the GIL and
 can deadlock."""
@@ -57,7 +57,7 @@ class Learner:
     """The trained model itself, not its DistributedDataParallel wrapper."""
     updater: Updater
     reference: nn.Module | None
-    """The policy before training; None: no KL, or the policy without its adapters."""
+    """The initial policy; None without KL, or if it is the policy without its adapters."""
     adapters: Any | None
     """The PeftModel around the policy; None: all weights are trained."""
     computing: Callable[[], AbstractContextManager]
@@ -72,15 +72,15 @@ class Learner:
         return self.updater.processes
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
-        """Find log π, log(1−π) and entropy of the batch's response tokens under the current policy."""
+        """Compute log π, log(1−π) and entropy of the batch's response tokens under the current policy."""
         return self._statistics(self.updater.model, batch, self.processes)
 
     def statistics_alone(self, batch: TokenBatch) -> TokenStatistics:
-        """Find the same in this process, while the others wait."""
+        """Compute the same in this process alone, while the others wait."""
         return self._statistics(self.policy.model, batch, ALONE)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
-        """Find log π_ref of the batch's response tokens [B, S]."""
+        """Compute log π_ref of the batch's response tokens [B, S]."""
         if self.reference is not None:
             return self._statistics(self.reference, batch, self.processes).logprob
         with self.adapters.disable_adapter():
@@ -92,7 +92,7 @@ class Learner:
             return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter by its name in the model, adapters merged in; tied ones once."""
+        """Yield every parameter by name, with adapters merged in; tied ones once."""
         return merged_parameters(self.policy.model)
 
     def is_finite(self) -> bool:
@@ -106,16 +106,16 @@ class Learner:
 
 
 def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
-    """Make accelerate's view of device, processes and trackers.
+    """Make the accelerate.Accelerator, with device, processes and trackers.
 
-    Raises InputError for a tracker that is unknown or not installed, and for a device that is not there.
+    Raises InputError for a tracker that is unknown or not installed, and for an unavailable device.
     """
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     here = {str(getattr(name, "value", name)) for name in get_available_trackers()}
     if missing := [name for name in config.trackers if name not in here]:
-        known = "is not installed" if missing[0] in LOGGER_TYPE_TO_CLASS else "is no tracker that accelerate knows"
+        known = "is not installed" if missing[0] in LOGGER_TYPE_TO_CLASS else "is not a tracker of accelerate"
         raise InputError(f"tracker {missing[0]!r} {known}; at hand: {', '.join(sorted(here)) or 'none'}")
     device = None if config.device is None else torch.device(find_device(config.device))
     on_cpu = device is not None and device.type == "cpu"
@@ -123,7 +123,7 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
         torch.cuda.set_device(device)
     accelerator = Accelerator(
         cpu=on_cpu,
-        mixed_precision="no",  # the configuration's own precision decides
+        mixed_precision="no",  # `config.precision` decides
         log_with=list(config.trackers) or None,
         project_dir=str(out),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
@@ -135,7 +135,7 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
 
 @contextmanager
 def ending_trackers(accelerator: Accelerator, out: Path) -> Iterator[None]:
-    """End the trackers, and accelerate's process group, with the block."""
+    """Close the trackers and accelerate's process group at the end of the block."""
     try:
         yield
     finally:
@@ -144,38 +144,38 @@ def ending_trackers(accelerator: Accelerator, out: Path) -> Iterator[None]:
 
 
 def init_trackers(accelerator: Accelerator, config: TrainConfig, out: Path, done: int, processes: Processes) -> None:
-    """Start the trackers; TensorBoard hides what an earlier start has written after step `done`."""
+    """Start the trackers; TensorBoard hides anything that an earlier start logged after step `done`."""
     settings = {"tensorboard": {"purge_step": done + 1}}
     chosen = {name: value for name, value in settings.items() if name in config.trackers}
     with processes.together(), writing(out / TRACKERS):
         try:
             accelerator.init_trackers(TRACKERS, init_kwargs=chosen)
         except OSError:
-            accelerator.trackers.clear()  # what has not started cannot be ended
+            accelerator.trackers.clear()  # trackers that failed to start cannot be closed
             raise
 
 
 def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
-    """Raise InputError for a launch unlike those at the top of this module, or one that contradicts `config`."""
+    """Raise InputError for an unsupported launch, or one that contradicts `config`."""
     asked = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if asked not in ("no", {"float32": "no", "bfloat16": "bf16"}[config.precision]):
         raise InputError(
-            f"accelerate was launched with mixed_precision {asked} and precision is {config.precision}; give "
-            "--precision, which decides, and launch with the same or none"
+            f"accelerate was launched with mixed_precision {asked}, but precision is {config.precision}; set "
+            "--precision, and launch with the same or none"
         )
     if accelerator.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise InputError(
-            f"{os.environ['WORLD_SIZE']} processes were started, and there is no GPU to share; give --device cpu"
+            f"{os.environ['WORLD_SIZE']} processes were started, but there is no GPU; give --device cpu"
         )
     kind, shards = accelerator.distributed_type.value, os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or shards:
-        raise InputError("gradscope trains whole weights, in one process or several; launch with --multi_gpu")
+        raise InputError("the trainer does not shard weights; launch with --multi_gpu")
 
 
 def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Path | None = None) -> Learner:
     """Load the policy of the configuration, or of a checkpoint of this run, with its optimizer and reference.
 
-    Raises InputError for what `check_launch` refuses, and for adapters or recomputation that the policy cannot have.
+    Raises InputError as `check_launch` does, and if the policy does not support adapters or recomputation.
     """
     check_launch(config, accelerator)
     how = {"dtype": "float32", "device": str(accelerator.device), "chat_template_kwargs": config.chat_template_kwargs}
@@ -186,7 +186,7 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
     adapters = _add_adapters(model, config, checkpoint) if adapted else None
     if config.gradient_checkpointing:
         _checkpoint_activations(model)
-    # Named, so that the saved state says whose moments it holds.
+    # Named, so that the saved state identifies its parameters.
     trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     updater = Updater(
         accelerator.prepare_model(model) if accelerator.num_processes > 1 else model,
@@ -205,7 +205,7 @@ def build_learner(config: TrainConfig, accelerator: Accelerator, checkpoint: Pat
 
 @contextmanager
 def _computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
-    """Set precision and attention kernels, in backward passes too: recomputed activations must match the forward's.
+    """Set precision and attention kernels, also in backward passes, since recomputed activations must match.
 
     mixed: autocast to bfloat16.
     """
@@ -214,7 +214,7 @@ def _computing(device: torch.device, *, mixed: bool) -> Iterator[None]:
 
 
 def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None) -> Any:
-    """Put new low-rank adapters (LoRA, by peft) into the model, or a checkpoint's; they alone are trained.
+    """Add low-rank adapters (LoRA, by peft) to the model, new or from a checkpoint; only these are trained.
 
     Raises InputError without peft, for a mixture of experts, and for a rank above the model's width.
     """
@@ -234,10 +234,10 @@ def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None
         lora_alpha=config.lora_alpha,
         target_modules="all-linear",
         lora_dropout=0.0,
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's weights lie transposed
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's weights are transposed
     )
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)  # the adapters' first factors are drawn at random
+        torch.manual_seed(config.seed)  # the adapters' first factors are random
         adapters = get_peft_model(model, settings)
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):
         raise InputError(
@@ -247,9 +247,9 @@ def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None
 
 
 def _remove_noise(model: nn.Module) -> None:
-    """Switch off dropout and jitter in every mode: π_old and π_θ must differ by the weights alone.
+    """Switch off dropout and jitter in every mode, so that π_old and π_θ differ only in their weights.
 
-    Some modules keep the share that they drop as a number, some read the configuration each time.
+    Some modules store the dropout rate, others read it from the configuration each time.
     """
     for holder in [model.config.get_text_config(), *model.modules()]:
         for name, value in list(vars(holder).items()):
@@ -261,16 +261,16 @@ def _remove_noise(model: nn.Module) -> None:
 
 @torch.no_grad()
 def _checkpoint_activations(model: nn.Module) -> None:
-    """Recompute activations in the backward pass, which transformers does in training mode alone."""
+    """Recompute activations in the backward pass, which transformers does only in training mode."""
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     wanted = model(input_ids=ids, use_cache=False).logits
     try:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError as error:
-        raise InputError(f"{type(model).__name__} knows no gradient_checkpointing; leave it out") from error
+        raise InputError(f"{type(model).__name__} does not support gradient_checkpointing; leave it out") from error
     model.train()
     if not torch.allclose(model(input_ids=ids, use_cache=False).logits, wanted, rtol=1e-3, atol=1e-4):
         raise InputError(
-            f"{type(model).__name__} computes something else in training mode, which gradient_checkpointing needs; "
+            f"{type(model).__name__} computes different logits in training mode, which gradient_checkpointing needs; "
             "leave it out"
         )

@@ -1,28 +1,28 @@
-"""Settings of whole runs by name: two for a laptop, and the paper's own (arXiv:2505.12929, Tables 2 and 3).
+"""Named settings for whole runs: two for a laptop, and the paper's (arXiv:2505.12929, Tables 2 and 3).
 
     kk-embedded          the embedded policy on Knights & Knaves: minutes on two cores
-    arithmetic-embedded  the math path in small; that policy knows no arithmetic, so it shows that all runs, no more
+    arithmetic-embedded  a smoke test of the math pipeline; the policy knows no arithmetic
     kk-qwen2.5-3b        Qwen2.5-3B-Instruct on Knights & Knaves
     kk-qwen2.5-7b        Qwen2.5-7B-Instruct-1M on the same puzzles
     math-qwen2.5-7b      Qwen2.5-7B (base) on DSR-Uniform
-    orz-qwen2.5-7b       the same on ORZ's 57k problems, a file of verl's layout to be put where `data` says
+    orz-qwen2.5-7b       the same on ORZ's 57k problems, a file in verl's layout to be placed at `data`
 
-Those of Qwen2.5 need shards of the weights on GPUs of 80 GB, which the trainer does not make (20 bytes a parameter, and
-vLLM's share): there, add --lora-rank.
+With Qwen2.5 the full weights do not fit on one 80 GB GPU (20 bytes a parameter, plus vLLM's share), and the trainer
+does not shard weights; add --lora-rank.
 
 Each preset is plain GRPO; the paper's variants are flags on top of it:
 
     variant                    puzzles                                 math
     Advantage Reweighting      --reweight-alpha 0.3 (code: 0.2)        --reweight-alpha 0.1
     Lopti                      --lopti-eta 0.5                         --lopti-eta 0.5
-    both                       --reweight-alpha 0.3 --lopti-eta 0.5    no better than one, says the text
+    both                       --reweight-alpha 0.3 --lopti-eta 0.5    no better than one alone, per the paper
     REINFORCE++                --algorithm reinforce++                 not in the paper
       with Reweighting         … --reweight-alpha 0.1
     Lopti reversed, Fig. 6 (b) --lopti-eta 0.5 --lopti-order high-first
-    masking, Fig. 6 (a)        --mask-probs, its bounds the ablation's own
+    masking, Fig. 6 (a)        --mask-probs, with the ablation's bounds
 
-Recommended for puzzles: α from 0.2 to 0.3, η around 0.5. What the text and the released code say differently is noted
-beside the setting.
+Recommended for puzzles: α from 0.2 to 0.3, η around 0.5. Differences between the paper's text and its released code are
+noted next to the setting.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _PAPER = TrainConfig(
     temperature=0.7,
     clip_ratio_low=0.2,
     clip_ratio_high=0.24,
-    clip_ratio_c=10.0,  # of the released code; the text has no dual clip
+    clip_ratio_c=10.0,  # in the released code; the text has no dual clip
     kl_coef=0.001,
     # Table 2 calls 64 (questions) ppo_mini_batch_size and 256 ppo_micro_batch_size; in the code, 256 responses make an
-    # optimizer step and 32, over four GPUs, a forward pass. The latter changes speed and memory alone: here, what fits.
+    # optimizer step and 32, over four GPUs, a forward pass. The latter affects only speed and memory: here, what fits.
     mini_batch_size=256,
     micro_batch_size=8,
     learning_rate=1e-6,
-    # Where its tables are silent, the paper keeps verl's defaults.
+    # For settings not in its tables, the paper keeps verl's defaults.
     weight_decay=0.01,
     warmup_steps=0,
     max_grad_norm=1.0,
@@ -86,7 +86,7 @@ _MATH = replace(
 
 PRESETS: dict[str, TrainConfig] = {
     "kk-embedded": replace(_EMBEDDED, task="knights-knaves-compact", people=(2, 3, 4), max_new_tokens=400),
-    # A response is to be three digits, but the policy's own, about puzzles, end after 70 tokens in the mean.
+    # The answer is three digits, but the policy writes about puzzles, 70 tokens on average.
     "arithmetic-embedded": replace(_EMBEDDED, task="arithmetic", max_new_tokens=128, steps=20),
     "kk-qwen2.5-3b": replace(_PUZZLES, model="Qwen/Qwen2.5-3B-Instruct"),
     "kk-qwen2.5-7b": replace(_PUZZLES, model="Qwen/Qwen2.5-7B-Instruct-1M", **_LARGE),

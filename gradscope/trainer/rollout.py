@@ -1,4 +1,4 @@
-"""The responses of one step: which questions, sampled by all processes together, graded, in one batch."""
+"""The responses of one step: choosing questions, sampling by all processes, grading, batching."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ from gradscope.trainer.config import TrainConfig
 ROLLOUTS = "rollouts"
 """Folder of a run for its responses."""
 RESPONSES, CONTROL = 1, 2
-"""Random streams of a step, mixed into its seeds: what is sampled, and what a control permutes, are drawn apart."""
+"""Separate random streams of a step, for sampling and for a control's permutation, mixed into its seeds."""
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """What one step sampled."""
+    """The responses sampled in one step."""
 
     rows: list[dict[str, Any]]
     """A row per response, in the native format, with correct, format_ok, finished and level."""
     batch: TokenBatch
-    """The same responses, with sampler_logprobs; π_old is not known yet."""
+    """The same responses, with sampler_logprobs; π_old is still unknown."""
 
 
 class Questions:
-    """The questions of each step, a function of the seed and the step alone."""
+    """The questions of each step, determined by the seed and the step."""
 
     def __init__(self, task: Task, config: TrainConfig) -> None:
         self.task, self.config = task, config
         self.options = {"people": config.people, "files": config.data}
         self.stored = draw_questions(task, None, seed=config.seed, **self.options) if config.data else None
         if self.stored is None and config.epochs is not None:
-            raise InputError("epochs are counted over data, and none is given; give steps instead, or data")
+            raise InputError("epochs count passes over data, but there is none; give steps instead, or data")
 
     @property
     def hash(self) -> str | None:
-        """Hash the stored questions and their answers (SHA-256); None where the task makes them up."""
+        """Hash the stored questions and their answers (SHA-256); None if the task generates them."""
         return None if self.stored is None else questions_hash(self.stored)
 
     @property
     def steps(self) -> int:
-        """Count the steps of the whole run."""
+        """Return the number of steps of the whole run."""
         limits = [] if self.config.steps is None else [self.config.steps]
         if self.config.epochs is not None:
             limits.append(self.config.epochs * len(self.stored) // self.config.questions_per_step)
         if not limits:
-            raise InputError("neither steps nor epochs are given; say how long to train")
+            raise InputError("neither steps nor epochs are given; give one of them")
         if min(limits) < 1:
             raise InputError(
-                f"{len(self.stored)} questions are less than one step of {self.config.questions_per_step}; give more "
+                f"{len(self.stored)} questions do not fill one step of {self.config.questions_per_step}; give more "
                 "epochs or data, or fewer questions_per_step"
             )
         return min(limits)
 
     def of_step(self, index: int) -> list[Question]:
-        """Return the questions of a step, counted from 0: new ones, or the data's next, which each epoch shuffles."""
+        """Return the questions of a step, counted from 0: new ones, or the next of the data, reshuffled each epoch."""
         count = self.config.questions_per_step
         if self.stored is None:
             return draw_questions(self.task, count, seed=derive_seed(self.config.seed, index), **self.options)
@@ -85,11 +85,11 @@ def derive_seed(*keys: int) -> int:
     >>> derive_seed(0, 1) == derive_seed(1, 0), derive_seed(5, 0) == derive_seed(5)
     (False, True)
     """
-    return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0]) >> 2  # numpy 1 shifts no uint64 by an int
+    return int(np.random.SeedSequence(keys).generate_state(1, np.uint64)[0]) >> 2  # numpy 1 cannot shift a uint64
 
 
 def make_generator(config: TrainConfig, index: int) -> torch.Generator:
-    """Make the generator of what a control permutes at step `index`."""
+    """Make the generator for a control's permutation at step `index`."""
     return torch.Generator().manual_seed(derive_seed(config.seed, index, CONTROL))
 
 
@@ -98,8 +98,8 @@ def sample_rollout(
 ) -> Rollout:
     """Sample and grade group_size responses to each question of step `index`; the processes share the questions.
 
-    Raises InputError, in all processes alike, where one of them cannot sample or grade, and if not one response of
-    the first step ended by itself.
+    Raises InputError, in all processes, if one of them cannot sample or grade, or if no response of the first step
+    ended by itself.
     """
     with processes.together():
         mine = _sample_rows(policy, sampler, questions, config, index, processes)
@@ -107,17 +107,17 @@ def sample_rollout(
     if index == 0 and not any(row["finished"] for row in rows):
         raise InputError(
             f"all {len(rows)} responses were cut off at max_new_tokens = {config.max_new_tokens} or at the policy's "
-            "context, so that what they are graded for never came; raise max_new_tokens"
+            "context, so none reached its answer; raise max_new_tokens"
         )
     batch = batch_rows(rows, on_policy=False)
-    # Rows call the sampler's log-probabilities old_logprobs, as a log does; here these are π_old's alone.
+    # Rows hold the sampler's log-probabilities as old_logprobs, as logs do; here that name is reserved for π_old.
     return Rollout(rows, replace(batch, old_logprobs=None, sampler_logprobs=batch.old_logprobs))
 
 
 def _sample_rows(
     policy: Policy, sampler: Sampler, questions: list[Question], config: TrainConfig, index: int, processes: Processes
 ) -> list[dict[str, Any]]:
-    """Sample this process's share of the responses, grouped by the place of their question among all."""
+    """Sample this process's share of the responses, grouped by the index of their question."""
     rank, count = processes.rank, processes.count
     rows = rollout_rows(
         policy,
@@ -133,11 +133,11 @@ def _sample_rows(
 
 
 def rollout_metrics(rollout: Rollout) -> dict[str, float]:
-    """Describe the responses by means over them; format_rate is NaN for a task without a format."""
+    """Summarize the responses by means; format_rate is NaN for tasks without a format."""
     rewards = rollout.batch.rewards
     formats = [row["format_ok"] for row in rollout.rows if row["format_ok"] is not None]
     lengths = [len(row["response_ids"]) for row in rollout.rows]
-    # A group whose rewards are all equal has no advantage: it teaches GRPO nothing.
+    # A group with equal rewards has zero advantages under GRPO.
     spread = [rewards[rollout.batch.group_ids == g].unique().numel() for g in rollout.batch.group_ids.unique()]
     return {
         "reward_mean": float(rewards.mean()),
@@ -154,7 +154,7 @@ def rollout_metrics(rollout: Rollout) -> dict[str, float]:
 def write_step(out: Path, number: int, rows: Sequence[dict[str, Any]], batch: TokenBatch, processes: Processes) -> None:
     """Write the responses of a step, counted from 1, in the native format, with the batch's advantages and log π.
 
-    The advantages are as trained on; Reweight's factor, which the loss applies, is not in them.
+    The advantages exclude Reweight's factor, which is part of the loss.
     """
     found = {"old_logprobs": batch.old_logprobs, "advantage": batch.advantages, "ref_logprobs": batch.ref_logprobs}
     with processes.together():

@@ -34,7 +34,7 @@ class Update:
 
     steps: list[StepTokens]
     batch: TokenBatch
-    """The whole batch, with the advantages that are trained on."""
+    """The whole batch, with the advantages used in training."""
     settings: LossSettings
     match: LossSettings | None = None
     """If set, rescale each gradient to the norm it would have under these settings."""
@@ -51,17 +51,17 @@ def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, 
     if config.algorithm == "grpo":
         return resolve_advantages(replace(batch, advantages=None))
     if config.kl_coef > 0 and batch.ref_logprobs is None:
-        raise InputError(f"kl_coef is {config.kl_coef} and the batch has no ref_logprobs; give them, or kl_coef 0")
-    # With kl_coef 0 neither is used.
+        raise InputError(f"kl_coef is {config.kl_coef}, but the batch has no ref_logprobs; give them, or kl_coef 0")
+    # With kl_coef 0, neither is used.
     old = torch.zeros(batch.response_mask.shape) if batch.old_logprobs is None else batch.old_logprobs
     reference = old if batch.ref_logprobs is None else batch.ref_logprobs
     return reinforce_pp_advantages(batch.rewards, old, reference, batch.response_mask, kl_coef=config.kl_coef)
 
 
 def takes_one_step(config: TrainConfig) -> bool:
-    """Return whether a batch gets a single optimizer step and nothing before that step needs π_old.
+    """Return whether a batch gets a single optimizer step, with nothing before it that needs π_old.
 
-    REINFORCE++ with a KL needs π_old for its advantages; Lopti, masks, controls and weightings choose or weigh tokens
+    REINFORCE++ with KL needs π_old for its advantages; Lopti, masks, controls and weightings choose or weight tokens
     by it.
     """
     rule, before = config.rule, config.algorithm == "reinforce++" and config.kl_coef > 0
@@ -70,7 +70,7 @@ def takes_one_step(config: TrainConfig) -> bool:
 
 
 def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generator) -> Update:
-    """Plan the optimizer steps on a batch with advantages; the generator draws a control's permutation or split.
+    """Plan the optimizer steps on a batch with advantages; the generator is for a control's permutation or split.
 
     A batch without old_logprobs gets one step on all tokens (see `takes_one_step`).
     """
@@ -83,7 +83,7 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
         # Train plain, rescale to Reweight's norm.
         settings, match = replace(settings, reweight_alpha=None), settings
     elif rule.control == "permuted-weights":
-        # Shuffled factors baked into the advantages, so Reweight is switched off.
+        # The permuted factors are in the advantages, so Reweight is off.
         batch = replace(batch, advantages=batch.advantages * rule.permuted_factors(*place))
         settings = replace(settings, reweight_alpha=None)
     steps = split_steps(batch, config.mini_batch_size, rule.drawn_groups(*place), schedule=config.lopti_schedule)
@@ -91,7 +91,7 @@ def plan_update(batch: TokenBatch, config: TrainConfig, generator: torch.Generat
 
 
 def token_metrics(batch: TokenBatch, statistics: TokenStatistics) -> dict[str, float]:
-    """Describe the response tokens before the update by means over them.
+    """Summarize the response tokens before the update by means.
 
     Returns:
         entropy and kl in nats; token_share_0 …, shares by interval of π_old; mismatch_mean and mismatch_max of
@@ -115,7 +115,7 @@ def token_metrics(batch: TokenBatch, statistics: TokenStatistics) -> dict[str, f
 
 
 def update_metrics(results: Sequence[StepResult]) -> dict[str, Any]:
-    """Describe the optimizer steps: lists have an entry per step; clip fractions are of all tokens of all steps."""
+    """Summarize the optimizer steps: lists have an entry per step; clip fractions are over all tokens of all steps."""
     tokens = max(1, sum(result.num_tokens for result in results))
     return {
         "passes": [result.name for result in results],

@@ -1,24 +1,24 @@
 """The training loop: sample, score, advantages, optimizer steps, log, checkpoint; one run is one folder.
 
-    OUT/config.json, manifest.json      what was run, with which versions, where
+    OUT/config.json, manifest.json      settings, versions and machine
     OUT/metrics.jsonl                   a line per step
     OUT/checkpoints/step-000020/        a folder that transformers loads, with optimizer and random states
     OUT/rollouts/step-000001.parquet    with save_rollouts: the responses, in the native format
-    OUT/trackers/                       what TensorBoard reads
-    OUT/.lock                           while it runs
+    OUT/trackers/                       TensorBoard logs
+    OUT/.lock                           held while it runs
 
-Everything drawn at random is a function of the seed, the step and the place among the processes, so a run resumed with
-as many processes goes on to the same numbers.
+All randomness is a function of the seed, the step and the process's rank, so a run resumed with equally many processes
+gives the same results.
 
-What a reader of GRPO (DeepSeekMath, arXiv:2402.03300) may not expect:
+Differences from GRPO (DeepSeekMath, arXiv:2402.03300):
 
 - The loss is the mean over all response tokens of a mini-batch (as in DAPO and verl), not 1/G·Σ 1/|o_i|·Σ. Tokens that
-  are masked, or left to Lopti's other step, still count in the denominator.
-- No inner iterations over a batch (μ = 1): its mini-batches are consecutive responses, unshuffled, each used once (by
-  Lopti once per token group). The reference is the policy before training and is never refreshed.
+  are masked, or belong to Lopti's other step, still count in the denominator.
+- No inner iterations over a batch (μ = 1): its mini-batches are consecutive responses, unshuffled, each used once (with
+  Lopti, once per token group). The reference is the initial policy and is never refreshed.
 - Responses cut off at max_new_tokens are trained on like any other.
 - Clip-higher (ε_low 0.2, ε_high 0.24) and the dual clip (c = 10) are on by default.
-- A mismatch of sampler and trainer is checked, and corrected only by a `method` that does so, such as tis or icepop.
+- A mismatch between sampler and trainer is checked, but only corrected by a suitable `method`, such as tis or icepop.
 - warmup_steps counts batches, not optimizer steps.
 """
 
@@ -76,7 +76,7 @@ from gradscope.trainer.rollout import ROLLOUTS, Questions, make_generator, rollo
 from gradscope.trainer.step import compute_advantages, plan_update, takes_one_step, token_metrics, update_metrics
 
 MOST_NONFINITE = 3
-"""Optimizer steps in a row without a finite gradient that end a run."""
+"""Consecutive optimizer steps without a finite gradient after which a run ends."""
 SYNC_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.2}
 """Largest mean |log π_sampler − log π_trainer| (nats) tolerated before assuming their weights differ.
 
@@ -91,7 +91,8 @@ class Step:
     """The step's number, from 1."""
     policy: Policy
     batch: TokenBatch
-    """With the advantages that are trained on, old_logprobs, sampler_logprobs and, with a reference, ref_logprobs."""
+    """The batch, with the advantages used in training, old_logprobs, sampler_logprobs and, with a reference,
+    ref_logprobs."""
     statistics: TokenStatistics
     """Statistics of the batch's tokens before the update."""
     settings: LossSettings
@@ -100,7 +101,7 @@ class Step:
     score: Callable[[TokenBatch], TokenStatistics]
     """Returns the statistics of a batch's tokens under the current weights, in the training precision."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """What the callback adds here is logged."""
+    """Metrics to log; the callback may add entries."""
 
 
 OnStep = Callable[[Step], AbstractContextManager]
@@ -122,20 +123,20 @@ def train(
     Args:
         config: Settings, or the name of a preset.
         out: Folder of the run.
-        resume: Go on from the newest checkpoint in `out`, or from the start if there is none.
-        overwrite: Replace a run in `out`; it is deleted once settings and sampler of the new one are accepted. With
-            neither `resume` nor `overwrite`, a folder that holds a run is refused.
+        resume: Resume from the newest checkpoint in `out`, or start from scratch if there is none.
+        overwrite: Replace a run in `out`, which is deleted once the new settings and sampler are accepted. Without
+            `resume` or `overwrite`, a folder that holds a run is refused.
         on_step: Called around each update, in the first process.
 
     Returns:
         The folder of the last checkpoint.
 
     Raises:
-        InputError: Settings, data, files or a policy that cannot be trained on as given.
-        DivergedError: Three optimizer steps in a row had no finite gradient, or steps have made weights or logits NaN
-            or infinite.
-        SyncError: The sampler's weights are not the trainer's, or its log-probabilities are not finite. Checkpoints
-            stay in all cases.
+        InputError: The settings, data, files or policy do not allow training.
+        DivergedError: Three consecutive optimizer steps had no finite gradient, or weights or logits became NaN or
+            infinite.
+        SyncError: The sampler's weights are not the trainer's, or its log-probabilities are not finite. Checkpoints are
+            kept in all cases.
     """
     config, out = get_preset(config) if isinstance(config, str) else config, Path(out)
     questions = Questions(get_task(config.task), config)
@@ -151,12 +152,12 @@ def train(
         if done == questions.steps:
             with processes.together():
                 if processes.is_main:
-                    drop_old(out, config.keep_checkpoints)  # a run killed at its very end may not have
+                    drop_old(out, config.keep_checkpoints)  # in case the run was killed at its very end
             accelerator.end_training()
             return start
         learner = build_learner(config, accelerator, start)
         stack.enter_context(ending_trackers(accelerator, out))
-        # Entered after the trackers and so closed before them: they end the process group, which vLLM needs.
+        # Entered after the trackers, so closed before them: they end the process group, which vLLM needs.
         sampler = stack.enter_context(closing(_make_sampler(config, learner)))
         nonfinite = _begin(journal, config, questions, learner, start, overwrite)
         stack.enter_context(_forgetting(journal, processes))
@@ -166,8 +167,9 @@ def train(
             print(f"note: {note}", file=sys.stderr)
 
         # With a single optimizer step per batch, π_old = π_θ, so skip the separate scoring pass. Reweight may be among
-        # them: the loss fills None old_logprobs with the policy's own, detached. A callback needs the scoring pass: it
-        # is handed the statistics before the update.
+        # them: the loss replaces None old_logprobs by the policy's own, detached. A callback needs the scoring pass,
+        # since it
+        # gets the statistics before the update.
         single_on_policy_step = on_step is None and takes_one_step(config)
         advance = stack.enter_context(reporter.stage("training", questions.steps, "steps", done=done))
         # `index`, from 0, is the number of steps done and keys the random streams; `number`, from 1, names the step in
@@ -175,13 +177,13 @@ def train(
         for index in range(done, questions.steps):
             number, started = index + 1, _now(learner)
 
-            # group_size responses to each question, sampled with the current weights, and their rewards.
+            # Sample and grade group_size responses per question with the current weights.
             with _rescuing(index, learner, out, config, nonfinite), learner.computing():
                 sampler.sync(learner.weights())
                 rollout = sample_rollout(learner.policy, sampler, questions.of_step(index), config, index, processes)
             sampled = _now(learner)
 
-            # π_ref, π_old and the advantages.
+            # Compute π_ref, π_old and the advantages.
             batch = rollout.batch
             if config.kl_coef > 0:
                 batch = replace(batch, ref_logprobs=learner.reference_logprobs(batch))
@@ -192,10 +194,11 @@ def train(
                 batch = replace(batch, old_logprobs=statistics.logprob if own else batch.sampler_logprobs)
             batch = replace(batch, advantages=compute_advantages(batch, config))
 
-            # Plain GRPO: one optimizer step per mini-batch. Lopti (Alg. 1 of arXiv:2505.12929): one each for its low-
+            # Plain GRPO takes one optimizer step per mini-batch; Lopti (Alg. 1 of arXiv:2505.12929) one each for its
+            # low-
             # and high-probability tokens.
             update = plan_update(batch, config, make_generator(config, index))
-            batch = update.batch  # with the advantages that are trained on
+            batch = update.batch  # with the advantages used in training
             learner.set_learning_rate(config.learning_rate * min(1.0, number / max(1, config.warmup_steps)))
             results: list[StepResult] = []
             added: dict[str, Any] = {}
@@ -241,7 +244,7 @@ def train(
                     accelerator.log(scalars(record), step=number)
             advance(1, _show(record, questions.steps, printed=reporter is not SILENT and not sys.stderr.isatty()))
             if nonfinite >= MOST_NONFINITE:
-                words = f"{nonfinite} optimizer steps in a row had no finite gradient, up to step {number}"
+                words = f"{nonfinite} consecutive optimizer steps had no finite gradient, up to step {number}"
                 raise _diverged(out, words)
             if number % config.save_every == 0 or number == questions.steps:
                 how = {"keep": config.keep_checkpoints, "max_steps": questions.steps}
@@ -264,11 +267,11 @@ def _make_sampler(config: TrainConfig, learner: Learner) -> Sampler:
 def _begin(
     journal: Journal, config: TrainConfig, questions: Questions, learner: Learner, start: Path | None, overwrite: bool
 ) -> int:
-    """Restore `start` and make the folder ready; a run that is overwritten is deleted.
+    """Restore `start` and prepare the folder, deleting an overwritten run.
 
-    Returns how many of the latest optimizer steps in a row had no finite gradient. Raises InputError if a resumed run
-    began with another policy or other questions; warns if it had another number of processes, each of which draws
-    random numbers of its own.
+    Returns the number of consecutive latest optimizer steps without a finite gradient. Raises InputError if a resumed
+    run began with another policy or other questions; warns if it had another number of processes, since each has its
+    own random numbers.
     """
     parameters, out, count = list(learner.policy.model.parameters()), journal.out, learner.processes.count
     manifest = {
@@ -295,8 +298,8 @@ def _begin(
             earlier = journal.begin(manifest, 0 if start is None else step_of(start), fixed=("model", "questions"))
             if earlier is not None and (before := earlier.get("processes")) != count:
                 warnings.warn(
-                    f"begun with {before} processes and resumed with {count}: from here on, other responses are "
-                    "sampled than in an undisturbed run",
+                    f"begun with {before} processes and resumed with {count}: from here on, the sampled responses "
+                    "differ from those of an uninterrupted run",
                     stacklevel=3,
                 )
     return nonfinite
@@ -318,8 +321,8 @@ def _forgetting(journal: Journal, processes: Processes) -> Iterator[None]:
 def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfinite: int) -> Iterator[None]:
     """Save the weights of the last finished step if the next one cannot be sampled.
 
-    Saving is collective; after Ctrl-C ranks may be at different points, so only a single-process run saves. NaN logits
-    once steps are taken become DivergedError.
+    Saving is collective, and after Ctrl-C ranks may be at different points, so only single-process runs save. NaN
+    logits after the first step become DivergedError.
     """
     try:
         yield
@@ -335,10 +338,10 @@ def _rescuing(done: int, learner: Learner, out: Path, config: TrainConfig, nonfi
 def _check_scores(
     batch: TokenBatch, statistics: TokenStatistics, done: int, config: TrainConfig, out: Path, processes: Processes
 ) -> None:
-    """Raise unless all log π are finite and the sampler's are those of the trained weights.
+    """Raise unless all log π are finite and the sampler uses the trained weights.
 
-    The trainer's NaN or infinite: DivergedError once `done` steps have made them so, before the first NanLogitsError.
-    The sampler's so, or too far from the trainer's on four responses of each process: SyncError.
+    If the trainer's are not finite: DivergedError, or NanLogitsError before the first step. If the sampler's are not
+    finite, or too far from the trainer's on four responses per process: SyncError.
     """
     keep = batch.response_mask
     if not statistics.logprob[keep].isfinite().all():
@@ -346,14 +349,14 @@ def _check_scores(
             raise _diverged_logits(out, done)
         raise NanLogitsError("the policy's logits are NaN or infinite before any step; give another model or precision")
     if not batch.sampler_logprobs[keep].isfinite().all():
-        raise SyncError("the sampler's log-probabilities are NaN or infinite, the trainer's of the same tokens are not")
+        raise SyncError("the sampler's log-probabilities are NaN or infinite, but the trainer's are not")
     for rank in range(processes.count):
         rows = (batch.group_ids % processes.count == rank).nonzero()[:4, 0]
         drift = float((batch.sampler_logprobs[rows] - statistics.logprob[rows])[keep[rows]].abs().mean())
         if keep[rows].any() and not drift <= SYNC_TOLERANCE[config.precision]:
             raise SyncError(
-                f"the sampler's log-probabilities are {drift:.3g} nats off the trainer's (mean of four responses); it "
-                "does not sample with the trained weights, or not at this temperature"
+                f"the sampler's log-probabilities differ from the trainer's by {drift:.3g} nats on average; it "
+                "does not sample with the trained weights, or uses another temperature"
             )
 
 
@@ -362,21 +365,21 @@ def _diverged_logits(out: Path, done: int) -> DivergedError:
 
 
 def _diverged(out: Path, words: str, *, up_to: int | None = None) -> DivergedError:
-    """Make the error, with the last checkpoint of no more than `up_to` steps; None: the last one."""
+    """Make the error, naming the last checkpoint up to step `up_to` (None: any)."""
     good = [path for path in list_checkpoints(out) if up_to is None or step_of(path) <= up_to]
-    kept = f"the last good checkpoint is {good[-1]}" if good else "there is no checkpoint from before"
+    kept = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
     return DivergedError(f"{words}; {kept}; try a lower learning_rate")
 
 
 def _now(learner: Learner) -> float:
-    """Read a clock in seconds, once the device has finished its queue."""
+    """Synchronise with the device and return the time in seconds."""
     if learner.updater.device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def _show(record: dict[str, Any], total: int, *, printed: bool) -> str:
-    """Describe the step for the progress bar; printed: on a line of its own, too."""
+    """Describe the step for the progress bar; printed: also print it as a line."""
     shown = {name: f"{record[name]:.3g}" for name in ("reward_mean", "accuracy", "response_length", "kl")}
     words = ", ".join(f"{name} {value}" for name, value in shown.items())
     if printed:

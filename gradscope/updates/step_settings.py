@@ -1,4 +1,4 @@
-"""How a gradient becomes a step, and what a saved optimizer lets it go on from."""
+"""How a gradient becomes an optimizer step, from scratch or continuing from a saved state."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ Number = int | float
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a gradient becomes a step; the defaults are those of the paper's Fig. 1."""
+    """The optimizer step that a gradient becomes; the defaults are those of the paper's Fig. 1."""
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
     learning_rate: Number = 1e-3
     weight_decay: Number = 0.0
-    """Learning rate × this × weight is taken off each weight."""
+    """Decoupled weight decay: subtracts learning rate × this × weight."""
     betas: tuple[Number, Number] = (0.9, 0.999)
-    """AdamW's."""
+    """AdamW's β₁ and β₂."""
     eps: Number = 1e-8
-    """AdamW's."""
+    """AdamW's ε."""
     max_grad_norm: Number | None = 1.0
-    """Each step's gradient is clipped to this norm; None: not clipped."""
+    """Clip the gradient to this norm; None: no clipping."""
 
     def check(self) -> None:
-        """Raise InputError for numbers that make no step."""
+        """Raise InputError for values out of range."""
         if self.optimizer not in ("sgd", "adamw"):
             raise InputError(f"optimizer is {self.optimizer!r}; give sgd or adamw")
         for name in ("learning_rate", "weight_decay", "eps"):
@@ -43,19 +43,19 @@ class StepSettings:
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise InputError(f"betas are {self.betas}; give two numbers from 0 to below 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None: not clipped")
+            raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None for no clipping")
 
 
 SGD = StepSettings()
 ANY = 1 << 62
-"""Bytes for vectors where any amount is there."""
+"""Bytes for vectors if there is no limit."""
 
 
 def state_step(state: dict[str, Any]) -> StepSettings:
-    """The step that a saved AdamW goes on with: learning rate, decay, betas and eps of its first parameter group.
+    """Return the step with which a saved AdamW continues: learning rate, decay, betas and eps of its first group.
 
-    Where a schedule has come to its end, with a rate of 0, it is the rate that it began with, else that of Fig. 1. No
-    state tells how the run clipped its gradient: that is the default of StepSettings, unless it is replaced.
+    If a schedule has ended with a rate of 0, this uses its initial rate or, if unknown, Fig. 1's. The state does not
+    record gradient clipping, so max_grad_norm is the default of StepSettings.
     """
     group = state["param_groups"][0]
     rates = [float(group["lr"]), float(group.get("initial_lr", 0.0)), SGD.learning_rate]
@@ -67,35 +67,35 @@ def state_step(state: dict[str, Any]) -> StepSettings:
 def settle_step(
     model: nn.Module, step: StepSettings | None, state: AdamWState | dict[str, Any] | str | Path | None
 ) -> tuple[StepSettings, dict[str, Any] | None, AdamWState | None]:
-    """Return the step that is taken, the state that it goes on from, and the second moments of AdamW's metric.
+    """Return the step to take, the state from which it continues, and the second moments of AdamW's metric.
 
-    step: as asked for; None: as the state says, else the paper's SGD. state: what AdamW's `state_dict()` saved, or its
-    file; or an `AdamWState`, which gives the metric alone. Raises InputError for a state of AdamW and a step of SGD.
+    step: as requested; None: the state's, else the paper's SGD. state: AdamW's `state_dict()`, or its file, or an
+    `AdamWState`, which gives only the metric. Raises InputError for an AdamW state with an SGD step.
     """
     state = read_state(state) if isinstance(state, str | Path) else state
     if not isinstance(state, dict):
         return step or SGD, None, state
     step = step or state_step(state)
     if step.optimizer != "adamw":
-        raise InputError("the optimizer state is AdamW's and settings.step sgd; give a step of adamw, or none")
+        raise InputError("the optimizer state is AdamW's, but settings.step is sgd; give a step of adamw, or none")
     return step, state, AdamWState.from_state_dict(model, state, max_grad_norm=step.max_grad_norm)
 
 
 @dataclass(frozen=True)
 class Moments:
-    """What AdamW remembers, by parameter name in the order in which it got them; others it does not train."""
+    """AdamW's state by parameter name, in the optimizer's order; other parameters are not trained."""
 
     second: AdamWState
-    """v and the step counts."""
+    """The second moments v and the step counts."""
     first: dict[str, Tensor]
-    """m; a parameter that has none never stepped: 0."""
+    """The first moments m; parameters without an entry have never been updated, so m = 0."""
 
 
 class SlicedOptimizer:
-    """torch's SGD or AdamW, a slice of a parameter after the other, so that next to nothing lies beside the gradient.
+    """torch's SGD or AdamW, applied slice by slice, so that it needs little memory besides the gradient.
 
-    Each slice takes up its moments where they were saved. What they became is kept, in scratch files, only if another
-    step is to come. The steps are those of the whole optimizer, for neither looks beyond a number's own gradient.
+    Each slice continues from its saved moments. The updated moments are kept in scratch files, if another step will
+    follow. The result equals the whole optimizer's, since both optimizers act on each entry separately.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class SlicedOptimizer:
 
 
 def _make(parameters: list[nn.Parameter], step: StepSettings) -> torch.optim.Optimizer:
-    """A fresh one."""
+    """Create a torch optimizer for the step."""
     if step.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=step.learning_rate, weight_decay=step.weight_decay)
     settings = {"betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
@@ -149,13 +149,13 @@ def _make(parameters: list[nn.Parameter], step: StepSettings) -> torch.optim.Opt
 
 
 def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | None) -> Moments | None:
-    """What AdamW's `state_dict()` saved, or nothing yet, for all float parameters; None under SGD.
+    """Read the moments from AdamW's `state_dict()`, or empty ones, for all float parameters; None for SGD.
 
     Raises InputError for a state that is not AdamW's, not of this model or not of the step's betas and eps.
     """
     if step.optimizer == "sgd":
         if state is not None:
-            raise InputError("optimizer_state is AdamW's and the optimizer sgd; give optimizer='adamw'")
+            raise InputError("optimizer_state is AdamW's, but the optimizer is sgd; give optimizer='adamw'")
         return None
     if state is None:
         zeros = {name: p.new_zeros(()).expand(p.shape) for name, p in float_parameters(model)}
@@ -164,7 +164,7 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
     group = state["param_groups"][0]
     saved = tuple(map(float, (*group["betas"], group["eps"])))
     if saved != (wanted := tuple(map(float, (*step.betas, step.eps)))):
-        raise InputError(f"the optimizer state was made with betas and eps {saved}, the step has {wanted}; give those")
+        raise InputError(f"the optimizer state has betas and eps {saved}, but the step has {wanted}; give the state's")
     indices = [index for group in state["param_groups"] for index in group["params"]]
     first = {}
     for name, index in zip(second.exp_avg_sq, indices, strict=True):
@@ -176,16 +176,16 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
         first[name] = held["exp_avg"]
     for name, ends in value_ranges(first).items():
         if not all(map(math.isfinite, ends)):
-            raise InputError(f"exp_avg of {name} is not finite; give the state of a run that is sound")
+            raise InputError(f"exp_avg of {name} is not finite; give the state of a sound run")
     return Moments(second, first)
 
 
 def make_optimizer(
     model: nn.Module, step: StepSettings, moments: Moments | None, *, sliced_for: int | None = None
 ) -> torch.optim.Optimizer | SlicedOptimizer:
-    """Over the parameters of the moments (SGD: over all), which alone get gradients from here on.
+    """Make the optimizer over the parameters of the moments (all, for SGD); from now on only these get gradients.
 
-    sliced_for: of so many steps, without moments of its own in memory; see `SlicedOptimizer`.
+    sliced_for: number of steps, to use a `SlicedOptimizer`, which holds no moments in memory.
     """
     parameters = dict(float_parameters(model))
     names = list(parameters if moments is None else moments.second.exp_avg_sq)
