@@ -183,12 +183,12 @@ def jackknife(
     measured: np.ndarray | None = None,
     population: Number = np.inf,
 ) -> np.ndarray:
-    """Return [2, n]: bounds from leaving out one cluster at a time, by Student's t on an unbounded scale.
+    """Return bounds [2, n] from leaving out one cluster at a time, by Student's t on an unbounded scale.
 
-    It has as many degrees of freedom as clusters bear on the number, (Σd²)²/Σd⁴ − ½ with d what leaving each out
-    changes, n − 1 at most. NaN where a value is at an end, or is with some cluster left out: it rests on that one.
-    measured: as in `bootstrap`. population: clusters of which these were drawn without replacement, and which the
-    bounds are about.
+    The degrees of freedom are the effective number of clusters, (Σd²)²/Σd⁴ − ½ with d the effect of leaving each out,
+    at most n − 1. NaN if a value is at the end of its range, or would be without one of the clusters.
+    measured: as in `bootstrap`. population: size of the finite population from which the clusters were drawn without
+    replacement, and which the bounds are about.
     """
     from scipy.stats import t
 
@@ -208,11 +208,11 @@ def ratio_of_sample(
     scale: Scale = ANY,
     confidence: float = 0.95,
 ) -> np.ndarray:
-    """Estimate Σ parts / Σ wholes over a population of clusters from some of them, drawn without replacement.
+    """Estimate Σ parts / Σ wholes over a population of clusters from a sample without replacement.
 
-    parts: [clusters, n]; wholes: [clusters, n or 1]. Returns [3, n]: values and lower and upper bounds by
-    `jackknife`, which are NaN with fewer than `FEWEST_DRAWN` or where nothing varies, and the value itself where all
-    were drawn. Either sum is estimated without bias, their ratio with one of the order of one over those drawn.
+    parts: [clusters, n]; wholes: [clusters, n or 1]. Returns [3, n]: values with lower and upper bounds by `jackknife`,
+    which are NaN with fewer than `FEWEST_DRAWN` clusters or no variation, and equal the value if all were drawn. Both
+    sums are unbiased; their ratio has a bias of order 1 / clusters drawn.
 
     >>> ratio_of_sample(np.array([[1.0], [3.0]]), np.array([[2.0], [6.0]]), 2).tolist()
     [[0.5], [0.5], [0.5]]
@@ -233,7 +233,7 @@ def ratio_of_sample(
 
 
 def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return values, jackknife errors and their degrees of freedom, on an unbounded scale."""
+    """Return values, jackknife errors and degrees of freedom, on an unbounded scale."""
     left = []
     for start in range(0, num_clusters, CHUNK):
         rows = np.arange(start, min(start + CHUNK, num_clusters))
@@ -250,7 +250,7 @@ def _leave_out(evaluate: Evaluate, num_clusters: int, scale: Scale) -> tuple[np.
 
 
 def _unbind(values: np.ndarray, scale: Scale) -> np.ndarray:
-    """Map to an unbounded scale: unchanged, log distance from the least, or log odds; NaN at an end."""
+    """Map to an unbounded scale: unchanged, log distance from the minimum, or log odds; NaN at an end."""
     least, greatest = scale.least, scale.greatest
     if np.isinf(least):
         return values
@@ -270,16 +270,16 @@ def _bind(values: np.ndarray, scale: Scale) -> np.ndarray:
 
 
 def redraw(evaluate: Evaluate, num_clusters: int, seed: Seed, resamples: int = 1000) -> np.ndarray:
-    """Return [resamples, n]: the statistics of redrawn clusters; no rows with too few clusters or with seed None."""
+    """Return the statistics of resampled clusters [resamples, n]; no rows with too few clusters or seed None."""
     if short_of(num_clusters) or seed is None:
         return evaluate(np.ones((1, num_clusters)))[:0]
     return evaluate(draw_clusters(num_clusters, resamples, seed))
 
 
 def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: bool) -> np.ndarray:
-    """Spread the draws around the sample's values as far as the intervals exceed percentiles, for odds.
+    """Widen the draws around the sample's values as much as the intervals exceed percentiles, for odds.
 
-    That is by Student's t of a jackknife's degrees of freedom; not at all of many clusters without a sample of tokens.
+    Uses Student's t with the jackknife's degrees of freedom; no change with many clusters and every token measured.
     """
     from scipy.stats import norm, t
 
@@ -287,12 +287,12 @@ def widen(evaluate: Evaluate, num_clusters: int, draws: np.ndarray, *, sampled: 
         return draws
     value, _, freedom = _leave_out(evaluate, num_clusters, ANY)
     factor = np.sqrt(num_clusters / (num_clusters - 1)) * t.ppf(0.975, freedom) / norm.ppf(0.975)
-    # Where no cluster makes a difference, there are no degrees of freedom.
+    # Without variation between clusters, there are no degrees of freedom.
     return np.where(draws == value, value, value + factor * (draws - value))
 
 
 def odds_of_largest(draws: np.ndarray) -> np.ndarray:
-    """Return [n]: the share of draws [draws, n] in which each column is the largest; NaN if no draw has a value.
+    """Return the fraction of draws [draws, n] in which each column is the largest, [n]; NaN without any values.
 
     >>> odds_of_largest(np.array([[1.0, 2.0], [3.0, 2.0], [np.nan, 2.0], [np.nan, np.nan]])).round(2).tolist()
     [0.33, 0.67]
@@ -311,12 +311,12 @@ def centred_bootstrap(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> np.ndarray:
-    """Return [3, n] as `bootstrap` does, for statistics that redrawing biases.
+    """Do the same as `bootstrap` for statistics that are biased by resampling.
 
     The bounds are value + (percentile − mean of the draws) · t/z · √(n/(n−1)), with the quantiles t of Student's
-    distribution with n − 1 degrees of freedom and z of the normal one, or those of `jackknife` where these are further
-    off: where clusters are of unlike size each alone holds the truth too rarely, percentiles of small shares, a
-    jackknife of large ones. NaN with too few clusters, and with seed None.
+    distribution with n − 1 degrees of freedom and z of the normal distribution, or those of `jackknife` if wider: for
+    clusters of unequal size each alone has too low coverage, percentiles for small shares and a jackknife for large
+    ones. NaN with too few clusters or seed None.
     """
     from scipy.stats import norm, t
 
@@ -334,27 +334,27 @@ def centred_bootstrap(
 
 
 def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarray, num_cells: int) -> np.ndarray:
-    """Return how many tokens of equal amounts each cell's sample is worth, [num_cells]; infinity if all are measured.
+    """Return the worth of each cell's sample in tokens of equal amounts, [num_cells]; infinity if all are measured.
 
-    That is 1 / the relative variance of Σ amount/p over samples in which each token is with its chance p, which is
-    known without any of them: Σ amount² (1/p − 1) / (Σ amount)². amounts: of what is to be summed, or in proportion to
-    it, of all tokens.
+    This is 1 / the relative variance of Σ amount/p over samples that include each token with probability p, which is
+    known without measuring: Σ amount² (1/p − 1) / (Σ amount)². amounts: of all tokens, proportional to the quantity to
+    be summed.
 
     >>> amounts, quarter = np.array([1.0, 1.0, 1.0, 1.0]), np.full(4, 0.25)
     >>> sample_worth(amounts, quarter, np.zeros(4, int), 1).round(2).tolist()  # 1 of 4: without the others' 3/4
     [1.33]
     """
     whole = np.bincount(cells, amounts, minlength=num_cells) ** 2
-    with np.errstate(invalid="ignore", divide="ignore"):  # no token of a cell had a chance; a cell without any
+    with np.errstate(invalid="ignore", divide="ignore"):  # cells without tokens, or with probabilities of 0
         each = np.where(amounts > 0, amounts**2 * (1 / probabilities - 1), 0.0)
         spread = np.bincount(cells, each, minlength=num_cells)
         return np.where(spread > 0, whole / spread, np.inf)
 
 
 def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
-    """Return what samples of cells are worth for each cell's share of the whole, whose odds have errors on both sides.
+    """Return the worth of samples for each cell's share, whose odds have errors in numerator and denominator.
 
-    amounts: sums by cell, or in proportion to them; worth: `sample_worth` of each.
+    amounts: sums by cell, up to a factor; worth: `sample_worth` of each.
     """
     variances, others = 1 / worth, amounts.sum() - amounts
     spread = (amounts**2 * variances).sum() - amounts**2 * variances
@@ -374,10 +374,10 @@ def students_t(each: np.ndarray, confidence: float) -> np.ndarray:
 
 
 def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the standard error of `statistic(sum of the blocks)` from leaving out one block at a time; NaN if
+    """Return the jackknife standard error of `statistic(sum of the blocks)`, leaving out one block at a time; NaN if
     undefined.
 
-    blocks: parts of one shape that add up, such as those of a sketch's coordinates.
+    blocks: parts that add up, such as blocks of a sketch's coordinates.
     """
     whole, count = sum(blocks), len(blocks)
     left = np.stack([statistic((whole - block) * (count / (count - 1))) for block in blocks])
@@ -385,7 +385,7 @@ def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Seque
 
 
 def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> str:
-    """Write bounds behind a number, each by `write`; an empty string if there are none or both read alike.
+    """Format bounds in brackets, each by `write`; empty if there are none or both look the same.
 
     >>> in_brackets(0.25, 0.5, "{:.1f}".format)
     ' [0.2, 0.5]'
@@ -396,10 +396,10 @@ def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> st
 def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
     """Number each row's prompt from 0: by `group`, or by (`batch`, `group`) if there is a column batch."""
     if "group" not in table:
-        raise InputError("the table has no column group, the number of each token's prompt; give one that has it")
+        raise InputError("the table has no column group, the number of each token's prompt; give a table that has it")
     keys = ["batch", "group"] if "batch" in table else ["group"]
     if table.empty or table[keys].isna().any(axis=None):
         raise InputError(
-            f"the table has no rows, or rows without {' and '.join(keys)}; every token belongs to a prompt"
+            f"the table has no rows, or rows without {' and '.join(keys)}; give each token a prompt"
         )
     return table.groupby(keys, observed=True).ngroup().to_numpy()

@@ -1,4 +1,4 @@
-"""Folders written whole or not at all, resumed and locked; strangers' files; processes; tensors beyond memory."""
+"""Run folders written atomically, resumed and locked; untrusted files; processes; tensors larger than memory."""
 
 from gradscope.runs.files import (
     file_hash,

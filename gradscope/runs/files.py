@@ -1,4 +1,4 @@
-"""Single files: replaced whole or not at all, and hashed."""
+"""Writing single files atomically, and hashing them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     import pandas as pd
 
 ROW_GROUP = 2**16
-"""Rows of a table that are held as it is written in parts."""
+"""Rows buffered while a table is written in parts."""
 
 
 @contextmanager
 def replacing(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`, and rename what was written there to `path` when the block ends.
+    """Yield a temporary path, and rename what was written there to `path` when the block ends.
 
-    A reader never sees half a file, or half a folder: where the block raises, `path` stays as it was and the temporary
-    file or folder (`.NAME.partial`) is removed. An OSError that names no file, as a full disk's, then names `path`.
+    Readers never see an incomplete file or folder: if the block raises, `path` is unchanged and the temporary file or
+    folder (`.NAME.partial`) is removed. An OSError without a file name, as for a full disk, gets `path`.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -50,21 +50,21 @@ def _remove(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write UTF-8 text, whole or not at all."""
+    """Write UTF-8 text atomically."""
     with replacing(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 def write_parquet(path: Path, frame: pd.DataFrame) -> None:
-    """Write a table without its index, whole or not at all."""
+    """Write a table without its index, atomically."""
     with replacing(path) as partial:
         frame.to_parquet(partial, index=False)
 
 
 def write_parquet_parts(path: Path, frames: Iterable[pd.DataFrame]) -> None:
-    """Write the table that all frames make, in their order, whole or not at all; about ROW_GROUP rows are held at once.
+    """Write the concatenation of all frames atomically, buffering about ROW_GROUP rows.
 
-    The frames have the same columns, of the same types; one without rows may have none, but not all are without.
+    Frames need the same columns and types; empty frames may lack columns, but at least one frame must have rows.
     """
     import pandas as pd
     import pyarrow as pa
@@ -91,12 +91,12 @@ def _row_groups(frames: Iterable[pd.DataFrame]) -> Iterator[list[pd.DataFrame]]:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """NaN and infinity become null, which every JSON reader takes."""
+    """Write JSON, with null for NaN and infinity, which not every reader accepts."""
     write_text(path, json.dumps(plain_json(value), indent=2, default=str, allow_nan=False) + "\n")
 
 
 def plain_json(value: Any) -> Any:
-    """The value with null for NaN and infinity, and lists for tuples."""
+    """Replace NaN and infinity by None, and tuples by lists."""
     if isinstance(value, Mapping):
         return {name: plain_json(v) for name, v in value.items()}
     if isinstance(value, list | tuple):
@@ -105,6 +105,6 @@ def plain_json(value: Any) -> Any:
 
 
 def file_hash(path: str | Path) -> str:
-    """SHA-256 of a file."""
+    """Return the SHA-256 of a file."""
     with Path(path).open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""A folder of results that is written whole or not at all, and whose unfinished run can be taken up again.
+"""A folder of results that is written atomically, and whose unfinished run can be resumed.
 
 status        what lies in DIR                        a run of this key …
 nothing       neither parts nor a manifest            begins
@@ -33,45 +33,45 @@ if TYPE_CHECKING:
 
 MANIFEST, KEY, PARTIAL = "manifest.json", "key.json", ".partial"
 LOCKED = (errno.EACCES, errno.EPERM)
-"""errno values where rights are missing."""
+"""errno values for missing permissions."""
 UNWRITABLE = (*LOCKED, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG)
-"""errno values after which the user has to name another folder; others (a full disk, …) are not the user's fault."""
+"""errno values for which the user should choose another folder; others, such as a full disk, are not bad input."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""errno values where there is no room."""
+"""errno values for a full disk."""
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
 class RunFolder:
-    """DIR, with what is not finished in DIR/.partial, keyed by all settings that change a number.
+    """A results folder DIR, with unfinished work in DIR/.partial, keyed by all settings that affect results.
 
-    The same key takes an unfinished run up again and leaves a finished one alone; another key is refused.
+    The same key resumes an unfinished run and leaves a finished one alone; another key is refused.
     """
 
     def __init__(
         self, folder: str | Path, key: dict[str, Any], *, results: Sequence[str] = ("tokens.parquet", "figures")
     ) -> None:
-        """results: files and folders that such a run writes; found without a manifest, they are not replaced."""
+        """results: files and folders written by such a run; without a manifest, existing ones are not replaced."""
         self.folder, self.key = Path(folder), json.loads(json.dumps(key, default=str))
         self.results = tuple(results)
         self.partial = self.folder / PARTIAL
         self.staged = self.partial / "staged"
-        """Results wait here, under the names that they will have in DIR, until all are there."""
+        """Results are collected here, under their final names, until all are complete."""
 
     @property
     def manifest(self) -> dict[str, Any] | None:
-        """The content of the folder's manifest.json; None if there is none."""
+        """The contents of manifest.json; None if there is none."""
         return read_json(self.folder / MANIFEST)
 
     def status(self, *, overwrite: bool = False) -> Literal["nothing", "unfinished", "finished"]:
-        """How far the run of this key has come; nothing is written.
+        """Return how far the run with this key has come; writes nothing.
 
-        Raises InputError if the folder holds a run with another key, or results of an unknown one; with `overwrite`
-        only if it is no folder, or has a manifest that is not a run's.
+        Raises InputError if the folder holds a run with another key, or results of an unknown run; with `overwrite`,
+        only if it is not a folder or its manifest is not of a run.
         """
         check_is_folder(self.partial)
         manifest, unfinished = self.manifest, read_json(self.partial / KEY) if self._has_parts() else None
         if manifest is not None and not _is_of_a_run(manifest):
-            raise InputError(f"{self.folder / MANIFEST} is not of a run of gradscope; give another --out")
+            raise InputError(f"{self.folder / MANIFEST} is not from a gradscope run; give another --out")
         if overwrite:
             return "nothing"
         if manifest is not None and manifest["key"] == self.key:
@@ -92,10 +92,10 @@ class RunFolder:
         return "nothing"
 
     def begin(self, *, overwrite: bool = False) -> bool:
-        """Prepare the folder to be written; True if an unfinished run of the same key is taken up again.
+        """Prepare the folder for writing; return True if this resumes an unfinished run.
 
-        With `overwrite`, what is unfinished goes; finished results stay until `publish` has others. Raises what
-        `status` raises, and InputError where nothing can be written.
+        With `overwrite`, unfinished work is deleted; finished results stay until `publish`. Raises InputError as
+        `status` does, and if the folder is not writable.
         """
         resumed = self.status(overwrite=overwrite) == "unfinished"
         check_writable(self.folder / MANIFEST)
@@ -107,10 +107,9 @@ class RunFolder:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """For the time of a run: nobody else writes here. A run that ends without any part leaves nothing behind.
+        """Lock the folder during a run. A run that ends without any part leaves nothing behind.
 
-        Raises InputError if another process is in this block; a killed one is not. What the system refuses to write
-        here is told as `refusal` does.
+        Raises InputError if another live process holds the lock. Write errors are converted by `refusal`.
         """
         check_is_folder(self.partial)
         check_writable(self.folder / MANIFEST)
@@ -120,18 +119,18 @@ class RunFolder:
             except OSError as error:
                 if not Path(str(error.filename or os.sep)).is_relative_to(self.folder):
                     raise
-                raise refusal(error, error.filename, "start the same command again, which goes on") from error
+                raise refusal(error, error.filename, "run the same command again to continue") from error
             finally:
                 if not self._has_parts():
                     shutil.rmtree(self.partial, ignore_errors=True)
 
     def stage(self) -> None:
-        """Make `staged` anew and empty: by itself, to add something to a finished run."""
+        """Recreate `staged`, empty; also used to add results to a finished run."""
         shutil.rmtree(self.staged, ignore_errors=True)
         self.staged.mkdir(parents=True)
 
     def part(self, index: int) -> Path:
-        """Where part `index` of the run lies until all are there."""
+        """Return the path of part `index`, until all parts are complete."""
         return self.partial / f"part-{index:06d}.parquet"
 
     def has_part(self, index: int) -> bool:
@@ -141,21 +140,21 @@ class RunFolder:
         write_parquet(self.part(index), frame)
 
     def read_part(self, index: int) -> pd.DataFrame:
-        """What was written as part `index`; InputError where that cannot be read any more."""
+        """Read part `index`. Raises InputError if it is damaged."""
         import pandas as pd
 
         try:
             return pd.read_parquet(self.part(index))
         except (OSError, ValueError) as error:
-            raise InputError(f"{self.part(index)} cannot be read; remove it, and the run makes it again") from error
+            raise InputError(f"{self.part(index)} cannot be read; delete it, and the run will make it again") from error
 
     def read_parts(self, count: int) -> Iterator[pd.DataFrame]:
         return map(self.read_part, range(count))
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Put what is staged in the place of what an earlier run wrote, the manifest last; drop `.partial`.
+        """Replace an earlier run's results by the staged ones, the manifest last, and delete `.partial`.
 
-        The manifest gets the files' names. Killed on the way, the run is unfinished.
+        The manifest lists the files. If killed meanwhile, the run stays unfinished.
         """
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
         names = list(dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)]))
@@ -172,9 +171,9 @@ class RunFolder:
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def check(self, name: str) -> None:
-        """InputError unless this result of the finished run is there."""
+        """Raise InputError unless this result of the finished run exists."""
         if not (self.folder / name).is_file():
-            raise InputError(f"{self.folder / name} is gone; --overwrite makes it anew")
+            raise InputError(f"{self.folder / name} is gone; give --overwrite to make it again")
 
     def _has_parts(self) -> bool:
         return any(self.partial.glob("part-*"))
@@ -184,7 +183,7 @@ class RunFolder:
 
 
 def describe_difference(found: Any, wanted: dict[str, Any]) -> str:
-    """Say what a run was made with that is not asked for now; found: its key, if that can be read."""
+    """Describe how a run's settings differ from the current ones; found: its key, if readable."""
     found, wanted = _flatten(found if isinstance(found, dict) else {}), _flatten(wanted)
     changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
     values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
@@ -192,7 +191,7 @@ def describe_difference(found: Any, wanted: dict[str, Any]) -> str:
 
 
 def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputError:
-    """What the system refuses to write, with what to do; as an InputError where another folder would do."""
+    """Return an error for a failed write, with advice; an InputError if another folder would help."""
     why = error.strerror or error
     if error.errno in UNWRITABLE:
         mend = f"give it back its rights and {go_on}, or " if error.errno in LOCKED else ""
@@ -202,20 +201,20 @@ def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputErro
 
 
 def check_is_folder(path: Path) -> None:
-    """InputError if something else stands where this folder is or would be made."""
+    """Raise InputError if a file is in the way of this folder."""
     try:
         blocked = next((p for p in (path, *path.parents) if not p.is_dir() and os.path.lexists(p)), None)
     except OSError as error:  # the name is too long
         raise refusal(error, path, "start again") from error
     if blocked is not None:
-        raise InputError(f"{blocked} is no folder; give another for the results")
+        raise InputError(f"{blocked} is not a folder; give another one for the results")
 
 
 def check_writable(path: Path) -> None:
-    """InputError if this file could not be written, in folders that are made for it; nothing is left behind."""
+    """Raise InputError if this file cannot be written, creating folders as needed; leaves nothing behind."""
     beside = path.absolute().with_name(f".{path.name}.partial")
     try:
-        beside.exists()  # raises where the name is too long
+        beside.exists()  # raises if the name is too long
         with tempfile.TemporaryFile(dir=next(folder for folder in beside.parents if folder.is_dir())):
             pass
     except OSError as error:
@@ -223,19 +222,19 @@ def check_writable(path: Path) -> None:
 
 
 def _is_of_a_run(manifest: dict[str, Any]) -> bool:
-    """Whether it has the key of a run, and the names of files in its folder, which another run may replace."""
+    """Return whether a manifest has a run's key and lists files inside its folder, which may be replaced."""
     files = manifest.get("files", [])
     named = isinstance(files, list) and all(isinstance(f, str) and not {"/", ".."} & {*Path(f).parts} for f in files)
     return isinstance(manifest.get("key"), dict) and named
 
 
 def provenance() -> dict[str, Any]:
-    """The versions that made a result: gradscope's, Python's and those of the libraries it may depend on."""
+    """Return the versions behind a result: gradscope, Python, and libraries that may affect it."""
     return {"gradscope": __version__, "versions": library_versions()}
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Python and of the installed libraries that a result may depend on."""
+    """Return the versions of Python and of installed libraries that may affect results."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
         with suppress(PackageNotFoundError):
@@ -244,7 +243,7 @@ def library_versions() -> dict[str, str]:
 
 
 def _flatten(key: dict[str, Any]) -> dict[str, Any]:
-    """Settings within settings by their own names."""
+    """Flatten nested settings."""
     flat = {}
     for name, value in key.items():
         flat |= _flatten(value) if isinstance(value, dict) else {name: value}
@@ -252,6 +251,6 @@ def _flatten(key: dict[str, Any]) -> dict[str, Any]:
 
 
 def _short(value: Any) -> str:
-    """A value on one line; of a hash, the first digits."""
+    """Format a value on one line, hashes by their first digits."""
     text = str(value)
     return text if len(text) <= 24 else f"{text[:8]}…"

@@ -1,4 +1,4 @@
-"""Files that somebody else wrote, of which nothing is run; whatever is wrong with one is an InputError."""
+"""Reading untrusted files without executing anything in them; any problem raises InputError."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from gradscope.errors import BROKEN_FILE, InputError, first_line, unpickling_rea
 from gradscope.runs.inert import Array, Inert, stand_ins
 
 PACKED = {".zst": "zstd", ".gz": "gzip"}
-"""Compressions of lines, by what a file's name ends in."""
+"""Compression of text files, by suffix."""
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text; ValueError for what is none, or nested too deeply.
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply.
 
     >>> parse_json('{"a": [1, null]}')
     {'a': [1, None]}
@@ -32,12 +32,12 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def parse_json_file(path: Path) -> Any:
-    """The value in a file of JSON; OSError, or ValueError, where there is none."""
+    """Parse a JSON file. Raises OSError or ValueError."""
     return parse_json(Path(path).read_bytes())
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None if there is no such file, an empty one if it cannot be read."""
+    """Return the object in a JSON file; None if the file does not exist, {} if it cannot be read."""
     if not os.path.isfile(path):  # of a name that is too long, Path raises
         return None
     try:
@@ -48,11 +48,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file, or of what is PACKED in one, each with its end; only the last may lack one."""
+    """Yield the lines of a file, possibly compressed, with line ends; the last one may lack it."""
     try:
         with _open(path) as file:
             yield from file
-    except BROKEN_FILE as error:  # pyarrow's are OSError or ValueError here
+    except BROKEN_FILE as error:  # pyarrow raises OSError or ValueError here
         raise InputError(f"{path} cannot be read ({first_line(error)}); give a sound file") from error
 
 
@@ -65,9 +65,9 @@ def _open(path: Path) -> BinaryIO:
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a parquet file, a few at a time, in plain lists and None, where pandas gives arrays and NaN.
+    """Yield the rows of a parquet file with plain lists and None, where pandas would give arrays and NaN.
 
-    columns: those that are read, which must be there; None: all.
+    columns: names to read, which must exist; None: all.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -76,11 +76,11 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
         with pq.ParquetFile(path) as file:
             names = file.schema_arrow.names
             if twice := [name for name, n in Counter(names).items() if n > 1]:
-                raise InputError(f"{path} has the column {twice[0]!r:.60} twice; write it again with one of them")
+                raise InputError(f"{path} has the column {twice[0]!r:.60} twice; keep one of them")
             if missing := [column for column in columns or () if column not in names]:
                 raise InputError(f"{path} has no column {', '.join(missing)}; wanted {', '.join(columns)}")
             for batch in file.iter_batches(batch_size=256, columns=columns):
-                for start in range(0, len(batch), 8):  # who looks at the first row alone does not wait for all
+                for start in range(0, len(batch), 8):  # so that reading just the first row is fast
                     yield from batch.slice(start, 8).to_pylist()
     except InputError:
         raise
@@ -89,7 +89,7 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
 
 
 def parquet_metadata(path: Path) -> dict[bytes, bytes]:
-    """Return the metadata of a parquet file's schema; empty for a file that cannot be read, which reading refuses."""
+    """Return the metadata of a parquet file's schema; empty if it cannot be read (reading it will raise)."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -100,7 +100,7 @@ def parquet_metadata(path: Path) -> dict[bytes, bytes]:
 
 
 def parquet_values(path: Path, column: str) -> set[Any] | None:
-    """Return the values of a parquet file's column where its statistics alone tell them: one in each row group."""
+    """Return the values of a parquet column if its statistics determine them: one value per row group."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -116,8 +116,8 @@ def parquet_values(path: Path, column: str) -> set[Any] | None:
 
 
 def numbers_of(tensor: Any) -> Any:
-    """The numbers of a tensor, or of numpy's array, as lists; ValueError for a sparse one, one whose numbers are not
-    there, and for an object whose code was not run."""
+    """Return the numbers of a tensor or numpy array as lists. Raises ValueError for sparse or meta tensors, and for
+    objects whose code was not run."""
     if isinstance(tensor, Array):
         return tensor.numbers()
     if isinstance(tensor, Inert):
@@ -137,12 +137,12 @@ def load_tensors(
     part: tuple[int, int] | None = None,
     content: bytes | None = None,
 ) -> Any:
-    """What torch saved, of tensors and plain values alone, on the CPU; mapped: tensors stay in the file where they can.
+    """Load tensors and plain values saved by torch, on the CPU; mapped: leave tensors memory-mapped if possible.
 
-    Nothing in it is run: whatever would have to be is refused.
-    inert: objects of other classes are not refused but come as objects of `runs.inert`, of which nothing was run.
-    known: classes of ours that stand for others by name. part: where it begins in the file and how many bytes it has;
-    None: all of it. content: its bytes, where they are known already.
+    Nothing in the file is executed; anything that would need to be is refused.
+    inert: instead of refusing objects of other classes, replace them by the stand-ins of `runs.inert`.
+    known: our classes that stand in for others by name. part: offset and length in bytes within the file; None: all of
+    it. content: the bytes, if already read.
     """
     import torch
 
@@ -152,7 +152,7 @@ def load_tensors(
         source = path if content is None else io.BytesIO(content)
         packed = zipfile.is_zipfile(source)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a pickle of an odd protocol: what fails is said below
+            warnings.simplefilter("ignore")  # about unusual pickle protocols; failures are reported below
             if content is not None:
                 source.seek(0)
             foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path) if inert and packed else []
@@ -169,10 +169,10 @@ def load_tensors(
 
 
 def _cut(path: Path, start: int, length: int) -> bytes:
-    """That part of a file; EOFError where the file ends before it."""
+    """Read a part of a file. Raises EOFError if the file is too short."""
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         if not 0 <= start <= start + length <= size:
-            raise EOFError(f"the file ends at {size:,} bytes, and what is saved there at {start + length:,}")
+            raise EOFError(f"the file ends at {size:,} bytes, but its contents should end at {start + length:,}")
         file.seek(start)
         return file.read(length)

@@ -1,8 +1,8 @@
-"""Stand-ins for what others pickled: arrays of numpy become plain numbers, every other object nothing at all.
+"""Stand-ins for pickled objects: numpy arrays become plain numbers, everything else an inert object.
 
-torch's own unpickler (weights_only) asks by name for each class and function that a file wants, and refuses those that
-it does not know. A log may name many that no number depends on: the settings of an adapter, a date, a tool's answer.
-Here each such name is answered by a class of this file, so that nothing of anybody else's is imported or run.
+torch's restricted unpickler (weights_only) looks up each class and function by name and refuses unknown ones. A log may
+contain many that do not matter: an adapter's settings, a date, a tool's answer. Each such name is resolved to a class
+of this module, so that no foreign code is imported or executed.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 KINDS = "biuf"
-"""numpy's letters for what has plain numbers: truth values, whole ones, whole ones above 0, floating ones."""
+"""numpy's dtype kinds for plain numbers: booleans, signed and unsigned integers, floats."""
 
 
 class Inert:
-    """An object that was not made: any arguments, any state, nothing kept."""
+    """A placeholder for an object: accepts any arguments and state, and keeps nothing."""
 
     def __new__(cls, *_arguments: Any, **_named: Any) -> Inert:
         return object.__new__(cls)
@@ -30,7 +30,7 @@ class Inert:
 
 
 class _Dtype(Inert):
-    """numpy.dtype, of which a letter with a size and the order of bytes are kept."""
+    """A stand-in for numpy.dtype that keeps its kind, size and byte order."""
 
     code, order = "", "="
 
@@ -45,7 +45,7 @@ class _Dtype(Inert):
             self.order = state[1]
 
     def plain(self) -> np.dtype | None:
-        """numpy's own, where its values are plain numbers."""
+        """Return the numpy dtype if its values are plain numbers."""
         if self.code[:1] not in [*KINDS] or not self.code[1:].isdecimal() or len(self.code) > 3:
             return None
         try:
@@ -55,7 +55,7 @@ class _Dtype(Inert):
 
 
 class Array(Inert):
-    """numpy.ndarray, as it stands in the file."""
+    """A stand-in for numpy.ndarray."""
 
     _state: tuple = ()
 
@@ -63,17 +63,17 @@ class Array(Inert):
         self._state = state if isinstance(state, tuple) else ()
 
     def numbers(self) -> Any:
-        """Its numbers as lists; ValueError where it has other things than numbers, or not as many as its shape says."""
+        """Return the numbers as lists. Raises ValueError for other contents, or if they do not fill the shape."""
         _, shape, dtype, by_column, data = self._state if len(self._state) == 5 else [None] * 5
         plain = dtype.plain() if isinstance(dtype, _Dtype) else None
         sizes = isinstance(shape, tuple) and all(isinstance(n, int) and n >= 0 for n in shape)
         if plain is None or not isinstance(data, bytes) or not sizes or len(shape) > 32:
-            raise ValueError("an array of other things than numbers")
+            raise ValueError("an array that does not hold numbers")
         return np.frombuffer(data, plain).reshape(shape, order="F" if by_column else "C").tolist()
 
 
 def _scalar(dtype: Any = None, data: Any = None, *_: Any) -> Any:
-    """numpy's scalar: its number, or an object that was not made."""
+    """Return a numpy scalar's number, or an inert object."""
     plain = dtype.plain() if isinstance(dtype, _Dtype) else None
     if plain is None or not isinstance(data, bytes) or len(data) != plain.itemsize:
         return Inert()
@@ -85,7 +85,7 @@ def _array(*_: Any) -> Array:
 
 
 def _dictionary(*_: Any) -> dict[Any, Any]:
-    """Empty; the unpickler puts the items in."""
+    """Return an empty dictionary for the unpickler to fill."""
     return {}
 
 
@@ -99,5 +99,5 @@ for _place in ("numpy.core.multiarray", "numpy._core.multiarray"):  # numpy 1, n
 
 
 def stand_ins(names: Iterable[str]) -> list[tuple[Any, str]]:
-    """(stand-in, name) for each of the names, as torch.serialization.safe_globals takes them."""
+    """Return (stand-in, name) for each name, for torch.serialization.safe_globals."""
     return [(KNOWN[name] if name in KNOWN else type("Inert", (Inert,), {}), name) for name in names]

@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A lock that admits one run at a time to a folder."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ MOMENT = 0.2
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the folder for one run by the file `.lock` in it, which the system releases however the process ends.
+    """Lock the folder with its file `.lock`, which the system releases however the process ends.
 
-    Raises InputError where another run holds it. Where no lock can be had, nothing is held.
+    Raises InputError if another run holds the lock. If locking is impossible, it does nothing.
     """
     lock = FileLock(folder / ".lock", timeout=MOMENT)
     try:
@@ -27,7 +27,7 @@ def locked(folder: Path) -> Iterator[None]:
     except Timeout as error:
         raise InputError(f"another run is writing to {folder}; wait for it, or give another --out") from error
     except (OSError, NotImplementedError):
-        pass  # no rights, or a disk without locks: whether this matters is said when something is to be written
+        pass  # no permission, or no locks on this disk: a later write will report what matters
     try:
         yield
     finally:
@@ -35,5 +35,5 @@ def locked(folder: Path) -> Iterator[None]:
             with suppress(OSError):
                 (folder / ".lock").unlink()
         lock.release()
-        with suppress(OSError):  # it is not empty
+        with suppress(OSError):  # not empty
             folder.rmdir()

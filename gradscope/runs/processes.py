@@ -15,18 +15,18 @@ from torch import Tensor
 from gradscope.errors import InputError, NanLogitsError, SelfCheckError
 
 KINDS = (NanLogitsError, InputError, SelfCheckError, OSError)
-"""Errors that one process tells the others of; any other ends it, and the launcher ends the rest."""
+"""Errors that are shared with the other processes; any other error ends the process, and the launcher ends the rest."""
 EXCHANGED = 1 << 26
-"""Numbers that GPUs add up at a time of a tensor that does not lie on them."""
+"""Entries of a host tensor that GPUs sum at a time."""
 PRELOADED = ["gradscope.policy.loading", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"]
-"""What takes seconds to import and every worker needs."""
+"""Modules that take seconds to import and every worker needs."""
 T = TypeVar("T")
 
 
 def worker_context() -> BaseContext:
-    """How worker processes of this machine are started: forked from one that has imported what they need.
+    """Return the multiprocessing context for workers, forked from a server that has imported what they need.
 
-    Where there are no forks (Windows), each imports it itself.
+    Without forks (Windows), each worker imports it itself.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -37,18 +37,18 @@ def worker_context() -> BaseContext:
 
 @dataclass(frozen=True)
 class Processes:
-    """This process's place among those that `accelerate launch` (or torchrun) has started."""
+    """This process's rank among those that `accelerate launch` (or torchrun) has started."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def is_main(self) -> bool:
-        """True in the one process that writes files."""
+        """True in the process that writes files."""
         return self.rank == 0
 
     def deal(self, items: Sequence[T], filler: T) -> list[T]:
-        """This process's share, every count-th; `filler` makes the shares equally long, for all exchange as often.
+        """Return every count-th item; `filler` makes shares equally long, so that all processes exchange equally often.
 
         >>> [Processes(rank, 2).deal("abc", "-") for rank in (0, 1)]
         [['a', 'c'], ['b', '-']]
@@ -57,7 +57,7 @@ class Processes:
         return mine + [filler] * (-(-len(items) // self.count) - len(mine))
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in each of them; in place. GPUs also add up what lies on the host."""
+        """Sum over all processes, in place, in each of them; GPUs also sum host tensors."""
         if self.count == 1:
             return tensor
         if tensor.device.type == "cpu" and dist.get_backend() == dist.Backend.NCCL:
@@ -70,7 +70,7 @@ class Processes:
         return tensor
 
     def gather(self, items: list[T]) -> list[T]:
-        """Everybody's items, in each process, by rank."""
+        """Return all processes' items by rank, in each process."""
         if self.count == 1:
             return items
         shares: list[list[T]] = [[] for _ in range(self.count)]
@@ -81,7 +81,7 @@ class Processes:
     def together(self) -> Iterator[None]:
         """Barrier: leave the block together. If one process raises an error in KINDS, every process raises it.
 
-        Without it, the others would wait for ever for one that has given up.
+        Without it, the others would wait forever for a process that has failed.
         """
         failure = None
         try:
@@ -98,7 +98,7 @@ ALONE = Processes()
 
 
 def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> list[list[int]]:
-    """`count` shares of the items, each in ascending order: the dearest first, to whoever has least so far.
+    """Return `count` shares of the items, in ascending order, assigning the most expensive first to the smallest share.
 
     >>> deal_by_cost([0, 1, 2, 3], [9.0, 1.0, 5.0, 4.0], 2)
     [[0, 1], [2, 3]]
@@ -113,6 +113,6 @@ def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> li
 
 
 def leave_launch() -> None:
-    """Leave the process group, if any: a Python that ends while gloo's threads free a tensor is aborted."""
+    """Leave the process group, if any: Python aborts if it exits while gloo's threads free a tensor."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

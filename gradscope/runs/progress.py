@@ -1,6 +1,6 @@
-"""How far long work is, told by its own stages: one bar on a terminal, a line now and then in a file or pipe.
+"""Progress of long computations by stage: a bar on a terminal, occasional lines in a file or pipe.
 
-Whatever takes long is given a `Progress` and reports its stages to it; nothing else draws bars.
+Long computations take a `Progress` and report their stages to it; nothing else draws bars.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ T = TypeVar("T")
 
 @runtime_checkable
 class Advance(Protocol):
-    """Says how much more of a stage's total has been done, and maybe what there is to say of it."""
+    """Callback that reports how much more of a stage is done, optionally with a remark."""
 
     def __call__(self, amount: int | float, words: str = "") -> None: ...
 
 
 SWITCH = "GRADSCOPE_PROGRESS"
-"""Environment variable; "off" keeps every `Reporter` silent."""
+"""Environment variable; "off" silences every `Reporter`."""
 EVERY = 30.0
-"""Seconds between two lines of the same stage."""
+"""Seconds between lines of the same stage."""
 DELAY = 5.0
-"""Seconds that a stage has to run before it is worth a line, or a bar."""
+"""Seconds before a stage gets a line or bar."""
 TICK = 0.5
 
 
 @runtime_checkable
 class Progress(Protocol):
-    """What stages report to."""
+    """The interface to which stages report."""
 
     def stage(
         self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0
     ) -> AbstractContextManager[Advance]:
-        """While a stage runs, maybe within another. total: of units, in the plural; None: not known. done: before."""
+        """Open a stage, possibly nested. total: number of units (named in the plural); None: unknown. done: before."""
 
     def plan(self, costs: Mapping[str, float]) -> None:
-        """From now on stages of these names share the time as the numbers say."""
+        """Set the relative durations of stages by name, from now on."""
 
 
 class _Silent:
@@ -58,11 +58,11 @@ class _Silent:
 
 
 SILENT = _Silent()
-"""Tells nobody."""
+"""A `Progress` that reports nothing."""
 
 
 def settle_progress(progress: bool | Progress) -> Progress:
-    """A Progress as it is; True: a new `Reporter`; False: SILENT."""
+    """Return a Progress unchanged, a new `Reporter` for True, SILENT for False."""
     if isinstance(progress, bool):
         return Reporter() if progress else SILENT
     return progress
@@ -71,7 +71,7 @@ def settle_progress(progress: bool | Progress) -> Progress:
 def track(
     items: Iterable[T], name: str, progress: bool | Progress, *, total: int | None = None, unit: str = ""
 ) -> Iterator[T]:
-    """The items, as a stage of which each is one."""
+    """Iterate over items as a stage with one unit each."""
     total = len(items) if total is None and hasattr(items, "__len__") else total
     with settle_progress(progress).stage(name, total, unit) as advance:
         for item in items:
@@ -85,7 +85,7 @@ class _Stage:
     total: int | float | None
     unit: str
     first: int | float
-    """Of the total that had been done before it began."""
+    """Units that were done before the stage began."""
     started: float
     done: int | float
     words: str = ""
@@ -95,26 +95,26 @@ class _Stage:
         return min(1.0, self.done / self.total) if self.total else None
 
     def counted(self) -> str:
-        """`sampling 12 of 64 responses`."""
+        """Describe the stage: `sampling 12 of 64 responses`."""
         if self.total is None:
             return self.name
         words = f" ({self.words})" if self.words else ""
         return f"{self.name} {self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip() + words
 
     def left(self, now: float) -> float | None:
-        """Seconds, at the speed so far."""
+        """Return the seconds left, at the speed so far."""
         gained = self.done - self.first
         return (self.total - self.done) * (now - self.started) / gained if self.total and gained > 0 else None
 
 
 class Reporter:
-    """Progress on stderr: on a terminal one bar, elsewhere a line at each stage's begin and every 30 s after it.
+    """Progress on stderr: a bar on a terminal, elsewhere a line at the start of each stage and every 30 s after.
 
-    A stage that is over within DELAY seconds is not worth either, nor is the begin of one that was told before. With a
-    plan the share and the time left are of all planned stages, otherwise of the outermost stage that has a total.
+    Stages shorter than DELAY seconds are not shown, nor is the start of a repeated stage. With a plan, percentage and
+    time left are of all planned stages, otherwise of the outermost stage with a total.
 
-    write: takes a line in the place of stderr. clock: seconds. watched: look at the clock from a thread of its own;
-    without it, somebody calls `tick`.
+    write: receives lines instead of stderr. clock: returns seconds. watched: check the clock from a thread; otherwise,
+    the caller calls `tick`.
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Reporter:
                     self._erase()
 
     def tick(self) -> None:
-        """Tell where the work is, if it is time to."""
+        """Report progress, if it is time to."""
         with self._lock:
             if not self._stages:
                 return
@@ -176,7 +176,7 @@ class Reporter:
                 if lasting or self._drawn:
                     self._draw(now)
             elif now - self._said >= EVERY or (lasting and lasting not in self._told):
-                # The line says of all that run now what they do.
+                # The line describes all running stages.
                 self._told |= {lasting, tuple(stage.name for stage in self._stages)}
                 self._said = now
                 elapsed = int(now - self._begun)
@@ -195,7 +195,7 @@ class Reporter:
             counted = next((stage for stage in self._stages if stage.total), None)
             return (None, None) if counted is None else (counted.share, counted.left(now))
         inner = next((stage.share for stage in self._stages[part:] if stage.share is not None), 0.0)
-        self._best = max(self._best, inner)  # a part may go through the batch several times
+        self._best = max(self._best, inner)  # a stage may go through the batch several times
         total = sum(self._costs.values())
         share = min(1.0, (self._past + self._best * self._costs[self._stages[part].name]) / total)
         return share, (now - self._planned) * (1 - share) / share if share > 0 else None
@@ -217,7 +217,7 @@ class Reporter:
         if self._write is not None:
             self._write(text)
             return
-        # Nobody listening is no reason to stop the work; print takes a file of None for stdout.
+        # A closed stderr must not stop the work; print would take file=None for stdout.
         with suppress(OSError, ValueError, AttributeError):
             sys.stderr.write(text + end)
             sys.stderr.flush()
@@ -228,7 +228,7 @@ class Reporter:
 
 
 def _on_terminal() -> bool:
-    """Whether stderr is one; a stream that is closed, or none at all, is not."""
+    """Return whether stderr is a terminal; False if it is closed or missing."""
     try:
         return sys.stderr.isatty()
     except (AttributeError, ValueError):

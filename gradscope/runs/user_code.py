@@ -1,4 +1,4 @@
-"""A user's own Python file, such as one with a task: run once, and whatever it raises is told on one line."""
+"""Running a user's Python file, such as one with a task, once, with its errors reported on one line."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from types import ModuleType
 from gradscope.errors import InputError
 
 RAISED = (Exception, SystemExit)
-"""What a user's code may raise: they are told where."""
+"""Exceptions from a user's code that are reported with their place."""
 
 _files_read: dict[Path, ModuleType] = {}
 
 
 def run_file(file: Path, what: str) -> ModuleType:
-    """The module that a file makes, run the first time. what: such as "task", for the words.
+    """Import a file as a module, executing it the first time. what: its role, such as "task", for messages.
 
     Raises InputError for a file that does not exist or raises.
     """
-    if not os.path.isfile(file):  # of a name that is too long, and of links in a circle, Path raises
+    if not os.path.isfile(file):  # Path raises for overlong names and circular links
         raise InputError(
             f"{what} file {file.absolute()} does not exist; give path/to/file.py:NAME with an existing file"
         )
@@ -30,7 +30,7 @@ def run_file(file: Path, what: str) -> ModuleType:
         return _files_read[file]
     spec = importlib.util.spec_from_file_location(f"_gradscope_{what}_{len(_files_read)}_{file.stem}", file)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
+    sys.modules[spec.name] = module  # dataclasses and pickle look up modules there
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
@@ -43,5 +43,5 @@ def run_file(file: Path, what: str) -> ModuleType:
 
 
 def in_words(error: BaseException) -> str:
-    """What was raised, on one line."""
+    """Describe an exception on one line."""
     return f"{type(error).__name__} ({' '.join(str(error).split())[:200]})"
