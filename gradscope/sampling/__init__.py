@@ -1,4 +1,4 @@
-"""Responses sampled from a policy, by transformers or vLLM behind one protocol, and how many of them are right."""
+"""Sampling from a policy, with transformers or vLLM behind one protocol, and evaluating its accuracy."""
 
 from gradscope.sampling.engines import make_sampler
 from gradscope.sampling.evaluation import Evaluation, Exam, evaluate, summarize_responses

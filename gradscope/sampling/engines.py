@@ -1,4 +1,4 @@
-"""The sampler of an engine, by its name."""
+"""Samplers by the name of their engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def make_sampler(
     """Return a sampler of this policy: "hf" (transformers, with the policy's own weights) or "vllm" (a copy from its
     folder).
 
-    batch_size: hf: responses decoded together; vLLM decides that for itself.
-    dtype, memory: vllm: of the copy, default the policy's; and the share of the GPU's memory that it takes.
+    batch_size: hf: responses decoded together; vLLM decides this itself.
+    dtype, memory: vllm: precision of the copy (default: the policy's), and its fraction of the GPU's memory.
 
-    Raises InputError for another engine and where vLLM is not installed.
+    Raises InputError for an unknown engine, or if vLLM is not installed.
     """
     if batch_size < 1:
         raise InputError(f"batch_size is {batch_size}; it must be at least 1")

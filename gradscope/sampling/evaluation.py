@@ -1,9 +1,9 @@
-"""How often a policy answers right: greedy accuracy, avg@k and pass@k, with intervals from a bootstrap over questions.
+"""Evaluation of a policy: greedy accuracy, avg@k and pass@k, with intervals from a bootstrap over questions.
 
-A question has one greedy response and k sampled ones. Its score is the mean over its responses (for pass@j the unbiased
-estimator), and a table's entry is the mean over questions: responses to one question are not independent draws, so
-whole questions are redrawn. An interval is a percentile bootstrap of 95 %; where all questions score alike
-it is NaN: redrawing them would say that the next one cannot score otherwise.
+A question gets one greedy response and k sampled ones. Its score is the mean over its responses (for pass@j, the
+unbiased estimator), and a table's entry is the mean over questions. Responses to one question are not independent, so
+the bootstrap resamples whole questions. Intervals are 95 % percentile bootstraps, or NaN if all questions score alike,
+since resampling would then suggest certainty.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradscope.sampling.rollouts import check_count, rollout_rows
 from gradscope.tasks import Question, Task, grade_response
 
 QUESTIONS_PER_PART = 64
-"""Questions sampled and seeded together; changing it changes a seed's responses."""
+"""Questions sampled and seeded together; a change affects the responses of a seed."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class Evaluation:
     scores: pd.DataFrame
     """A row per question (`score_questions`)."""
     responses: pd.DataFrame
-    """A row per response, in the native rollout format, and correct, format_ok (NA: the task asks for no form), level,
-    finished (False: it was cut) and greedy. Measure those that are not greedy: a greedy one is no draw from π."""
+    """A row per response, in the native rollout format, with correct, format_ok (NA for tasks without a format), level,
+    finished (False if cut off) and greedy. Do not measure greedy responses, which are not draws from π."""
 
 
 @dataclass(frozen=True)
 class Mean:
-    """A mean over questions with the interval of its bootstrap; the interval is NaN where all questions score alike."""
+    """A mean over questions with its bootstrap interval, which is NaN if all questions score alike."""
 
     value: float
     lower: float
@@ -53,7 +53,7 @@ class Mean:
 
 
 class Exam:
-    """Questions to a policy, answered part by part: what a part holds depends on no other part."""
+    """Questions for a policy, answered in independent parts."""
 
     def __init__(
         self,
@@ -67,17 +67,17 @@ class Exam:
         seed: int = 0,
         sampler: Sampler | None = None,
     ) -> None:
-        """Arguments are those of `evaluate`; raises InputError for what cannot be asked, before anything is sampled."""
+        """Take the arguments of `evaluate`. Raises InputError for unusable ones, before anything is sampled."""
         if k < 0 or seed < 0:
             raise InputError(f"k is {k} and seed {seed}; give 0 or more for both (k = 0: greedy only)")
         check_settings(max(k, 1), temperature, max_new_tokens)
         if not questions:
-            raise InputError(f"no question of task {task.name!r} is left to ask; give at least one")
+            raise InputError(f"task {task.name!r} has no questions left; give at least one")
         check_count(len(questions), k + 1)
         self.policy, self.task, self.questions = policy, task, list(questions)
         self.k, self.temperature, self.max_new_tokens, self.seed = k, temperature, max_new_tokens, seed
         self.sampler = HFSampler(policy) if sampler is None else sampler
-        # All of them at once: hours of sampling should not end at the last one.
+        # Check all prompts now, rather than fail after hours of sampling.
         check_prompts([policy.encode_prompt(question.prompt) for question in self.questions], policy)
 
     @property
@@ -85,7 +85,7 @@ class Exam:
         return -(-len(self.questions) // QUESTIONS_PER_PART)
 
     def answer(self, part: int) -> pd.DataFrame:
-        """Sample one part of the questions, ungraded: a greedy response and k sampled ones to each."""
+        """Sample one part of the questions, ungraded: one greedy response and k sampled ones each."""
         numbers = range(len(self.questions))[part * QUESTIONS_PER_PART :][:QUESTIONS_PER_PART]
         seed = int(np.random.default_rng([self.seed, part]).integers(2**62))
         rows = self._ask(numbers, 1, seed, greedy=True)
@@ -132,14 +132,14 @@ def evaluate(
     seed: int = 0,
     sampler: Sampler | None = None,
 ) -> Evaluation:
-    """Ask every question once greedily and k times at the sampling temperature, and grade the responses.
+    """Answer every question once greedily and k times at the sampling temperature, and grade the responses.
 
-    k: 0 leaves sampling out.
-    max_new_tokens: longest response; the policy's context ends one too.
+    k: 0 skips sampling.
+    max_new_tokens: longest response, also limited by the policy's context.
     sampler: default HFSampler(policy).
 
-    Raises InputError without questions, for a prompt that leaves no room in the context, for a k below 0 or a
-    temperature that is not positive, and for a task whose reward raises.
+    Raises InputError without questions, if a prompt leaves no room in the context, for negative k or a temperature that
+    is not positive, and if the task's reward raises.
     """
     settings = {"k": k, "temperature": temperature, "max_new_tokens": max_new_tokens, "seed": seed}
     exam = Exam(policy, task, questions, sampler=sampler, **settings)
@@ -154,13 +154,12 @@ def summarize_responses(parts: Sequence[pd.DataFrame]) -> Evaluation:
 
 
 def score_questions(responses: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per question, numbered by the index `group`: the means over its responses.
+    """Return a row per question, indexed by `group`, with means over its responses.
 
-    Columns: level; greedy_responses, sampled_responses (how many there are); of the greedy ones greedy_accuracy,
-    greedy_format_rate, greedy_reward, greedy_tokens, greedy_truncated; of the k sampled ones avg@k (their accuracy),
-    pass@j for the powers of two j from 2 up to k, and for k itself, then sampled_format_rate and so on. `tokens` is a
-    response's length, `truncated` the share that no stop token ended. What does not apply is left out: a task may ask
-    for no form.
+    Columns: level; greedy_responses and sampled_responses (counts); greedy_accuracy, greedy_format_rate, greedy_reward,
+    greedy_tokens, greedy_truncated; for the k samples avg@k (accuracy), pass@j for powers of two j from 2 to k and k
+    itself, then sampled_format_rate and so on. `tokens` is the length of a response, `truncated` the fraction without a
+    stop token. Columns that do not apply are left out, such as the format rate of a task without a format.
     """
     values = pd.DataFrame(
         {
@@ -200,11 +199,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 
 def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
-    """Return a row per level, in ascending order, and one for "all": the means over its questions.
+    """Return a row per level, in ascending order, and one for "all", with means over questions.
 
     scores: of `score_questions`. Columns: level, questions, greedy_responses, sampled_responses (sums: the
     denominators), then each score with its interval, as NAME, NAME_lower and NAME_upper.
-    seed: draws the questions of the bootstrap.
+    seed: of the bootstrap.
     """
     levels = sorted(scores["level"].dropna().unique())
     groups = {str(level): scores[scores["level"] == level] for level in levels} | {"all": scores}
@@ -220,7 +219,7 @@ def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
 
 
 def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
-    """Average one score per question, ignoring NaN, with a 95 % interval over redrawn questions."""
+    """Average scores over questions, ignoring NaN, with a 95 % bootstrap interval."""
     scores = np.asarray(scores, dtype=float)
     one_interval = np.zeros(len(scores), dtype=int)
     rng, questions = np.random.default_rng(seed), np.arange(len(scores))
@@ -233,7 +232,7 @@ def _add_pass_at_k(table: pd.DataFrame, num_correct: pd.Series) -> pd.DataFrame:
     """Rename the sampled accuracy to avg@k and add the pass@j columns."""
     counts = table["sampled_responses"].unique()
     if len(counts) != 1:
-        raise InputError(f"questions have {counts.min()} to {counts.max()} sampled responses; give each equally many")
+        raise InputError(f"questions have {counts.min()} to {counts.max()} sampled responses; give all the same number")
     [k] = counts.tolist()
     table = table.rename(columns={"sampled_accuracy": f"avg@{k}"})
     place = table.columns.get_loc(f"avg@{k}") + 1

@@ -1,4 +1,4 @@
-"""Sampling with transformers alone: batched decoding in which every response has a random stream of its own."""
+"""Sampling with transformers: batched decoding with a separate random stream for every response."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from gradscope.sampling.protocol import Sample
 Draw = Callable[[Float[Tensor, "B N"], Int[Tensor, " B"], int], tuple[Int[Tensor, " B"], Float[Tensor, " B"]]]
 """Draws tokens: (logits, row numbers in the batch, step 0, 1, 2, …) → tokens and their log π."""
 STEPS_AT_ONCE = 256
-"""Decoding steps whose uniform numbers are drawn together."""
+"""Decoding steps whose random numbers are drawn together."""
 
 
 @dataclass(frozen=True)
 class HFSampler:
     """Samples with the policy's own forward pass and transformers' key-value cache.
 
-    A response depends on the generator, its prompt's index and its own, not on batch_size (up to rounding: a uniform
-    number within rounding of a boundary between two tokens may fall to either).
+    A response depends on the generator, the index of its prompt and its own index, but not on batch_size (except that
+    rounding may decide when a random number falls on the boundary between two tokens).
     """
 
     policy: Policy
     batch_size: int = 64
-    """Responses decoded together. More take more memory; results do not depend on it."""
+    """Responses decoded together; affects speed and memory, not results."""
     progress: bool | Progress = True
     """Whether to show progress, or the object that receives it."""
 
@@ -51,8 +51,8 @@ class HFSampler:
     ) -> list[list[Sample]]:
         """Sample n responses to each prompt, until a stop token, max_new_tokens or the end of the context.
 
-        greedy: the likeliest token, of equal ones the lowest id; a prompt's n responses are then one, n times.
-        Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary.
+        greedy: take the likeliest token, with ties to the lowest id; all n responses to a prompt are then equal.
+        Raises InputError for prompts that are empty, fill the context or have ids outside the vocabulary.
         """
         from gradscope.sampling.kv_cache import decoding_attention
 
@@ -85,10 +85,10 @@ class HFSampler:
         """Do nothing: the sampler holds no resources of its own."""
 
     def _batches(self, lengths: list[int], n: int) -> Iterator[list[tuple[int, int]]]:
-        """Yield the (prompt, sample) keys to decode together: neighbours in length, which need little padding.
+        """Yield the (prompt, sample) keys to decode together, of similar length to minimise padding.
 
-        float64 is not padded at all: there, transformers' eager attention makes NaN of a padding row, all of whose
-        scores are masked, and NaN spreads from the next layer on.
+        In float64 there is no padding at all: transformers' eager attention turns fully masked padding rows into NaN,
+        which spreads from the next layer on.
         """
         order = sorted(range(len(lengths)), key=lambda p: lengths[p])
         runs = groupby(order, key=lambda p: lengths[p] if self.policy.dtype == torch.float64 else 0)
@@ -103,14 +103,14 @@ def draw_tokens(
 ) -> tuple[Int[Tensor, " B"], Float[Tensor, " B"]]:
     """Return the token at which the cumulative softmax(logits / temperature) exceeds the uniform number, and its log π.
 
-    A row with a NaN has a log π of NaN.
+    Rows with NaN get log π = NaN.
 
     >>> logits = torch.tensor([[0.5, 0.25, 0.25]]).log().expand(3, 3)
     >>> draw_tokens(logits, torch.tensor([0.0, 0.6, 0.8]), 1.0)[0].tolist()
     [0, 1, 2]
     """
     logprobs = _log_softmax(logits, temperature)
-    # float64, so that a vocabulary's worth of rounding does not move a boundary; below 1, so that no token of
+    # float64, so that summing over the vocabulary does not move boundaries; below 1, so that no token of
     # probability 0 at the end is ever drawn.
     cumulative = logprobs.exp().double().cumsum(-1)
     level = uniforms.to(cumulative).clamp(max=1 - 1e-12)[:, None] * cumulative[:, -1:]
@@ -119,7 +119,7 @@ def draw_tokens(
 
 
 def stop_ids(policy: Policy) -> set[int]:
-    """Return the ids that end a response: the policy's."""
+    """Return the policy's ids that end a response."""
     return set(policy.stop_ids)
 
 
@@ -131,12 +131,12 @@ def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tens
 def _why_nan(logits: Float[Tensor, "B N"], temperature: float) -> InputError:
     if logits.isfinite().all():
         return InputError(f"temperature is {temperature}: logits divided by it overflow; give a higher one")
-    return NanLogitsError("the policy's logits are NaN: its weights or its dtype are broken; try --dtype float32")
+    return NanLogitsError("the policy's logits are NaN, so its weights are broken or overflow; try --dtype float32")
 
 
 def _random(seed: int, keys: list[tuple[int, int]], temperature: float) -> Draw:
-    """Build the draw that gives each (prompt, sample) its own stream of float64 uniforms, one per step."""
-    # PCG64, as torch seeds with 32 bits only.
+    """Make a `Draw` with a separate stream of float64 uniforms for each (prompt, sample)."""
+    # PCG64, since torch seeds have only 32 bits.
     streams = [np.random.default_rng([seed, *key]) for key in keys]
     uniforms = torch.empty(0)
 
@@ -152,20 +152,20 @@ def _random(seed: int, keys: list[tuple[int, int]], temperature: float) -> Draw:
 
 def _greedy(temperature: float) -> Draw:
     def draw(logits: Tensor, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        tokens = logits.argmax(-1)  # the first of equal ones
+        tokens = logits.argmax(-1)  # ties go to the first
         return tokens, _log_softmax(logits, temperature).gather(-1, tokens[:, None])[:, 0]
 
     return draw
 
 
 @without_cudnn_attention()
-@torch.no_grad()  # not inference_mode: buffers that a model makes on the way could never be used for training again
+@torch.no_grad()  # not inference_mode: buffers created here could not be used in training later
 def _decode(
     policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, advance: Advance
 ) -> list[Sample]:
     """Decode at most `length` tokens per prompt; finished responses leave the batch at once.
 
-    A step waits for the device once, for what was drawn.
+    Each step synchronises with the device once, for the drawn tokens.
     """
     from gradscope.sampling.kv_cache import take_rows
 
@@ -198,7 +198,7 @@ def _decode(
 
 
 def _close_gaps(going: list[int]) -> list[int]:
-    """Reorder the rows so that most keep their place: the last ones fill the gaps.
+    """Reorder the rows so that most keep their place, filling gaps with the last ones.
 
     >>> _close_gaps([0, 2, 4, 5])
     [0, 5, 2, 4]
@@ -232,7 +232,7 @@ def _forward(
 ) -> Float[Tensor, "B N"]:
     """Return the logits of the last column, which is never padding (padding is on the left).
 
-    padded: whether any is; a model that is given a mask asks the device whether it masks anything.
+    padded: whether there is padding; a model with a mask synchronises with the device to see if it masks anything.
     """
     positions = (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     extra = {"position_ids": positions, "logits_to_keep": 1}
@@ -248,7 +248,7 @@ def check_settings(n: int, temperature: float, max_new_tokens: int) -> None:
         if value < 1:
             raise InputError(f"{name} is {value}; it must be at least 1")
     if not 0 < temperature < float("inf"):
-        raise InputError(f"temperature is {temperature}; sampling needs a positive one (0 would be greedy decoding)")
+        raise InputError(f"temperature is {temperature}; give a positive one (0 would be greedy decoding)")
 
 
 def check_prompts(prompt_ids: list[list[int]], policy: Policy) -> None:
@@ -258,8 +258,8 @@ def check_prompts(prompt_ids: list[list[int]], policy: Policy) -> None:
             raise InputError(f"prompt {index} is empty; give at least one token (a BOS token will do)")
         if policy.context is not None and len(ids) >= policy.context:
             raise InputError(
-                f"prompt {index} has {len(ids)} tokens and the policy's context is {policy.context}: no room for a "
-                "response; shorten the prompt"
+                f"prompt {index} has {len(ids)} tokens, which leaves no room for a response in the policy's context of "
+                f"{policy.context}; shorten the prompt"
             )
         if min(ids) < 0 or max(ids) >= policy.vocab_size:
             raise InputError(

@@ -1,8 +1,8 @@
-"""Keys and values that decoding appends to in place and attention reads where they lie: most of its time was copying.
+"""A key-value cache that grows in place, and attention that reads it without copies.
 
-At a small size, transformers' decoding spends more time on moving the cache than on the network: DynamicLayer copies
-all of it to append a column, dropping finished rows copies the others, and sdpa under a mask copies each shared head
-of keys and values once for every head of queries. None of that changes a number.
+For small models, transformers' decoding spends more time copying the cache than computing: DynamicLayer copies all of
+it to append a column, dropping finished rows copies the others, and sdpa with a mask copies each shared key and value
+head once per query head. Avoiding this changes no result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers.masking_utils import sdpa_mask
 SPARE = 64
 """Spare columns added whenever a buffer grows."""
 SHARED_HEADS, UNASKED = "gradscope_shared_heads", "gradscope_unasked"
-"""Names under which transformers knows `_attend`, and its own sdpa, each with `_mask`."""
+"""Names under which `_attend` and transformers' sdpa, each with `_mask`, are registered."""
 
 
 class GrowingTensor:
@@ -50,7 +50,7 @@ class GrowingTensor:
     def take_rows(self, rows: Int[Tensor, " R"], moved: Int[Tensor, " M"] | None = None) -> None:
         """Move row rows[k] to row k.
 
-        moved: the k that change place, where there are no more rows than before; no other is then copied.
+        moved: the k that change place, if there are no more rows than before; only these are copied.
         """
         if moved is None:
             self._room = self.value[rows]
@@ -79,7 +79,7 @@ class GrowingLayer(DynamicLayer):
         self._show()
 
     def _show(self) -> tuple[Tensor, Tensor]:
-        """Return the cache in the place where transformers looks for it."""
+        """Expose the cache where transformers looks for it."""
         self.keys, self.values = (growing.value for growing in self._growing)
         return self.keys, self.values
 
@@ -92,23 +92,23 @@ def growing_cache(config: Any) -> DynamicCache:
 
 
 def take_rows(cache: DynamicCache, rows: list[int], device: torch.device) -> Int[Tensor, " R"]:
-    """Move row rows[k] of the cache to row k, for no more rows than before; return `rows` on the device."""
+    """Move row rows[k] of the cache to row k, with no more rows than before; return `rows` on the device."""
     places = [k for k, row in enumerate(rows) if row != k]
     index, moved = (torch.tensor(of, dtype=torch.long).to(device, non_blocking=True) for of in (rows, places))
     for layer in cache.layers:
         if isinstance(layer, GrowingLayer):
             layer.reorder_cache(index, moved)
         else:
-            layer.reorder_cache(index)  # every kind of layer has it, also those without batch_select_indices
+            layer.reorder_cache(index)  # supported by all layers, unlike batch_select_indices
     return index
 
 
 @contextmanager
 def decoding_attention(model: Any) -> Iterator[None]:
-    """Let sdpa take its mask, inside the block, without asking the device whether it masks anything.
+    """Inside the block, build sdpa's mask without synchronising with the device.
 
-    On the CPU it reads keys and values that several heads of queries share without copying them. (On a GPU, sdpa with a
-    mask and shared heads would fall back to its slowest kernel.)
+    On the CPU, also read shared key and value heads without copies. (On a GPU, sdpa with a mask and shared heads would
+    fall back to its slowest kernel.)
     """
     config = model.config.get_text_config()
     if config._attn_implementation != "sdpa" or not getattr(model, "_supports_attention_backend", False):
@@ -122,7 +122,7 @@ def decoding_attention(model: Any) -> Iterator[None]:
 
 
 def _mask(*args: Any, **settings: Any) -> Tensor | None:
-    """Return transformers' mask for sdpa; None if the device says that it masks nothing."""
+    """Return transformers' mask for sdpa; None if it masks nothing."""
     skip = settings.get("allow_is_causal_skip", True) and settings.get("attention_mask") is None
     return sdpa_mask(*args, **settings | {"allow_is_causal_skip": skip})
 
@@ -137,7 +137,7 @@ def _attend(
     scaling: float | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute sdpa as transformers does, but without copying shared heads under a plain mask."""
+    """Compute transformers' sdpa without copying shared heads, under a plain mask."""
     plain = attention_mask is not None and not any(others.get(name) is not None for name in ("position_bias", "cache"))
     if not plain or key.shape[1] == query.shape[1]:
         settings = others | {"dropout": dropout, "scaling": scaling}

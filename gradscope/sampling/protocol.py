@@ -24,7 +24,7 @@ class Sample:
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Draws from the whole softmax(logits / temperature): truncated sampling (top-p, top-k) is not offered."""
+    """Samples from the full softmax(logits / temperature), without truncation (top-p, top-k)."""
 
     def sample(
         self,
@@ -38,8 +38,8 @@ class Sampler(Protocol):
     ) -> list[list[Sample]]:
         """Sample n responses to each prompt, in the order of the prompts.
 
-        greedy: always the likeliest token; `temperature` then only says at which one the log-probabilities are (NaN
-        from vLLM, which knows them at 1 alone).
+        greedy: always take the likeliest token; `temperature` then only affects the log-probabilities (NaN from vLLM
+        unless it is 1).
         """
         ...
 
@@ -51,5 +51,5 @@ class Sampler(Protocol):
         ...
 
     def close(self) -> None:
-        """Free what the sampler holds beside the policy; it cannot sample afterwards."""
+        """Free the sampler's own resources; it cannot sample afterwards."""
         ...

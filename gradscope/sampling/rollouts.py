@@ -1,4 +1,4 @@
-"""From questions to graded responses: rows of the native rollout format, and the batch that they make."""
+"""From questions to graded responses, as rows of the native rollout format or as a batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class SamplingSettings:
     """How responses are sampled."""
 
     n: int = 8
-    """Responses to each question."""
+    """Responses per question."""
     temperature: int | float = 1.0
-    """That the logits are divided by."""
+    """Sampling temperature."""
     max_new_tokens: int = 1024
-    """Most tokens of a response."""
+    """Longest response, in tokens."""
     seed: int = 0
-    """Seeds the draws."""
+    """Seed for sampling."""
 
 
 class SamplingKeywords(TypedDict, total=False):
@@ -57,14 +57,14 @@ def sample(
     batch_size: int = 64,
     **settings: Unpack[SamplingKeywords],
 ) -> TokenBatch:
-    """Sample n responses to each prompt, or to questions of a task that rewards them.
+    """Sample n responses to each prompt, or to each question of a task with rewards.
 
     Args:
-        policy: or the path that `load_policy` takes.
+        policy: or a path, as for `load_policy`.
         prompts: strings, or chats for the tokenizer's template.
         task: a name (see `tasks.task_names`), FILE.py:NAME, or a Task.
-        questions: how many of the task's to draw.
-        data: files of the task's questions; without any it makes them up.
+        questions: number of questions to draw from the task.
+        data: files of the task's questions; default: the task generates them.
         batch_size: responses decoded together by transformers.
         settings: the fields of SamplingSettings, by name: n, temperature, max_new_tokens, seed.
 
@@ -72,11 +72,11 @@ def sample(
         The batch, with the sampler's log-probabilities as old_logprobs.
 
     Raises:
-        InputError: with both prompts and a task or neither, and for what cannot be sampled.
+        InputError: both prompts and a task are given, or neither, or they cannot be sampled.
     """
     chosen = make_settings(SamplingSettings, "sample", settings)
     if (prompts is None) == (task is None):
-        raise InputError("give either prompts= or task=: one of the two says what to answer")
+        raise InputError("give exactly one of prompts= and task=")
     if isinstance(prompts, str):
         raise InputError("prompts is one string; give a list of prompts")
     if questions < 1 or chosen.n < 1 or chosen.seed < 0:
@@ -104,9 +104,9 @@ def rollout_rows(
 ) -> list[dict[str, Any]]:
     """Sample n responses to each question, as rows of the native rollout format, question by question.
 
-    task: grades them, which adds `reward`, `correct` and `format_ok`; None: no grades.
+    task: grades the responses, adding `reward`, `correct` and `format_ok`; None: no grades.
     sampler: default HFSampler(policy). settings: the fields of SamplingSettings, by name.
-    A row also has `level` and `finished` (False: cut off before a stop token). Raises InputError where the task cannot
+    Rows also have `level` and `finished` (False: cut off before a stop token). Raises InputError if the task cannot
     grade a response, and for more than MOST_RESPONSES.
     """
     chosen, questions = make_settings(SamplingSettings, "rollout_rows", settings), list(questions)
@@ -143,7 +143,7 @@ def check_count(questions: int, n: int) -> None:
 
 
 def _make_generator(seed: int) -> torch.Generator:
-    """Return a torch generator; seeds beyond 64 bits are mixed down."""
+    """Return a torch generator; seeds beyond 64 bits are hashed down."""
     if seed >= 2**64:
         seed = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     return torch.Generator().manual_seed(seed)

@@ -1,4 +1,4 @@
-"""Sampling with vLLM, in this process: its engine holds a copy of the weights, which `sync` replaces in place."""
+"""Sampling with vLLM in this process: its engine holds a copy of the weights, which `sync` updates in place."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from gradscope.sampling.protocol import Sample
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 """Environment variables set for vLLM unless the user has set them."""
 LOWEST_TEMPERATURE = 0.01
-"""vLLM replaces lower temperatures by this one."""
+"""vLLM's minimum; it replaces lower temperatures by this one."""
 CPU_CACHE = 1 << 30
-"""Bytes of the KV cache on a CPU, unless VLLM_CPU_KVCACHE_SPACE is set."""
+"""Bytes of the KV cache on a CPU, if VLLM_CPU_KVCACHE_SPACE is not set."""
 
 
 class VLLMSampler:
-    """Samples with vLLM from the whole softmax(logits / temperature); its KV cache of common prefixes is on.
+    """Samples with vLLM from the full softmax(logits / temperature), with prefix caching.
 
-    A response depends on the generator, its prompt's index and its own; what is decoded together with it changes its
-    numbers by rounding. Everything runs in this process; under `accelerate launch` each process has an engine of its
-    own on its GPU (seen to work with two processes on a CPU, not tested on GPUs).
+    A response depends on the generator, the index of its prompt and its own index; what is decoded together with it
+    only affects rounding. Everything runs in this process; under `accelerate launch`, each process has its own engine
+    on its GPU (works with two processes on a CPU, not tested on GPUs).
     """
 
     def __init__(
@@ -47,18 +47,18 @@ class VLLMSampler:
         memory: float = 0.4,
         progress: bool | Progress = True,
     ) -> None:
-        """Start an engine on the weights in the policy's folder, wherever the policy itself is loaded.
+        """Start an engine with the weights in the policy's folder.
 
         dtype: of the engine's weights and activations; default the policy's.
-        max_length: of prompt and response together; default the policy's context or what the memory has room for.
-        memory: share of the GPU's memory for weights and KV cache.
-        progress: whether, or to whom, it says that it samples; True on a terminal: vLLM's own bar.
+        max_length: of prompt and response together; default: the policy's context, as far as memory allows.
+        memory: fraction of the GPU's memory for weights and KV cache.
+        progress: whether, or where, to report sampling; True on a terminal: vLLM's own bar.
 
-        Raises InputError where vLLM is not installed, for a policy without a folder, and where vLLM cannot start.
+        Raises InputError if vLLM is not installed or cannot start, or if the policy has no folder.
         """
         if not os.path.isfile(os.path.join(policy.path, "config.json")):
             raise InputError(
-                f"vLLM reads a policy from its folder and {policy.path or 'this one, made in memory,'} holds no "
+                f"vLLM loads a policy from its folder, but {policy.path or 'this one, made in memory,'} has no "
                 "config.json; save it with save_pretrained, or sample with HFSampler"
             )
         self.progress = progress
@@ -68,7 +68,7 @@ class VLLMSampler:
         settings |= {"max_model_len": -1 if max_length is None else max_length}
         engine, on_cpu = _import_vllm()
         if on_cpu:
-            # Blocks of the default 128 tokens would hold no common prefix of short prompts.
+            # With the default blocks of 128 tokens, short prompts would share no prefix.
             settings |= {"enforce_eager": True, "block_size": 32}
             if "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
                 settings["kv_cache_memory_bytes"] = CPU_CACHE
@@ -80,16 +80,16 @@ class VLLMSampler:
                     policy.path,
                     **settings,
                     skip_tokenizer_init=True,
-                    generation_config="vllm",  # not the folder's: its top-p, top-k and stop tokens must not leak in
+                    generation_config="vllm",  # ignore the folder's top-p, top-k and stop tokens
                     logprobs_mode="processed_logprobs",  # at the temperature
                     enable_prefix_caching=True,
                     use_tqdm_on_load=False,
                 )
-        except ValueError as error:  # an architecture, a length or a share of the memory with which it cannot start
+        except ValueError as error:  # unsupported architecture, length or fraction of memory
             words = " ".join(str(error).split())
-            raise InputError(f"vLLM cannot start: {words[:400]}; change that, or take the engine hf") from error
+            raise InputError(f"vLLM cannot start: {words[:400]}; change that, or use the engine hf") from error
         if self._group_is_anothers:
-            # At exit, vLLM would destroy process groups that whoever made them has destroyed by then.
+            # At exit, vLLM would destroy process groups that their owners have already destroyed.
             finalizer = getattr(self._llm.llm_engine.engine_core, "_finalizer", None)
             if finalizer is not None:
                 finalizer.detach()
@@ -106,9 +106,9 @@ class VLLMSampler:
     ) -> list[list[Sample]]:
         """Sample n responses to each prompt, until a stop token, max_new_tokens or the end of the context.
 
-        greedy: the log-probabilities are NaN unless the temperature is 1, the only one at which vLLM then has them.
-        Raises InputError for a prompt that is empty, leaves no room in the context or has ids outside the vocabulary,
-        for a temperature that vLLM would change, and where a response might need more than the KV cache holds.
+        greedy: the log-probabilities are NaN unless the temperature is 1, since vLLM only has them at 1.
+        Raises InputError for prompts that are empty, fill the context or have ids outside the vocabulary, for a
+        temperature that vLLM would change, and if a response might exceed the KV cache.
         """
         check_settings(n, temperature, max_new_tokens)
         if temperature < LOWEST_TEMPERATURE and not greedy:
@@ -133,7 +133,7 @@ class VLLMSampler:
     def sync(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load new weights into the engine: every parameter by its name in the transformers model, unsharded.
 
-        A tied parameter is given once. What was cached under the old weights is forgotten.
+        A tied parameter is given once. Clears the prefix cache.
         """
         pairs = ((name, weight.detach()) for name, weight in weights)
         with _process_state_kept(), torch.no_grad():
@@ -141,11 +141,11 @@ class VLLMSampler:
             self._llm.apply_model(_repack_head)
             forgotten = self._llm.reset_prefix_cache()
         if not forgotten:
-            raise RuntimeError("vLLM kept its prefix cache after new weights came: requests are still running")
+            raise RuntimeError("vLLM did not clear its prefix cache after new weights: requests are still running")
 
     def close(self) -> None:
-        """Free the engine's memory. In a process group that was there before, it stays until the process ends."""
-        # vLLM's shutdown destroys the default process group, which is then the trainer's.
+        """Free the engine's memory; if it shares an existing process group, only when the process ends."""
+        # vLLM's shutdown would destroy the default process group, which is the trainer's.
         if self._llm is None or self._group_is_anothers:
             return
         self._llm.llm_engine.engine_core.shutdown()
@@ -155,18 +155,18 @@ class VLLMSampler:
             torch.cuda.empty_cache()
 
     def _longest(self, prompt_length: int, max_new_tokens: int) -> int:
-        """Return the most tokens that a response to a prompt of that length can have."""
+        """Return the longest possible response to a prompt of this length."""
         room = self._llm.model_config.max_model_len
         longest = min(max_new_tokens, (self._policy.context or room) - prompt_length)
         if prompt_length + longest > room:
             raise InputError(
                 f"a prompt of {prompt_length} tokens with a response of up to {longest} exceeds the {room} that vLLM's "
-                "KV cache holds for one; lower max_new_tokens, or give vLLM a larger share of the memory"
+                "KV cache can hold; lower max_new_tokens, or give vLLM a larger fraction of the memory"
             )
         return longest
 
     def _request(self, length: int, temperature: float, seed: int, key: tuple[int, int]) -> Any:
-        """Return one response's sampling parameters; its random numbers depend on its key alone."""
+        """Return the sampling parameters of one response; its random numbers depend only on its key."""
         from vllm import SamplingParams
 
         return SamplingParams(
@@ -174,8 +174,8 @@ class VLLMSampler:
             max_tokens=length,
             seed=int(np.random.default_rng([seed, *key]).integers(2**62)),
             stop_token_ids=self._stops,
-            ignore_eos=True,  # the policy's own stop tokens are all there are
-            logprobs=0,  # of the sampled token alone
+            ignore_eos=True,  # only the policy's stop tokens count
+            logprobs=0,  # only of the sampled token
             detokenize=False,
         )
 
@@ -190,21 +190,21 @@ class VLLMSampler:
 
 
 def _import_vllm() -> tuple[Any, bool]:
-    """Import vLLM; return its engine's class and whether it is the CPU build."""
+    """Import vLLM; return its engine class and whether it is the CPU build."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
         raise InputError(
-            "VLLM_ENABLE_V1_MULTIPROCESSING is set, but vLLM's weights are synchronised within one process; unset it"
+            "VLLM_ENABLE_V1_MULTIPROCESSING is set, but weights can only be synchronised within one process; unset it"
         )
     try:
-        with warnings.catch_warnings(action="ignore"), _process_state_kept():  # deprecations, in vLLM's own imports
+        with warnings.catch_warnings(action="ignore"), _process_state_kept():  # deprecations in vLLM's imports
             from vllm import LLM
             from vllm.platforms import current_platform
     except ImportError as error:
         raise InputError(
             f"vLLM cannot be imported ({str(error).splitlines()[0]}); on a machine with GPUs run "
-            "pip install 'gradscope[vllm]', for the CPU build make vllm; or take the engine hf"
+            "pip install 'gradscope[vllm]', or make vllm for the CPU build; or use the engine hf"
         ) from error
     return LLM, current_platform.is_cpu()
 
@@ -218,7 +218,7 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
 
 
 def _repack_head(model: Any) -> None:
-    """Repack a tied head on a CPU, where vLLM multiplies by a packed copy that reload_weights leaves stale."""
+    """Repack a tied head on a CPU, where vLLM uses a packed copy that reload_weights does not update."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
     for module in model.modules():

@@ -1,7 +1,7 @@
-"""Does Prop. 4.2 hold for a policy's real tokens: at the logits, a theorem; at the layers, with measured constants.
+"""Tests of Prop. 4.2 on a policy's real tokens: at the logits, where it is a theorem, and at layers with constants.
 
-The report says three things that the proposition alone does not: which power of 1−π norms really follow below the
-logits, where a lower bound is vacuous, and how much wider the products of constants are than the gains of real tokens.
+The report adds three things to the proposition: the power of 1−π that norms below the logits follow, where lower bounds
+are vacuous, and how much wider the products of constants are than the gains of real tokens.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class LogitBounds:
 
     num_tokens: int
     violations: int
-    """Tokens outside by more than rounding; a NaN counts."""
+    """Tokens outside the bounds by more than rounding, or NaN."""
     tolerance: float
-    """Largest relative slack granted to a token, for rounding alone."""
+    """Largest relative slack allowed for rounding."""
 
     @property
     def held(self) -> bool:
@@ -36,7 +36,7 @@ class LogitBounds:
     def __str__(self) -> str:
         return (
             f"logit bounds hold to rounding for {self.num_tokens - self.violations:,} of {self.num_tokens:,} tokens, "
-            f"1−π uncancelled (largest relative slack granted {self.tolerance:.0e})"
+            f"with 1−π uncancelled (largest relative slack allowed: {self.tolerance:.0e})"
         )
 
 
@@ -56,13 +56,13 @@ def check_layer_bounds(
     tiny: float = 1e-12,
     tolerance: float = 1e-4,
 ) -> pd.DataFrame:
-    """Check Eq. 3 with the constants of the tokens' own contexts (`layer_constants`); a row per layer.
+    """Test Eq. 3 with the constants of the tokens' own contexts (`layer_constants`); a row per layer.
 
-    tokens: rows of a token table with a column `context`, the number of the context that the token follows (NaN:
-    none). The lower bound is vacuous where ∏c ≤ tiny or unknown, the upper where ∏d is unknown; violations (beyond the
-    relative tolerance) are counted among the rest. Columns: layer, product_kind, tokens, lower_vacuous, lower_violated,
-    lower_slack, upper_vacuous, upper_violated, upper_slack: a slack is how many times the bound is missed by the median
-    token. Raises InputError where no token has both constants and a measured norm.
+    tokens: rows of a token table with a column `context`, the index of the context that the token follows (NaN: none).
+    The lower bound is vacuous if ∏c ≤ tiny or unknown, the upper if ∏d is unknown; violations (beyond the relative
+    tolerance) are counted among the rest. Columns: layer, product_kind, tokens, lower_vacuous, lower_violated,
+    lower_slack, upper_vacuous, upper_violated, upper_slack; a slack is the factor between the median token and the
+    bound. Raises InputError if no token has both constants and a measured norm.
     """
     require_columns(tokens, ["context", "log_one_minus_prob"])
     rows = []
@@ -87,7 +87,7 @@ def check_layer_bounds(
     if not sum(row["tokens"] for row in rows):
         raise InputError(
             "no token has both a measured norm and the constants of its context; measure the tokens whose contexts "
-            "layer_constants was given, and number them in the column context"
+            "layer_constants got, and number them in the column context"
         )
     return pd.DataFrame([row for row in rows if row["tokens"]])
 
@@ -95,15 +95,15 @@ def check_layer_bounds(
 def compare_spreads(gains: pd.DataFrame, constants: pd.DataFrame) -> pd.DataFrame:
     """Compare the ratio ∏d/∏c at single contexts with the gains of real tokens; a row per layer.
 
-    Columns: layer, product_kind, contexts, product_c, product_d, product_ratio and reach_ratio (medians over contexts;
-    the ratios are of each context's own, ∏d/∏c and, over all tokens that could follow, largest/smallest gain; ∞ where
-    ∏c is 0, NaN where unknown everywhere), then gain_min, gain_max, gain_ratio of the tokens that did.
+    Columns: layer, product_kind, contexts, product_c, product_d, product_ratio and reach_ratio (medians over contexts
+    of ∏d/∏c and of the ratio of largest to smallest gain over all tokens that could follow; ∞ if ∏c is 0, NaN if
+    unknown everywhere), then gain_min, gain_max, gain_ratio of the tokens that did follow.
     """
     rows = []
     for (layer, kind), part in constants.groupby(["layer", "product_kind"], sort=True):
         measured = gains[gains["quantity"] == f"{LAYER}{layer}"]
         if measured.empty:
-            raise InputError(f"the gains have no row of {LAYER}{layer}; give those of the policy the constants are of")
+            raise InputError(f"the gains have no row of {LAYER}{layer}; give those of the constants' policy")
         c, d = part["product_c"].to_numpy(), part["product_d"].to_numpy()
         with np.errstate(divide="ignore"):
             ratio = pd.Series(d / c).dropna().median()
@@ -116,7 +116,7 @@ def compare_spreads(gains: pd.DataFrame, constants: pd.DataFrame) -> pd.DataFram
 
 @dataclass(frozen=True)
 class TheoryReport:
-    """What a token table, and constants where there are some, say about Prop. 4.2; print it, or show it in Jupyter."""
+    """What a token table and, if given, constants say about Prop. 4.2; print it, or show it in Jupyter."""
 
     logit_bounds: LogitBounds
     powers: pd.DataFrame
@@ -128,15 +128,15 @@ class TheoryReport:
     envelopes: pd.DataFrame
     """`gains.check_envelopes`."""
     floor: float
-    """Powers and variance are of tokens with 1−π above this."""
+    """Powers and variance are over tokens with 1−π above this."""
     rest_ratio: float
-    """Largest 1−π over the smallest, of the tokens that the powers are fitted to."""
+    """Ratio of largest to smallest 1−π among the fitted tokens."""
     constants: pd.DataFrame | None = None
     """`layer_constants`; None: not computed."""
     spreads: pd.DataFrame | None = None
     """`compare_spreads`."""
     layer_bounds: pd.DataFrame | None = None
-    """`check_layer_bounds`; None: no token of the table names its context."""
+    """`check_layer_bounds`; None if no token in the table names its context."""
 
     def __str__(self) -> str:
         parts = [[str(self.logit_bounds)], self._powers(), self._head(), self._products()]
@@ -151,7 +151,7 @@ class TheoryReport:
         return f"<pre>{self}</pre>" + "".join(html)
 
     def _powers(self) -> list[str]:
-        """Caveat 1: the power is an empirical question below the head."""
+        """Caveat 1: below the head, the power is an empirical question."""
         columns = ["quantity", "slope", "slope_lower", "slope_upper", "r2", "tokens"]
         shown = self.powers[columns].merge(
             self.gains[["quantity", "slope"]], "left", "quantity", suffixes=("", "_of_gain")
@@ -201,10 +201,10 @@ class TheoryReport:
             "3. Spread of the products, ∏d/∏c at a context, beside the exact reach of gains over the vocabulary there",
             f"   and the gains of real tokens, max/min each; 1−π itself spans {self.rest_ratio:.3g}× in the fits",
             *_lines(self.spreads),
-            "   certified constants belong to their own context; NaN: not converged; ∏c = 0: σ_min drowns in rounding",
+            "   certified constants belong to their own context; NaN: not converged; ∏c = 0: σ_min is below rounding",
         ]
         if self.layer_bounds is None:
-            return [*lines, "   Eq. 3 was not tried on tokens: the table has no column context that names them"]
+            return [*lines, "   Eq. 3 was not tested on tokens: the table has no column context"]
         bounds = self.layer_bounds
         sides = []
         for side in ("lower", "upper"):
@@ -225,10 +225,10 @@ def theory_report(
     floor: float = FLOOR,
     resamples: int = 1000,
 ) -> TheoryReport:
-    """Report all that a token table says about Prop. 4.2; with constants, about Eq. 3, too.
+    """Report what a token table says about Prop. 4.2 and, with constants, about Eq. 3.
 
-    table: the columns of `measure` and `group`, the number of the token's prompt; with constants also `context`, the
-    number of the context that the token follows, NaN for tokens whose context has no constants.
+    table: the columns of `measure` and `group`, the id of the token's prompt; with constants also `context`, the index
+    of the context that the token follows, NaN if that has no constants.
     """
     gains = layer_gains(table, floor=floor)
     rest = table["log_one_minus_prob"][table["log_one_minus_prob"] > np.log(floor)].astype(float)
@@ -261,7 +261,7 @@ def _lines(table: pd.DataFrame) -> list[str]:
 
 
 def measured_cones(theory: TheoryReport, layers: list[str]) -> pd.DataFrame:
-    """Return the measured gains of these layers as cones of Fig. 2."""
+    """Return the measured gains of these layers, as cones for Fig. 2."""
     gains = theory.gains[theory.gains["quantity"].isin(layers)]
     return pd.DataFrame(
         {

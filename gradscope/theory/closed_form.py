@@ -1,11 +1,11 @@
-"""Proposition 4.2 as pure math: the norm of the logit gradient in closed form, and both of its bounds.
+"""Proposition 4.2: the norm of the logit gradient in closed form, and both bounds.
 
 The gradient of log π(o) with respect to the logits is e − π (e one-hot at the sampled token o), so over N tokens
 
     √(N/(N−1)) · (1−π) ≤ ‖e − π‖ ≤ √2 · (1−π),        ‖e − π‖² = (1−π)² + Σ_{j≠o} π_j²        (arXiv:2505.12929)
 
-The textbook form 1 − 2π + Σ_j π_j² is the same number but cancels to 0 in float32 near π = 1; the sum over the *other*
-tokens never cancels. "With respect to the logits" means logits / T wherever a temperature T is in play.
+The textbook form 1 − 2π + Σ_j π_j² is equal but cancels to 0 in float32 near π = 1; the sum over the *other*
+tokens never cancels. With a temperature T, "logits" means logits / T.
 """
 
 import math
@@ -25,15 +25,15 @@ def logit_grad_norm(
 ) -> Float[Tensor, "*tokens"]:
     """Return ‖e − π‖, the L2 norm of the gradient of log π(token) with respect to the logits, without cancellation.
 
-    `logprobs_all` holds log π_j (nats) of the whole vocabulary; the sampled token's own entry is not read. Float64
-    stays float64, anything narrower is computed and returned in float32. A token of probability 1 has norm 0.
+    `logprobs_all` holds log π_j (nats) of the whole vocabulary; the sampled token's entry is not used. Float64 stays
+    float64; narrower dtypes are computed and returned in float32. A token of probability 1 has norm 0.
 
     >>> round(logit_grad_norm(torch.tensor([0.5, 0.25, 0.25]).log(), torch.tensor(0)).item(), 6)  # √(½² + ¼² + ¼²)
     0.612372
     """
     others = widen(logprobs_all).scatter(-1, token_ids.unsqueeze(-1), -math.inf).exp()
     largest = others.amax(-1, keepdim=True)
-    # Divide by the largest first: in float32 the square of a probability below 1e-23 is 0.
+    # Divide by the largest first: in float32, squares of probabilities below 1e-23 underflow.
     relative = others / largest.clamp_min(torch.finfo(others.dtype).tiny)
     return largest.squeeze(-1) * (relative.sum(-1).square() + relative.square().sum(-1)).sqrt()
 
@@ -44,7 +44,7 @@ def logit_grad_bounds(
 ) -> tuple[Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Return the lower and upper bounds of Prop. 4.2 on ‖e − π‖, from log(1−π) in nats.
 
-    The lower bound is reached where all other tokens are equally likely, the upper one where one has all the rest.
+    The lower bound is attained if all other tokens are equally likely, the upper one if a single one has all the rest.
 
     >>> lower, upper = logit_grad_bounds(torch.tensor(0.5).log(), vocab_size=2)  # two tokens: both bounds meet
     >>> round(lower.item(), 6), round(upper.item(), 6)
@@ -58,27 +58,27 @@ def logit_grad_bounds(
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """How many tokens break a bound of Prop. 4.2 by more than rounding."""
+    """Counts of tokens that violate a bound of Prop. 4.2 by more than rounding."""
 
     num_tokens: int
-    """Tokens compared."""
+    """Number of tokens compared."""
     num_below: int
-    """Tokens whose norm lies below the lower bound; a NaN counts here."""
+    """Tokens with a norm below the lower bound, or NaN."""
     num_above: int
-    """Tokens whose norm lies above the upper bound."""
+    """Tokens with a norm above the upper bound."""
     tolerance: float
-    """Largest relative slack that was granted to any token."""
+    """Largest relative slack allowed for any token."""
 
     @property
     def holds(self) -> bool:
-        """True when no token breaks either bound."""
+        """True if no token violates either bound."""
         return self.num_below == 0 and self.num_above == 0
 
 
 def rounding_tolerance(log_one_minus_prob: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
-    """Return the relative slack for rounding: 4 ε · (8 + |log(1−π)|), ε of the dtype (float32: 1.2e-7).
+    """Return the relative slack for rounding: 4 ε · (8 + |log(1−π)|), with the dtype's ε (float32: 1.2e-7).
 
-    A rounded log x holds x only to ε·|log x|, which is why the slack grows with |log(1−π)|; the 8 is for the sums.
+    A rounded log x determines x only to ε·|log x|, so the slack grows with |log(1−π)|; the 8 is for the sums.
     """
     log_one_minus_prob = widen(log_one_minus_prob)
     info = torch.finfo(log_one_minus_prob.dtype)
@@ -92,13 +92,13 @@ def check_logit_grad_bounds(
     *,
     tolerance: int | float | None = None,
 ) -> BoundCheck:
-    """Count the tokens whose ‖e − π‖ breaks Prop. 4.2; `tolerance` is relative, None takes `rounding_tolerance`.
+    """Count the tokens whose ‖e − π‖ violates Prop. 4.2; relative `tolerance`, None: `rounding_tolerance`.
 
     >>> check_logit_grad_bounds(torch.tensor([0.6, 0.9]), torch.tensor([0.5, 0.5]).log(), vocab_size=8).num_above
     1
     """
     slack = rounding_tolerance(log_one_minus_prob) if tolerance is None else torch.full_like(norms, tolerance)
     lower, upper = logit_grad_bounds(log_one_minus_prob, vocab_size)
-    below = ~(norms >= lower * (1 - slack))  # negated, so that a NaN counts
+    below = ~(norms >= lower * (1 - slack))  # negated to include NaN
     above = norms > upper * (1 + slack)
     return BoundCheck(norms.numel(), int(below.sum()), int(above.sum()), float(slack.max()) if slack.numel() else 0.0)

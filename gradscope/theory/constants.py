@@ -1,14 +1,14 @@
-"""How much a block or the head can stretch or shrink a gradient: constants c and d of Eq. 3, at real activations.
+"""The constants c and d of Eq. 3 at real activations: how much a block or the head can stretch or shrink a gradient.
 
-A token's gradient δ_ℓ goes down one context of n positions as δ_{ℓ-1} = J_ℓᵀ δ_ℓ, where J_ℓ [n·d, n·d] is the Jacobian
-of block ℓ over the whole context, so σ_min(J_ℓ) ‖δ_ℓ‖ ≤ ‖δ_{ℓ-1}‖ ≤ σ_max(J_ℓ) ‖δ_ℓ‖: a theorem at that context, and at
-every token inside it, for a causal Jacobian maps gradients of earlier positions as their own prefix would.
-At the head, J [N, d] of logits / T at the last position, N > d makes σ_min(Jᵀ) zero; but only e_k − π ever enters, so
+In a context of n positions, a token's gradient propagates as δ_{ℓ-1} = J_ℓᵀ δ_ℓ, where J_ℓ [n·d, n·d] is the Jacobian
+of block ℓ over the whole context, so σ_min(J_ℓ) ‖δ_ℓ‖ ≤ ‖δ_{ℓ-1}‖ ≤ σ_max(J_ℓ) ‖δ_ℓ‖. This is a theorem at that context
+and at every token inside it, since a causal Jacobian maps gradients of earlier positions as on their own prefix. At the
+head, with J [N, d] of logits / T at the last position, N > d makes σ_min(Jᵀ) zero; but only e_k − π ever enters, so
 
     c = min_k ‖Jᵀ(e_k − π)‖ / ‖e_k − π‖ over the vocabulary, exactly,      d = σ_max(J)        (arXiv:2505.12929, Eq. 3)
 
-*certified*: from the SVD of the explicit Jacobian, up to the rounding of the model's own arithmetic. *estimated*: from
-Lanczos on Jacobian products; a converged σ_max is nearly surely the largest, but nothing proves it.
+*certified*: from the SVD of the explicit Jacobian, up to the model's rounding. *estimated*: from
+Lanczos on Jacobian products; a converged σ_max is almost surely the largest, but this is not proved.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from gradscope.rollouts import TokenBatch
 from gradscope.theory.closed_form import logit_grad_norm
 
 ROWS = 4096
-"""Positions × vectors that one batched product carries."""
+"""Positions × vectors in one batched product."""
 LANCZOS_RESTARTS = {"LA": 30, "SA": 10}
-"""Largest and smallest eigenvalue; the smallest converges at once or hardly ever."""
+"""Restarts for the largest and smallest eigenvalue; the smallest converges at once or hardly ever."""
 LANCZOS_TOLERANCE = 1e-6
 LARGEST_RESIDUAL = 1e-2
-"""A Lanczos value whose relative residual is larger has not converged."""
+"""Largest relative residual of a converged Lanczos value."""
 LARGEST_FLOW = 1 << 28
-"""Entries of the Jacobian of one position's hidden state with respect to a layer; a larger one is not formed."""
+"""Most entries of the Jacobian of one position's hidden state with respect to a layer; larger ones are not formed."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class LocalJacobian:
     inputs: Tensor
     output: Tensor
     positions: int
-    """Positions of the context: what one product costs."""
+    """Number of positions in the context, the cost of one product."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(outputs, inputs)."""
+        """The shape (outputs, inputs)."""
         return self.output.numel(), self.inputs.numel()
 
     def pull(self, seeds: Float[Tensor, "K outputs"]) -> Float[Tensor, "K inputs"]:
@@ -66,7 +66,7 @@ class LocalJacobian:
         return self._grad(pulled, dual, directions)
 
     def dense(self) -> Float[Tensor, "outputs inputs"]:
-        """Return the explicit matrix, built by rows or by columns, whichever are fewer."""
+        """Return the explicit matrix, built by rows or columns, whichever are fewer."""
         rows, columns = self.shape
         product = self.pull if rows <= columns else self.push
         identity = torch.eye(min(rows, columns), dtype=self.output.dtype, device=self.output.device)
@@ -86,20 +86,20 @@ class LocalJacobian:
 
 @dataclass(frozen=True)
 class Constants:
-    """c and d of one map at one context: c ‖u‖ ≤ ‖Jᵀu‖ ≤ d ‖u‖ for every gradient u that can come from above."""
+    """Constants of one map at one context: c ‖u‖ ≤ ‖Jᵀu‖ ≤ d ‖u‖ for every possible gradient u from above."""
 
     kind: str
     """"certified" or "estimated"."""
     c: float
-    """0 where it is no larger than rounding, NaN where it did not converge: either way the lower bound is vacuous."""
+    """0 if below rounding, NaN if not converged; in both cases the lower bound is vacuous."""
     d: float
-    """NaN where it did not converge."""
+    """NaN if not converged."""
     sigma_min: float
-    """Smallest of the min(outputs, inputs) singular values of J; for a block it is c before rounding is judged."""
+    """Smallest of the min(outputs, inputs) singular values of J; for a block, c before checking for rounding."""
     residual: float = 0.0
-    """‖JᵀJv − d²v‖ / d², of the estimate; 0 where certified."""
+    """‖JᵀJv − d²v‖ / d² of the estimate; 0 if certified."""
     residual_c: float = 0.0
-    """The same of c."""
+    """The same for c."""
 
 
 def block_constants(jacobian: LocalJacobian, *, max_exact: int = 1024) -> Constants:
@@ -118,7 +118,7 @@ def block_constants(jacobian: LocalJacobian, *, max_exact: int = 1024) -> Consta
 
 
 def head_constants(matrix: Float[Tensor, "N d"], logits: Float[Tensor, " N"]) -> Constants:
-    """Return c over the vocabulary and d = σ_max from the head's explicit Jacobian, both at and of logits / T."""
+    """Return c over the vocabulary and d = σ_max, from the explicit Jacobian of logits / T."""
     deltas, norms = token_deltas(matrix, logits)
     sigma = torch.linalg.svdvals(matrix)
     return Constants("certified", (deltas.norm(dim=1) / norms).min().item(), sigma[0].item(), sigma[-1].item())
@@ -143,16 +143,16 @@ def token_deltas(
 def layer_constants(
     policy: Policy, contexts: Sequence[Int[Tensor, "_"]], *, temperature: float, max_exact: int = 1024
 ) -> pd.DataFrame:
-    """Compute the constants of Eq. 3 at some contexts (ids without padding; the token in question would come next).
+    """Compute the constants of Eq. 3 at some contexts (ids without padding, before the token in question).
 
-    A row per context and layer ℓ = 0 … L. `c`, `d` belong to what lies directly above ℓ: block ℓ+1, at L the head.
-    `product_c`, `product_d` multiply them from there to the logits: ‖δ_ℓ‖ / ‖e − π‖ lies between these two, for each
-    token that can follow this context, and for no other context. `product_kind` is "certified" only if all of them are.
-    A block is certified where n·d ≤ max_exact (its SVD takes (n·d)³ work); the head always is. Float64 rounds least.
-    `reach_min`, `reach_max`: the smallest and largest gain ‖δ_ℓ‖ / ‖e − π‖ that any token of the vocabulary would have
-    at this context, exactly, with no product in between; NaN where n·d² entries are too many to form (`LARGEST_FLOW`).
+    Returns a row per context and layer ℓ = 0 … L. `c` and `d` belong to the map directly above ℓ: block ℓ+1, or the
+    head at L. `product_c` and `product_d` are the products from there to the logits, between which ‖δ_ℓ‖ / ‖e − π‖ lies
+    for each token that can follow this context. `product_kind` is "certified" only if all factors are. A block is
+    certified if n·d ≤ max_exact (its SVD takes (n·d)³ work), the head always. Float64 rounds least. `reach_min` and
+    `reach_max` are the exact smallest and largest gain ‖δ_ℓ‖ / ‖e − π‖ over the vocabulary at this context; NaN if n·d²
+    entries are too many (`LARGEST_FLOW`).
 
-    Raises InputError for contexts that are none, empty or too long, and for a temperature that is not positive.
+    Raises InputError without contexts, for empty or too long ones, and for a temperature that is not positive.
     """
     _check(policy, contexts, temperature)
     rows = []
@@ -175,7 +175,7 @@ def token_contexts(batch: TokenBatch, tokens: pd.DataFrame) -> list[Int[Tensor, 
 
 @dataclass(frozen=True)
 class _BlockCall:
-    """How the model called one block, and what came out."""
+    """The arguments and output of one block's call."""
 
     block: nn.Module
     args: tuple[Any, ...]
@@ -183,14 +183,14 @@ class _BlockCall:
     output: Tensor
 
     def jacobian(self) -> LocalJacobian:
-        """Run the block again, as the model ran it: masks and rotations come along, only the hidden states are free."""
+        """Run the block again with the same masks and rotations, as a function of the hidden states."""
         hidden = (self.args[0] if self.args else self.kwargs["hidden_states"]).detach().clone().requires_grad_(True)
         if self.args:
             output = first_tensor(self.block(hidden, *self.args[1:], **self.kwargs))
         else:
             output = first_tensor(self.block(**{**self.kwargs, "hidden_states": hidden}))
         if not (output - self.output).norm() <= 1e-3 * self.output.norm():
-            raise SelfCheckError(f"{type(self.block).__name__} run again on the same input gives another output")
+            raise SelfCheckError(f"{type(self.block).__name__} gives another output when run again on the same input")
         return LocalJacobian(hidden, output, hidden.shape[1])
 
 
@@ -222,7 +222,7 @@ def _context_rows(
 
 
 def _flow_of_last_position(head: LocalJacobian) -> Tensor | None:
-    """Return [d, n·d]: the Jacobian of the last position's hidden state after the last block, with respect to itself.
+    """Return the Jacobian [d, n·d] of the last position's final hidden state with respect to that layer.
     """
     width, length = head.shape[1], head.positions
     if width * width * length > LARGEST_FLOW:
@@ -233,7 +233,7 @@ def _flow_of_last_position(head: LocalJacobian) -> Tensor | None:
 
 
 def _reach(deltas: Tensor, norms: Tensor, flow: Tensor | None) -> tuple[float, float]:
-    """Return the smallest and largest ‖flowᵀ δ_L‖ / ‖e_k − π‖ over the tokens k, each of which has its δ_L."""
+    """Return the smallest and largest ‖flowᵀ δ_L‖ / ‖e_k − π‖ over the tokens k, with each token's own δ_L."""
     if flow is None:
         return float("nan"), float("nan")
     gram = flow.double() @ flow.double().T
@@ -242,7 +242,7 @@ def _reach(deltas: Tensor, norms: Tensor, flow: Tensor | None) -> tuple[float, f
 
 
 def _run(policy: Policy, ids: Tensor, temperature: float) -> tuple[list[_BlockCall], LocalJacobian]:
-    """Run one forward pass; return how every block was called, and the head's graph from the last position to logits /
+    """Run one forward pass; return every block's call, and the head's graph from the last position to logits /
     T.
     """
     calls: list[_BlockCall] = []
@@ -277,7 +277,7 @@ def _lanczos(jacobian: LocalJacobian, which: str) -> tuple[float, float]:
         return jacobian.pull(jacobian.push(direction))[0].double().cpu().numpy()
 
     operator = LinearOperator((size, size), matvec=square, dtype=np.float64)
-    start = np.random.default_rng(0).standard_normal(size)  # any start will do; a fixed one gives the same number again
+    start = np.random.default_rng(0).standard_normal(size)  # any start will do; a fixed one is reproducible
     try:
         values, vectors = eigsh(
             operator, k=1, which=which, v0=start, tol=LANCZOS_TOLERANCE, maxiter=LANCZOS_RESTARTS[which]
@@ -294,7 +294,7 @@ def _lanczos(jacobian: LocalJacobian, which: str) -> tuple[float, float]:
 def _check(policy: Policy, contexts: Sequence[Tensor], temperature: float) -> None:
     if not contexts or any(len(ids) == 0 for ids in contexts):
         raise InputError(
-            "there is no context, or an empty one; give ids of at least one token before the one in question"
+            "there is no context, or an empty one; give the ids of at least one token before the one in question"
         )
     if policy.context is not None and (longest := max(map(len, contexts))) > policy.context:
         raise InputError(f"a context has {longest} tokens and the model takes {policy.context}; give shorter ones")

@@ -1,7 +1,7 @@
-"""What else than probability a norm or a movement may follow: entropy, position, advantage sign, token class.
+"""Other drivers of norms and movements than probability: entropy, position, advantage sign, token class.
 
-`add_drivers` makes columns of them for the `by=` of every statistic; `regress_norms` asks which one the norms follow,
-probability or entropy, that are correlated with each other.
+`add_drivers` adds them as columns for the `by=` of every statistic; `regress_norms` separates the correlated effects of
+probability and entropy on norms.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ Number = int | float
 CLASSES = ("word", "digit", "punctuation", "space", "special")
 DRIVERS = ("log_one_minus_prob", "entropy")
 POOLED = "layers"
-"""The quantity of all layers' activation norms together."""
+"""The quantity that combines the activation norms of all layers."""
 
 _FEWEST = 4
-"""Two drivers and an intercept fit three tokens exactly."""
+"""Fewest tokens: two drivers and an intercept fit three exactly."""
 _CONSTANT = 1e-12
-"""A standardised driver whose variance in a resample is this small does not vary there."""
+"""Variance of a standardised driver below which it counts as constant in a resample."""
 
 
 def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Series:
     """Classify decoded tokens: special, else word (contains a letter), digit, space (nothing else), or punctuation
     (also symbols and fragments of characters).
 
-    special: the tokenizer's special tokens, as they are decoded. Raises InputError for what is no string.
+    special: the tokenizer's special tokens, as decoded. Raises InputError for values that are not strings.
 
     >>> token_classes(pd.Series([" knight", "12", " (", "\\n", "</s>"]), {"</s>"}).tolist()
     ['word', 'digit', 'punctuation', 'space', 'special']
     """
     unique = tokens.unique()
     if strange := [token for token in unique if not isinstance(token, str)]:
-        raise InputError(f"{strange[0]!r} is no token; give the decoded tokens, strings, as in the column `token`")
+        raise InputError(f"{strange[0]!r} is not a token; give the decoded tokens as strings, as in the column `token`")
     classes = {token: "special" if token in special else _class(token) for token in unique}
     return pd.Series(pd.Categorical(tokens.map(classes), CLASSES), index=tokens.index, name="token_class")
 
@@ -50,9 +50,9 @@ def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Seri
 def add_drivers(table: pd.DataFrame, *, classes: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
     """Add categorical columns for `by=`: entropy_class, position_class, length_class, advantage_sign, token_class.
 
-    Classes hold equally many tokens, [lo, hi) with the last one closed; ties leave fewer classes. entropy_class is in
-    nats, length_class in tokens that the table has of the response, advantage_sign "negative", "zero" or "positive".
-    length_class and token_class need columns `response` and `token`, as of `measure`. What is NaN has no category.
+    Classes are [lo, hi) with equally many tokens, the last one closed; ties lead to fewer classes. entropy_class is in
+    nats, length_class in tokens of the response in the table, advantage_sign "negative", "zero" or "positive".
+    length_class and token_class need columns `response` and `token`, as from `measure`. NaN gets no category.
     """
     needed = ["entropy", "position", "advantage"]
     if missing := [c for c in needed if c not in table]:
@@ -80,19 +80,18 @@ def regress_norms(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Regress the log norm on log(1−π) and entropy together by OLS: does a norm follow probability or entropy?
+    """Regress the log norm on log(1−π) and entropy by OLS, to see whether norms follow probability or entropy.
 
-    table: of `measure`, whose tokens with 1−π > floor and a measured norm are taken; each of a sample counts for 1 / p.
-    A quantity is the activations' norm of a layer, param_grad_norm, or "layers": all layers together, each with an
-    intercept of its own.
-    Rows per quantity: driver log_one_minus_prob; entropy; difference, how much larger |coefficient| is of the first;
-    and, of "layers" only, layer. Columns:
-    coefficient: standardised, in standard deviations of log norm per one of the driver, the other driver (and layer)
-    held fixed; lower, upper: percentiles over redrawn prompts, in each of which everything is standardised anew;
-    r2_alone: R² of this driver as the only one; r2: of all together; vif: variance inflation 1 / (1 − R² of the driver
-    on the rest); collinear: vif > max_vif, when the two cannot be told apart and coefficients and bounds are NaN
-    instead of an answer; tokens, prompts: in the fit (tokens × layers where pooled).
-    NaN on fewer than 4 tokens, for a driver that does not vary, and bounds with one prompt. Raises InputError if no
+    table: from `measure`; uses tokens with 1−π > floor and a measured norm, weighted by 1 / p if sampled. A quantity is
+    the activation norm of a layer, param_grad_norm, or "layers": all layers together, with an intercept each.
+    Rows per quantity: the drivers log_one_minus_prob and entropy; difference, the first |coefficient| minus the second;
+    for "layers" also layer. Columns:
+    coefficient: standardised, in standard deviations of the log norm per one of the driver, holding the other driver
+    (and layer) fixed; lower, upper: bootstrap percentiles over prompts, re-standardised in each draw; r2_alone: R² of
+    this driver alone; r2: of all together; vif: variance inflation 1 / (1 − R² of the driver on the rest); collinear:
+    vif > max_vif, in which case coefficients and bounds are NaN; tokens, prompts: in the fit (tokens × layers if
+    pooled).
+    NaN with fewer than 4 tokens or for a constant driver; bounds are NaN with one prompt. Raises InputError if no
     quantity has 4 tokens to fit.
     """
     names = quantities(table)
@@ -125,11 +124,11 @@ def _class(token: str) -> str:
 
 
 def _quantile_classes(column: pd.Series, classes: int) -> pd.Categorical:
-    """Cut a column into classes of equal counts, at values that occur; a constant column is one class."""
+    """Cut a column into classes of equal counts, at existing values; a constant column is one class."""
     values = column.to_numpy(np.float64)
     known = ~np.isnan(values)
     if not known.any():
-        raise InputError(f"{column.name} is nowhere known, so it has no classes; measure it first")
+        raise InputError(f"{column.name} is unknown for every token, so it has no classes; measure it first")
     edges = np.unique(np.quantile(values[known], np.arange(classes + 1) / classes, method="higher"))
     code = np.full(len(values), -1)
     if len(edges) == 1:
@@ -140,7 +139,7 @@ def _quantile_classes(column: pd.Series, classes: int) -> pd.Categorical:
 
 
 def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tuple[np.ndarray, ...]:
-    """Return tokens to fit in each of the columns: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
+    """Return the tokens to fit in each column: log(1−π), entropy, log norm [n, 3]; column; prompt; 1/p."""
     known, clusters = np.isfinite(table["entropy"].to_numpy(np.float64)), prompt_clusters(table)
     values, layers, prompts, counts, weights = [], [], [], [], sampling_weights(table)
     for layer, name in enumerate(columns):
@@ -156,7 +155,7 @@ def _fitted_tokens(table: pd.DataFrame, columns: list[str], floor: float) -> tup
 def _fit(
     values: np.ndarray, layer: np.ndarray, prompts: np.ndarray, tokens: np.ndarray, max_vif: Number, settings: dict
 ) -> pd.DataFrame:
-    """Return the rows of one quantity, that of the layer last."""
+    """Return the rows of one quantity, with the layer's last."""
     fit = pd.DataFrame({"driver": [*DRIVERS, "difference", "layer"]})
     if len(values) < _FEWEST:
         unknown = dict.fromkeys(("coefficient", "lower", "upper", "r2_alone", "r2", "vif"), np.nan)
@@ -185,12 +184,12 @@ def _cluster_sums(
     """Return sums of the standardised values per prompt: counts [C, L] and sums [C, L, 3] by layer, sums of products
     [C, 3, 3].
 
-    tokens: how many each counts for.
+    tokens: the weight of each token.
     """
     part = (tokens / tokens.mean())[:, None]
     middle = (part * values).mean(0)
     deviation = np.sqrt((part * (values - middle) ** 2).mean(0))
-    spread = np.where(np.ptp(values, axis=0) > 0, deviation, np.inf)  # what does not vary becomes 0
+    spread = np.where(np.ptp(values, axis=0) > 0, deviation, np.inf)  # constants become 0
     z = ((values - middle) / spread).T
     labels, cluster = np.unique(prompts, return_inverse=True)
     shape = (len(labels), layer.max() + 1)
@@ -204,9 +203,9 @@ def _cluster_sums(
 def _moments(
     weights: np.ndarray, counts: np.ndarray, sums: np.ndarray, products: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Covariances (divided by n) of log(1−π), entropy and log norm per draw, [draws, 3, 3]: within layers, and overall.
+    """Return covariances (÷ n) of log(1−π), entropy and log norm by draw [draws, 3, 3], within layers and overall.
 
-    Within: about the mean of the layer, which is what an intercept per layer leaves to the drivers.
+    Within: about each layer's mean, which is what an intercept per layer leaves to the drivers.
     """
     drawn, sums, products = (np.tensordot(weights, part, 1) for part in (counts, sums, products))
     n, whole = drawn.sum(1)[:, None, None], sums.sum(1)
@@ -215,13 +214,13 @@ def _moments(
 
 
 def _slopes(within: np.ndarray) -> np.ndarray:
-    """Least squares of log norm on both drivers, [draws, 2]; the shortest solution where they are collinear."""
+    """Fit the log norm on both drivers by least squares [draws, 2]; the shortest solution if collinear."""
     inverse = np.linalg.pinv(within[:, :2, :2], 1e-10, hermitian=True)
     return (inverse @ within[:, :2, 2:])[:, :, 0]
 
 
 def _coefficients(within: np.ndarray, overall: np.ndarray) -> np.ndarray:
-    """Standardised slopes [draws, 2]; NaN where driver or norm do not vary."""
+    """Return standardised slopes [draws, 2]; NaN if driver or norm are constant."""
     variance = np.diagonal(overall, axis1=1, axis2=2)
     known = (np.diagonal(within, axis1=1, axis2=2)[:, :2] > _CONSTANT) & (variance[:, 2:] > _CONSTANT)
     scale = np.divide(variance[:, :2], variance[:, 2:], out=np.full(known.shape, np.nan), where=known)
@@ -229,7 +228,7 @@ def _coefficients(within: np.ndarray, overall: np.ndarray) -> np.ndarray:
 
 
 def _explained(within: np.ndarray, overall: np.ndarray) -> tuple[np.ndarray, float]:
-    """Return the R² [3] of each driver alone and of the layer alone, and that of all together."""
+    """Return the R² [3] of each driver alone and of the layer alone, and the R² of all together."""
     total = overall[2, 2] if overall[2, 2] > _CONSTANT else np.nan
     variance = np.where(np.diagonal(overall)[:2] > _CONSTANT, np.diagonal(overall)[:2], np.nan)
     explained = _slopes(within[None])[0] @ within[:2, 2]
@@ -238,7 +237,7 @@ def _explained(within: np.ndarray, overall: np.ndarray) -> tuple[np.ndarray, flo
 
 
 def _inflation(within: np.ndarray, overall: np.ndarray) -> np.ndarray:
-    """Variance inflation of both drivers, each against the other and the layer: infinite where it is a copy of them."""
+    """Return the variance inflation of both drivers, each given the other and the layer; infinite if redundant."""
     factors = np.full(2, np.nan)
     for driver, other in ((0, 1), (1, 0)):
         if overall[driver, driver] > _CONSTANT:

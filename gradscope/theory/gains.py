@@ -1,12 +1,11 @@
-"""Below the logits: gains of real tokens, the power of 1−π that norms follow, and who carries their variance.
+"""Below the logits: gains of real tokens, the power of 1−π that norms follow, and the sources of their variance.
 
-At the logits ‖e − π‖ / (1−π) lies in [1, √2] by algebra: a slope of 1 there shows nothing. Below,
-‖δ_ℓ‖ = gain · ‖e − π‖, and the theory's power 1 (Eq. 3, arXiv:2505.12929) is right exactly as far as the gain does not
-depend on 1−π. All here is measurement, from a token table with a column `group`, the number of the token's prompt.
-Logarithms are natural, tokens whose norm is NaN (not measured) or 0 are left out, and intervals are percentile
-bootstraps of 95 % that redraw whole prompts, for tokens of one prompt are not independent draws. Where a sample was
-measured, a token counts for 1 / p in fits and quantiles, p its sampling probability; counts and extremes are of the
-measured tokens.
+At the logits ‖e − π‖ / (1−π) lies in [1, √2] by algebra, so a slope of 1 there shows nothing. Below,
+‖δ_ℓ‖ = gain · ‖e − π‖, and the theory's power 1 (Eq. 3, arXiv:2505.12929) is right exactly if the gain does not depend
+on 1−π. This module measures that, from a token table with a column `group`, the id of the token's prompt. Logarithms
+are natural; tokens whose norm is NaN (unmeasured) or 0 are left out; intervals are 95 % percentile bootstraps over
+whole prompts, since tokens of one prompt are not independent. Sampled tokens are weighted by 1 / p, p their sampling
+probability, in fits and quantiles; counts and extremes are over the measured tokens.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from gradscope.gradients import LAYER, LOGITS, PARAMETERS, sampling_weights, wei
 from gradscope.resampling import Seed, draw_clusters, percentiles, short_of
 
 FLOOR = 1e-3
-"""Fits take tokens with 1−π above this: the many nearly certain ones would decide the slope."""
+"""Fits use tokens with 1−π above this, since the many nearly certain ones would dominate the slope."""
 FEWEST = 3
-"""A line through fewer tokens says nothing."""
+"""Fewest tokens for a line."""
 
 
 def layer_gains(table: pd.DataFrame, *, floor: float = FLOOR) -> pd.DataFrame:
     """Return the gains ‖δ_ℓ‖ / ‖e − π‖ of the measured tokens, which Eq. 3's products bound; a row per quantity.
 
     Columns: quantity, tokens, min, q05, median, q95, max, ratio (max / min), log_sd (of the log gain, nats), slope (of
-    the log gain against log(1−π) on 1−π > floor: 0 where the theory's power is right; NaN on fewer than 3 tokens).
+    the log gain against log(1−π) on 1−π > floor: 0 if the theory's power is right; NaN with fewer than 3 tokens).
     """
     rows = []
     for name in quantities(table):
@@ -77,10 +76,10 @@ def fit_powers(table: pd.DataFrame, *, seed: Seed = 0, floor: float = FLOOR, res
 def check_envelopes(table: pd.DataFrame) -> pd.DataFrame:
     """Test C·√2·(1−π) and the loose C·√2·√(1−π) as upper envelopes of norms; a row per quantity.
 
-    With a large enough C either holds, so C (`scale`) is the largest gain of the tokens with π ≤ ½, where the envelopes
-    differ by √2 at most, and both are tried on the others, π > ½: tokens above them (`linear_exceeded`,
-    `sqrt_exceeded`) out of `tokens`, and how many times the envelope exceeds the norm of the median token
-    (`linear_slack`, `sqrt_slack`). NaN slack and scale where either half has no measured token.
+    With a large enough C both hold, so C (`scale`) is the largest gain of the tokens with π ≤ ½, where the envelopes
+    differ by at most √2, and both are tested on tokens with π > ½: `linear_exceeded` and `sqrt_exceeded` of `tokens`
+    exceed them, and the median token is below them by the factors `linear_slack` and `sqrt_slack`. Slack and scale are
+    NaN if either half has no measured token.
     """
     rows = []
     for name in quantities(table):
@@ -104,8 +103,8 @@ def decompose_variance(
     """Decompose Var(log norm) = Var(log(1−π)) + Var(log gain) + 2 Cov, gain = norm / (1−π), on 1−π > floor.
 
     Columns: quantity, variance (nats², of log norm), share_one_minus_prob, share_gain, share_covariance (they add up to
-    1; the last can be negative), carried (by 1−π when the covariance is split evenly: Cov(log norm, log(1−π)) /
-    Var(log norm)) with carried_lower and carried_upper (95 %), tokens. NaN on fewer than 3 tokens.
+    1; the last can be negative), carried (1−π's part if the covariance is split evenly: Cov(log norm, log(1−π)) /
+    Var(log norm)) with carried_lower and carried_upper (95 %), tokens. NaN with fewer than 3 tokens.
     """
     rows = []
     for name in quantities(table):
@@ -131,12 +130,12 @@ def quantities(table: pd.DataFrame) -> list[str]:
 
 def require_columns(table: pd.DataFrame, columns: list[str]) -> None:
     if missing := [c for c in columns if c not in table]:
-        hint = "; `group` is the number of the token's prompt" if "group" in missing else ""
+        hint = "; `group` is the id of the token's prompt" if "group" in missing else ""
         raise InputError(f"the table has no column {', '.join(missing)}; give the table of `measure`{hint}")
 
 
 def is_measured(table: pd.DataFrame, name: str, floor: float) -> np.ndarray:
-    """True for the tokens with 1−π > floor whose norms, `name` and at the logits, are known and not 0."""
+    """Return the mask of tokens with 1−π > floor whose norms, `name` and at the logits, are known and not 0."""
     require_columns(table, [LOGITS, "log_one_minus_prob", "group", name])
     x, norm, logits = (table[c].to_numpy(np.float64) for c in ("log_one_minus_prob", name, LOGITS))
     known = np.isfinite(x) & np.isfinite(norm) & np.isfinite(logits)
@@ -146,9 +145,9 @@ def is_measured(table: pd.DataFrame, name: str, floor: float) -> np.ndarray:
 def _logs(
     table: pd.DataFrame, name: str, floor: float, *, of: str | None = None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return (log(1−π), log norm, prompt, how many it counts for) of the tokens with 1−π > floor whose norms are known.
+    """Return (log(1−π), log norm, prompt, weight) of the tokens in `is_measured`.
 
-    These are `name` and the one at the logits. of: the column to take instead, on those same tokens.
+    of: the column to use instead of `name`, on the same tokens.
     """
     keep = is_measured(table, name, floor)
     x, norm = (table[c].to_numpy(np.float64)[keep] for c in ("log_one_minus_prob", of or name))
@@ -160,14 +159,14 @@ def _mean(values: np.ndarray, count: np.ndarray) -> float:
 
 
 def _deviation(values: np.ndarray, count: np.ndarray) -> float:
-    """Standard deviation, over n − 1."""
+    """Return the standard deviation (n − 1)."""
     if len(values) < 2:
         return np.nan
     return np.sqrt((count * (values - _mean(values, count)) ** 2).sum() / (count.sum() - count.mean()))
 
 
 def _moments(x: np.ndarray, y: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """Var x, Var y, Cov xy, divided by n."""
+    """Return Var x, Var y and Cov xy, divided by n."""
     if not len(x):
         return np.full(3, np.nan)
     x, y = x - _mean(x, count), y - _mean(y, count)
@@ -177,7 +176,7 @@ def _moments(x: np.ndarray, y: np.ndarray, count: np.ndarray) -> np.ndarray:
 def _resampled_moments(
     x: np.ndarray, y: np.ndarray, groups: np.ndarray, count: np.ndarray, resamples: int, seed: Seed
 ) -> np.ndarray:
-    """`_moments` of the sample, then of samples of as many prompts drawn with replacement: [3, 1 + resamples]."""
+    """Return `_moments` of the sample, then of resampled prompts: [3, 1 + resamples]."""
     x, y = x - _mean(x, count), y - _mean(y, count)
     labels, cluster = np.unique(groups, return_inverse=True)
     parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
@@ -188,13 +187,13 @@ def _resampled_moments(
 
 
 def _divide(over: npt.ArrayLike, under: npt.ArrayLike) -> npt.ArrayLike:
-    """over / under, which are variances (the first one the sample's); NaN where `under` is 0 up to rounding."""
+    """Divide variances (the sample's first); NaN where `under` is 0 up to rounding."""
     under = np.asarray(under, dtype=np.float64)
     return np.asarray(over) / np.where(under > max(1e-12 * np.ravel(under)[0], 1e-24), under, np.nan)
 
 
 def _interval(draws: np.ndarray, groups: np.ndarray) -> tuple[float, float]:
-    """Percentiles of the resamples (all but the first); NaN with too few prompts."""
+    """Return percentiles of the resamples (all but the first); NaN with too few prompts."""
     enough = not short_of(len(np.unique(groups)))
     known = np.where(np.isfinite(draws[1:]) & enough, draws[1:], np.nan)
     return tuple(percentiles(known[:, None], 0.95)[:, 0].tolist())

@@ -1,9 +1,9 @@
-"""How well cheap numbers stand for a token's exact gradient norm: rank, explained variance, largest tokens found.
+"""How well cheap proxies predict a token's exact gradient norm: rank, explained variance, largest tokens found.
 
-Trainers that cannot afford one backward pass per token take a proxy of its norm: 1 − π, the logit norm ‖e − π‖ (its
-square Σ_v π_v² + 1 − 2π is the optimal token baseline's, arXiv:2602.07078), entropy, surprisal, what π and entropy
-bound ‖e − π‖ by, or the gradient at the last layer. A table has all of them beside the exact norms. Position gradients,
-of the summed loss, are another quantity and not in a table; whoever has them in a column may try them.
+Trainers that cannot afford a backward pass per token use a proxy of its norm: 1 − π, the logit norm ‖e − π‖ (its square
+Σ_v π_v² + 1 − 2π is the optimal token baseline's, arXiv:2602.07078), entropy, surprisal, the bound on ‖e − π‖ by π and
+entropy, or the gradient at the last layer. A token table has all of these. Position gradients (of the summed loss) are
+not in the table, but can be added as a column.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ PROXIES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
     "−log π": lambda table: -table["logprob"],
     "bound by π and entropy": lambda table: _least_logit_norm(table),
 }
-"""Name → its values, from the columns of a token table; the last layer's gradient comes by its column's name."""
+"""Name → the proxy's values from the columns of a token table; the last layer's gradient goes by its column name."""
 FEWEST = 10
-"""Measured tokens below which nothing is said."""
+"""Fewest measured tokens."""
 
 
 @checked
@@ -45,16 +45,15 @@ def judge_proxies(
 ) -> pd.DataFrame:
     """Judge each proxy against each exact norm: activations of all layers, all parameters, and these in AdamW's metric.
 
-    Columns: quantity (the norm's column), proxy, tokens (measured ones); spearman: rank correlation, and r2: share
-    of the variance of the log norm that the log of the proxy explains, both over the tokens with 1−π > `floor`, for
-    the many nearly certain ones would decide them; found: of the `top` share of all tokens with the largest norm,
-    the share that is among as many with the largest proxy, NaN where these are fewer than 10. Each with `_lower` and
-    `_upper` over redrawn prompts, ranks and the sets of largest tokens as they are in the whole table. more: name →
-    column of further proxies. Where a sample was measured, a token counts for 1 / its chance. Raises InputError for a
-    table without the columns, with fewer than 10 measured tokens, and for a share that is none.
+    Columns: quantity (the norm's column), proxy, tokens (measured); spearman, the rank correlation, and r2, the share
+    of the log norm's variance explained by the proxy's log, both over tokens with 1−π > `floor`, since the many nearly
+    certain ones would dominate; found: the share of the `top` fraction of tokens by norm that is also in the `top`
+    fraction by proxy, NaN if these are fewer than 10. Each has `_lower` and `_upper` from resampled prompts, with ranks
+    and top tokens fixed as in the whole table. more: name → column of further proxies. Sampled tokens are weighted by 1
+    / their probability. Raises InputError for missing columns, fewer than 10 measured tokens, or an invalid `top`.
     """
     if not 0 < top < 1:
-        raise InputError(f"top is {top}; give a share of the tokens inside (0, 1), such as 0.01")
+        raise InputError(f"top is {top}; give a fraction of the tokens between 0 and 1, such as 0.01")
     names = quantities(table)
     require_columns(table, ["entropy", "logprob", *(more or {}).values()])
     proxies = {name: make(table).to_numpy(np.float64) for name, make in PROXIES.items()}
@@ -68,7 +67,7 @@ def judge_proxies(
         raise InputError(f"fewer than {FEWEST} tokens have a measured norm; measure more to judge proxies")
     clusters, counts = prompt_clusters(table), sampling_weights(table)
     above = table["log_one_minus_prob"].to_numpy(np.float64) > np.log(floor)
-    # The same prompts are redrawn in every row.
+    # Every row uses the same resampled prompts.
     seed = None if seed is None else int(np.random.default_rng(seed).integers(2**32))
     resampling = Resampling(seed, confidence, resamples)
     rows = []
@@ -90,7 +89,7 @@ def judge_proxies(
 
 
 def _least_logit_norm(table: pd.DataFrame) -> pd.Series:
-    """√(1 − 2π + max(e^−H, π²)) ≤ ‖e − π‖: Σ_v π_v² = E[π_v] is at least exp(E[log π_v]) = e^−H, and at least π²."""
+    """Return √(1 − 2π + max(e^−H, π²)) ≤ ‖e − π‖, since Σ_v π_v² = E[π_v] ≥ exp(E[log π_v]) = e^−H, and ≥ π²."""
     prob = np.exp(table["logprob"])
     return np.sqrt(np.maximum(np.exp(table["log_one_minus_prob"]) ** 2, 1 - 2 * prob + np.exp(-table["entropy"])))
 
@@ -104,7 +103,7 @@ def _judge(
     top: float,
     resampling: Resampling,
 ) -> Float[np.ndarray, "3 3"]:
-    """Spearman, R² of logs, share found: values, lower and upper bounds."""
+    """Return values, lower and upper bounds of Spearman's ρ, R² of logs, and the share found."""
     _, cluster = np.unique(clusters, return_inverse=True)
     positive = (norm > 0) & (proxy > 0)
     logs = [np.log(np.where(positive, values, 1.0)) for values in (norm, proxy)]
@@ -117,7 +116,7 @@ def _judge(
     def evaluate(draws: np.ndarray) -> np.ndarray:
         draws = draws.astype(np.float64)
         ranks, explained = (_correlation(draws @ part) for part in sums)
-        with np.errstate(invalid="ignore", divide="ignore"):  # a draw without any of the largest
+        with np.errstate(invalid="ignore", divide="ignore"):  # a resample without any of the top tokens
             both, all_ = (draws @ hits).T
             found = np.where((all_ > 0) & (largest[0].sum() >= FEWEST), both / all_, np.nan)
             return np.stack([ranks, explained**2, found], 1)
@@ -126,14 +125,14 @@ def _judge(
 
 
 def _ranks(values: Values, counts: Values) -> Values:
-    """Weighted ranks, the mean among ties; from 0 to 1."""
+    """Return weighted ranks from 0 to 1, averaged over ties."""
     _, place = np.unique(values, return_inverse=True)
     weight = np.bincount(place, counts)
     return ((np.cumsum(weight) - weight / 2) / max(weight.sum(), 1e-300))[place]
 
 
 def _largest(values: Values, counts: Values, top: float) -> Bool[np.ndarray, " K"]:
-    """Return the tokens with the largest values that make up this share of all, at least one."""
+    """Return the mask of this fraction of tokens with the largest values, at least one."""
     order = np.argsort(-values, kind="stable")
     within = np.cumsum(counts[order]) <= top * counts.sum()
     within[0] = True
@@ -143,14 +142,14 @@ def _largest(values: Values, counts: Values, top: float) -> Bool[np.ndarray, " K
 
 
 def _moments(x: Values, y: Values, counts: Values, cluster: np.ndarray) -> Float[np.ndarray, "n 6"]:
-    """Return sums of 1, x, y, x², y² and xy over each prompt, about the means of all."""
+    """Return sums of 1, x, y, x², y² and xy by prompt, about the overall means."""
     x, y = (v - (counts * v).sum() / max(counts.sum(), 1e-300) for v in (x, y))
     parts = (np.ones_like(x), x, y, x * x, y * y, x * y)
     return np.stack([np.bincount(cluster, counts * part) for part in parts], 1)
 
 
 def _correlation(sums: Float[np.ndarray, "r 6"]) -> Float[np.ndarray, " r"]:
-    """Pearson's, NaN where nothing varies."""
+    """Return Pearson's correlation; NaN without variation."""
     with np.errstate(invalid="ignore", divide="ignore"):
         _, sx, sy, sxx, syy, sxy = (sums / sums[:, :1]).T
         vx, vy = sxx - sx**2, syy - sy**2

@@ -87,7 +87,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     assert any(name.endswith("_actual") for name in found["statistic"])
 
     page = read_page(out)
-    assert "learning rate is 0 (the end of its schedule): steps here are taken at 5e-05" in page.text
+    assert "learning rate is 0 (the end of its schedule); steps use 5e-05 instead" in page.text
     assert f"gradscope diagnosis: {trained}" in page.text and "AdamW's, saved" in page.text
     assert "training step" in page.text and "PartialState" not in page.text
     *_, last = printed.splitlines()
@@ -126,7 +126,7 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
         patch.setattr("gradscope.diagnosis.diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*command)
     assert stopped.value.code == 130
-    assert capsys.readouterr().err.endswith("gradscope: interrupted; the same command goes on where it was\n")
+    assert capsys.readouterr().err.endswith("gradscope: interrupted; run the same command to continue\n")
     table = (out / "tokens.parquet").stat().st_mtime_ns
     assert not (out / "report.html").exists() and not (out / "data").exists()
     assert "temperature None, not 0.5" in refusal(capsys, "diagnose", *command[1:], "--temperature", "0.5")
@@ -177,7 +177,7 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
     command = (model, "--rollouts", job / "rollouts.jsonl", "--out", tmp_path / "out", *BRIEF)
     run("diagnose", *command)
     assert (
-        "optimizer.pt beside the checkpoint is left out: the optimizer state is of 2 parameters"
+        "optimizer.pt beside the checkpoint is ignored: the optimizer state is of 2 parameters"
         in read_page(tmp_path / "out").text
     )
     assert {*read_statistics(tmp_path / "out")["metric"]} == {"raw", "none"}
@@ -193,7 +193,7 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
         assert refusal(capsys, "diagnose", *named, model / "optimizer.pt").count(str(model / "optimizer.pt")) == 1
         state, step, notes = read_step(load_policy(model), model / "optimizer.pt", asked=False)
         assert state is step is None and len(notes) == 1
-        assert notes[0].startswith("optimizer.pt beside the checkpoint is left out: ") and str(model) not in notes[0]
+        assert notes[0].startswith("optimizer.pt beside the checkpoint is ignored: ") and str(model) not in notes[0]
 
 
 # Several checkpoints.
@@ -249,8 +249,8 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "no out": ((model, *given), "--out is missing"),
         "nothing": (to, "no checkpoint is given"),
         "rollouts and a task": ((model, *given, "--task", "knights-knaves", *to), "leave one out"),
-        "neither": ((model, *to), "--task NAME and --prompts FILE"),
-        "both": ((model, "--task", "math", "--prompts", rollouts, *to), "--task NAME and --prompts FILE"),
+        "neither": ((model, *to), "--task NAME or --prompts FILE"),
+        "both": ((model, "--task", "math", "--prompts", rollouts, *to), "give exactly one of --task NAME and --prompts FILE"),
         "counts": ((model, model, model, "--rollouts", rollouts, rollouts, *to), "2 files for 3 checkpoints"),
         "format": ((model, *given, "--format", "vlre", *to), "'vlre' is not known"),
         "format of none": ((model, "--task", "math", "--format", "trl", *to), "apply to given rollouts"),
@@ -296,4 +296,4 @@ def test_a_plan_is_printed_for_each_checkpoint_and_nothing_is_written(job, tmp_p
     assert told.count("FLOP") >= 2 and "Left out" not in told
     assert not (tmp_path / "out").exists()
     run("diagnose", *command[1:], "--plan", "--flops", "1e13", "--minutes", "1e-9")
-    assert "In all 1e-09 min" in capsys.readouterr().out
+    assert "Time limit 1e-09 min" in capsys.readouterr().out

@@ -75,7 +75,7 @@ def test_the_embedded_policy_is_evaluated_on_puzzles_of_each_size(run, tmp_path)
     flags = ("--k", 2, "--questions", 4, "--people", 2, 3, "--temperature", 0.7, "--max-new-tokens", 120)
     outcome = run("embedded", "--task", "knights-knaves-compact", "--out", tmp_path / "out", *flags)
     assert (outcome.status, outcome.err) == (0, "")
-    assert "4 questions; to each 1 greedy response and 2 sampled at temperature 0.7" in outcome.out
+    assert "4 questions, each with 1 greedy response and 2 sampled at temperature 0.7" in outcome.out
     table = pd.read_csv(tmp_path / "out" / "evaluation.csv").set_index("level")
     assert table.index.tolist() == ["2", "3", "all"] and table["questions"].tolist() == [2, 2, 4]
     assert table["sampled_responses"].tolist() == [4, 4, 8]

@@ -60,10 +60,10 @@ def test_rollouts_of_another_step_are_hollow_and_said_first():
 
 def test_notes_of_a_page_are_sentences():
     trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3)) for step in (1, 2)], ignore_index=True)
-    notes = ("the log holds text", "TRL's tools are lost.", "optimizer.pt beside the checkpoint is left out")
+    notes = ("the log holds text", "TRL's tools are lost.", "optimizer.pt beside the checkpoint is ignored")
     page = make_trend_report(trend, notes=notes).page
     assert page.notes == (
         "The log holds text.",
         "TRL's tools are lost.",
-        "optimizer.pt beside the checkpoint is left out.",
+        "optimizer.pt beside the checkpoint is ignored.",
     )

@@ -62,7 +62,7 @@ def test_the_logit_bounds_line_says_how_many_hold():
     table = pd.DataFrame({"logit_grad_norm": [0.6, 0.69, 0.9], "log_one_minus_prob": math.log(0.5)})
     bounds = check_logit_bounds(table, vocab_size=8)
     assert (bounds.held, bounds.violations, bounds.num_tokens) == (False, 1, 3)
-    assert str(bounds).startswith("logit bounds hold to rounding for 2 of 3 tokens, 1−π uncancelled")
+    assert str(bounds).startswith("logit bounds hold to rounding for 2 of 3 tokens, with 1−π uncancelled")
     assert check_logit_bounds(table.head(2), vocab_size=8).held
 
 

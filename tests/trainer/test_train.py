@@ -364,7 +364,7 @@ def test_weights_that_a_step_has_made_infinite_end_the_run_and_are_not_saved(tmp
     args = [*flags(replace(SMALL, steps=1)), "--weight-decay", "1e300", "--out", str(tmp_path / "run")]
     status, error = stop(*args, capsys=capsys)
     assert status == 1
-    assert "weights are not finite after step 1; there is no checkpoint from before; try a lower" in error
+    assert "weights are not finite after step 1; there is no earlier checkpoint; try a lower" in error
     assert error.count("\n") == 1
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
