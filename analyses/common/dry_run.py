@@ -167,7 +167,7 @@ def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
     if not questions:
         return Check(run.track, "prompts", "absent", "no questions")
     if (policy := _policy_without_weights(model)) is None:
-        detail = f"{lengths(questions)}; not encoded: {model} is no folder here, and nothing is downloaded"
+        detail = f"{lengths(questions)}; not encoded: {model} is not a folder here, and nothing is downloaded"
         return Check(run.track, "prompts", "absent", detail)
     try:
         ids = [policy.encode_prompt(question.prompt) for question in questions]
@@ -180,7 +180,7 @@ def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
 
 @cache
 def _policy_without_weights(model: str) -> Policy | None:
-    """What encodes prompts and knows the context; None where the model is no folder here."""
+    """What encodes prompts and knows the context; None where the model is not a folder here."""
     if not (Path(EMBEDDED.get(model, model)) / "config.json").is_file():
         return None
     policy = outline_policy(model)

@@ -31,7 +31,8 @@ class Options:
 def exit_with(call: Callable[[], int | None]) -> None:
     """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
 
-    A file is at fault that cannot be written, such as below an `--out` that is no folder. Who interrupts is not: 130.
+    A file is at fault that cannot be written, such as below an `--out` that is not a folder. Who interrupts is not:
+    130.
     """
     try:
         status = call()

@@ -132,7 +132,7 @@ def read_settings(environment: Mapping[str, str]) -> WriterSettings:
         raise InputError(f"{strange[0]} is no setting; known are {', '.join(VARIABLES)}")
     folder, spike = environment.get(FOLDER), environment.get(SPIKE)
     if folder is not None and (not folder or Path(folder).is_file()):
-        raise InputError(f"{FOLDER} is {folder!r}, which is no folder; give one, or leave it out")
+        raise InputError(f"{FOLDER} is {folder!r}, which is not a folder; give one, or leave it out")
     numbers = {name: environment.get(name, default) for name, default in ((EVERY, "1"), (SPIKES, "10"))}
     for name, value in numbers.items():
         if not (value.isdecimal() and int(value)) and not (name == EVERY and value == "none" and spike is not None):

@@ -1,4 +1,4 @@
-"""AdamW's state beside a checkpoint: found, read without running it, and the metric in which it sees a gradient."""
+"""AdamW's saved state: finding it, reading it without executing it, and the metric that it defines on gradients."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ Number = int | float
 
 @dataclass(frozen=True)
 class AdamWState:
-    """AdamW's second moments, which define the metric in which its update sees a gradient.
+    """AdamW's second moments, which define the metric of its update.
 
-    One step, with all of G clipped to max_grad_norm by the factor k = min(1, max_grad_norm / (‖G‖ + 1e-6)), moves by
+    A step on G, clipped to max_grad_norm by the factor k = min(1, max_grad_norm / (‖G‖ + 1e-6)), changes θ by
 
         Δ = −lr · m̂ ⊘ (√v̂ + eps),    v̂ = [β₂·v + (1 − β₂)·(k·G)²] / (1 − β₂^(step + 1)).
 
-    G's own part of Δ is lr·(1 − β₁)/(1 − β₁^(step + 1)) times k·G ⊘ (√v̂ + eps), which is linear in G once v̂ is frozen
-    at the whole step's. So each G_a is measured as k·G_a ⊘ (√v̂ + eps), one v̂ for all; these add up as the G_a do.
-    Momentum of earlier steps and weight decay belong to no token and are left out.
-    Give a state that has taken many steps: with v = 0 the step is sign(G), and an entry where the G_a happen to cancel
-    counts for each of them as G_a / |G|, without bound.
+    G's contribution to Δ is lr·(1 − β₁)/(1 − β₁^(step + 1)) times k·G ⊘ (√v̂ + eps), which is linear in G if v̂ is fixed
+    at the whole step's. So each G_a is measured as k·G_a ⊘ (√v̂ + eps), with one v̂ for all, and these add up like the
+    G_a. Momentum from earlier steps and weight decay belong to no token and are left out. Use a state that has taken
+    many steps: with v = 0 the step is sign(G), and an entry where the G_a cancel contributes G_a / |G| for each of
+    them, without bound.
     """
 
     exp_avg_sq: dict[str, Tensor]
-    """v before the step, by parameter name. A parameter without an entry is not updated: its part of Δ is 0."""
+    """v before the step, by parameter name. Parameters without an entry are not updated: their part of Δ is 0."""
     step: dict[str, int]
     """Steps taken so far, by parameter name."""
     beta2: float
@@ -58,28 +58,28 @@ class AdamWState:
         names: Sequence[str] | None = None,
         max_grad_norm: Number | None = None,
     ) -> AdamWState:
-        """Return the state saved by `optimizer.state_dict()`: views of its tensors, which may be mapped from a file.
+        """Build the state from `optimizer.state_dict()`, with views of its tensors, which may be memory-mapped.
 
-        names: of the parameters in the order in which the optimizer was given them; None: what `optimizer_names` finds.
-        Raises InputError for parameter groups that differ in lr, betas or eps (they may in weight decay, which is none
-        of the metric's), for amsgrad, and for moments that do not fit the parameters.
+        names: of the parameters in the optimizer's order; None: from `optimizer_names`. Raises InputError if parameter
+        groups differ in lr, betas or eps (weight decay may differ, as it does not affect the metric), for amsgrad, and
+        for moments that do not fit the parameters.
         """
         check_structure(state_dict)
         groups, parameters = state_dict["param_groups"], dict(float_parameters(model))
         if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), bool(g.get("amsgrad", False))) for g in groups}) != 1:
             raise InputError(
-                "parameter groups differ in lr, betas or eps; one metric needs one of each; measure them apart"
+                "parameter groups differ in lr, betas or eps, so there is no common metric; measure them separately"
             )
         if groups[0].get("amsgrad") or not groups[0].get("decoupled_weight_decay", True):
             raise InputError(
-                "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give one of AdamW"
+                "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give a state of plain AdamW"
             )
         indices = [i for group in groups for i in group["params"]]
         names = list(names or optimizer_names(model, state_dict))
         if len(names) != len(indices) or not all(name in parameters for name in names):
             raise InputError(
-                f"the optimizer state is of {len(indices)} parameters; {len(names)} names are given, or one is not the "
-                "model's; give the names in the order in which the optimizer got them"
+                f"the optimizer state has {len(indices)} parameters, but {len(names)} names are given, or one is not "
+                "in the model; give the names in the optimizer's order"
             )
         moments, steps = {}, {}
         for name, index in zip(names, indices, strict=True):
@@ -90,13 +90,13 @@ class AdamWState:
             if moments[name].shape != parameters[name].shape:
                 raise InputError(
                     f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
-                    f"{tuple(parameters[name].shape)}; give the names in the order in which the optimizer got them"
+                    f"{tuple(parameters[name].shape)}; give the names in the optimizer's order"
                 )
         for name, (lowest, highest) in value_ranges(moments).items():
             if not 0 <= lowest <= highest < math.inf or steps[name] < 0:
                 raise InputError(
-                    f"exp_avg_sq of {name} is negative or NaN, infinite, or of a negative step; give the state of a "
-                    "run that is sound"
+                    f"exp_avg_sq of {name} is negative, NaN or infinite, or its step is negative; give the state of a "
+                    "sound run"
                 )
         return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
 
@@ -121,8 +121,8 @@ class AdamWState:
     ) -> Float[Tensor, " p"]:
         """Return k ⊘ (√v̂ + eps) for a part of one parameter; zeros for a parameter without state.
 
-        gradient: those entries of the whole step's G. clip: k, of `clip_factor`. rows: which entries they are of the
-        parameter laid flat; None: all.
+        gradient: these entries of the whole step's G. clip: k, from `clip_factor`. rows: which entries these are of the
+        flattened parameter; None: all.
         """
         scale = torch.zeros_like(gradient)
         if name not in self.exp_avg_sq:
@@ -142,7 +142,7 @@ def square_norm(*vectors: Float[Tensor, " _"]) -> float:
 
 
 def sum_of_squares(parts: Iterable[Tensor]) -> float:
-    """Return Σ ‖part‖² in float64 over the parts in turn; 0 if there are none. Synchronises with a device once."""
+    """Return Σ ‖part‖² in float64; 0 without parts. Synchronises with a device once."""
     squares = [part.double().square().sum() for part in parts]
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().item() if squares else 0.0
 
@@ -160,9 +160,9 @@ def value_ranges(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]
 def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
     """Return the measured parameters' names in the order in which the saved AdamW received them.
 
-    The names saved with the state are used if there are any. Otherwise one group is taken in the model's order; of two
-    groups, the first holds the parameters that transformers' Trainer decays and the second the others. Prefixes that a
-    trainer or a wrapper adds are stripped. Raises InputError if the groups' sizes do not match.
+    Names saved with the state are used if there are any. Otherwise a single group is in the model's order, and of two
+    groups, the first holds the parameters that transformers' Trainer decays. Prefixes added by trainers or wrappers are
+    stripped. Raises InputError if the groups' sizes do not match.
     """
     groups, parameters = state_dict["param_groups"], [name for name, _ in float_parameters(model)]
     if saved := [name for group in groups for name in group.get("param_names", ())]:
@@ -190,7 +190,7 @@ def plain_name(name: str, known: set[str]) -> str:
 
 
 def check_structure(state_dict: Any) -> None:
-    """Raise InputError unless this is built as AdamW's `state_dict()` is."""
+    """Raise InputError unless this has the structure of AdamW's `state_dict()`."""
     try:
         for group in state_dict["param_groups"]:
             _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], dict.fromkeys(group["params"])
@@ -204,33 +204,33 @@ def check_structure(state_dict: Any) -> None:
             raise LookupError("param_groups is empty")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise InputError(
-            f"the optimizer state is not AdamW's ({type(error).__name__}: {error}); give what its state_dict() returned"
+            f"the optimizer state is not AdamW's ({type(error).__name__}: {error}); give the state_dict() of an AdamW"
         ) from error
 
 
 OPTIMIZER = "optimizer.pt"
-"""The name of a saved optimizer beside the weights: transformers' Trainer, TRL and gradscope's trainer agree on it."""
+"""File name of a saved optimizer for transformers' Trainer, TRL and gradscope's trainer."""
 KNOWN = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-"""Tensors that AdamW keeps per parameter; an optimizer that keeps others is not AdamW."""
+"""AdamW's tensors per parameter; an optimizer with others is not AdamW."""
 
 
 @checked
 def read_adamw_state(
     policy: Policy, path: str | Path | None = None, *, max_grad_norm: int | float | None = None
 ) -> AdamWState | None:
-    """Read AdamW's second moments of the measured parameters, by name; None if none were saved.
+    """Read AdamW's second moments of the measured parameters; None if none were saved.
 
-    path: the file, or the folder that holds optimizer.pt or the state in shards; None: the folder of the policy. Then
-    None is also returned for an adapter that was merged, whose state is of parameters that the merged model has not.
-    max_grad_norm: the run's clipping of the gradient, which no state tells; None: off.
+    path: the file, or the folder with optimizer.pt or the state in shards; None: the policy's folder, which also gives
+    None for a merged adapter, whose parameters no longer exist. max_grad_norm: the run's gradient clipping threshold,
+    which the state does not record; None: no clipping.
 
-    Raises InputError for a path that is not there, a file that cannot be read or is another optimizer's, and a state
-    that does not fit the policy.
+    Raises InputError for a missing path, an unreadable file, another optimizer, or a state that does not fit the
+    policy.
     """
     file = find_policy_state(policy) if path is None else find_optimizer_file(path)
     if file is None:
         if path is not None:
-            raise InputError(f"{path} is no file and holds no {OPTIMIZER}, nor one in shards; give AdamW's state_dict")
+            raise InputError(f"{path} is not a file and holds no {OPTIMIZER} or shards; give AdamW's state_dict")
         return None
     state = read_optimizer_file(file)
     if path is None and policy.params == "all" and _is_of_an_adapter(state):
@@ -242,11 +242,11 @@ def read_adamw_state(
 
 
 def find_optimizer_file(path: str | Path) -> Path | None:
-    """Return the optimizer file of a checkpoint: the path itself, optimizer.pt in the folder (above an `adapter`
-    folder), or else the folder that holds the state in shards (torch.distributed.checkpoint's, verl's, DeepSpeed's).
+    """Return the optimizer file of a checkpoint: the path itself, optimizer.pt in the folder (or above an `adapter`
+    folder), or else the folder with the state in shards (torch.distributed.checkpoint, verl, DeepSpeed).
     """
     path = Path(path)
-    if os.path.isfile(path):  # of a name that is too long, Path raises
+    if os.path.isfile(path):  # Path raises for names that are too long
         return path
     homes = checkpoint_homes(path)
     whole = (home / OPTIMIZER for home in homes if os.path.isfile(home / OPTIMIZER))
@@ -263,16 +263,16 @@ def find_policy_state(policy: Policy) -> Path | None:
 def read_state(given: Path | str) -> dict[str, Any]:
     """Read the AdamW state_dict from a file or a checkpoint's folder. Raises InputError if there is none."""
     if (file := find_optimizer_file(given)) is None:
-        raise InputError(f"{given} is no file and holds no {OPTIMIZER}, nor one in shards; give AdamW's state_dict")
+        raise InputError(f"{given} is not a file and holds no {OPTIMIZER} or shards; give AdamW's state_dict")
     return read_optimizer_file(file)
 
 
 def read_optimizer_file(path: Path) -> dict[str, Any]:
-    """Read the AdamW state_dict written by `torch.save`, or from shards; nothing in the files is executed.
+    """Read AdamW's state_dict from a file of `torch.save` or from shards, without executing anything in it.
 
-    path: the file, the folder of the shards, or that of a checkpoint which holds either.
-    The tensors stay in the file, mapped: memory holds of them what is being read. Only torch's old format, which cannot
-    be mapped, is read as a whole. Writing into them changes a private copy, never the file.
+    path: the file, the folder of the shards, or a checkpoint's folder with either.
+    Tensors are memory-mapped; only torch's old format, which does not support this, is read as a whole. Writing into
+    the tensors changes a private copy, never the file.
     """
     path = find_optimizer_file(path) or path
     shards = moments_at(path)
@@ -282,7 +282,7 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
     except InputError as error:
         raise InputError(error.reason, path=path) from error
     if extra := sorted({name for moments in state["state"].values() for name in moments} - KNOWN):
-        raise InputError(f"the state holds {extra[0]}, which AdamW does not keep; give one of AdamW's", path=path)
+        raise InputError(f"the state holds {extra[0]}, which AdamW does not have; give a state of AdamW", path=path)
     return state
 
 

@@ -1,4 +1,4 @@
-"""Fit an adapter and its base to one another: names of another class of the same model, another vocabulary."""
+"""Matching an adapter to its base: names from another class of the same model, another vocabulary size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Shapes = Mapping[str, tuple[int, ...]]
-"""The shape of each tensor of an adapter's file, by its name in the model (without peft's base_model.model.)."""
+"""Shapes of the tensors in an adapter's file, by name in the model (without peft's base_model.model.)."""
 
 TOWER = re.compile(r"(^|[._])(visual|vision|image|audio|video|speech|multi_modal|multimodal|mm)([._]|$)")
 """Name parts of vision and audio modules, which a model loaded for text only does not have."""
@@ -28,12 +28,12 @@ WHOLE = ("", ".base_layer", ".modules_to_save", ".token_adapter.base_layer")
 
 @dataclass(frozen=True)
 class NameFit:
-    """Mapping from an adapter's names to those of the base that was loaded."""
+    """Mapping from an adapter's names to those of the loaded base."""
 
     prefixes: dict[str, str] = field(default_factory=dict)
     """Prefix in the adapter → prefix in the base; empty if the names agree."""
     left_out: frozenset[str] = frozenset()
-    """Vision and audio tensors that a model loaded for text only has no place for."""
+    """Vision and audio tensors that a text-only model does not have."""
 
     def rename(self, name: str) -> str:
         """Translate an adapter's name into the base's.
@@ -49,16 +49,16 @@ class NameFit:
 
     @property
     def patterns(self) -> dict[str, str]:
-        """The prefixes as peft's key_mapping."""
+        """Return the prefixes as peft's key_mapping."""
         longest_first = sorted(self.prefixes.items(), key=lambda pair: -len(pair[0]))
         return {rf"^{re.escape(old)}\.": f"{new}." if new else "" for old, new in longest_first}
 
 
 def fit_names(model: nn.Module, shapes: Shapes) -> NameFit:
-    """Match an adapter's names to the class of the model that was loaded.
+    """Match an adapter's names to the loaded model's class.
 
-    An image-text class has its text model below `language_model`, in other places in other versions of transformers;
-    the class for text alone has no such part. Names that differ by that alone are of the same module.
+    Image-text classes have the text model below `language_model`, whose place depends on the version of transformers;
+    text-only classes have no such part. Names that differ only in this refer to the same module.
     """
     modules = {name for name, _ in model.named_modules()}
     places: dict[str, list[str]] = {}
@@ -80,10 +80,10 @@ def fit_names(model: nn.Module, shapes: Shapes) -> NameFit:
 
 
 def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> Any:
-    """Return peft's LoraConfig with the base's names, for the tensors that were saved.
+    """Return peft's LoraConfig with the base's names, for the saved tensors.
 
-    What a configuration says may be an expression over the names of the other class, so the modules are listed, each
-    with its own rank and alpha.
+    Configurations may contain regular expressions over the other class's names, so the modules are listed explicitly,
+    each with its rank and alpha.
     """
     modules = {name for name, _ in model.named_modules()}
     adapted = {}
@@ -91,7 +91,7 @@ def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> A
         old = module_of(name)
         if OF_LORA.search(name) and (new := fit.rename(old)) in modules:
             adapted[new] = old
-    # Of modules whose parameters are adapted as such, the parameters; of the others, themselves.
+    # Parameters that are adapted as such, or else modules.
     parts = [name.rpartition(".")[::2] for name in config.target_parameters or ()]
     parameters = {(new, part) for new, old in adapted.items() for held, part in parts if f".{old}".endswith(f".{held}")}
     config.target_modules = adapted.keys() - {new for new, _ in parameters}
@@ -100,7 +100,7 @@ def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> A
     for pattern in ("rank_pattern", "alpha_pattern"):
         given = getattr(config, pattern) or {}
         own = {}
-        for new, old in adapted.items():  # The first expression that matches counts, as in peft.
+        for new, old in adapted.items():  # The first match counts, as in peft.
             if key := next((key for key in given if re.match(rf"(.*\.)?({key})$", old)), None):
                 own[re.escape(new)] = given[key]
         setattr(config, pattern, own)
@@ -116,10 +116,10 @@ def fit_config(model: nn.Module, config: Any, shapes: Shapes, fit: NameFit) -> A
 
 
 def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes, trained: Any) -> None:
-    """Resize the model's vocabulary to the adapter's if the adapter holds the whole tables.
+    """Resize the model's vocabulary to the adapter's if the adapter holds whole embedding tables.
 
-    shapes: by names of this model. trained: `trainable_token_indices` of its configuration. Raises InputError where it
-    does not hold them: the new rows would be random.
+    shapes: by names in this model. trained: `trainable_token_indices` in the configuration. Raises InputError if it
+    does not hold them, since new rows would be random.
     """
     ends = {"embedding": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     tables = {end: name for end, module in ends.items() for name, other in model.named_modules() if other is module}
@@ -131,8 +131,8 @@ def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes, trained
     last = max((token for tokens in lists for token in tokens if isinstance(token, int)), default=0)
     if not rows and last >= have:
         raise InputError(
-            f"{folder} trained the token {last}, its base has {have}, and the adapter holds no whole table of "
-            "embeddings; give the base as it was when it had been resized (--base), or a merged model"
+            f"{folder} trained the token {last}, its base has {have} tokens, and the adapter holds no whole embedding "
+            "table; give the resized base (--base), or a merged model"
         )
     if not rows - {have}:
         return
@@ -147,8 +147,7 @@ def fit_vocabulary(model: PreTrainedModel, folder: Path, shapes: Shapes, trained
         lost = next(table for table, is_saved in saved.items() if not is_saved)
         raise InputError(
             f"{folder} was trained with {min(rows)} tokens, its base has {have}, and the adapter lacks the rows of "
-            f"{lost}, which would be random; give the base as it was when it had been resized (--base), or a merged "
-            "model"
+            f"{lost}, which would be random; give the resized base (--base), or a merged model"
         )
     model.resize_token_embeddings(min(rows), mean_resizing=False)
 
@@ -171,5 +170,5 @@ def _whole(table: str) -> list[str]:
 
 
 def _core(name: str) -> str:
-    """Strip from a name the parts that differ between classes of the same model."""
+    """Strip the parts of a name that differ between classes of the same model."""
     return ".".join(part for part in name.split(".") if part not in ("model", "language_model", "text_model"))

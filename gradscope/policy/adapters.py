@@ -1,4 +1,4 @@
-"""LoRA adapters of peft as checkpoints: find the base model, attach or merge the adapter."""
+"""peft LoRA adapters as checkpoints: finding the base model, attaching or merging the adapter."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ MISFITS = (OSError, ValueError, RuntimeError, LookupError, TypeError, AttributeE
 KEY = "base_model_name_or_path"
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "CARTRIDGE")
 UNMERGEABLE += ("ADAPTION_PROMPT", "XLORA", "POLY")
-"""Kinds of peft that add trained prompts, or choose between adapters at every token."""
+"""Kinds of peft that add trained prompts, or choose between adapters per token, and cannot be merged."""
 PREFIX = "base_model.model."
-"""Prefix that peft puts before the names of an adapted model's tensors."""
+"""Prefix that peft adds to the names of an adapted model's tensors."""
 WRAPPED = re.compile(r"\b_(fsdp_wrapped_module|orig_mod|checkpoint_wrapped_module)\b|\.lora_\w+\.(?!weight$|bias$)")
-"""Parts of names that a wrapper or peft itself (lora_A.default.weight) adds in memory only."""
+"""Parts of names that a wrapper, or peft itself in memory (lora_A.default.weight), adds."""
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration", "ForImageTextToText")
 """Suffixes of the names of classes with a language-model head."""
 
 
 def find_base(folder: Path, base: str | Path | None = None) -> Path:
-    """Return the folder of an adapter's base model: `base` if given, else the one named in adapter_config.json.
+    """Return the folder of an adapter's base model: `base`, or else the one named in adapter_config.json.
 
-    A relative name is looked for from the adapter's folder, then from the current one; any other name is one of the
-    model hub, which serves if its cache here holds it. Raises InputError where there is no such model.
+    A relative path is resolved from the adapter's folder, then from the current one; other names are looked up in the
+    local cache of the model hub. Raises InputError if the model is not found.
     """
     config = read_adapter_config(folder)
     name = str(config.get(KEY) or "") if base is None else str(base)
@@ -57,21 +57,21 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
         return place
     if (cached := _find_in_cache(name, config.get("revision") if base is None else None)) is not None:
         return cached
-    whose = "the base model that is asked for" if base is not None else "the adapter's base model"
+    whose = "the requested base model" if base is not None else "the adapter's base model"
     raise InputError(
-        f"{folder}: {whose}, {name}, is no folder here and not in the cache of the model hub; give its folder with "
+        f"{folder}: {whose}, {name}, is not a local folder and not in the cache of the model hub; give its folder with "
         "--base (nothing is downloaded)"
     )
 
 
 def _find_here(folder: Path | None, name: str) -> Path | None:
-    """Return the folder of that name: relative to `folder`, to the current folder, or one that ships with gradscope."""
+    """Find a folder by name: relative to `folder` or the current folder, or bundled with gradscope."""
     places = [*([] if folder is None else [folder / name]), Path(EMBEDDED.get(name, name))]
     return next((place for place in places if os.path.isdir(place)), None)  # of a name that is too long, Path raises
 
 
 def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
-    """Raise InputError if the base is of another family than the one named in adapter_config.json, if that can be
+    """Raise InputError if the base's family differs from that of the base named in adapter_config.json, if that is
     found.
     """
     named = _find_here(folder, str(config.get(KEY) or ""))
@@ -80,15 +80,15 @@ def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
     families = [(read_json(place / "config.json") or {}).get("model_type") for place in (named, base)]
     if None not in families and families[0] != families[1]:
         raise InputError(
-            f"{folder} was trained on {named}, a {show(families[0])}; {base} is a {show(families[1])}; give the right "
-            "one with --base, or leave it out"
+            f"{folder} was trained on {named}, a {show(families[0])}, but {base} is a {show(families[1])}; give the "
+            "right base with --base, or leave it out"
         )
 
 
 def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
-    """Return the folders that an adapter builds on, outermost first: adapters, and last the whole model.
+    """Return the folders that an adapter builds on, outermost first: other adapters, and finally the whole model.
 
-    base: of the adapter itself, as in `find_base`. Raises InputError where they go round in a circle.
+    base: of the adapter itself, as in `find_base`. Raises InputError for circular references.
     """
     found = [find_base(folder, base)]
     while is_adapter(found[-1]):
@@ -102,8 +102,8 @@ def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
 
 
 def find_whole(model: str, base: str | None = None) -> str:
-    """Return the folder that gives a checkpoint's model shape: itself, its adapter's base, or the configuration's
-    folder for shards.
+    """Return the folder that determines a checkpoint's model: itself, its adapter's base, or the configuration's folder
+    for shards.
     """
     folder = Path(model)
     if is_adapter(folder):
@@ -113,8 +113,7 @@ def find_whole(model: str, base: str | None = None) -> str:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json of a LoRA. Raises InputError for any other kind of adapter, and says whether it can be
-    merged.
+    """Read adapter_config.json of a LoRA. Raises InputError for other kinds, saying whether they can be merged.
     """
     try:
         config = parse_json_file(folder / ADAPTER_CONFIG)
@@ -126,21 +125,21 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if kind == "LORA":
         return config
     if str(kind) in UNMERGEABLE:
-        advice = "and what it adds is in no weight, so that it cannot be merged; give a LoRA or a whole model"
+        advice = "which cannot be merged into the weights; give a LoRA or a whole model"
     else:
-        advice = "only LORA is known here; merge it into its base (peft's merge_and_unload) and give that folder"
+        advice = "but only LORA is supported; merge it into its base (peft's merge_and_unload) and give that folder"
     raise InputError(f"{folder} is an adapter of kind {kind!r}, {advice}")
 
 
 def attach_adapter(
     model: PreTrainedModel, folder: Path, *, merge: bool
 ) -> tuple[PreTrainedModel, frozenset[str] | None]:
-    """Return the model with its adapter, and the names of the parameters that the adapter trains (None if it was
+    """Return the model with its adapter, and the names of the adapter's parameters (None if it was
     merged).
 
-    Kept apart, the adapter is as wide as the model and float32 at least, as peft trains it. The model gets the
-    vocabulary that the adapter was trained with; of an adapter of an image-text class, a model for text alone gets what
-    belongs to text. Raises InputError without peft, and for an adapter that does not fit the model, layer by layer.
+    A separate adapter gets the model's precision, but at least float32, as peft trains it. The model gets the adapter's
+    vocabulary size; a text-only model gets the text part of an image-text adapter. Raises InputError without peft, or
+    if the adapter does not fit the model, layer by layer.
     """
     from safetensors import SafetensorError
 
@@ -160,17 +159,17 @@ def attach_adapter(
         shapes = {fit.rename(name): shape for name, shape in shapes.items() if name not in fit.left_out}
         fit_vocabulary(model, folder, shapes, read_adapter_config(folder).get("trainable_token_indices"))
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # They are an error below.
+            warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are an error below
             warnings.filterwarnings(
                 "ignore", message="`lora_bias=True` was passed"
-            )  # So it is where it is to be merged.
+            )  # where it will be merged
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge, **renaming)
         _check_keys(adapted, folder, {PREFIX + name for name in shapes})
     except InputError:
         raise
     except (*MISFITS, SafetensorError) as error:
         raise InputError(
-            f"{folder} does not fit its base model ({first_line(error)}); give the right one with --base"
+            f"{folder} does not fit its base model ({first_line(error)}); give the right base with --base"
         ) from error
     wanted = _logits(adapted, folder)
     if merge:
@@ -186,19 +185,19 @@ def attach_adapter(
 def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the adapter's tensors, by their names without peft's prefix.
 
-    InputError where adapter_config.json says that another kind of model was adapted, or a rank that is not saved. The
-    class of the base is there where the adapter was made without a task; peft does not look at it, and layers of the
-    same names and shapes are in models of many families.
+    Raises InputError if adapter_config.json names another class of base model, or a rank that is not in the file. The
+    class is recorded for adapters made without a task; peft ignores it, but many model families have layers of the same
+    names and shapes.
     """
     from safetensors import safe_open
 
     config = read_adapter_config(folder)
     recorded = config.get("auto_mapping") or {}
     kind = recorded.get("base_model_class") if isinstance(recorded, dict) else recorded
-    kind = None if kind is None else str(kind).removeprefix("FSDP")  # the name of a sharded one
+    kind = None if kind is None else str(kind).removeprefix("FSDP")  # prefix of sharded models
     if kind is not None and _family(kind) != _family(type(model).__name__):
         raise InputError(
-            f"{folder} was trained on a {show(kind)}, its base here is a {type(model).__name__}; give the right one "
+            f"{folder} was trained on a {show(kind)}, its base here is a {type(model).__name__}; give the right base "
             "with --base"
         )
     pattern = config.get("rank_pattern") or {}
@@ -213,25 +212,25 @@ def _check_base(model: PreTrainedModel, folder: Path) -> dict[str, tuple[int, ..
             shapes = {name: tuple(file.get_slice(name).get_shape()) for name in names}
     if empty := next((name for name, shape in shapes.items() if 0 in shape), None):
         raise InputError(
-            f"{path}: {empty} is empty, as a trainer leaves it that saves without gathering the "
-            "parts of its weights (DeepSpeed ZeRO-3, FSDP); save the adapter anew, gathered"
+            f"{path}: {empty} is empty, as when a trainer saves without gathering the "
+            "shards of its weights (DeepSpeed ZeRO-3, FSDP); gather the weights and save the adapter again"
         )
     largest = max((size for shape in shapes.values() for size in shape), default=0)
     if wrong := [rank for rank in ranks if not (isinstance(rank, int) and 0 < rank <= largest)]:
         raise InputError(
-            f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(wrong[0])}, and no tensor "
-            f"beside it is larger than {largest}; save both together"
+            f"{folder} does not fit its base model: {ADAPTER_CONFIG} names the rank {show(wrong[0])}, but no saved "
+            f"tensor is larger than {largest}; save both together"
         )
     if bare := next((name for name in shapes if "lora_" in name and not name.startswith(PREFIX)), None):
         raise InputError(
-            f"{path} has {bare}, where peft's names begin with {PREFIX}; save the adapter anew "
+            f"{path} has {bare}, but peft's names begin with {PREFIX}; save the adapter again "
             "with peft's save_pretrained"
         )
     return {name.removeprefix(PREFIX): shape for name, shape in shapes.items()}
 
 
 def _family(kind: str) -> str:
-    """Strip from a class name what differs between the image-text and the text-only class of one model.
+    """Strip the parts of a class name that differ between image-text and text-only classes of a model.
 
     >>> _family("Gemma3ForConditionalGeneration") == _family("Gemma3ForCausalLM")
     True
@@ -243,21 +242,21 @@ def _family(kind: str) -> str:
 
 @torch.no_grad()
 def _logits(adapted: Any, folder: Path) -> Tensor:
-    """Return logits on a few ids. Raises InputError if the adapted model computes none."""
+    """Return logits on a few ids. Raises InputError if the adapted model does not run."""
     model = adapted.get_base_model().eval()
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     try:
         return model(input_ids=ids, use_cache=False).logits.double()
-    except MISFITS as error:  # of replicated layers in a model whose configuration lists its layers
+    except MISFITS as error:  # replicated layers in a model whose configuration lists its layers
         raise InputError(
-            f"{folder}: the model with this adapter in it computes nothing ({type(error).__name__}: "
+            f"{folder}: the model with this adapter does not run ({type(error).__name__}: "
             f"{first_line(error)}); give another checkpoint"
         ) from error
 
 
 @torch.no_grad()
 def _merge(adapted: Any, folder: Path, wanted: Tensor) -> PreTrainedModel:
-    """Merge the adapter into the model's weights. Raises InputError if the merged model computes something else."""
+    """Merge the adapter into the model's weights. Raises InputError if the merged model's logits differ."""
     advice = "give --params adapter"
     if read_adapter_config(folder).get("layer_replication"):
         raise InputError(
@@ -265,15 +264,15 @@ def _merge(adapted: Any, folder: Path, wanted: Tensor) -> PreTrainedModel:
         )
     try:
         merged = adapted.merge_and_unload()
-    except MISFITS as error:  # of biases (lora_bias) for which the base has no place
+    except MISFITS as error:  # biases (lora_bias) that the base does not have
         raise InputError(f"{folder} cannot be merged: {first_line(error)}; {advice}") from error
     ids = torch.arange(8, device=merged.device)[None] % merged.config.get_text_config().vocab_size
     found = merged(input_ids=ids, use_cache=False).logits.double()
     tolerance = 1e-3 if merged.dtype in (torch.float32, torch.float64) else 0.1
     if not (found - wanted).norm() <= tolerance * wanted.norm():
         raise InputError(
-            f"{folder} cannot be merged: the merged model computes something else, as where an adapted embedding is "
-            f"the head too; {advice}"
+            f"{folder} cannot be merged: the merged model's logits differ, perhaps because an adapted embedding is "
+            f"tied to the head; {advice}"
         )
     for parameter in merged.parameters():
         parameter.requires_grad_(True)
@@ -286,39 +285,39 @@ def _widen(parameters: Any, dtype: torch.dtype) -> None:
 
 
 def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
-    """Raise InputError unless the file and the adapted model have the same tensors: peft only warns, or is silent.
+    """Raise InputError unless the file and the adapted model have the same tensors; peft at most warns.
 
-    saved: names of the file's tensors, as they are in this model.
+    saved: names of the file's tensors in this model.
     """
     from peft import get_peft_model_state_dict
 
     file, modules = adapter_weights(folder), {name for name, _ in adapted.named_modules()}
     with warnings.catch_warnings():
-        # peft takes the vectors of lora_bias for shards that nobody gathered.
+        # peft mistakes the vectors of lora_bias for ungathered shards.
         warnings.filterwarnings("ignore", "Adapter .* invalid shape")
         wanted = set(get_peft_model_state_dict(adapted, save_embedding_layers=False))
-    # peft saves whole embeddings beside an adapter of theirs, or of a grown vocabulary.
+    # peft also saves whole embeddings if these are adapted or resized.
     extra = sorted(name for name in saved - wanted if "lora_" in name)
     if wrapped := next(filter(WRAPPED.search, extra), None):
         raise InputError(
-            f"{file} has {wrapped}, a name within a wrapper (FSDP, torch.compile) or that of a state in memory; save "
-            "the adapter anew, unwrapped, with peft's save_pretrained"
+            f"{file} has {wrapped}, a wrapper's name (FSDP, torch.compile) or one in memory; save the adapter again, "
+            "unwrapped, with peft's save_pretrained"
         )
     if foreign := next((name for name in extra if module_of(name) not in modules), None):
         raise InputError(
-            f"{file} has {foreign}, for which the base has no layer; give the base it was trained on: --base"
+            f"{file} has {foreign}, for which the base has no layer; give the base it was trained on with --base"
         )
     if extra:
-        raise InputError(f"{file} has, unlike its configuration, {extra[0]}; save both together")
+        raise InputError(f"{file} has {extra[0]}, which its configuration does not; save both together")
     if lost := sorted(wanted - saved):
         raise InputError(
-            f"{file} lacks {lost[0]}, which its configuration asks for; save both together, or give the base it was "
-            "trained on: --base"
+            f"{file} lacks {lost[0]}, which its configuration names; save both together, or give the base it was "
+            "trained on with --base"
         )
 
 
 def _find_in_cache(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model in the local hub cache; None if it is not there."""
+    """Return the folder of a model in the local hub cache, if it is there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 

@@ -1,4 +1,4 @@
-"""Which of torch's attention kernels may be used while lengths keep changing."""
+"""The choice of torch's attention kernels for changing lengths."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextmanager
 def without_cudnn_attention() -> Iterator[None]:
-    """Keep `scaled_dot_product_attention` from using cuDNN's kernels inside the block; restore the setting afterwards.
+    """Disable cuDNN's kernels for `scaled_dot_product_attention` inside the block.
 
-    In half precision torch prefers them on recent GPUs, and plans them for each new shape; decoding has a new one at
-    every token. That this is what makes it slow there is suspected, not measured.
+    In half precision torch prefers them on recent GPUs, and plans for each new shape, which decoding has at every
+    token. This is suspected, but not measured, to make decoding slow there.
     """
     before = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,4 +1,4 @@
-"""Checkpoints as files: what a folder holds, its training step, and the hashes that tell two checkpoints apart."""
+"""Checkpoints as files: the contents of a folder, its training step, and hashes that identify a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,86 +21,86 @@ if TYPE_CHECKING:
 
 _HERE = Path(__file__).parents[1] / "embedded"
 EMBEDDED = {"embedded": _HERE / "uncertain", "embedded-certain": _HERE / "certain"}
-"""Folders of the small Knights & Knaves policies that ship with gradscope, by name."""
+"""Folders of the bundled Knights & Knaves policies, by name."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-"""What an adapter's folder holds; of the weights one file, the first in peft's order (prime-rl writes the second)."""
+"""Files of an adapter; weights in either format, in peft's order of preference (prime-rl writes the second)."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS[1])
-"""Patterns of weight files, in the order in which they are looked for."""
+"""Patterns of weight files, in order of preference."""
 LARGEST_TEXT = 1 << 28
-"""Most bytes of a tokenizer.json that is read; the largest known have twenty million."""
+"""Most bytes of a tokenizer.json to read; the largest known have twenty million."""
 STATE = "trainer_state.json"
-"""The file in which trainers record the step of a checkpoint."""
+"""File in which trainers record a checkpoint's step."""
 WORTH_A_THREAD = 1 << 26
-"""Bytes of weights from which hashing takes a twentieth of a second and so gets a thread."""
+"""Bytes of weights above which hashing (a twentieth of a second) gets a thread."""
 
 _State = tuple[tuple[Path, int, int], ...]
 _AHEAD: dict[_State, Future[str]] = {}
-"""Hashes that are being computed in threads, keyed by the files' names, sizes and times."""
+"""Hashes being computed in threads, by the files' names, sizes and times."""
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether the folder holds a peft adapter. Raises InputError if it also holds a whole model, or half an
+    """Return whether the folder holds a peft adapter. Raises InputError if it also holds a model, or an incomplete
     adapter.
     """
     if not os.path.isfile(folder / ADAPTER_CONFIG):
         return False
     if model_weights(folder):
-        # transformers would follow adapter_config.json to its base and leave these weights alone.
+        # transformers would follow adapter_config.json to its base and ignore these weights.
         raise InputError(
-            f"{folder} holds an adapter and a whole model's weights; give a folder that holds one of the two"
+            f"{folder} holds both an adapter and a whole model's weights; give a folder with only one of them"
         )
     if adapter_weights(folder) is None:
         raise InputError(
-            f"{folder} holds {ADAPTER_CONFIG} and no {ADAPTER_WEIGHTS[0]}; save the adapter there with save_pretrained"
+            f"{folder} holds {ADAPTER_CONFIG} but no {ADAPTER_WEIGHTS[0]}; save the adapter there with save_pretrained"
         )
     return True
 
 
 def adapter_weights(folder: Path) -> Path | None:
-    """Return the file of adapter tensors that peft would read; None if there is none."""
+    """Return the file of adapter tensors that peft would read, if any."""
     return next((folder / name for name in ADAPTER_WEIGHTS if (folder / name).is_file()), None)
 
 
 def model_weights(folder: Path) -> list[Path]:
     """Return the weight files of a whole model in the folder, sorted by name."""
-    # Adapters may have other tensors beside them, such as new_embeddings.safetensors.
+    # Adapters may come with further tensors, such as new_embeddings.safetensors.
     patterns = ("model*.safetensors", "pytorch_model*.bin")
     found = ([file for file in _files(folder, kind) if "_fsdp" not in file.name] for kind in patterns)
     return next((files for files in found if files), [])
 
 
 def shards_of(folder: Path) -> Shards | None:
-    """Return the sharded weights of a distributed trainer; None if the folder holds a whole model or nothing."""
+    """Return the sharded weights of a distributed trainer; None if the folder holds a whole model or no weights."""
     return None if not os.path.isdir(folder) or model_weights(folder) else find_weights(folder)
 
 
 def configuration_home(folder: Path, shards: Shards, base: str | Path | None = None) -> Path:
-    """Return the folder with the configuration of sharded weights: `base` if given, else beside or above the shards.
+    """Return the folder with the configuration of sharded weights: `base`, or else beside or above the shards.
 
-    InputError where there is none: not every trainer keeps one beside its shards.
+    Raises InputError if there is none, since not every trainer saves one with its shards.
     """
     if base is not None:
         return Path(find_checkpoint(str(base)))
     around = [shards.folder.parent, *tokenizer_places(shards.folder)]
     places = [folder, shards.folder, shards.folder / "huggingface", *around]
-    # A run's own config.json is no model's.
+    # A training run's config.json is not a model's.
     found = (place for place in places if "model_type" in (read_json(place / "config.json") or {}))
     if (home := next(found, None)) is None:
         raise InputError(
-            f"{shards.folder} holds weights in shards, and no config.json of a model lies beside them; give the folder "
-            "of the model that was trained with --base"
+            f"{shards.folder} holds weights in shards, but no model's config.json; give the folder of the model "
+            "that was trained with --base"
         )
     return home
 
 
 def refuse_training_run(folder: Path) -> None:
-    """Raise InputError for a folder that contains models but is none: a training run, or a checkpoint whose parts have
-    folders of their own. The error names the newest checkpoint, or the model's folder.
+    """Raise InputError for a folder that contains models but is not one: a training run, or a checkpoint with separate
+    folders for its parts. The error names the newest checkpoint, or the model's folder.
     """
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
-    if find_weights(folder) is not None:  # DeepSpeed's are in a folder of the checkpoint that is named after the step
+    if find_weights(folder) is not None:  # DeepSpeed's are in a subfolder named after the step
         return
     if found := list_step_folders(folder):
         newest = max(found, key=lambda path: (named_step(path), path.name))
@@ -114,19 +114,19 @@ def refuse_training_run(folder: Path) -> None:
 
 
 def list_step_folders(run: Path) -> list[Path]:
-    """List the folders of a run's folder that are named after a training step, whatever they hold."""
+    """List the subfolders of a run that are named after a training step, whatever they hold."""
     kinds = ("*", "checkpoints/*", "weights/*")
     return [path for kind in kinds for path in run.glob(kind) if named_step(path) is not None and path.is_dir()]
 
 
 def model_of_step(folder: Path) -> Path | None:
-    """Return what to load from a step's folder: itself if its weights are in shards, else the outermost model in it.
+    """Return the folder to load from a step's folder: itself if it holds shards, else the outermost model in it.
     """
     return folder if find_weights(folder) is not None else _model_within(folder)
 
 
 def _model_within(folder: Path) -> Path | None:
-    """Return the outermost folder of a model or adapter inside a checkpoint's folder or its parts' folders."""
+    """Return the outermost folder of a model or adapter inside a checkpoint."""
     level = [folder]
     for _ in range(DEEPEST):
         for place in level:
@@ -138,8 +138,7 @@ def _model_within(folder: Path) -> Path | None:
 
 
 def refuse_huge_files(folder: Path) -> None:
-    """InputError where a file beside the weights is larger than any configuration, template or tokenizer: the libraries
-    read it as a whole."""
+    """Raise InputError for implausibly large configuration, template or tokenizer files, which are read as a whole."""
     for file in folder.iterdir():
         if (
             file.suffix in (".json", ".jinja", ".txt", ".model")
@@ -153,11 +152,10 @@ def refuse_huge_files(folder: Path) -> None:
 def checkpoint_step(path: str | Path) -> int | None:
     """Return the training step at which a checkpoint was saved; None if neither its files nor its path say.
 
-    Looked for in this order: `global_step` (transformers, TRL) or `step` (gradscope) of a trainer_state.json in the
-    folder, or around it where the folder is a part of a checkpoint (actor/huggingface, lora_adapter, policy/weights);
-    then the number in the name of the innermost folder that is named after a step (checkpoint-500, step-000040,
-    global_step_20, iter_0000500), or of the one to which DeepSpeed's `latest` leads. Links are followed where the path
-    as it is given tells nothing.
+    Tries in this order: `global_step` (transformers, TRL) or `step` (gradscope) in the trainer_state.json of the
+    folder, or of the checkpoint that it is part of (actor/huggingface, lora_adapter, policy/weights); then the number
+    in the name of the innermost folder named after a step (checkpoint-500, step-000040, global_step_20, iter_0000500),
+    or of the one named by DeepSpeed's `latest`. Links are followed if the path itself says nothing.
 
     >>> checkpoint_step("runs/grpo/checkpoint-500"), checkpoint_step("runs/verl/global_step_20/actor/huggingface")
     (500, 20)
@@ -167,7 +165,7 @@ def checkpoint_step(path: str | Path) -> int | None:
     for place in dict.fromkeys((os.path.abspath(path), os.path.realpath(path))):
         homes = homes_of(Path(place))
         for home in homes:
-            state = read_json(home / STATE) or {}  # none, or none that can be read: the name may tell
+            state = read_json(home / STATE) or {}  # missing or unreadable: try the name
             steps = [state.get(name) for name in ("global_step", "step")]
             if found := [step for step in steps if isinstance(step, int) and not isinstance(step, bool)]:
                 return found[0]
@@ -178,25 +176,24 @@ def checkpoint_step(path: str | Path) -> int | None:
 
 
 def checkpoint_name(path: str | Path) -> str:
-    """Return a name for what is made of a checkpoint, distinct within its run: that of the step's folder if there is
-    one, else of its own.
+    """Return a name for a checkpoint that is unique within its run: the step's folder if there is one, or its own.
 
     >>> checkpoint_name("runs/verl/global_step_20/actor/huggingface"), checkpoint_name("models/final")
     ('global_step_20', 'final')
     """
     folder = Path(os.path.abspath(path))
     home = homes_of(folder)[-1]
-    # "." and ".." have names, too; and a page's link must not hold what turns a file's name into a URL.
+    # Resolve "." and ".."; and links on a page must not contain characters with a meaning in URLs.
     return re.sub(r"[:\\]", "_", (folder if named_step(home) is None else home).name) or "checkpoint"
 
 
 def checkpoint_homes(folder: Path) -> list[Path]:
-    """Return the folder, and the checkpoint above it if it is the `adapter` folder that gradscope's trainer writes."""
+    """Return the folder, and the checkpoint above it if it is the `adapter` folder of gradscope's trainer."""
     return [folder, folder.parent] if folder.name == "adapter" else [folder]
 
 
 def tokenizer_places(folder: Path) -> list[Path]:
-    """Return the folders that may hold a checkpoint's tokenizer: beside the weights, other parts of the checkpoint, the
+    """Return the folders that may hold a checkpoint's tokenizer: with the weights, other parts of the checkpoint, the
     run.
     """
     homes = homes_of(Path(os.path.abspath(folder)))
@@ -208,9 +205,9 @@ def tokenizer_places(folder: Path) -> list[Path]:
 
 
 def find_checkpoint(name: str) -> str:
-    """Return a model's folder: an embedded policy's, `name` itself, or the Hugging Face cache's copy.
+    """Return a model's folder: an embedded policy's, `name` itself, or a copy in the Hugging Face cache.
 
-    A model of the Hub is owner/model. Nothing is downloaded: raises InputError for one that is not in the local cache.
+    Models on the hub are owner/model. Nothing is downloaded: raises InputError if it is not in the local cache.
     """
     if name in EMBEDDED:
         return str(EMBEDDED[name])
@@ -229,7 +226,7 @@ def find_checkpoint(name: str) -> str:
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether this could be the name of a model on the hub: owner/model."""
+    """Return whether this could be the name of a model on the hub, owner/model."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -241,16 +238,16 @@ def is_hub_name(name: str) -> bool:
 
 
 def weights_hash(path: str | Path) -> str:
-    """Return the SHA-256 of a checkpoint's weight files, in the order of their names."""
+    """Return the SHA-256 of a checkpoint's weight files, in order of their names."""
     files = _weight_files(path)
     ahead = _AHEAD.pop(_state(files), None)
     return _hash_files(files) if ahead is None else ahead.result()
 
 
 def hash_ahead(path: str | Path) -> None:
-    """Start computing `weights_hash` of a folder in a thread, while its weights load; small ones are left for later.
+    """Start computing `weights_hash` in a thread while the weights load; small ones are hashed later.
 
-    A folder that is no checkpoint is ignored: loading it gives the error.
+    A folder that is not a checkpoint is ignored, since loading it raises the error.
     """
     files = _weight_files(path) if os.path.isdir(path) else []  # of a name that is too long, Path raises
     if sum(file.stat().st_size for file in files) < WORTH_A_THREAD:
@@ -263,19 +260,19 @@ def hash_ahead(path: str | Path) -> None:
         except OSError as error:
             found.set_exception(error)
 
-    # A daemon: a command that fails meanwhile does not wait for it.
+    # A daemon thread, so that a failing command does not wait for it.
     Thread(target=run, daemon=True).start()
 
 
 def configuration_hash(path: str | Path) -> str:
-    """Return the SHA-256 of the other files that determine a policy's numbers: configuration and tokenizer."""
+    """Return the SHA-256 of the configuration and tokenizer files, which also affect results."""
     kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges")
     kinds += ("special_tokens", "added_tokens", "chat_template")
     return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))
 
 
 def policy_hashes(policy: Policy) -> dict[str, str]:
-    """Return the hashes `model` and `configuration` of a loaded policy; an adapter's cover its base, too."""
+    """Return the hashes `model` and `configuration` of a loaded policy, including an adapter's base."""
     configured = configuration_hash(policy.configured_by or policy.path)
     found = {"model": weights_hash(policy.path), "configuration": configured}
     if policy.base is not None:
@@ -287,7 +284,7 @@ def policy_hashes(policy: Policy) -> dict[str, str]:
 
 
 def _all_in_one(hashes: Iterable[str]) -> str:
-    """Combine folders' hashes: a single one as it is, several into one."""
+    """Combine the hashes of several folders; a single one is unchanged."""
     first, *others = hashes
     return hashlib.sha256(" ".join((first, *others)).encode()).hexdigest() if others else first
 
@@ -299,7 +296,7 @@ def _weight_files(path: str | Path) -> list[Path]:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Return the folder's regular files by name; reading anything else, such as a pipe, might never end."""
+    """Return the folder's regular files by name, since reading others, such as pipes, might never end."""
     return sorted(path for path in folder.glob(pattern) if path.is_file())
 
 

@@ -1,4 +1,4 @@
-"""The key and the manifest of a run with a policy."""
+"""The key and manifest of a run with a policy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gradscope.runs import provenance
 
 
 def make_key(policy: Policy, asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the key of a run: gradscope's version, hashes (an adapter's with its base's), precision, settings."""
+    """Make the key of a run: gradscope's version, hashes (including an adapter's base), precision, settings."""
     return {
         "gradscope": __version__,
         **policy_hashes(policy),
@@ -24,7 +24,7 @@ def make_key(policy: Policy, asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_manifest(model: str, policy: Policy, key: dict[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the manifest of a run with a policy: versions, files by their hashes, precision, device, and other facts."""
+    """Make the manifest of a run: versions, file hashes, precision, device, and other facts."""
     base = None if policy.base is None else {"path": policy.base, "sha256": key["base_model"]}
     return {
         **provenance(),

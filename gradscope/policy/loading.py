@@ -40,17 +40,17 @@ PolicyLike = Policy | str | Path
 """A policy, or what `load_policy` loads one from."""
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SPREAD = ("auto", "balanced", "balanced_low_0", "sequential")
-"""In the place of a device: how transformers spreads a policy over several."""
+"""Values of `device` for which transformers spreads a policy over several devices."""
 GRADIENT_SHARE = 1 / 6
-"""The share of free memory that summed gradients may take, unless a budget is given."""
+"""Default fraction of free memory for summed gradients."""
 MOST_LAYERS = 10_000
-"""Most blocks that a configuration may ask for; building these takes seconds."""
+"""Most blocks in a configuration; building this many takes seconds."""
 MOST_PER_BYTE = 8
-"""Most parameters per byte of weight files; quantized weights hold up to five."""
+"""Most parameters per byte of weight files; quantized files hold up to five."""
 SMALL = 1 << 24
-"""Parameters for which there is always room."""
+"""Number of parameters that is always accepted."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
-"""Causal masks saved by older GPT checkpoints: no weights, and rebuilt by the model."""
+"""Causal masks saved by older GPT checkpoints, which are not weights and are rebuilt by the model."""
 
 
 @checked
@@ -67,27 +67,29 @@ def load_policy(
 ) -> Policy:
     """Load a checkpoint in eval mode; nothing is downloaded.
 
-    path: a folder of transformers (its weights in one file or in several), a trainer's `checkpoint-*`, the shards that
-    FSDP (torch.distributed.checkpoint, verl) or DeepSpeed left, an adapter of peft (LoRA), the name of a model
-    (owner/model) in the local cache of the Hugging Face Hub, or one that comes with gradscope: "embedded", as uncertain
-    of its tokens as the paper's 3 B model, or "embedded-certain". What a checkpoint of a run lacks of a tokenizer is
-    looked for in the run's folder, then beside an adapter's base.
-    dtype: "float32" (default on the CPU), "float64", "bfloat16", "float16"; default on a GPU: the checkpoint's own.
-    "upcast": the weights as the checkpoint has them, in half precision, and all arithmetic in float32 (`upcasting`).
-    device: a torch device; default "cuda" where there is one, else "cpu". "auto", "balanced", "balanced_low_0" or
-    "sequential" spread the policy over all devices, as in transformers; so does a map, module → device.
-    blocks: name of the ModuleList of blocks, where it cannot be found by itself.
-    params: "all" measures every parameter, an adapter merged into its base; "adapter" keeps it apart (in float32 at
-    least) and measures the parameters that it trains, alone.
-    base: an adapter's base model, where adapter_config.json does not name a folder that is here; or the model whose
-    configuration and tokenizer shards have, where none lie beside them.
-    trust_remote_code: run the Python files of a checkpoint that brings its own; without it such a one is refused.
-    chat_template_kwargs: arguments of the chat template wherever a chat is encoded: {"enable_thinking": False}.
+    Args:
+        path: a transformers model folder, a trainer's `checkpoint-*`, shards saved by FSDP
+            (torch.distributed.checkpoint, verl) or DeepSpeed, a peft LoRA adapter, the name (owner/model) of a model in
+            the local Hugging Face cache, or a bundled policy: "embedded", as uncertain of its tokens as the paper's 3 B
+            model, or "embedded-certain". A missing tokenizer is looked for in the run's folder, then with the adapter's
+            base.
+        dtype: "float32" (default on the CPU), "float64", "bfloat16" or "float16"; the default on a GPU is the
+            checkpoint's. "upcast" keeps the checkpoint's half-precision weights and computes in float32 (`upcasting`).
+        device: a torch device; default "cuda" if available, else "cpu". "auto", "balanced", "balanced_low_0",
+            "sequential" or a map (module → device) spread the policy over several devices, as in transformers.
+        blocks: name of the ModuleList of blocks, if it cannot be found automatically.
+        params: "all" measures every parameter, with an adapter merged into its base; "adapter" keeps it separate (in
+            float32 or wider) and measures only its parameters.
+        base: an adapter's base model, if adapter_config.json does not name a local folder; or the model that provides
+            configuration and tokenizer for shards without them.
+        trust_remote_code: run Python code from the checkpoint, which is refused otherwise.
+        chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}.
 
-    Raises InputError for a folder without configuration or weights, weights that do not fill the model, an
-    architecture that is not a causal language model, or rounds to half precision by itself where weights are to be
-    upcast, a tokenizer that does not round-trip text, an adapter whose base is not here, and a map that leaves
-    parameters on no device (offloaded).
+    Raises:
+        InputError: The folder lacks a configuration or weights, weights do not fill the model, the architecture is not
+            a
+            causal language model (or cannot be upcast), the tokenizer does not round-trip text, the adapter's base is
+            not found, or a device map offloads parameters.
     """
     folder = Path(find_checkpoint(str(path)))
     if params not in ("all", "adapter"):
@@ -102,19 +104,19 @@ def load_policy(
         shards = shards_of(folder)
         if params == "adapter" or (base is not None and shards is None):
             given = "params is 'adapter'" if params == "adapter" else f"base is {str(base)!r}"
-            raise InputError(f"{given} and {folder} holds no adapter (adapter_config.json); leave it out")
+            raise InputError(f"{given}, but {folder} holds no adapter (adapter_config.json); leave it out")
         home = folder if shards is None else configuration_home(folder, shards, base)
         model, root = _load_model(home, shards, **place), None
     else:
         if dtype == UPCAST and params == "all":
             raise InputError(
-                f"dtype is {UPCAST!r}, and {folder} is an adapter to be merged, which would round the sum to half "
+                f"dtype is {UPCAST!r}, but merging the adapter {folder} would round the sum to half "
                 "precision; give float32, or params adapter"
             )
         root, *below = find_bases(folder, base)
         if dtype == UPCAST and below:
             raise InputError(
-                f"dtype is {UPCAST!r}, and {root} is an adapter to be merged, which would round the sum to half "
+                f"dtype is {UPCAST!r}, but merging the adapter {root} would round the sum to half "
                 "precision; give float32"
             )
         model = _load_model([root, *below][-1], **place)
@@ -141,7 +143,7 @@ def _load_model(
     device_map: str | dict[str, Any] | None,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    """Load a whole model onto its device(s) and check that it is causal. shards: its weights, if not in the folder."""
+    """Load a whole model onto its device(s) and check that it is causal. shards: its weights, if sharded."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -162,40 +164,40 @@ def _load_model(
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # They are named below.
-            # grouped_mm knows neither float64 nor forward mode.
+            ignore_mismatched_sizes=True,  # reported below
+            # grouped_mm supports neither float64 nor forward mode.
             experts_implementation="eager",
-            # sdpa leaves Gemma-2's soft cap on attention scores out.
+            # sdpa ignores Gemma-2's soft cap on attention scores.
             attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
         )
-    except ImportError as error:  # of a library that unpacks quantized weights
+    except ImportError as error:  # from a library that unpacks quantized weights
         raise InputError(f"{folder} needs what is not installed: {first_line(error)}") from error
     except (*BROKEN_FILE, SafetensorError, AssertionError) as error:
         advice = "save the model there with save_pretrained"
         if device_map is not None:
             advice += f", or give another map than {device_map!r:.40}"
         raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
-    source.clear()  # what was put together of shards is as large as the model
+    source.clear()  # the joined shards are as large as the model
     _check_weights(folder if shards is None else shards.folder, info, model)
     _widen(model, wanted)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(
-            f"device_map leaves {offloaded} on no device (offloaded to the CPU or to disk), where it has no gradient; "
-            "give more or larger devices, or a smaller --dtype"
+            f"device_map offloads {offloaded} to the CPU or to disk, where it has no gradient; give more or larger "
+            "devices, or a smaller --dtype"
         )
     model.eval()
     if device_map is None:
         model.to(device)
     try:
         causal = is_causal(model)
-    except Exception as error:  # code of an architecture's authors, which may raise anything
+    except Exception as error:  # third-party code may raise anything
         if is_out_of_memory(error):
             raise
         raise _no_model(folder, error) from error
     if not causal:
         _check_finite(model, folder)
         raise InputError(
-            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (a token sees those after it); "
+            f"{folder} is a {config.model_type} model, not a decoder-only causal LM (tokens see later ones); "
             "give a checkpoint that AutoModelForCausalLM loads"
         )
     return model
@@ -206,7 +208,7 @@ def outline_policy(
 ) -> Policy:
     """Make a policy without weights: configuration, tokenizer, and modules on the meta device.
 
-    dtype: of the weights; None or "upcast": the checkpoint's own.
+    dtype: of the weights; None or "upcast": the checkpoint's.
     """
     from transformers import AutoModelForCausalLM
 
@@ -220,7 +222,7 @@ def outline_policy(
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Read the configuration of a causal language model, after checking that it may be loaded."""
+    """Read the configuration of a causal language model, checking that it may be loaded."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
@@ -234,7 +236,7 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         own = {**(plain.get("auto_map") or {})}
         if own and not trust_remote_code and plain.get("model_type") not in _known_types():
             raise InputError(
-                f"{folder} brings its own code ({next(iter(own.values()))}), which would be run; look at it, then give "
+                f"{folder} brings its own code ({next(iter(own.values()))}), which would be run; inspect it, then give "
                 "--trust-remote-code"
             )
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
@@ -242,12 +244,12 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         raise
     except (*BROKEN_FILE, StrictDataclassError) as error:
         raise InputError(
-            f"{folder}/config.json is not one that transformers reads ({first_line(error.__cause__ or error)}); save "
-            "it anew"
+            f"{folder}/config.json cannot be read by transformers ({first_line(error.__cause__ or error)}); save it "
+            "again"
         ) from error
     packed = getattr(config, "quantization_config", None)
     if isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
-        packed["dequantize"] = True  # no gradient goes through the packed weights' kernels
+        packed["dequantize"] = True  # kernels for packed weights have no gradients
     known = type(config) in AutoModelForCausalLM._model_mapping
     known |= trust_remote_code and "AutoModelForCausalLM" in own
     if getattr(config, "is_encoder_decoder", False) or not known:
@@ -259,15 +261,15 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def _known_types() -> set[str]:
-    """Return the model types that transformers implements itself; for these a checkpoint's own code is never run."""
+    """Return the model types that transformers implements, for which a checkpoint's code is never run."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return set(CONFIG_MAPPING.keys())
 
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
-    """Build the model on the meta device. Raises InputError if the configuration builds none (as with an unknown
-    activation), or one far larger than the weight files, before memory is taken for it.
+    """Build the model on the meta device. Raises InputError if the configuration is invalid (as with an unknown
+    activation) or describes a model far larger than the weight files, before allocating memory.
     """
     from transformers import AutoModelForCausalLM
 
@@ -284,14 +286,14 @@ def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_
     size, saved = sum(p.numel() for p in model.parameters()), sum(f.stat().st_size for f in files if f.is_file())
     if saved and size > MOST_PER_BYTE * saved + SMALL:
         raise InputError(
-            f"{folder}/config.json makes a model of {size:,} numbers, the weights beside it have {saved:,} bytes; save "
-            "both together"
+            f"{folder}/config.json describes a model of {size:,} parameters, but its weights have {saved:,} bytes; "
+            "save both together"
         )
     return model
 
 
 def _widen(model: nn.Module, wanted: torch.dtype | str) -> None:
-    """Convert weights unpacked from fewer bits (MXFP4 unpacks to bfloat16) to the requested precision."""
+    """Convert weights that were unpacked from fewer bits (MXFP4 to bfloat16) to the requested precision."""
     plain = (torch.bfloat16, torch.float16, torch.float32)
     for parameter in model.parameters() if isinstance(wanted, torch.dtype) else ():
         if parameter.dtype in plain and torch.promote_types(parameter.dtype, wanted) != parameter.dtype:
@@ -300,13 +302,13 @@ def _widen(model: nn.Module, wanted: torch.dtype | str) -> None:
 
 def _no_model(folder: Path, error: Exception) -> InputError:
     return InputError(
-        f"{folder}/config.json makes no model that computes ({type(error).__name__}: {first_line(error)}); save it "
-        "anew, give another --dtype, or a model that runs on token ids alone"
+        f"{folder}/config.json makes no model that runs ({type(error).__name__}: {first_line(error)}); save it again, "
+        "give another --dtype, or a model that runs on token ids alone"
     )
 
 
 def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None:
-    """Raise InputError unless the files filled every weight of the model, in its shape, and hold no other layer's."""
+    """Raise InputError unless the files fill every weight of the model, with its shape, and hold no other layers."""
     if mismatched := sorted(info["mismatched_keys"]):
         name, given, wanted = mismatched[0]
         raise InputError(
@@ -314,32 +316,32 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
         )
     if missing := sorted(info["missing_keys"]):
         others = {name.removesuffix(missing[0]) for name in info["unexpected_keys"] if name.endswith(f".{missing[0]}")}
-        if others:  # of a wrapper: torch.compile, an older DataParallel, a model with a value head, an adapter
+        if others:  # from a wrapper: torch.compile, an older DataParallel, a value-head model, an adapter
             raise InputError(
                 f"{folder} holds the weight {missing[0]} as {min(others)}{missing[0]}, and others likewise; save the "
-                "model itself there, not what is wrapped around it"
+                "model itself there, without its wrapper"
             )
         raise InputError(
             f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}); they would be random numbers. Save the whole model there"
+            f"{', …' if len(missing) > 3 else ''}), which would be random; save the whole model there"
         )
-    # Others, such as a value head, change nothing in what the policy says; nor do causal masks of older checkpoints.
+    # Others, such as a value head or the causal masks of older checkpoints, do not affect the policy.
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
     unused = (name for name in info["unexpected_keys"] if not CAUSAL_MASK.search(name))
     if left_out := sorted(name for name in unused if name.startswith(layers)):
         raise InputError(
-            f"{folder} holds weights that config.json makes no use of ({', '.join(left_out[:3])}"
-            f"{', …' if len(left_out) > 3 else ''}), so another model would be measured; save both together"
+            f"{folder} holds weights that config.json does not use ({', '.join(left_out[:3])}"
+            f"{', …' if len(left_out) > 3 else ''}), so a different model would be measured; save both together"
         )
 
 
 @torch.no_grad()
 def is_causal(model: nn.Module) -> bool:
-    """Return whether changing the next token leaves a token's logits unchanged: encoders load as causal models, too."""
-    last = len(model.get_input_embeddings().weight) - 1  # of a vocabulary of one, both rows are the same
+    """Return whether a token's logits do not depend on the next token; encoders also load as causal models."""
+    last = len(model.get_input_embeddings().weight) - 1  # with a vocabulary of one, both rows are equal
     ids = torch.tensor([[0, 0], [0, last]], device=model.device)
     first, second = model(input_ids=ids, use_cache=False).logits[:, 0].double()
-    # Two rows of one batch can differ by rounding.
+    # Two rows of a batch can differ by rounding.
     tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.05
     return bool((first - second).norm() <= tolerance * first.norm())
 
@@ -350,7 +352,7 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise InputError(
-                f"{folder}: the weight {name} is not finite (NaN or infinity) in {model.dtype}; give another "
+                f"{folder}: the weight {name} is NaN or infinite in {model.dtype}; give another "
                 "checkpoint or --dtype"
             )
     if not model(input_ids=torch.tensor([[0, 0]], device=model.device)).logits.isfinite().all():
@@ -359,7 +361,7 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
 
 
 def _find_tokenizer(folder: Path, *bases: Path | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer beside the weights, in the run's folder, or beside an adapter's base."""
+    """Return the tokenizer from the weights' folder, the run's folder, or an adapter's base."""
     for place in (*tokenizer_places(folder), *filter(None, bases)):
         if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
             return tokenizer
@@ -367,10 +369,10 @@ def _find_tokenizer(folder: Path, *bases: Path | None, trust_remote_code: bool) 
 
 
 def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer beside the weights and try it on text; None if the folder holds none.
+    """Load a folder's tokenizer and test it on text; None if there is none.
 
-    AutoTokenizer picks a class by model_type and can then encode everything to nothing (a word-level tokenizer.json
-    beside a Qwen2 configuration does that), so the class that reads tokenizer.json as it stands is tried next.
+    AutoTokenizer picks a class by model_type, which may then encode everything to nothing (a word-level tokenizer.json
+    with a Qwen2 configuration, say), so the class that reads a bare tokenizer.json is tried next.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -387,23 +389,23 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
             if (lost := find_lossy_text(tokenizer)) is None:
                 return tokenizer
             failure = f"as a {type(tokenizer).__name__} it makes {lost[1]!r} of {lost[0]!r}"
-        except Exception as error:  # the library of tokenizers raises bare Exceptions for what it cannot read
+        except Exception as error:  # the tokenizers library raises bare Exceptions
             failure = first_line(error)
     raise InputError(
-        f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there; a run that was trained with "
-        "this one has seen such text"
+        f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there; a run with this one saw "
+        "the same wrong text"
     )
 
 
 def find_lossy_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """Return a text that does not survive encoding and decoding, and what it becomes; None if all do. Words of the
-    tokenizer's own vocabulary are tried, one by one and joined.
+    """Return a text that does not survive encoding and decoding, with the result; None if all do. Words of the
+    tokenizer's vocabulary are tried, one by one and joined.
     """
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
     words = [w for w in (tokenizer.decode([i]) for i in sample) if w.strip() and "\ufffd" not in w]
-    # One string, too: a wrong class may know every single token and still drop the spaces between them.
+    # Also joined: a wrong class may know every token but drop the spaces between them.
     texts = [*words, " ".join(w.strip() for w in words)]
     for text in texts if words else ["a b"]:
         back = tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids)
@@ -413,7 +415,7 @@ def find_lossy_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | Non
 
 
 def find_device(device: str | None) -> str:
-    """Return the named device after a trial allocation; by default a GPU if there is one, else the CPU."""
+    """Return the named device after a test allocation; by default a GPU if there is one, else the CPU."""
     if device is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -424,14 +426,14 @@ def find_device(device: str | None) -> str:
 
 
 def _main_device(device_map: str | dict[str, Any] | None) -> str:
-    """Return the device type that sets the default precision of a policy spread over several devices."""
+    """Return the type of device that determines the default precision of a policy spread over several."""
     if isinstance(device_map, dict):
         return "cpu" if {str(device) for device in device_map.values()} <= {"cpu", "disk"} else "cuda"
     return find_device(None)
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
-    """Return the named dtype; None means float32 on a CPU and "auto" (the checkpoint's own) elsewhere, as does
+    """Return the named dtype; None means float32 on a CPU and "auto" (the checkpoint's) elsewhere, as does
     "upcast".
     """
     if dtype == UPCAST:
@@ -451,16 +453,16 @@ def free_memory(device: torch.device) -> int:
 
 
 def gradient_budget(device: torch.device, processes: Processes = ALONE) -> int:
-    """Return the default bytes for summed gradients in each process, the same number for all.
+    """Return the default bytes for summed gradients in each process, equal for all.
 
-    All processes call it together; those on a CPU share its memory.
+    All processes call it together; on a CPU, they share its memory.
     """
     own = int(GRADIENT_SHARE * free_memory(device) / (processes.count if device.type == "cpu" else 1))
     return min(processes.gather([own]))
 
 
 def return_freed_memory() -> None:
-    """Return memory that the C library has freed but kept to the system (by malloc_trim, where glibc has it)."""
+    """Return freed memory to the system (by glibc's malloc_trim, if available)."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Which of a model's parameters are measured, and where each lies in a vector that is flat over them."""
+"""The measured parameters of a model, and their layout in a flat vector."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from torch import Tensor, nn
 from gradscope.errors import InputError
 
 PART = 1 << 22
-"""Entries of a vector processed at a time, so that no temporary is as long as a large parameter."""
+"""Entries of a vector processed at a time, to avoid large temporaries."""
 _MARK = "_gradscope_measured"
-"""Attribute on a model that lists the measured parameters if not all are."""
+"""Attribute of a model that lists the measured parameters, if not all are."""
 
 
 def measure_only(model: nn.Module, names: Iterable[str]) -> None:
-    """Restrict measured gradients and optimizer steps to these parameters of the model, from now on.
+    """Restrict measured gradients and optimizer steps to these parameters from now on.
 
-    names: in `model.named_parameters()`. It is a property of the model, as the division into a frozen base and an
-    adapter is, and not of one measurement. Raises InputError for names that it has not, and for none.
+    names: in `model.named_parameters()`. This is a property of the model, like its division into a frozen base and an
+    adapter. Raises InputError for unknown names, or without any.
     """
     names, known = frozenset(names), dict(model.named_parameters())
     if unknown := sorted(names - known.keys()):
         raise InputError(f"{type(model).__name__} has no parameter {unknown[0]!r}; see dict(model.named_parameters())")
     if not any(known[name].is_floating_point() for name in names):
-        raise InputError("no parameter is left to measure; name at least one that can have a gradient")
+        raise InputError("there is no parameter to measure; name at least one that can have a gradient")
     setattr(model, _MARK, names)
 
 
@@ -36,14 +36,14 @@ def is_subset(model: nn.Module) -> bool:
 
 
 def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return every parameter that can have a gradient and is measured, tied ones once."""
+    """Return every measured parameter that can have a gradient, tied ones once."""
     chosen = getattr(model, _MARK, None)
     return [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and (chosen is None or n in chosen)]
 
 
 @torch.no_grad()
 def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter by its name in the plain model, detached, peft's LoRA layers merged in; tied ones once."""
+    """Yield every parameter by its name in the plain model, detached, with LoRA merged in; tied ones once."""
     layers = {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
     for name, parameter in model.named_parameters():
         owner, _, leaf = name.rpartition(".base_layer.")

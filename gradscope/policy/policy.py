@@ -1,4 +1,4 @@
-"""A policy: a decoder-only causal language model, its tokenizer, and where its blocks are."""
+"""A policy: a decoder-only causal language model with its tokenizer and the location of its blocks."""
 
 from __future__ import annotations
 
@@ -27,34 +27,34 @@ _DECIDED_HERE = frozenset(
     | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "tokenizer_kwargs"}
     | {"return_assistant_tokens_mask"}
 )
-"""Arguments of `apply_chat_template` that control its output format, not its content."""
+"""Arguments of `apply_chat_template` that control the output format rather than the content."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A decoder-only causal language model, its tokenizer and where its blocks are."""
+    """A decoder-only causal language model with its tokenizer and the location of its blocks."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
-    """None if only ids are measured."""
+    """The tokenizer; None if only ids are used."""
     blocks_name: str
-    """The ModuleList of blocks, by its name in model.named_modules()."""
+    """Name of the ModuleList of blocks in model.named_modules()."""
     path: str = ""
-    """Folder it was loaded from; empty for a model built in memory."""
+    """Folder that it was loaded from; empty for a model built in memory."""
     params: Literal["all", "adapter"] = "all"
-    """Which parameters' gradients are measured: all, or those of the adapter alone (`parameters.measure_only`)."""
+    """Parameters to measure: all, or only the adapter's (`parameters.measure_only`)."""
     base: str | None = None
-    """Folder of the base model, if the checkpoint was an adapter."""
+    """Folder of the base model, for an adapter."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Arguments of the chat template wherever a chat is encoded, such as {"enable_thinking": False}."""
+    """Arguments of the chat template, such as {"enable_thinking": False}."""
     below: tuple[str, ...] = ()
-    """Folders below that base, if it is an adapter itself: other adapters, and last the whole model."""
+    """Folders below the base, if it is itself an adapter: other adapters, and finally the whole model."""
     configured_by: str | None = None
-    """Folder of the configuration and tokenizer of sharded weights; None: beside the weights."""
+    """Folder with the configuration and tokenizer of sharded weights; None: the weights' folder."""
 
     @property
     def parameters_in_words(self) -> str:
-        """The parameters over which norms and sums are taken."""
+        """Describe the measured parameters."""
         return "all parameters" if self.params == "all" else "the adapter's parameters"
 
     @property
@@ -63,7 +63,7 @@ class Policy:
 
     @property
     def config(self) -> Any:
-        """The text part of the configuration."""
+        """The text part of the model's configuration."""
         return self.model.config.get_text_config()
 
     @property
@@ -72,17 +72,17 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its arithmetic: float32 where half-precision weights are upcast."""
+        """The dtype of the arithmetic: float32 if half-precision weights are upcast."""
         return arithmetic_dtype(self.model)
 
     @cached_property
     def vocab_size(self) -> int:
-        """N of Prop. 4.2: how many logits a position has."""
+        """Number of logits per position, N in Prop. 4.2."""
         return self.config.vocab_size
 
     @cached_property
     def context(self) -> int | None:
-        """Longest sequence (prompt + response) the positions allow; None: no limit is known."""
+        """Longest sequence (prompt + response) that the positions allow; None: no known limit."""
         return find_context(self.model)
 
     @property
@@ -96,14 +96,14 @@ class Policy:
 
     @property
     def pad_ids(self) -> frozenset[int]:
-        """Ids used only for padding: never a beginning, an end of a response or an unknown word."""
+        """Ids used only for padding, not also to begin or end text or for unknown words."""
         names = ("pad_token_id", "bos_token_id", "unk_token_id")
         pad, *others = (getattr(self.tokenizer, name, None) for name in names)
         return frozenset({pad} - {None, *others}) - self.stop_ids
 
     @cached_property
     def steady_context(self) -> int | None:
-        """Longest sequence for which rotary angles do not depend on its length; None: they never do."""
+        """Longest sequence up to which rotary angles do not depend on the length; None: no limit."""
         return find_steady_context(self.model)
 
     def why_too_long(self, length: int) -> str | None:
@@ -113,7 +113,7 @@ class Policy:
         if self.steady_context is not None and length > self.steady_context:
             return (
                 f"longer than {self.steady_context}, beyond which the policy's rotary embedding (dynamic or longrope) "
-                "depends on the lengths that are computed together, and no token has a gradient of its own"
+                "depends on the lengths in the batch, so that a token's gradient is not well defined"
             )
         return None
 
@@ -121,16 +121,16 @@ class Policy:
         """Return a note if max_new_tokens exceeds the context, else none."""
         if self.context is None or max_new_tokens <= self.context:
             return []
-        words = f"the policy's context of {self.context:,} tokens, with the prompt, ends responses sooner"
+        words = f"the policy's context of {self.context:,} tokens, including the prompt, ends responses sooner"
         return [f"max_new_tokens is {max_new_tokens:,}; {words}"]
 
     def encode_prompt(
         self, prompt: str | list[dict[str, str]], *, chat_template_kwargs: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Encode a prompt: a string with special tokens; a chat by its template, opened for the assistant's answer.
+        """Encode a prompt: a string with special tokens, or a chat by its template, opened for the assistant's answer.
 
-        What the tokenizer puts before a string (BOS) is there once, also where the string was templated and begins with
-        it. chat_template_kwargs: arguments of the template; they beat the policy's own.
+        BOS appears only once, even if the string was templated and already begins with it. chat_template_kwargs:
+        arguments of the template, overriding the policy's.
         """
         tokenizer = self._need_tokenizer()
         check_prompt(prompt)
@@ -141,7 +141,7 @@ class Policy:
             return self._within_vocabulary(ids, prompt)
         if getattr(tokenizer, "chat_template", None) is None:
             raise InputError(
-                "the prompt is a chat but the tokenizer has no chat template; give the prompt as one string"
+                "the prompt is a chat, but the tokenizer has no chat template; give the prompt as a string"
             )
         prefilled = prompt[-1]["role"] == "assistant"
         told = {**(self.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
@@ -157,17 +157,17 @@ class Policy:
                     **told,
                 )
             )
-        except Exception as error:  # a template is a program of the checkpoint's author: it may raise anything
+        except Exception as error:  # a template is third-party code and may raise anything
             raise InputError(
                 f"the tokenizer's chat template raised {type(error).__name__} ({first_line(error)}) on the chat "
-                f"{str(prompt)[:60]!r}; mend the chat, or give the prompt as one string"
+                f"{str(prompt)[:60]!r}; correct the chat, or give the prompt as a string"
             ) from error
         return self._within_vocabulary(ids, prompt)
 
     def encode_response(self, response: str) -> list[int]:
         """Encode a response's text without special tokens; no EOS is added.
 
-        Raises InputError for text that the tokenizer has no tokens for: nobody has sampled what stands for it.
+        Raises InputError for text without tokens, since substitutes were not sampled.
         """
         _check_text(response, "the response")
         tokenizer = self._need_tokenizer()
@@ -176,24 +176,24 @@ class Policy:
             instead = "drop it" if tokenizer.unk_token is None else f"take {tokenizer.unk_token!r} for it"
             raise InputError(
                 f"the tokenizer has no tokens for some of the response {response[:60]!r} and would {instead}; give the "
-                "checkpoint that sampled it, or the ids"
+                "checkpoint that sampled it, or ids"
             )
         return self._within_vocabulary(ids, response)
 
     def _within_vocabulary(self, ids: list[int], text: object) -> list[int]:
-        """Return the ids. Raises InputError for a token that the tokenizer knows and the model does not."""
+        """Return the ids. Raises InputError for a token of the tokenizer that the model lacks."""
         if ids and max(ids) >= self.vocab_size:
             raise InputError(
-                f"the tokenizer makes {max(ids)} of {self.decode([max(ids)])!r} in {show(text)}, and the model has "
-                f"{self.vocab_size} tokens; give weights and tokenizer of one run (an adapter: with its resized base)"
+                f"the tokenizer encodes {self.decode([max(ids)])!r} in {show(text)} as {max(ids)}, but the model has "
+                f"{self.vocab_size} tokens; give weights and tokenizer of one run (for an adapter, the resized base)"
             )
         return ids
 
     def has_unknown(self, text: object, ids: list[int]) -> bool:
-        """Return whether ids of a text, or of a chat, hold the token for whatever the tokenizer does not know or, where
-        it has no such token, lack a character of the text.
+        """Return whether the ids of a text or chat contain the unknown token or, for tokenizers without one, lack a
+        character of the text.
 
-        False where that token begins or ends texts too (GPT-2, OPT): their tokenizers know every byte.
+        False if the unknown token also begins or ends texts (GPT-2, OPT), whose tokenizers cover every byte.
         """
         tokenizer = self._need_tokenizer()
         unknown = tokenizer.unk_token_id
@@ -206,14 +206,14 @@ class Policy:
     def _encode(self, text: str, **settings: bool) -> list[int]:
         try:
             return list(self._need_tokenizer()(text, **settings).input_ids)
-        except Exception as error:  # the library of tokenizers raises bare Exceptions for a word that it does not know
+        except Exception as error:  # the tokenizers library raises bare Exceptions for unknown words
             raise InputError(
                 f"the tokenizer cannot encode {show(text)} ({first_line(error)}); give the checkpoint that sampled it, "
                 "or the ids"
             ) from error
 
     def decode(self, ids: list[int]) -> str:
-        """Decode the ids to text; `<id>` for each if there is no tokenizer."""
+        """Decode the ids to text, or to `<id>` without a tokenizer."""
         if self.tokenizer is None:
             return "".join(f"<{i}>" for i in ids)
         return self.tokenizer.decode(ids)
@@ -221,8 +221,8 @@ class Policy:
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
             raise InputError(
-                f"text needs a tokenizer and {self.path or 'this policy'} has none; save one beside the weights, or "
-                "give prompt_ids and response_ids"
+                f"text needs a tokenizer, but {self.path or 'this policy'} has none; save one there, or give "
+                "prompt_ids and response_ids"
             )
         return self.tokenizer
 
@@ -238,7 +238,7 @@ class Policy:
 
 
 def find_blocks(model: nn.Module, name: str | None = None) -> str:
-    """Return the name of the ModuleList of blocks: the only one as long as configured and not inside another."""
+    """Find the ModuleList of blocks: the only outermost one of the configured length."""
     lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
     if name is not None:
         if name not in lists:
@@ -256,19 +256,19 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
 
 
 def takes(model: nn.Module, argument: str) -> bool:
-    """Return whether the model's forward (the class's or its replacement) has an argument of this name."""
+    """Return whether the model's forward (the class's or a replacement) has an argument of this name."""
     own = vars(model).get("forward")
     return argument in (_arguments(type(model)) if own is None else inspect.signature(own).parameters)
 
 
 @lru_cache
 def _arguments(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the parameters of a class's forward, cached because decoding asks at every step."""
+    """Return the parameters of a class's forward, cached because decoding looks them up at every step."""
     return frozenset(inspect.signature(kind.forward).parameters)
 
 
 def check_prompt(prompt: Any, place: str | None = None) -> None:
-    """Raise InputError if a prompt is neither a string nor a chat, or cannot be encoded as UTF-8; place: its origin.
+    """Raise InputError if a prompt is neither a string nor a chat, or not valid UTF-8; place: its origin.
 
     >>> check_prompt("2+2="), check_prompt([{"role": "user", "content": "2+2="}])
     (None, None)
@@ -284,22 +284,22 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapping[str, Any]) -> None:
-    """Raise InputError for arguments that the chat template ignores or that encoding sets itself."""
+    """Raise InputError for arguments that the chat template ignores or that gradscope sets itself."""
     template = getattr(tokenizer, "chat_template", None)
     texts = [*template.values()] if isinstance(template, dict) else [template or ""]
     for name in given:
         if name in _DECIDED_HERE:
-            raise InputError(f"chat_template_kwargs holds {name!r}, which gradscope decides itself; leave it out")
+            raise InputError(f"chat_template_kwargs holds {name!r}, which gradscope sets itself; leave it out")
         if not any(re.search(rf"\b{re.escape(str(name))}\b", text) for text in texts):
             told = "says nothing of it" if template else "is not there"
             raise InputError(
-                f"chat_template_kwargs holds {name!r} and the tokenizer's chat template {told}: it would change "
-                "nothing; mend the name, or leave it out"
+                f"chat_template_kwargs holds {name!r}, but the tokenizer's chat template {told}, so it would have no "
+                "effect; correct the name, or leave it out"
             )
 
 
 def _begin_once(ids: list[int], bare: list[int]) -> list[int]:
-    """Remove the BOS that the tokenizer added if the text already begins with it.
+    """Remove the BOS that the tokenizer added to a text that already begins with it.
 
     bare: the ids without special tokens.
 
@@ -313,12 +313,12 @@ def _begin_once(ids: list[int], bare: list[int]) -> list[int]:
 
 
 def _letters(text: str) -> set[str]:
-    """Reduce a text to what a tokenizer must preserve: no blanks, case or accent composition."""
+    """Reduce a text to what a tokenizer must preserve, without blanks, case and accent composition."""
     return {c for c in unicodedata.normalize("NFKC", text).casefold() if not c.isspace()}
 
 
 def _check_text(value: Any, name: str) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError) as error:  # of a lone surrogate, UnicodeEncodeError
+    except (TypeError, ValueError, RecursionError) as error:  # UnicodeEncodeError for a lone surrogate
         raise InputError(f"{name} holds what is no text ({first_line(error)}); mend it") from error

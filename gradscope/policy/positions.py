@@ -1,4 +1,4 @@
-"""How long a sequence a model's positions reach: learned tables, and rotary embeddings scaled beyond their training."""
+"""The context length of a model's positions: learned tables, and rotary embeddings with scaling."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 STRETCHED = ("linear", "dynamic")
-"""Rotary scalings that multiply `max_position_embeddings` and leave it at the training length."""
+"""Rotary scalings under which `max_position_embeddings` is the training length, to be multiplied."""
 
 
 def find_context(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence that a model's positions allow; None: no limit is known."""
+    """Return the longest sequence that a model's positions allow; None: no known limit."""
     config, words = model.config.get_text_config(), model.get_input_embeddings()
     places = getattr(config, "max_position_embeddings", None)
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
-    # RoBERTa and its kin number positions from padding_idx + 1 on.
+    # RoBERTa and related models number positions from padding_idx + 1.
     lost = [m.padding_idx + 1 for m in tables if m.num_embeddings == places and m.padding_idx is not None]
     return places and max([places, *_scaled(config, places)]) - max(lost, default=0)
 
 
 def find_steady_context(model: PreTrainedModel) -> int | None:
-    """Return the longest sequence for which rotary angles do not depend on its length; None: they never do.
+    """Return the longest sequence up to which rotary angles do not depend on the length; None: no limit.
 
-    Beyond it, `dynamic` scaling has other frequencies at every length, and `longrope` others than below: a token's
-    numbers would change with the sequences that are computed beside it.
+    Beyond it, `dynamic` scaling changes the frequencies with every length, and `longrope` switches to others, so that a
+    token's results would depend on the sequences in the same batch.
     """
     config = model.config.get_text_config()
     places, found = getattr(config, "max_position_embeddings", None), []
@@ -43,10 +43,10 @@ def find_steady_context(model: PreTrainedModel) -> int | None:
 def _scaled(config: Any, places: int) -> Iterator[int]:
     """Yield the reach of each rotary embedding after scaling. places: `max_position_embeddings`.
 
-    YaRN multiplies what the model was trained with (`original_max_position_embeddings`, else `max_position_embeddings`)
-    and some configurations have the product as `max_position_embeddings` (DeepSeek, gpt-oss), some the length before
-    (Qwen2.5), some another (Qwen3). Llama 3 and longrope always have the length after scaling there; and so does Gemma
-    3, which scales some of its layers alone.
+    YaRN multiplies the training length (`original_max_position_embeddings`, else `max_position_embeddings`);
+    configurations put the product (DeepSeek, gpt-oss), the training length (Qwen2.5) or something else (Qwen3) into
+    `max_position_embeddings`. For Llama 3, longrope and Gemma 3 (which scales only some layers) it is always the length
+    after scaling.
     """
     by_layer = _by_layer(config)
     for rope in _ropes(config):

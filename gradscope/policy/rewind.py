@@ -1,4 +1,4 @@
-"""Let a model be trained for a while, then restore it bit for bit."""
+"""Training a model temporarily, then restoring it bit for bit."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gradscope.runs import check_room, scratch_zeros
 
 @contextmanager
 def restoring(model: nn.Module, *, memory: int | None = None) -> Iterator[Mapping[str, Tensor]]:
-    """Restore the model and all random states bit for bit on leaving the block, raised or not.
+    """Restore the model and all random states bit for bit at the end of the block, even after an exception.
 
-    Yields the parameters' values on entry by name, of which every `.grad` starts out as None. What comes back: values
-    of parameters and buffers in the very same tensors, which module holds which, `.grad`, requires_grad, training
-    modes, and the random states of torch (of each GPU too, once CUDA is in use), numpy and Python.
-    Memory: a copy of the model; where it is over `memory` bytes (None: any amount is there), in scratch files on the
-    host. Raises InputError where these find no room.
+    Yields the parameters' initial values by name; every `.grad` starts as None. Restored are the values of parameters
+    and buffers in the same tensors, the modules' references to them, `.grad`, requires_grad, training modes, and the
+    random states of torch (including each GPU, once CUDA is in use), numpy and Python.
+    Takes a copy of the model; above `memory` bytes (None: no limit), in scratch files on the host. Raises InputError if
+    the disk has no room.
     """
     copy = torch.clone
     if memory is not None and model_bytes(model) > memory:
@@ -65,7 +65,7 @@ def _copy_to_scratch(tensor: Tensor) -> Tensor:
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    """Return whether several entries share one number in memory; torch refuses to write to these."""
+    """Return whether several entries share memory, in which case torch refuses to write."""
     return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run while its trainer writes them: what one still lacks, and whether it is the run's last."""
+"""Checkpoints that are being written: which parts are missing, and whether one is the run's last."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STATE, 
 from gradscope.runs import read_json
 
 TORCH = (".pt", ".pth", ".bin")
-"""Endings of what torch.save writes: since torch 1.6 an archive that begins and ends with these signatures."""
+"""Suffixes of torch.save files; since torch 1.6, these are zip archives."""
 ZIP, ZIP_END, ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
 LONGEST_HEADER = 1 << 27
-"""Most bytes of a safetensors header; its own library reads a hundred million."""
+"""Most bytes of a safetensors header; the library itself reads up to a hundred million."""
 _ONE_OF = re.compile(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)")
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG, STATE)
 
 
 def missing_part(folder: Path) -> str | None:
-    """Return what the folder of a checkpoint lacks by what its own files say; None if it is whole.
+    """Return which part of a checkpoint is missing, judging by its files; None if it is complete.
 
-    It goes by the lengths that safetensors and torch's archives state, the shards that an index names, and the order in
-    which transformers and torch.distributed.checkpoint write. What has none of these is taken as it is.
+    Uses the lengths stated in safetensors and torch archives, the shards listed in an index, and the order in which
+    transformers and torch.distributed.checkpoint write. Anything else counts as complete.
     """
     try:
         model = model_of_step(folder)
-    except InputError as error:  # the shards of some ranks
+    except InputError as error:  # shards of some ranks are missing
         return error.reason
     if model is None:
         return "weights"
@@ -38,14 +38,14 @@ def missing_part(folder: Path) -> str | None:
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     if (cut := next(filter(None, map(_what_is_cut, files)), None)) is not None:
         return cut
-    # transformers' Trainer saves the model with its arguments first, then the optimizer, and its state last.
+    # transformers' Trainer saves model and arguments first, then the optimizer, and its state last.
     if (folder / "training_args.bin").is_file() and not (folder / STATE).is_file():
         return STATE
     return None
 
 
 def _what_is_cut(file: Path) -> str | None:
-    """Return what is missing in a file, or beside it; None if it is whole, or does not say."""
+    """Return what is missing of a file, or next to it; None if it is complete or cannot be judged."""
     size = file.stat().st_size
     if file.name in DESCRIPTIONS or file.name.endswith(".index.json"):
         if not (content := read_json(file)):
@@ -54,7 +54,7 @@ def _what_is_cut(file: Path) -> str | None:
         named = sorted({*shards.values()}) if isinstance(shards, dict) else []
         return next((name for name in named if not (file.parent / str(name)).is_file()), None)
     if file.suffix == ".distcp" and not (file.parent / ".metadata").is_file():
-        return ".metadata"  # which is written last
+        return ".metadata"  # written last
     if file.suffix not in (".safetensors", *TORCH):
         return None
     if part := _ONE_OF.fullmatch(file.name):  # save_pretrained writes the index after the shards
@@ -66,7 +66,7 @@ def _what_is_cut(file: Path) -> str | None:
 
 
 def _safetensors_size(file: Path) -> int | None:
-    """Return the bytes that the file's header promises; None if it is not whole, or no header."""
+    """Return the file size stated in the header; None if the header is incomplete or invalid."""
     with file.open("rb") as handle:
         start = handle.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
@@ -81,7 +81,7 @@ def _safetensors_size(file: Path) -> int | None:
 
 
 def _is_closed(file: Path) -> bool:
-    """Return whether an archive has its end; a file of another kind does not say."""
+    """Return whether an archive is complete; True for files of another kind."""
     with file.open("rb") as handle:
         if handle.read(len(ZIP)) != ZIP:
             return True
@@ -90,7 +90,7 @@ def _is_closed(file: Path) -> bool:
 
 
 def is_last_checkpoint(folder: Path) -> bool:
-    """Return whether the state that transformers, TRL or gradscope saved says that the run ended with it."""
+    """Return whether the state saved by transformers, TRL or gradscope marks the run's last checkpoint."""
     state = read_json(folder / STATE) or {}
     step, last = state.get("global_step", state.get("step")), state.get("max_steps")
     return isinstance(step, int) and isinstance(last, int) and 0 < last <= step

@@ -200,7 +200,7 @@ def test_a_run_that_is_refused_keeps_the_finished_one(run, model, task, tmp_path
     assert run(*args).status == 0
     before = contents(tmp_path / "out")
     (tmp_path / "out" / ".partial").write_text("mine")
-    assert_one_line(run(*args, "--seed", 1, "--overwrite"), ".partial is no folder")
+    assert_one_line(run(*args, "--seed", 1, "--overwrite"), ".partial is not a folder")
     (tmp_path / "out" / ".partial").unlink()
     (tmp_path / "parity.py").write_text(PARITY.replace("correct = len", "1 / 0; correct = len"))
     assert_one_line(run(*args, "--seed", 1, "--overwrite"), "raised ZeroDivisionError")

@@ -102,7 +102,7 @@ def test_weights_of_its_layers_that_the_model_has_no_use_for_are_refused_others_
     given = json.loads(config.read_text())
     config.write_text(json.dumps(given | {"num_hidden_layers": given["num_hidden_layers"] - 1, "layer_types": None}))
     last = f"model.layers.{given['num_hidden_layers'] - 1}"
-    assert f"weights that config.json makes no use of ({last}." in refusal(checkpoint)
+    assert f"weights that config.json does not use ({last}." in refusal(checkpoint)
     config.write_text(json.dumps(given))
     weights = load_file(checkpoint / "model.safetensors") | {"v_head.summary.weight": torch.ones(1, 32)}
     mask = torch.ones(1, 1, 8, 8, dtype=torch.bool).tril()  # as GPT-J's and GPT-Neo's checkpoints hold it

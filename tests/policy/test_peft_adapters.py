@@ -174,7 +174,7 @@ def test_an_update_moves_the_adapter_alone_as_predicted(simple):
 def test_a_base_is_found_from_the_adapters_folder_then_from_here_then_where_it_is_said(broken, tmp_path, monkeypatch):
     assert load_policy(broken).base == str(broken / "../base")
     change_config(broken, base_model_name_or_path="run/base")
-    assert "run/base, is no folder here and not in the cache" in refusal(broken)
+    assert "run/base, is not a local folder and not in the cache" in refusal(broken)
     monkeypatch.chdir(tmp_path)
     assert load_policy(broken).base == "run/base"
     change_config(broken, base_model_name_or_path="nobody/has-this")
@@ -197,7 +197,7 @@ def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
     change_config(broken, r=3)
     assert "does not fit its base model" in refusal(broken)
     change_config(broken, r=2, target_modules=["q_proj"])
-    assert "unlike its configuration" in refusal(broken)
+    assert "which its configuration does not" in refusal(broken)
     change_config(broken, target_modules=["q_proj", "k_proj", "down_proj"])
     assert "lacks base_model" in refusal(broken)
     change_config(broken, peft_type="PREFIX_TUNING")
@@ -205,7 +205,7 @@ def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
     change_config(broken, peft_type="LORA", target_modules="(")
     assert "does not fit its base model" in refusal(broken)
     change_config(broken, base_model_name_or_path="x" * 5000)
-    assert "is no folder here" in refusal(broken)
+    assert "is not a local folder" in refusal(broken)
     for text in ("{", "[" * 100_000):
         (broken / "adapter_config.json").write_text(text)
         assert "cannot be read" in refusal(broken)
@@ -235,7 +235,7 @@ def test_replicated_layers_that_no_longer_run_are_refused(tmp_path):
     settings = {"target_modules": ["q_proj"], "layer_replication": [[0, 2], [1, 3]]}
     folder = save_adapter(tmp_path / "adapter", base, r=2, **settings)
     for params in ("all", "adapter"):
-        assert "computes nothing (IndexError" in refusal(folder, params=params)
+        assert "does not run (IndexError" in refusal(folder, params=params)
 
 
 def test_an_adapter_that_torch_saved_is_the_same_adapter_and_nothing_in_it_is_run(broken):
@@ -349,9 +349,9 @@ def test_damaged_and_doubtful_adapters_are_refused(broken):
     ("old", "new", "words"),
     [
         ("base_model.model.", "", "peft's names begin with base_model.model."),  # peft would load none of them
-        ("lora_A.weight", "lora_A.default.weight", "save the adapter anew, unwrapped"),
-        ("layers.0.", "layers.0._fsdp_wrapped_module.", "save the adapter anew, unwrapped"),
-        ("base_model.model.", "base_model.model._orig_mod.", "save the adapter anew, unwrapped"),
+        ("lora_A.weight", "lora_A.default.weight", "save the adapter again, unwrapped"),
+        ("layers.0.", "layers.0._fsdp_wrapped_module.", "save the adapter again, unwrapped"),
+        ("base_model.model.", "base_model.model._orig_mod.", "save the adapter again, unwrapped"),
         ("layers.2.", "layers.7.", "layers.7.mlp.down_proj.lora_A.weight, for which the base has no layer"),
     ],
 )

@@ -174,7 +174,7 @@ def test_other_optimizers_and_pickles_are_refused_and_nothing_runs(tmp_path, mon
         assert "the optimizer state is not AdamW's" in refusal(path, optimizer.state_dict())
     optimizer = torch.optim.NAdam(model.parameters(), lr=1e-3)
     optimizer.step()
-    assert "holds mu_product, which AdamW does not keep" in refusal(path, optimizer.state_dict())
+    assert "holds mu_product, which AdamW does not have" in refusal(path, optimizer.state_dict())
     eight_bit = {"state": {0: {"step": 3, "state1": torch.zeros(4, dtype=torch.uint8), "qmap1": torch.zeros(256)}}}
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "params": [0]}
     assert "the optimizer state is not AdamW's" in refusal(path, eight_bit | {"param_groups": [group]})
