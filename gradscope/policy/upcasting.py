@@ -1,9 +1,8 @@
-"""Weights that stay in memory in half precision while all arithmetic is float32: upcast where they are used.
+"""Half-precision weights with float32 arithmetic: weights are upcast on use.
 
-A module's parameters are replaced, for the time of its forward, by float32 copies, which are exact. What autograd saves
-of a copy for the backward pass is kept as the half-precision weight that it was made of, and upcast once more when it
-is asked for: so there are never more copies than those of the modules that are running, as a rule one. Gradients are
-float32 (`Tensor.grad_dtype`), of parameters as of activations.
+During a module's forward, its parameters are replaced by exact float32 copies. Wherever autograd would save a copy for
+the backward pass, the half-precision weight is saved instead and upcast again when needed, so only the running modules'
+copies exist, usually one. Gradients of parameters and activations are float32 (`Tensor.grad_dtype`).
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ from torch.utils._pytree import tree_leaves
 from gradscope.errors import InputError, first_line
 
 UPCAST = "upcast"
-"""The value of `dtype` that asks for it."""
+"""The value of `dtype` that selects this."""
 HALF = (torch.bfloat16, torch.float16)
 _MARK = "_gradscope_upcasts"
-"""Attribute of a model, and of each of its modules, that computes so."""
+"""Attribute that marks a model and its modules as upcasting."""
 _TANGENT = "_gradscope_tangent"
-"""Attribute of a parameter that `moving` moves."""
+"""Attribute with the tangent of a parameter inside `moving`."""
 
 
 def upcast_on_use(model: nn.Module) -> None:
     """Make the model compute in float32 with its half-precision weights, and verify it by a forward pass.
 
-    A model without any is left as it is. Raises InputError for an architecture that would still round to half precision
-    somewhere, or stop where float32 meets half precision.
+    A model without any is unchanged. Raises InputError for architectures that would still round to half precision
+    somewhere, or fail when mixing both precisions.
     """
     if not any(p.dtype in HALF for p in model.parameters()):
         return
-    if not hasattr(Tensor, "grad_dtype"):  # else gradients would be rounded without a word
+    if not hasattr(Tensor, "grad_dtype"):  # otherwise gradients would silently be rounded
         raise _refusal(model, f"torch {torch.__version__} gives half-precision weights no float32 gradients")
     for module in model.modules():
         _widen_buffers(model, module)
@@ -65,15 +64,15 @@ def upcast_on_use(model: nn.Module) -> None:
 
 
 def is_upcast(model: nn.Module) -> bool:
-    """Return whether half-precision weights of the model are upcast where they are used."""
+    """Return whether the model's half-precision weights are upcast on use."""
     return hasattr(model, _MARK)
 
 
 @contextmanager
 def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Within a level of forward mode, the copies of these upcast parameters move along float32 tangents of their shape.
+    """Give the float32 copies of upcast parameters tangents, within a level of forward mode.
 
-    Forward mode itself would want tangents in half precision.
+    Forward mode would otherwise require tangents in half precision.
     """
     pairs = list(pairs)
     try:
@@ -86,14 +85,14 @@ def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
 
 
 def arithmetic_dtype(module: nn.Module) -> torch.dtype:
-    """Return the dtype of a module's arithmetic: its weights' own, or float32 where they are upcast."""
+    """Return the dtype of a module's arithmetic: its weights' dtype, or float32 if they are upcast."""
     if is_upcast(module):
         return torch.float32
     return next(p.dtype for p in module.parameters() if p.is_floating_point())
 
 
 def precision_in_words(model: nn.Module) -> str:
-    """Return the dtype of the model's arithmetic and, where it differs, of its weights.
+    """Describe the dtype of the model's arithmetic and, if different, of its weights.
 
     >>> precision_in_words(nn.Linear(1, 1))
     'float32'
@@ -104,19 +103,19 @@ def precision_in_words(model: nn.Module) -> str:
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return the function that replaces the forward of the module's class, upcasting aside; None if nothing does."""
+    """Return a replacement of the module's forward other than by upcasting; None if there is none."""
     forward = vars(module).get("forward")
     return forward.replaced if isinstance(forward, _Upcast) else forward
 
 
 @dataclass(frozen=True)
 class _Upcast:
-    """A module's forward, called with float32 copies in the place of the module's own half-precision parameters."""
+    """A module's forward with float32 copies in place of its half-precision parameters."""
 
     owner: weakref.ref[nn.Module]
-    """The module, which would never be let go of if it held itself."""
+    """The module, by weak reference to avoid a cycle."""
     replaced: Callable[..., Any] | None
-    """The module's forward where it was not its class's already."""
+    """The module's forward, if it had already been replaced."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Upcast:
         return _Upcast(weakref.ref(memo[id(self.owner())]), copy.deepcopy(self.replaced, memo))
@@ -127,7 +126,7 @@ class _Upcast:
         halves = {name: p for name, p in own.items() if p is not None and p.dtype in HALF}
         if type(module) is nn.Embedding and halves and module.max_norm is None and self.replaced is None:
             return _look_up(module, halves["weight"], *args)
-        copies: dict[int, Tensor] = {}  # by where a copy lies, its source
+        copies: dict[int, Tensor] = {}  # data pointer of a copy → its source
         try:
             for name, source in halves.items():
                 own[name] = wide = _to_float32(source)
@@ -144,12 +143,12 @@ class _Upcast:
                 return forward(*args, **kwargs)
         finally:
             own.update(halves)
-            copies.clear()  # what is saved holds `pack` and no copy
+            copies.clear()  # saved tensors hold the source, not the copy
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What autograd keeps of a copy, or of a part of one: the same part of its source."""
+    """What autograd saves instead of (part of) a copy: the same part of its source."""
 
     part: Tensor
 
@@ -171,7 +170,7 @@ def _to_float32(source: Tensor) -> Tensor:
 
 
 class _Copy(torch.autograd.Function):
-    """A float32 copy, whose gradient stays as it is; that of `.to` would be rounded."""
+    """A float32 copy whose gradient stays float32; `.to` would round it."""
 
     @staticmethod
     def forward(source: Tensor) -> Tensor:
@@ -187,7 +186,7 @@ class _Copy(torch.autograd.Function):
 
 
 def _look_up(module: nn.Embedding, weight: Tensor, ids: Tensor) -> Tensor:
-    """Float32 rows of an embedding table, most of which are not looked at: of the rows alone a copy is made."""
+    """Look up float32 rows of an embedding table, copying only these rows."""
     if (tangent := getattr(weight, _TANGENT, None)) is not None:
         return make_dual(F.embedding(ids, weight).to(torch.float32), F.embedding(ids, tangent))
     if weight.requires_grad and torch.is_grad_enabled():
@@ -213,8 +212,8 @@ class _LookUp(torch.autograd.Function):
 
 
 def _widen_buffers(model: nn.Module, module: nn.Module) -> None:
-    """A checkpoint's are exact; one that the code makes, as Gemma's √hidden, was rounded when it was made in half
-    precision, and is made anew by a stand-in of the module that holds no weights."""
+    """Upcast buffers. Those of a checkpoint are exact, but one that the code computes (Gemma's √hidden) was rounded to
+    half precision, and is recomputed by a copy of the module without weights."""
     for name, buffer in module.named_buffers(recurse=False):
         if buffer.dtype not in HALF:
             continue
@@ -238,9 +237,9 @@ class _RoundedError(Exception):
 
 
 class _NoHalfPrecision(TorchDispatchMode):
-    """A context in which an operation raises that returns new numbers in half precision, those of an embedding aside.
+    """A context in which operations that return new half-precision values raise an error.
 
-    A view of a weight is none, and the rows of an embedding are copies of weights.
+    Views of weights and embedding lookups (which copy weights) are allowed.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -256,8 +255,8 @@ class _NoHalfPrecision(TorchDispatchMode):
 
 def _refusal(model: nn.Module, reason: str) -> InputError:
     return InputError(
-        f"{type(model).__name__} does not compute in float32 with weights that are not ({reason}); give --dtype "
-        "float32, or the weights' own"
+        f"{type(model).__name__} does not compute in float32 with half-precision weights ({reason}); give --dtype "
+        "float32, or the weights' dtype"
     )
 
 

@@ -1,8 +1,8 @@
-"""Weights that training keeps in shards, whole in every process while they are measured.
+"""Gathering sharded weights in every process for a measurement during training.
 
-All at once: a measurement holds several vectors as long as all weights in any case, and one copy of the weights beside
-them lets every process compute by itself, as under DDP. Gathered block by block, each pass would be an exchange, and
-all processes would have to make equally many.
+All weights are gathered at once: a measurement holds several vectors of that size anyway, and with a copy of the
+weights every process can compute independently, as under DDP. Gathering block by block would need communication in each
+pass, with equally many passes in all processes.
 """
 
 from __future__ import annotations
@@ -18,31 +18,30 @@ from torch import Tensor, nn
 from gradscope.errors import InputError, checked
 
 _THEIRS = ("torch.distributed.fsdp.", "deepspeed.")
-"""Where hooks are from that exchange weights, or count forward passes as training's."""
+"""Modules whose hooks exchange weights, or count forward passes for training."""
 _ZERO_3 = "ds_id"
-"""Attribute of a parameter that DeepSpeed's ZeRO-3 has cut up."""
+"""Attribute of parameters sharded by DeepSpeed's ZeRO-3."""
 _REPLACED = ("_parameters", "_forward_pre_hooks", "_forward_hooks")
-"""Attributes of a module that are others while its weights are whole."""
+"""Attributes of a module that are replaced while its weights are gathered."""
 
 
 @checked
 @contextmanager
 def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None]:
-    """Put whole weights in the place of the shards that FSDP2 (`fully_shard`) or ZeRO-3 left a process, while inside.
+    """Replace the shards of FSDP2 (`fully_shard`) or ZeRO-3 by whole weights inside the block.
 
         with whole_weights(policy.model):
             table = measure(policy, batch)
 
-    All processes enter together, between two steps of training; inside, each computes by itself and needs the memory
-    of all weights. Afterwards shards, gradients, flags and hooks are the objects of before; what was changed in the
-    whole weights is lost. DeepSpeed's ZeRO-1 and 2 leave each process all weights: only their hooks are taken off. A
-    model that neither has to do with is left alone.
+    All processes enter together, between two training steps. Inside, each computes independently and needs memory for
+    all weights. Afterwards shards, gradients, flags and hooks are restored, and changes to the whole weights are lost.
+    Under DeepSpeed's ZeRO-1 and 2, which do not shard weights, only the hooks are removed. Other models are unchanged.
 
     Args:
-        gradients: gather FSDP's `.grad` as well.
+        gradients: also gather FSDP's `.grad`.
 
     Raises:
-        InputError: the weights are in shards of another kind.
+        InputError: the weights are sharded in another way.
     """
     _refuse_other_shards(model)
     if not _is_shared(model):
@@ -52,7 +51,7 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward pass may have left a unit gathered, in the dtype of its arithmetic
+            module.reshard()  # a forward pass may have left a unit gathered, in its compute dtype
     before = [(module, {name: vars(module)[name] for name in _REPLACED}) for module in model.modules()]
     copies: dict[int, nn.Parameter] = {}  # tied weights stay tied
     try:
@@ -74,18 +73,18 @@ def whole_weights(model: nn.Module, *, gradients: bool = False) -> Iterator[None
 
 
 def refuse_shards(model: nn.Module) -> None:
-    """Raise InputError if a process does not have all of a model's weights, or another's hooks run with them."""
+    """Raise InputError if a process lacks some of the model's weights, or FSDP's or DeepSpeed's hooks are active."""
     _refuse_other_shards(model)
     if _is_shared(model):
-        raise InputError("the model is FSDP's or DeepSpeed's; measure in `with gradscope.whole_weights(model):`")
+        raise InputError("the model is managed by FSDP or DeepSpeed; measure in `with gradscope.whole_weights(model):`")
 
 
 def _refuse_other_shards(model: nn.Module) -> None:
-    """Raise InputError for weights in shards that `whole_weights` cannot gather."""
+    """Raise InputError for shards that `whole_weights` cannot gather."""
     if any(type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()):
         raise InputError("the weights are in flat shards (FSDP's first version); train with fsdp_version 2")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()) and not _is_shared(model):
-        raise InputError("the weights are cut up by another than fully_shard (tensor parallelism); load them whole")
+        raise InputError("the weights are sharded, but not by fully_shard (tensor parallelism?); load them whole")
 
 
 @torch.no_grad()

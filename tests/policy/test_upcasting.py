@@ -229,7 +229,7 @@ def test_unusual_decoders_have_the_same_norms_or_are_refused(name):
     try:
         upcast_on_use(upcast)
     except InputError as error:
-        assert re.fullmatch(r"[^\n]+; give --dtype float32, or the weights' own", str(error))
+        assert re.fullmatch(r"[^\n]+; give --dtype float32, or the weights' dtype", str(error))
         return
     assert arithmetic_dtype(upcast) == torch.float32
     ids = torch.randint(0, handmade.VOCAB, (12,), generator=torch.Generator().manual_seed(0))

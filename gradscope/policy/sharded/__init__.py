@@ -1,1 +1,1 @@
-"""Checkpoints in shards, as distributed trainers leave them: found, put together in one process, never unpickled."""
+"""Sharded checkpoints of distributed trainers: finding them and joining them in one process, without unpickling."""

@@ -18,7 +18,7 @@ from gradscope.policy.sharded.layouts import Shards
 from gradscope.runs import load_tensors, scratch_zeros
 
 LARGEST_METADATA = 1 << 30
-"""Bytes of .metadata; of 10,000 tensors in 1,000 pieces each it has a few hundred million."""
+"""Most bytes of .metadata; 10,000 tensors in 1,000 pieces each take a few hundred million."""
 _CLASSES = (
     *(metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
     *(metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING),
@@ -28,7 +28,7 @@ _KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 
 
 def _text(*parts: object) -> str:
-    """In the place of a path, which nobody follows."""
+    """A stand-in for a path, which is never followed."""
     return "/".join(map(str, parts))
 
 
@@ -37,19 +37,19 @@ _KNOWN |= {("torch.serialization", "_get_layout"): lambda name: torch.strided}
 
 
 class _Metadata(pickle.Unpickler):
-    """Makes the classes of which the metadata are built, and nothing else: a pickle could run anything."""
+    """An unpickler that admits only the classes used in such metadata, since a pickle could run anything."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = _KNOWN.get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             found = getattr(torch, name)
         if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of such metadata")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in such metadata")
         return found
 
 
 class Pieces:
-    """The tensors and values of one checkpoint, by their flat names."""
+    """The tensors and values of a checkpoint, by flat name."""
 
     def __init__(self, shards: Shards) -> None:
         self.folder = shards.folder
@@ -63,13 +63,12 @@ class Pieces:
         return [name for name, value in self.kinds.items() if isinstance(value, kind)]
 
     def read(self, name: str, make: Callable[..., Tensor] = torch.empty) -> Any:
-        """Return a tensor put together of its pieces, or the value that was saved. make: the tensor of a shape and
-        dtype.
+        """Return a tensor joined from its pieces, or a saved value. make: allocates a tensor of a shape and dtype.
         """
         kind, places = self.kinds[name], self.places.get(name, [])
         if not isinstance(kind, metadata.TensorStorageMetadata):
             if len(places) != 1:
-                raise InputError(f"{self.folder}/.metadata says nowhere where {name} is; save the checkpoint anew")
+                raise InputError(f"{self.folder}/.metadata does not locate {name}; save the checkpoint again")
             return self._load(name, places[0][1])
         sizes, dtype = tuple(map(int, kind.size)), kind.properties.dtype
         chunks = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in kind.chunks}
@@ -82,7 +81,7 @@ class Pieces:
                 raise InputError("it holds another piece than .metadata says", path=self.folder / place.relative_path)
             part = whole[tuple(slice(start, start + size) for start, size in zip(offsets, wanted, strict=True))]
             if part.shape != piece.shape:
-                raise InputError(f"{self.folder}/.metadata places {name} outside of itself; save the checkpoint anew")
+                raise InputError(f"{self.folder}/.metadata puts a piece of {name} out of range; save it again")
             part.copy_(piece)
             filled += piece.numel()
         if filled != whole.numel():
@@ -93,14 +92,14 @@ class Pieces:
         relative = Path(str(place.relative_path))
         if relative.is_absolute() or ".." in relative.parts:
             raise InputError(f"{self.folder}/.metadata leads out of its folder ({relative}); nothing there was read")
-        if getattr(place, "transform_descriptors", None):  # older versions have none
+        if getattr(place, "transform_descriptors", None):  # not in older versions
             how = ", ".join(map(str, place.transform_descriptors))
             raise InputError(f"{self.folder} was written with extensions ({how}); load it and save it without")
         return load_tensors(self.folder / relative, part=(int(place.offset), int(place.length)))
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """Return the model's weights by its own names, in whatever dictionary they lie; empty where none is of this model.
+    """Return the model's weights by its own names, from any nested dictionary; empty if none belong to this model.
     """
     pieces = Pieces(shards)
     names = without_optimizer(pieces.names(metadata.TensorStorageMetadata))
@@ -108,25 +107,25 @@ def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
 
 
 def has_moments(shards: Shards) -> bool:
-    """Return whether AdamW's moments are among its tensors."""
+    """Return whether the tensors include AdamW's moments."""
     return any(map(is_moment, Pieces(shards).names(metadata.TensorStorageMetadata)))
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """Return the optimizer's state as AdamW's `state_dict()` has it, with the parameters' names."""
+    """Return the optimizer's state in the form of AdamW's `state_dict()`, with parameter names."""
     pieces = Pieces(shards)
     return flat_state(pieces.kinds, lambda name: pieces.read(name, _make_aside))
 
 
 def _make_aside(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Moments are twice the model: in scratch files they are not the process's own memory."""
+    """Allocate a tensor in a scratch file, since moments take twice the model's memory."""
     return scratch_zeros(*shape, dtype=dtype)
 
 
 def _read_metadata(path: Path) -> Any:
-    """Return the table of contents, checked; InputError where it is not there, damaged, or would run something."""
+    """Read and check the metadata. Raises InputError if it is missing, damaged, or would execute anything."""
     if not path.is_file():
-        raise InputError(f"{path.parent} holds .distcp files and no .metadata: its save did not end; give another one")
+        raise InputError(f"{path.parent} holds .distcp files but no .metadata: its save did not end; give another one")
     if path.stat().st_size > LARGEST_METADATA:
         raise InputError(f"{path} has {path.stat().st_size:,} bytes; give one of at most {LARGEST_METADATA:,}")
     try:
@@ -140,8 +139,8 @@ def _read_metadata(path: Path) -> Any:
             _ = index.fqn.strip, index.offset, place.length + place.offset, place.relative_path
     except (*BROKEN_FILE, MemoryError, RecursionError) as error:
         raise InputError(
-            f"it cannot be read as the table of contents of a checkpoint ({first_line(error)}); nothing in it was run; "
-            "save the checkpoint anew",
+            f"it cannot be read as a checkpoint's metadata ({first_line(error)}); nothing in it was run; "
+            "save the checkpoint again",
             path=path,
         ) from error
     return found

@@ -1,4 +1,4 @@
-"""What readers of shards share: names without a wrapper's prefix, and AdamW's state as its `state_dict()` has it."""
+"""Shared helpers for reading shards: stripping prefixes of names, and AdamW's state as a `state_dict()`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ from torch import Tensor
 from gradscope.errors import InputError
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "decoupled_weight_decay")
-"""What is read of a parameter group; the rest may be of any type and decides nothing."""
+"""Entries read from a parameter group; others may have any type and are irrelevant."""
 _MOMENT = re.compile(r"(?P<prefix>(?:.*?\.)?)state\.(?P<name>.+)\.(?P<key>\w+)")
 _GROUP = re.compile(rf"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<name>.+)\.(?P<key>{'|'.join((*GROUP_KEYS, 'params'))})")
 
 
 def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, str]:
-    """Return name in the model → name in the checkpoint, for those under the prefix that gives the model most of its
-    own.
+    """Map names in the model to names in the checkpoint, using the prefix under which most names are found.
 
-    `model.model.norm.weight` is the model's `model.norm.weight` within a dictionary of the name `model`. Empty where no
-    name is the model's; but an adapter's own keep their names.
+    `model.model.norm.weight` is the model's `model.norm.weight` in a dictionary called `model`. Empty if no name
+    matches, except that an adapter's tensors keep their names.
     """
     names = list(names)
     counts: dict[str, int] = {}
@@ -29,38 +28,38 @@ def matching_names(names: Iterable[str], expected: Container[str]) -> dict[str, 
         for start in (0, *(match.end() for match in re.finditer(r"\.", name))):
             if name[start:] in expected:
                 counts[name[:start]] = counts.get(name[:start], 0) + 1
-                break  # the longest: lm_head.weight is not the norm of something else
-    if not counts:  # an adapter's tensors are told apart from those of another model
+                break  # the longest match
+    if not counts:  # distinguishes an adapter from another model
         return {name: name for name in names if ".lora_" in name}
     prefix = max(counts, key=lambda known: (counts[known], -len(known)))
     return {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
 
 
 def is_moment(name: str) -> bool:
-    """Return whether a flat name is that of a tensor which AdamW keeps for a parameter."""
+    """Return whether a flat name is that of one of AdamW's tensors for a parameter."""
     match = _MOMENT.fullmatch(name)
     return match is not None and match["key"] in ("exp_avg", "exp_avg_sq")
 
 
 def without_optimizer(names: Iterable[str]) -> list[str]:
-    """Return the flat names that are of no optimizer."""
+    """Return the flat names that do not belong to an optimizer."""
     names = list(names)
     starts = tuple({f"{_MOMENT.fullmatch(name)['prefix']}state." for name in names if is_moment(name)})
     return [name for name in names if not name.startswith(starts)]
 
 
 def flat_state(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, Any]:
-    """AdamW's state_dict, of entries with flat names: `optimizer.state.NAME.exp_avg`, `optimizer.param_groups.0.lr`.
+    """Build AdamW's state_dict from flat names: `optimizer.state.NAME.exp_avg`, `optimizer.param_groups.0.lr`.
 
-    read: the value of an entry, which is asked for where it is needed. A group is a number, with `params`, or the name
-    of its only parameter. Raises InputError for states of two optimizers, and for one without parameter groups.
+    read: returns the value of an entry, on demand. A group is a number, with `params`, or the name of its only
+    parameter. Raises InputError for several optimizers, or if parameter groups are missing.
     """
     names = list(names)
     states = [match for name in names if (match := _MOMENT.fullmatch(name)) and is_moment(name)]
     prefixes = {match["prefix"] for match in states}
     if len(prefixes) != 1:
         shown = ", ".join(sorted(prefixes)[:3])
-        raise InputError(f"it holds the states of {len(prefixes)} optimizers ({shown}), and one is read; save it alone")
+        raise InputError(f"it holds the states of {len(prefixes)} optimizers ({shown}); save only one")
     prefix = prefixes.pop()
     kept: dict[str, dict[str, str]] = {}
     for name in names:
@@ -71,9 +70,9 @@ def flat_state(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, An
         if (match := _GROUP.fullmatch(name)) and match["prefix"] == prefix:
             groups.setdefault(match["name"], {})[match["key"]] = read(name)
     if not groups:
-        raise InputError("it holds moments and no param_groups, so betas and eps are unknown; save the whole optimizer")
+        raise InputError("it holds moments but no param_groups, so betas and eps are unknown; save the whole optimizer")
     told = [{**values, "params": values.get("params", [name])} for name, values in groups.items()]
-    if all(name.isdecimal() for name in kept):  # what optimizer.state_dict() numbers, in the order it was given them
+    if all(name.isdecimal() for name in kept):  # numbered as by optimizer.state_dict()
         state = {int(name): {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
         return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in told]}
     moments = {name: {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
@@ -81,7 +80,7 @@ def flat_state(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, An
 
 
 def named_state(moments: Mapping[str, Mapping[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """AdamW's state_dict, of moments by parameter name and groups whose `params` are names."""
+    """Build AdamW's state_dict from moments by parameter name, and groups with names in `params`."""
     merged: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
         settings = {key: plain(value) for key, value in group.items() if key != "params"}
@@ -93,11 +92,11 @@ def named_state(moments: Mapping[str, Mapping[str, Any]], groups: list[dict[str,
             numbers[name] = len(numbers)
         group["params"] = [numbers[name] for name in group["param_names"]]
     if unknown := next((name for name in moments if name not in numbers), None):
-        raise InputError(f"it holds moments of {unknown}, which no param_group names; save the optimizer anew")
+        raise InputError(f"it holds moments of {unknown}, which no param_group lists; save the optimizer again")
     state = {numbers[name]: dict(kept) for name, kept in moments.items()}
     return {"state": state, "param_groups": list(merged.values())}
 
 
 def plain(value: Any) -> Any:
-    """Return a number for a tensor of one number."""
+    """Convert a tensor with one entry to a number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

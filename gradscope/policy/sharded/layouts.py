@@ -1,4 +1,4 @@
-"""Which files of a sharded checkpoint lie where, for each writer: nothing is read here but DeepSpeed's `latest`."""
+"""File layouts of sharded checkpoints by writer; reads nothing except DeepSpeed's `latest`."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ Kind = Literal["dcp", "ranks", "zero"]
 
 @dataclass(frozen=True)
 class Shards:
-    """The files that hold a model's weights, or an optimizer's state, in parts."""
+    """The files of a model's sharded weights, or of an optimizer's sharded state."""
 
     kind: Kind
     """dcp: torch.distributed.checkpoint. ranks: one torch.save per rank (verl, SkyRL, accelerate). zero: DeepSpeed."""
     folder: Path
     files: tuple[Path, ...]
-    """All that are read, by name."""
+    """All files to read, by name."""
 
 
 _IN_RUNS = ("", "pytorch_model_fsdp_0", "actor", "policy", "policy/weights", "weights", "trainer", "dist_ckpt")
 WEIGHTS = (*_IN_RUNS, "actor/dist_ckpt")
-"""Where weights lie in the folder of a checkpoint: accelerate and transformers (pytorch_model_fsdp_0), verl (actor),
+"""Places of the weights in a checkpoint's folder: accelerate and transformers (pytorch_model_fsdp_0), verl (actor),
 SkyRL (policy), NeMo-RL (policy/weights), prime-rl (trainer), Megatron in verl (dist_ckpt)."""
 MOMENTS = (*_IN_RUNS, "optimizer_0", "policy/optimizer", "optimizer")
-"""Where the optimizer's state lies."""
+"""Places of the optimizer's state."""
 _RANKED = {
     part: re.compile(rf"(?:{verl}_world_size_(?P<count>\d+)_rank_|{accelerate}_0_rank)(?P<rank>\d+)\.(pt|bin)")
     for part, verl, accelerate in (("weights", "model", "pytorch_model_fsdp"), ("moments", "optim", "optimizer"))
 }
 _WHOLE = {"weights": "pytorch_model_fsdp.bin", "moments": "optimizer.bin"}
-"""What accelerate writes with FULL_STATE_DICT: one rank's file that holds everything."""
+"""Files that accelerate writes with FULL_STATE_DICT, with everything in one file."""
 _ZERO = {"weights": "*_model_states.pt", "moments": "*_optim_states.pt"}
 
 Part = Literal["weights", "moments"]
 
 
 def find_weights(folder: Path) -> Shards | None:
-    """Return the weights in shards of the checkpoint in this folder; None if there are none."""
+    """Find the sharded weights of the checkpoint in this folder, if any."""
     places = [folder / place for place in WEIGHTS]
-    if folder.name == "huggingface":  # where verl and SkyRL keep the configuration of the shards beside it
+    if folder.name == "huggingface":  # verl and SkyRL keep the configuration next to the shards
         places.append(folder.parent)
-    iterations = [*(folder / "policy" / "weights").glob("iter_*")]  # NeMo-RL's, under Megatron
+    iterations = [*(folder / "policy" / "weights").glob("iter_*")]  # NeMo-RL with Megatron
     places += iterations if len(iterations) == 1 else []
     return next((found for place in places if (found := _at(place, "weights")) is not None), None)
 
 
 def find_moments(folder: Path) -> list[Shards]:
-    """Return where the optimizer's state of the checkpoint in this folder may lie in shards, the likeliest first."""
+    """Return possible places of a checkpoint's sharded optimizer state, most likely first."""
     places = [folder / place for place in MOMENTS]
     beside = {"pytorch_model_fsdp_0": "optimizer_0", "weights": "optimizer", "huggingface": ""}
     if folder.name in beside:
@@ -61,8 +61,7 @@ def find_moments(folder: Path) -> list[Shards]:
 
 
 def moments_at(path: Path) -> Shards | None:
-    """Return the optimizer's state in a folder itself, or the one of which this file is a rank's part; None for any
-    other.
+    """Return the sharded optimizer state in this folder, or the one to which this rank's file belongs, if any.
     """
     if os.path.isdir(path):
         return _at(path, "moments")
@@ -80,14 +79,14 @@ def _at(place: Path, part: Part) -> Shards | None:
         return Shards("ranks", place, ranked)
     if (tag := _tagged(place)) is not None:
         states = sorted(tag.glob(_ZERO[part]))
-        # The fp32 weights are the optimizer's, so that both kinds of file are of the weights.
+        # The fp32 weights are in the optimizer's files, so the weights need both kinds of file.
         models = sorted(tag.glob(_ZERO["weights"]))
         return Shards("zero", tag, (*models, *sorted(tag.glob(_ZERO["moments"])))) if states else None
     return None
 
 
 def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
-    """Return one file for each rank, in the order of the ranks; InputError where one is missing or two runs are mixed.
+    """Return one file per rank, in order. Raises InputError if one is missing or two runs are mixed.
     """
     found = [(match, file) for file in place.iterdir() if (match := _RANKED[part].fullmatch(file.name))]
     if not found:
@@ -96,7 +95,7 @@ def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
     counts = sorted({match["count"] for match, _ in found if match["count"]}, key=int)
     if len(counts) > 1:
         raise InputError(
-            f"{place} holds shards of {' and of '.join(counts)} processes; keep those of one save, remove the others"
+            f"{place} holds shards of {' and of '.join(counts)} processes; keep those of one save and remove the others"
         )
     files = {int(match["rank"]): file for match, file in found}
     count = int(counts[0]) if counts else len(files)
@@ -111,7 +110,7 @@ def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
 
 
 def _tagged(place: Path) -> Path | None:
-    """Return the folder of DeepSpeed's states: the place itself, the one that `latest` names, or the only global_step.
+    """Return the folder of DeepSpeed's states: the place itself, the one named in `latest`, or the only global_step.
     """
     if any(place.glob(_ZERO["weights"])) or any(place.glob(_ZERO["moments"])):
         return place
@@ -124,6 +123,6 @@ def _tagged(place: Path) -> Path | None:
         return place / tag
     if steps:
         raise InputError(
-            f"{latest} names {tag!r:.60}, which is not there; give the folder of the states, such as {steps[0]}"
+            f"{latest} names {tag!r:.60}, which does not exist; give the folder of the states, such as {steps[0]}"
         )
     return None

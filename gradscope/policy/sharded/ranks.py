@@ -1,4 +1,4 @@
-"""Shards that every rank saved by itself with torch.save, as verl, SkyRL and accelerate do: parts of DTensors."""
+"""Shards that each rank saved with torch.save, as in verl, SkyRL and accelerate: parts of DTensors."""
 
 from __future__ import annotations
 
@@ -19,37 +19,36 @@ from gradscope.runs import load_tensors, read_json, scratch_zeros
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """Return the model's weights by its own names; empty where none is of this model."""
+    """Return the model's weights by its own names; empty if none belong to this model."""
     states = _load(shards)
     tensors = [name for name, value in states[0].items() if isinstance(value, Tensor)]
     return {own: _join(shards, states, name) for own, name in matching_names(tensors, expected).items()}
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """Return the optimizer's state as AdamW's `state_dict()` has it, whole."""
+    """Return the whole optimizer state in the form of AdamW's `state_dict()`."""
     states = _load(shards)
     if "state" not in states[0] and any(map(is_moment, states[0])):  # saved with flatten_optimizer_state_dict
         return flat_state(states[0], lambda name: _keep(_join(shards, states, name)))
     kept = [state.get("state") for state in states]
     groups = states[0].get("param_groups")
     if not all(isinstance(entry, dict) for entry in kept) or not isinstance(groups, list):
-        raise InputError(f"{shards.files[0]} is no optimizer's state; give the folder of one that AdamW saved")
+        raise InputError(f"{shards.files[0]} is not an optimizer state; give the folder of a state saved by AdamW")
     if _is_flat(kept):
         return _state_of_stretches(shards, kept, groups)
     if any(entry.keys() != kept[0].keys() for entry in kept):
-        raise InputError(f"{shards.folder}: the ranks hold moments of different parameters; save the optimizer anew")
+        raise InputError(f"{shards.folder}: the ranks hold moments of different parameters; save the optimizer again")
     state = {
         key: {name: _keep(_join(shards, [entry[key] for entry in kept], name)) for name in kept[0][key]}
         for key in kept[0]
     }
-    if all(isinstance(key, str) for group in groups for key in group["params"]):  # of FSDP's full state dict
+    if all(isinstance(key, str) for group in groups for key in group["params"]):  # FSDP's full state dict
         return named_state(state, groups)
     return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in groups]}
 
 
 def _is_flat(kept: Sequence[dict[Any, Any]]) -> bool:
-    """Return whether the moments are plain vectors, as FSDP's first version leaves them: a rank's stretch of what is
-    flat.
+    """Return whether the moments are plain vectors: each rank's section of FSDP 1's flat parameters.
     """
     from torch.distributed.tensor import DTensor
 
@@ -59,25 +58,25 @@ def _is_flat(kept: Sequence[dict[Any, Any]]) -> bool:
 
 
 def _state_of_stretches(shards: Shards, kept: Sequence[dict[Any, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """AdamW's state_dict from stretches that say nothing of their parameters, by the names and shapes of the weights.
+    """Build AdamW's state_dict from sections of flat vectors, using the names and shapes of the weights.
 
-    FSDP's first version lays the parameters of a unit end to end, in the model's order, and gives each rank an equal
-    stretch, the last one padded; the units are what is in no block, then each block. With use_orig_params each
-    parameter has an entry of its own, the part of it that is in the rank's stretch. Raises InputError unless every
-    number of the stretches is accounted for.
+    FSDP 1 concatenates the parameters of a unit in the model's order and gives each rank an equal section, padding the
+    last; the units are everything outside the blocks, then each block. With use_orig_params each parameter has a
+    separate entry with the part in the rank's section. Raises InputError unless every entry of the sections is
+    accounted for.
     """
     weights = find_weights(shards.folder)
     if weights is None or weights.kind != "ranks" or len(groups) != 1:
-        raise InputError(f"{shards.folder}: moments are flat, and no weights in shards beside them tell their names")
+        raise InputError(f"{shards.folder}: moments are flat, and no sharded weights identify their parameters")
     shapes = {name: tuple(value.shape) for name, value in _load(weights)[0].items() if isinstance(value, Tensor)}
-    # A head that is the embedding is among the weights, under both names, and not among the parameters.
+    # A tied head is among the weights, under both names, but not among the parameters.
     for names in (list(shapes), [name for name in shapes if name != "lm_head.weight"]):
         if (places := _places(names, shapes, groups[0]["params"], kept)) is not None:
             break
     else:
         raise InputError(
-            f"{shards.folder}: FSDP's first version left moments that do not say whose they are, in other units than "
-            "blocks; train with fsdp2 (verl: strategy=fsdp2)"
+            f"{shards.folder}: FSDP 1 saved moments without names, in units other than blocks; train with fsdp2 (verl: "
+            "strategy=fsdp2)"
         )
     moments = {}
     for name, (key, start) in places.items():
@@ -93,7 +92,7 @@ def _state_of_stretches(shards: Shards, kept: Sequence[dict[Any, Any]], groups: 
 def _places(
     names: list[str], shapes: dict[str, tuple[int, ...]], params: list[Any], kept: Sequence[dict[Any, Any]]
 ) -> dict[str, tuple[Any, int]] | None:
-    """Return name → (key of the state, first number within all ranks' parts of it); None where the numbers do not fit.
+    """Map names to (key of the state, offset within all ranks' parts of it); None if the sizes do not match.
     """
     held = {key: sum(len(entry[key]["exp_avg"]) for entry in kept if key in entry) for key in params}
     if len(params) == len(names):  # use_orig_params
@@ -117,7 +116,7 @@ def _places(
 
 
 def _load(shards: Shards) -> list[dict[Any, Any]]:
-    """Return what each rank saved, mapped from its file; nothing in it is run."""
+    """Load each rank's file, memory-mapped, without executing anything in it."""
     import torch.distributed.tensor  # noqa: F401  torch then knows DTensor and its parts as safe to load
 
     told = (read_json(shards.folder / "fsdp_config.json") or {}).get("world_size")
@@ -130,13 +129,13 @@ def _load(shards: Shards) -> list[dict[Any, Any]]:
         states = [load_tensors(file, mapped=True) for file in shards.files]
     for file, state in zip(shards.files, states, strict=True):
         if not isinstance(state, dict) or state.keys() != states[0].keys():
-            raise InputError(f"{file} holds other names than rank 0's; copy the files of one save there")
+            raise InputError(f"{file} holds different names than rank 0's; copy the files of one save there")
     return states
 
 
 @contextmanager
 def _quiet_mesh() -> Iterator[None]:
-    """Without the warning that a mesh of processes was loaded where there are none."""
+    """Suppress the warning that a device mesh was loaded without its processes."""
     logger = logging.getLogger("torch.distributed.device_mesh")
     before = logger.level
     logger.setLevel(logging.ERROR)
@@ -147,34 +146,34 @@ def _quiet_mesh() -> Iterator[None]:
 
 
 def _keep(value: Any) -> Any:
-    """Return a moment in a scratch file, where it is large: those of all parameters are twice the model."""
+    """Put a large moment into a scratch file, since all moments together take twice the model's memory."""
     if not isinstance(value, Tensor) or not value.dim():
         return value
     return scratch_zeros(*value.shape, dtype=value.dtype).copy_(value)
 
 
 def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
-    """Return one entry put together of all ranks' parts."""
+    """Join one entry from all ranks' parts."""
     from torch.distributed.tensor import DTensor
 
     parts = [state.get(name) for state in states]
     if not any(isinstance(part, DTensor) for part in parts):
         same = all(torch.equal(part, parts[0]) if isinstance(part, Tensor) else part == parts[0] for part in parts)
         if not same:
-            raise InputError(f"{shards.folder}: {name} differs between the ranks and does not say how it was cut")
+            raise InputError(f"{shards.folder}: {name} differs between the ranks, but does not say how it was sharded")
         return parts[0]
     if not all(isinstance(part, DTensor) for part in parts):
-        raise InputError(f"{shards.folder}: {name} is cut on some ranks only; copy the files of one save there")
+        raise InputError(f"{shards.folder}: {name} is sharded on some ranks only; copy the files of one save there")
     mesh, placements, shape = parts[0].device_mesh.mesh, parts[0].placements, parts[0].shape
     if mesh.numel() != len(parts) or sorted(mesh.flatten().tolist()) != list(range(len(parts))):
         raise InputError(
-            f"{shards.folder}: {name} was cut for {mesh.numel()} processes, and there are shards of {len(parts)}; copy "
+            f"{shards.folder}: {name} was sharded over {mesh.numel()} ranks, but there are {len(parts)}; copy "
             "the files of all ranks there"
         )
     whole = _assemble(mesh, placements, [part._local_tensor for part in parts])
     if whole is None or whole.shape != shape:
         raise InputError(
-            f"{shards.folder}: the parts of {name} do not make {tuple(shape)} ({', '.join(map(str, placements))}); "
+            f"{shards.folder}: the parts of {name} do not form {tuple(shape)} ({', '.join(map(str, placements))}); "
             f"merge it with `python -m verl.model_merger merge --backend fsdp --local_dir {shards.folder} --target_dir "
             "DIR`"
         )
@@ -182,10 +181,9 @@ def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
 
 
 def _assemble(mesh: Tensor, placements: Sequence[Any], local: Sequence[Tensor]) -> Tensor | None:
-    """Return the whole tensor: along each dimension of the mesh its parts follow one another, or are copies. None:
-    other cuts.
+    """Join a tensor whose parts are consecutive or replicated along each mesh dimension; None for other shardings.
 
-    mesh: ranks, one dimension for each placement.
+    mesh: ranks, with one dimension per placement.
     """
     if not placements:
         return local[int(mesh)]

@@ -1,4 +1,4 @@
-"""Weights and AdamW's moments of a sharded checkpoint, whoever wrote it."""
+"""Reading weights and AdamW's moments of a sharded checkpoint from any supported writer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from gradscope.runs import read_json
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """Return the model's weights by its own names. expected: the names that the configuration makes.
+    """Return the model's weights by its own names. expected: the names according to the configuration.
 
-    Raises InputError for a damaged or unfinished checkpoint, for one whose pickles would run something, and for tensors
-    that another trainer's model names, with the command that converts them.
+    Raises InputError for a damaged or incomplete checkpoint, for pickles that would execute code, and for the names of
+    another trainer's model, with the command that converts it.
     """
     _refuse_megatron(shards)
     found = _reader(shards).read_weights(shards, expected)
     if not found:
         raise InputError(
-            f"{shards.folder} holds no weights under names that config.json makes; give the model's own configuration "
+            f"{shards.folder} holds no weights with the names of config.json's model; give the right configuration "
             "with --base, or convert torchtitan's own models with its `python "
             f"scripts/checkpoint_conversion/convert_to_hf.py {shards.folder} DIR --model_name NAME --model_flavor "
             "FLAVOR --hf_assets_path BASE`"
@@ -37,14 +37,14 @@ def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """Return the optimizer's state as AdamW's `state_dict()` has it, each moment whole."""
+    """Return the optimizer's state in the form of AdamW's `state_dict()`, with whole moments."""
     _refuse_megatron(shards)
     return _reader(shards).read_moments(shards)
 
 
 @lru_cache(maxsize=8)
 def has_moments(shards: Shards) -> bool:
-    """Return whether an optimizer's state is among the files: of torch.distributed.checkpoint's, the contents tell."""
+    """Return whether the files include an optimizer's state, looking into torch.distributed.checkpoint's metadata."""
     if shards.kind != "dcp":
         return True
     if _is_megatron(shards):
@@ -52,17 +52,17 @@ def has_moments(shards: Shards) -> bool:
     try:
         return _reader(shards).has_moments(shards)
     except InputError:
-        return True  # what is damaged is refused where it is read
+        return True  # a damaged one is refused when it is read
 
 
 def _is_megatron(shards: Shards) -> bool:
-    """Return whether Megatron saved it (torch_dist): its tensors have Megatron's names and are fused."""
+    """Return whether Megatron saved the checkpoint (torch_dist), with its own names and fused tensors."""
     said = read_json(shards.folder / "metadata.json") or {}
     return shards.kind == "dcp" and ((shards.folder / "common.pt").is_file() or "sharded_backend" in said)
 
 
 def _refuse_megatron(shards: Shards) -> None:
-    """InputError, with the command that converts it, for a checkpoint of Megatron: its tensors are fused, renamed."""
+    """Raise InputError for a Megatron checkpoint, with the command that converts it."""
     if not _is_megatron(shards):
         return
     folder = shards.folder
@@ -75,7 +75,7 @@ def _refuse_megatron(shards: Shards) -> None:
     else:
         command = "your trainer's own converter, slime's is `python tools/convert_torch_dist_to_hf.py --input-dir "
         command += f"{folder} --output-dir DIR --origin-hf-dir BASE`"
-    raise InputError(f"{folder} is Megatron's, whose layers have other names and are fused; convert it with {command}")
+    raise InputError(f"{folder} is a Megatron checkpoint, with other names and fused layers; convert it with {command}")
 
 
 def _reader(shards: Shards) -> Any:

@@ -1,7 +1,7 @@
-"""DeepSpeed's states under ZeRO 1 to 3: fp32 weights and AdamW's moments, cut out of each rank's flat vectors.
+"""DeepSpeed's states under ZeRO 1 to 3: fp32 weights and AdamW's moments, from each rank's flat vectors.
 
-Stages 1 and 2 lay a group's parameters end to end and give each rank a stretch of that; the state says which numbers of
-it are whose (`param_slice_mappings`). Stage 3 gives each rank an equal stretch of every parameter, the last one padded.
+Stages 1 and 2 concatenate a group's parameters and give each rank a section; the state says which entries belong to
+which parameter (`param_slice_mappings`). Stage 3 gives each rank an equal section of every parameter, padding the last.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OPTIMIZER = re.compile(r"(?:[a-z\d]+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<p
 
 
 class _Kept:
-    """In the place of a small object of DeepSpeed's: what it was made of, none of its code."""
+    """A stand-in for a small DeepSpeed object: its contents without its code."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -40,11 +40,11 @@ _KNOWN = [
         *("runtime.zero.config.ZeroStageEnum", "utils.tensor_fragment.fragment_address"),
     )
 ]
-"""The classes of which such states hold objects."""
+"""Classes of objects in such states."""
 
 
 class _States:
-    """The files of all ranks, mapped, and the parameters that are cut out of them."""
+    """The memory-mapped files of all ranks, and the parameters extracted from them."""
 
     def __init__(self, shards: Shards) -> None:
         self.folder = shards.folder
@@ -52,7 +52,7 @@ class _States:
         self.optimizers = [state["optimizer_state_dict"] for state in _load(shards, _OPTIMIZER, "_optim_states.pt")]
         shapes = self.models[0].get("param_shapes") or []
         self.shapes: list[dict[str, Any]] = [shapes] if isinstance(shapes, dict) else list(shapes)
-        """A group each: name → shape."""
+        """Per group: name → shape."""
         if not self.optimizers:
             return
         first = self.optimizers[0]
@@ -62,12 +62,12 @@ class _States:
         if counts != {len(self.optimizers)} or (self.is_third and len(self.models) != len(self.optimizers)):
             ranks = " or ".join(map(str, sorted(counts)))
             raise InputError(
-                f"{self.folder} holds the optimizer's states of {len(self.optimizers)} ranks and the model's of "
-                f"{len(self.models)}; they were cut for {ranks}: copy the files of all ranks there"
+                f"{self.folder} holds optimizer states of {len(self.optimizers)} ranks and model states of "
+                f"{len(self.models)}, but was saved by {ranks} ranks; copy the files of all ranks there"
             )
 
     def vectors(self, rank: int, kind: str) -> list[Tensor]:
-        """Return a rank's flat vectors of the fp32 weights or of a moment, a group (or part of one) each."""
+        """Return a rank's flat vectors of the fp32 weights or of a moment, one per group (or part of one)."""
         state = self.optimizers[rank]
         weights = state["fp32_flat_groups" if self.is_third else "single_partition_of_fp32_groups"]
         if kind == "weights":
@@ -81,7 +81,7 @@ class _States:
         return found
 
     def base_state(self, rank: int) -> dict[str, Any]:
-        """Return the state_dict of the optimizer that DeepSpeed wraps, whose parameters are the flat vectors."""
+        """Return the state_dict of the wrapped optimizer, whose parameters are the flat vectors."""
         found = self.optimizers[rank]["optimizer_state_dict" if self.is_third else "base_optimizer_state"]
         if not isinstance(found, dict):
             raise InputError(
@@ -90,7 +90,7 @@ class _States:
         return found
 
     def whole(self, kind: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the name and tensor of every parameter that is trained."""
+        """Yield the name and tensor of every trained parameter."""
         vectors = [self.vectors(rank, kind) for rank in range(len(self.optimizers))]
         for name, shape, pieces in self._in_stretches(vectors) if self.is_third else self._in_groups(vectors):
             flat = torch.cat([piece.flatten() for piece in pieces]) if len(pieces) != 1 else pieces[0].flatten()
@@ -115,10 +115,12 @@ class _States:
                 yield name, shape, [piece for parts in vectors for piece in _cut(parts, start, length)]
                 start += length
         if start != sum(map(len, vectors[0])):
-            raise InputError(f"{self.folder} holds more numbers than its parameters have; save it anew")
+            raise InputError(f"{self.folder} holds more entries than its parameters have; save it again")
 
     def others(self) -> dict[str, Tensor]:
-        """Return what no optimizer holds, frozen parameters and buffers; below stage 3 among all that the model has."""
+        """Return tensors outside the optimizer, such as frozen parameters and buffers; below stage 3, all of the
+        model's.
+        """
         first = self.models[0]
         if not self.is_third:
             return dict(first["module"])
@@ -130,25 +132,25 @@ class _States:
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """Return the model's fp32 weights by its own names; empty where none is of this model."""
+    """Return the model's fp32 weights by its own names; empty if none belong to this model."""
     with _in_words(shards):
         states = _States(shards)
         if states.optimizers:
             found = states.others() | dict(states.whole("weights"))
             shared = states.models[0].get("shared_params") or {}
             found |= {name: found[source] for name, source in dict(shared).items() if source in found}
-        else:  # stage 0: the weights are whole
+        else:  # stage 0: whole weights
             found = dict(states.models[0]["module"])
     return {own: found[name] for own, name in matching_names(found, expected).items()}
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
-    """Return the optimizer's state as AdamW's `state_dict()` has it, with the parameters' names."""
+    """Return the optimizer's state in the form of AdamW's `state_dict()`, with parameter names."""
     with _in_words(shards):
         states = _States(shards)
         base = states.base_state(0)
         told = [{key: group[key] for key in GROUP_KEYS if key in group} for group in base["param_groups"]]
-        # A group's flat vectors: one, or at stage 3 one for each sub-group.
+        # A group's flat vectors: one or, at stage 3, one per sub-group.
         numbers = [number for group in base["param_groups"] for number in group["params"]]
         if numbers != [*range(len(states.shapes))]:
             raise InputError(f"{shards.folder} has {len(numbers)} flat vectors and names of {len(states.shapes)}")
@@ -164,7 +166,7 @@ def read_moments(shards: Shards) -> dict[str, Any]:
 
 @contextmanager
 def _in_words(shards: Shards) -> Iterator[None]:
-    """What is malformed inside becomes an InputError of this checkpoint."""
+    """Convert errors from a malformed checkpoint to InputError."""
     try:
         yield
     except InputError:
@@ -172,23 +174,23 @@ def _in_words(shards: Shards) -> Iterator[None]:
     except BROKEN_FILE as error:
         folder = shards.folder
         raise InputError(
-            f"{folder} is not built as DeepSpeed's states of AdamW are ({type(error).__name__}: {first_line(error)}); "
+            f"{folder} is not built like DeepSpeed's AdamW states ({type(error).__name__}: {first_line(error)}); "
             f"merge the weights with `python -m deepspeed.utils.zero_to_fp32 {folder.parent} DIR --tag {folder.name}`"
         ) from error
 
 
 def _steps(states: _States, base: dict[str, Any]) -> int:
-    """Steps that the optimizer has taken: its own count, in the state or the group, else DeepSpeed's."""
+    """Return the optimizer's step count, from its state or group, or else DeepSpeed's."""
     counts = {int(kept["step"]) for kept in base["state"].values() if "step" in kept}
     counts = counts or {int(group["step"]) for group in base["param_groups"] if "step" in group}
     counts = counts or {int(states.models[0]["global_steps"]) - int(states.models[0].get("skipped_steps", 0))}
     if len(counts) > 1:
-        raise InputError(f"{states.folder}: the groups have taken different numbers of steps; give another checkpoint")
+        raise InputError(f"{states.folder}: the groups have different step counts; give another checkpoint")
     return counts.pop()
 
 
 def _cut(vectors: list[Tensor], start: int, length: int) -> Iterator[Tensor]:
-    """Yield those numbers of vectors that are thought of as one."""
+    """Yield a range of entries from the concatenation of vectors."""
     for vector in vectors:
         part = vector[max(start, 0) : max(start + length, 0)]
         if len(part):
@@ -197,15 +199,15 @@ def _cut(vectors: list[Tensor], start: int, length: int) -> Iterator[Tensor]:
 
 
 def _load(shards: Shards, pattern: re.Pattern[str], ending: str) -> list[dict[str, Any]]:
-    """Return what each rank saved, mapped from its file, in the order of the ranks; nothing in it is run."""
+    """Load each rank's file in order, memory-mapped, without executing anything in it."""
     files: dict[int, Path] = {}
     for file in shards.files:
         if file.name.endswith(ending):
             match = pattern.fullmatch(file.name)
             if match is None or int(match["part"]):
                 raise InputError(
-                    f"{shards.folder} holds {file.name}: layers or experts that are split over ranks are not put "
-                    "together here; save the whole model in its trainer"
+                    f"{shards.folder} holds {file.name}, but layers or experts split over ranks are not joined "
+                    "here; save the whole model in its trainer"
                 )
             files[int(match["rank"] or 0)] = file
     if missing := sorted(set(range(max(files, default=-1) + 1)) - files.keys()):
@@ -213,5 +215,5 @@ def _load(shards: Shards, pattern: re.Pattern[str], ending: str) -> list[dict[st
     states = [load_tensors(files[rank], mapped=True, known=_KNOWN) for rank in sorted(files)]
     for rank, state in enumerate(states):
         if not isinstance(state, dict):
-            raise InputError("it is not built as DeepSpeed's states are", path=files[rank])
+            raise InputError("it does not have the structure of DeepSpeed's states", path=files[rank])
     return states
