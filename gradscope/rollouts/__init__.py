@@ -1,4 +1,4 @@
-"""What was sampled: `TokenBatch` and its alignment rule; readers of rollout files, one per trainer in `formats`."""
+"""Rollouts: `TokenBatch` and its alignment rule, and readers of rollout files, one per trainer in `formats`."""
 
 from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
 from gradscope.rollouts.checks import check_batch

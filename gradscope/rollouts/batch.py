@@ -1,4 +1,4 @@
-"""What was sampled: a padded batch of responses, and the one alignment rule that every other file follows."""
+"""A padded batch of responses, and the alignment rule that all other modules follow."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from gradscope.errors import InputError
 
 LARGEST = 1e12
-"""Bound on rewards, advantages, log-probabilities and temperatures, so that float32 squares do not overflow."""
+"""Bound on rewards, advantages, log-probabilities and temperatures, so that squares do not overflow float32."""
 
 ROUNDING = 1e-3
-"""Nats by which a log-probability may exceed 0: half-precision trainers write such numbers, which are read as 0."""
+"""Nats by which a log-probability may exceed 0, as written by half-precision trainers; such values are read as 0."""
 
 
 class Note(str):
-    """A sentence that readers of numbers from these rollouts must know, and its kind."""
+    """A remark that anyone interpreting results from these rollouts should know, with its kind."""
 
     kind: str
-    """What it is about; of a rollout log: dump, left-out, unknown-values, step, other-step, pooled, on-policy,
+    """Its kind; for rollout logs: dump, left-out, unknown-values, step, other-step, pooled, on-policy,
     temperature, groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding, loss."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
@@ -43,68 +43,69 @@ _PER_RESPONSE = {
     **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
     **{"process_ids": "process", "micro_batch_ids": "micro_batch"},
 }
-"""Field → what a row calls it."""
+"""Field → its name in a row."""
 
 
 @dataclass(frozen=True)
 class TokenBatch:
     """Responses with their prompts, padded to one length; column s is about token s given the tokens before it.
 
-    Padding may stand left, right or on both sides; no number depends on where. Column 0 of a sequence (its first
-    real token) has nothing before it and is never a response token. The tensors stay on the CPU;
-    what measures them moves a few sequences at a time.
+    Padding may be on the left, right or both sides, without affecting results. A sequence's first real token has
+    nothing before it and is never a response token. The tensors stay on the CPU; measurements move a few sequences at a
+    time.
     """
 
     input_ids: Int[Tensor, "B S"]
-    """Prompt and response; any id where attention_mask is False."""
+    """Ids of prompt and response; arbitrary where attention_mask is False."""
     attention_mask: Bool[Tensor, "B S"]
-    """True on real tokens: one unbroken run per row."""
+    """True on real tokens, which form one contiguous run per row."""
     response_mask: Bool[Tensor, "B S"]
     """True on tokens the policy sampled; False on prompt, tool output and padding."""
     response_start: Int[Tensor, " B"]
-    """Column of the response's first token, whether response_mask keeps it or not; positions count from here."""
+    """Column of the response's first token, kept or not, from which positions are counted."""
     group_ids: Int[Tensor, " B"]
-    """Responses to the same prompt share an id: GRPO's groups and the bootstrap's clusters."""
+    """Id shared by the responses to a prompt: GRPO's groups and the bootstrap's clusters."""
     temperature: Float[Tensor, " B"]
     """Sampling temperature of each response: π is softmax(logits / temperature)."""
     rewards: Float[Tensor, " B"] | None = None
-    """One number per response."""
+    """Reward of each response."""
     reward_parts: Mapping[str, Float[Tensor, " B"]] | None = None
     """What the log has of each response beside its reward, such as each reward function's number; NaN where unknown."""
     advantages: Float[Tensor, "B S"] | None = None
-    """Per token; NaN where unknown."""
+    """Advantage of each token; NaN where unknown."""
     old_logprobs: Float[Tensor, "B S"] | None = None
-    """log π_old in nats, of the policy that sampled; None: on-policy, ratio 1."""
+    """log π_old in nats, under the policy that sampled; None: on-policy, ratio 1."""
     ref_logprobs: Float[Tensor, "B S"] | None = None
-    """log π_ref in nats, of the reference policy."""
+    """log π_ref in nats, under the reference policy."""
     sampler_logprobs: Float[Tensor, "B S"] | None = None
-    """What the sampler's engine said of the tokens, nats, where the log has it beside the trainer's `old_logprobs`."""
+    """Log-probabilities reported by the sampling engine, in nats, if logged in addition to the trainer's
+    `old_logprobs`."""
     steps: Int[Tensor, " B"] | None = None
-    """Training step of each response, as the log counts; responses of a group are of one step."""
+    """Training step of each response, as numbered in the log; a group belongs to a single step."""
     group_reward_means: Float[Tensor, " B"] | None = None
-    """Mean reward of the response's whole group, where the rewards here do not say it: some of the group were left out,
-    or its trainer has a rule of its own for a group of one. None: that of the responses here."""
+    """Mean reward of the response's whole group, if the batch does not determine it: part of the group was left out, or
+    the trainer has a special rule for groups of one. None: the mean over the batch's responses."""
     group_reward_stds: Float[Tensor, " B"] | None = None
-    """Sample standard deviation (n − 1) of the same rewards; exactly 0 where they are equal."""
+    """Sample standard deviation (n − 1) of the same rewards; exactly 0 if they are equal."""
     loss_scales: Float[Tensor, " B"] | None = None
-    """What the loss multiplies each response's terms by beside 1/N, N the tokens of the optimizer step: N/D of a
-    trainer that divides them by D. None: 1, the mean over tokens."""
+    """Factor of the loss on each response's terms, besides 1/N with N tokens in the optimizer step: N/D for a trainer
+    that divides by D. None: 1, the mean over tokens."""
     process_ids: Float[Tensor, " B"] | None = None
-    """Number of the trainer's process that trained on the response."""
+    """Index of the trainer's process that trained on the response."""
     micro_batch_ids: Float[Tensor, " B"] | None = None
-    """Number of the response's micro-batch within its process and step."""
+    """Index of the response's micro-batch within its process and step."""
     grad_norms: Float[Tensor, " B"] | None = None
-    """Norm of the step's gradient before clipping, as the trainer has it."""
+    """Norm of the step's gradient before clipping, as logged by the trainer."""
     notes: tuple[Note, ...] = ()
-    """What a reader of any number made from this must know: what was assumed, left out or mixed in reading it."""
+    """Remarks for anyone interpreting results: what was assumed, left out or mixed when reading."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
         if self.input_ids.shape[0] == 0:
-            raise InputError("the batch has no response; give at least one")
+            raise InputError("the batch has no responses; give at least one")
         mask = self.attention_mask
         if (mask[:, 1:] & ~mask[:, :-1]).sum(1).add(mask[:, 0]).ne(1).any():
-            raise InputError("attention_mask must be one unbroken run of True per row; padding goes to the ends only")
+            raise InputError("attention_mask must be one contiguous run of True per row; pad at the ends only")
         if (self.response_mask & ~mask).any():
             raise InputError("response_mask keeps padding; it must be False where attention_mask is False")
         columns = torch.arange(mask.shape[1], device=mask.device)
@@ -138,35 +139,35 @@ class TokenBatch:
             if name in ("input_ids", "response_start", "group_ids", "steps") and (
                 value.is_floating_point() or value.is_complex()
             ):
-                raise InputError(f"{name} is of {value.dtype}; give whole numbers, such as ids.long()")
+                raise InputError(f"{name} is {value.dtype}; give integers, such as ids.long()")
 
     def __len__(self) -> int:
         return self.input_ids.shape[0]
 
     @property
     def width(self) -> int:
-        """Columns, at least as many as the longest sequence has tokens."""
+        """Number of columns, at least the length of the longest sequence."""
         return self.input_ids.shape[1]
 
     @property
     def num_tokens(self) -> int:
-        """Response tokens that response_mask keeps: the denominator of the token-mean loss."""
+        """Number of response tokens that response_mask keeps: the denominator of the token-mean loss."""
         return int(self.response_mask.sum())
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Tensor) -> TokenBatch:
-        """Return a batch of these responses: batch[0], batch[:8], batch[[3, 1]] or batch[mask]."""
+        """Select responses: batch[0], batch[:8], batch[[3, 1]] or batch[mask]."""
         if not isinstance(rows, int | slice | Tensor):
             rows = torch.as_tensor([*rows]) if len(rows) else torch.zeros(0, dtype=torch.long)
         return self.select(torch.arange(len(self))[rows].view(-1))
 
     def select(self, rows: Sequence[int] | Tensor) -> TokenBatch:
-        """Return the batch with only these rows, in this order."""
+        """Return the batch with only these rows, in the given order."""
         rows = torch.as_tensor(rows)
         parts = self.reward_parts and {name: value[rows] for name, value in self.reward_parts.items()}
         return replace(self, reward_parts=parts, **{name: value[rows] for name, value in self.tensors().items()})
 
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenBatch:
-        """Return the batch with only these prompts' tokens kept; every response stays in its row.
+        """Return the batch keeping only the tokens of these prompts; every response keeps its row.
 
         >>> batch = collate([Response([5], [7], group=0), Response([6], [7, 8], group=1)])
         >>> batch.of_prompts(batch.group_ids[:1]).response_mask.any(1).tolist()
@@ -176,7 +177,7 @@ class TokenBatch:
         return replace(self, response_mask=self.response_mask & own[:, None])
 
     def deal(self, prompts: Int[Tensor, " p"], count: int, generator: torch.Generator) -> list[TokenBatch]:
-        """Deal the prompts at random to at most `count` batches of (almost) equally many prompts, whole prompts each.
+        """Randomly divide the prompts into at most `count` batches with (almost) equal numbers of whole prompts.
         """
         order = prompts[torch.randperm(len(prompts), generator=generator)]
         parts = order.tensor_split(min(count, len(order)))
@@ -192,7 +193,7 @@ class TokenBatch:
         return replace(known, temperature=torch.full((len(self),), float(temperature)))
 
     def without_notes(self, kind: str) -> TokenBatch:
-        """Return the batch without notes of this kind, for callers that say the same elsewhere."""
+        """Return the batch without notes of this kind."""
         return replace(self, notes=tuple(note for note in self.notes if note.kind != kind))
 
     def micro_batches(self, size: int) -> Iterator[TokenBatch]:
@@ -201,14 +202,14 @@ class TokenBatch:
             yield self.select(torch.arange(start, min(start + size, len(self))))
 
     def left_aligned(self) -> tuple[TokenBatch, Int[Tensor, "B n"]]:
-        """Shift each response to start at column 0; return that batch, as wide as its longest row, and each column's
+        """Shift each response to start at column 0; return that batch, as wide as its longest row, and the columns'
         origin.
 
-        Padding then comes last, where causal attention hides it from every token: a forward pass needs no mask.
+        Padding is then on the right, where causal attention hides it: a forward pass needs no mask.
         """
         start, lengths = self.attention_mask.int().argmax(1), self.attention_mask.sum(1)
         offsets = torch.arange(int(lengths.max()), device=start.device)
-        # A column past the end repeats the last one: it is masked, and its id is one that every vocabulary has.
+        # Columns past the end repeat the last one: masked, with a valid id.
         columns = (start[:, None] + offsets).clamp(max=self.input_ids.shape[1] - 1)
         values = self.tensors()
         values = {name: v.gather(1, columns) if v.dim() == 2 else v for name, v in values.items()}
@@ -223,15 +224,15 @@ class TokenBatch:
         return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TokenBatch:
-        """Move the batch to a device, for one forward pass."""
-        moved = copy(self)  # was checked here: to check it there would wait for the device
-        # Nothing waits for what goes to a device, all for what comes from there.
+        """Move the batch to a device, for a forward pass."""
+        moved = copy(self)  # already checked; checking again would synchronise with the device
+        # Copies to a device are asynchronous, copies from it are not.
         on_the_way = torch.device(device).type != "cpu"
         vars(moved).update({name: v.to(device, non_blocking=on_the_way) for name, v in self.tensors().items()})
         return moved
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are set, by name."""
+        """Return the batch's tensors by name."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def digest(self) -> str:
@@ -245,12 +246,12 @@ class TokenBatch:
         return found.hexdigest()
 
     def sequence(self, row: int) -> tuple[Int[Tensor, " n"], Int[Tensor, " m"]]:
-        """Return one response's ids without padding [n], and the indices in it of the kept response tokens [m]."""
+        """Return one response's ids without padding [n], and the indices of its kept response tokens [m]."""
         real = self.attention_mask[row]
         return self.input_ids[row][real], self.response_mask[row][real].nonzero()[:, 0]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a native row per response with all that is known, as `write_rollouts` writes and `read_rollouts` reads
+        """Yield a native row per response with everything that is known, as for `write_rollouts` and `read_rollouts`.
         it.
         """
         per_token = {"advantage": "advantages"} | {n: n for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
@@ -278,7 +279,7 @@ class TokenBatch:
         return torch.arange(self.input_ids.shape[1]) - self.response_start[:, None]
 
     def spread_over_tokens(self, values: Float[Tensor, " B"]) -> Float[Tensor, "B S"]:
-        """Return one number per response, spread over its tokens (masked ones too)."""
+        """Broadcast one number per response to its tokens (including masked ones)."""
         return values[:, None].expand(self.input_ids.shape).clone()
 
     def __repr__(self) -> str:
@@ -293,7 +294,7 @@ class TokenBatch:
 
 @dataclass(frozen=True)
 class Response:
-    """One unpadded response, as a reader produces it before batching."""
+    """An unpadded response, as produced by a reader before batching."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -316,7 +317,7 @@ class Response:
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
-    """Pad responses into one TokenBatch; a field is set if any response has it, with NaN for those that do not.
+    """Pad responses into a TokenBatch; a field is set if any response has it, with NaN for the others.
 
     side: "right" (padding after the response) or "left" (before the prompt).
 
@@ -327,13 +328,13 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
     [-1, 0, 1, 2, 3]
     """
     if not responses:
-        raise InputError("no responses to batch; give at least one")
+        raise InputError("there are no responses to batch; give at least one")
     lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
     width = max(lengths)
     starts = [width - n if side == "left" else 0 for n in lengths]
 
     def spread(field: str, default: float, dtype: torch.dtype) -> Tensor | None:
-        """Return [B, S] from a number or a list per response, placed at the response's columns."""
+        """Place a number or a list per response at its columns [B, S]."""
         if all(getattr(r, field) is None for r in responses):
             return None
         out = torch.full((len(responses), width), default, dtype=dtype)
@@ -355,7 +356,7 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         response_mask[row, start + len(r.prompt_ids) : end] = kept
 
     def stack(field: str, dtype: torch.dtype) -> Tensor | None:
-        """Return [B] from a number per response."""
+        """Stack a number per response [B]."""
         values = [getattr(r, field) for r in responses]
         if all(value is None for value in values):
             return None

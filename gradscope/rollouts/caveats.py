@@ -1,4 +1,4 @@
-"""What a batch's own numbers say against it, before anything is measured: advantages, groups, certain tokens."""
+"""Doubts raised by a batch's own numbers, before anything is measured: advantages, groups, certain tokens."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 from gradscope.rollouts.batch import Note, TokenBatch
 
 CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
-"""Kinds of the notes made here."""
+"""Kinds of these notes."""
 ROUNDED = 1e-2
-"""Share by which a logged advantage may exceed what is possible: logs round."""
+"""Relative margin by which a logged advantage may exceed its bound, since logs are rounded."""
 OTHERWISE = "the trainer does not normalise advantages within groups"
 CHANCE = 0.01
-"""Runs of certain tokens are reported if chance would produce one so long in at most this share of such batches."""
+"""Runs of certain tokens are reported if chance would produce one this long in at most this fraction of batches."""
 NEARLY = 1e-3
 """Nats from 0 within which a log-probability counts as certain."""
 SHORTEST = 3
@@ -27,7 +27,7 @@ SHORTEST = 3
 
 
 def replace_caveats(batch: TokenBatch, found: tuple[Note, ...]) -> TokenBatch:
-    """Return the batch with these notes of `find_caveats` in the place of earlier ones."""
+    """Return the batch with these notes of `find_caveats` instead of earlier ones."""
     others = tuple(note for note in batch.notes if note.kind not in CAVEATS)
     return replace(batch, notes=others + found)
 
@@ -40,12 +40,15 @@ def find_caveats(
     pad_ids: Collection[int] = (),
     is_dump: bool = False,
 ) -> tuple[Note, ...]:
-    """Return a note for each thing in the batch's own numbers that speaks against it.
+    """Return a note for each suspicious feature of the batch's numbers.
 
-    left_out: how many responses of each step are not in the batch, by which any group may have been larger; None: that
-    is unknown, and nothing is said that rests on it. stop_ids: of tokens that end a response; pad_ids: of those that
-    do nothing but pad one. is_dump: a trainer wrote the batch's advantages and groups, so that the advantage of a
-    response alone in its group can be told, and several prompts of a group are its own rule.
+    Args:
+        left_out: number of responses of each step that are not in the batch, by which groups may have been larger;
+            None:
+            unknown, which skips the checks that depend on it.
+        stop_ids, pad_ids: ids that end a response, and ids used only for padding.
+        is_dump: whether a trainer wrote the batch's advantages and groups, so that the advantage of a response alone in
+            its group is meaningful, and several prompts in a group are the trainer's rule.
     """
     given = _describe_advantages(batch, left_out, is_dump=is_dump)
     mixed = [] if is_dump else _describe_prompts(batch)
@@ -55,7 +58,7 @@ def find_caveats(
 
 
 def count_served(batch: TokenBatch) -> int:
-    """Count the prompts with an advantage other than 0; all, where nothing tells advantages."""
+    """Count the prompts with a nonzero advantage; all of them if advantages are unknown."""
     _, group = batch.group_ids.unique(return_inverse=True)
     if batch.advantages is not None:
         has = ((batch.advantages != 0) & batch.response_mask).any(1)
@@ -67,7 +70,7 @@ def count_served(batch: TokenBatch) -> int:
 
 
 def _is_flat(batch: TokenBatch, group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
-    """Return whether all rewards of each response's group are equal. group: its number."""
+    """Return whether all rewards of each response's group are equal. group: index of its group."""
     if batch.group_reward_stds is not None:
         return batch.group_reward_stds == 0
     least = torch.full((int(group.max()) + 1,), math.nan)
@@ -78,7 +81,7 @@ def _is_flat(batch: TokenBatch, group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
 
 
 def _describe_groups(batch: TokenBatch) -> list[Note]:
-    """Report groups of one response and groups without an advantage, for advantages computed from rewards."""
+    """Report groups of one response, and zero advantages, for advantages computed from rewards."""
     if batch.advantages is not None or batch.rewards is None:
         return []
     _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
@@ -86,14 +89,14 @@ def _describe_groups(batch: TokenBatch) -> list[Note]:
         alone, flat = (sizes == 1)[group], _is_flat(batch, group)
         raw = torch.zeros_like(alone)
     else:
-        # Mean 0 and standard deviation 1 of a group of one: its trainer keeps the reward.
+        # A group of one with mean 0 and standard deviation 1: its trainer keeps the reward.
         raw = (sizes == 1)[group] & (batch.group_reward_means == 0) & (batch.group_reward_stds == 1)
         flat = _is_flat(batch, group) | (raw & (batch.rewards == 0))
         alone = raw | ((sizes == 1)[group] & flat)
     notes, prompts = [], len(sizes)
     count = int(alone.sum())
     if count:
-        rule = "its raw reward is its advantage, as this trainer has it" if raw.any() else "its advantage is 0"
+        rule = "its advantage is its raw reward, as in this trainer" if raw.any() else "its advantage is 0"
         notes.append(Note(f"{count} of {prompts} groups hold one response: {rule}", "groups-of-one"))
     if flat.all():
         equal = int((flat & ~alone).sum())
@@ -107,12 +110,12 @@ def _describe_groups(batch: TokenBatch) -> list[Note]:
 
 
 def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] | None, *, is_dump: bool) -> list[Note]:
-    """Report given advantages that are all 0, or impossible for a group of that size."""
+    """Report given advantages that are all 0, or impossible for a group of their size."""
     if batch.advantages is None:
         return []
     kept, advantages = batch.response_mask, batch.advantages
     if bool((advantages[kept] == 0).all()):
-        return [Note("all advantages of the log are 0: the loss has no gradient", "zero-advantages")]
+        return [Note("all advantages in the log are 0, so the loss has no gradient", "zero-advantages")]
     if left_out is None:
         return []
     _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
@@ -120,20 +123,20 @@ def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] |
     sizes = sizes[group] + torch.tensor([left_out.get(step, 0) for step in steps])
     highest = advantages.masked_fill(~kept, -math.inf).amax(1)
     lowest = advantages.masked_fill(~kept, math.inf).amin(1)
-    each = torch.where(highest == lowest, highest, math.nan).abs()  # one number per response, or none
-    # Of n numbers with mean 0 and mean square 1, none exceeds √(n − 1); with the sample's (n − 1), less.
+    each = torch.where(highest == lowest, highest, math.nan).abs()  # one number per response, if constant
+    # n numbers with mean 0 and mean square 1 are at most √(n − 1); with the sample deviation (n − 1), less.
     beyond = int(((sizes > 1) & (each > (sizes - 1).sqrt() * (1 + ROUNDED))).sum())
     alone, notes = int(((sizes == 1) & (each > 0)).sum()) if is_dump else 0, []
     if alone:
-        words = f"{alone} of {int(group.max()) + 1} groups hold one response, and an advantage other than 0"
+        words = f"{alone} of {int(group.max()) + 1} groups hold a single response with a nonzero advantage"
         notes.append(
-            Note(f"{words}: either the groups are not those that are told here, or {OTHERWISE}", "groups-of-one")
+            Note(f"{words}: either the trainer used other groups, or {OTHERWISE}", "groups-of-one")
         )
     if beyond:
         words = (
-            f"advantages of {beyond} of {len(batch)} responses exceed √(n − 1), as none does that is normalised within"
+            f"advantages of {beyond} of {len(batch)} responses exceed √(n − 1), the bound for normalisation within"
         )
-        words = f"{words} its group of n: either the groups are not those that are told here, or {OTHERWISE}"
+        words = f"{words} a group of n: either the trainer used other groups, or {OTHERWISE}"
         notes.append(Note(words, "impossible-advantages"))
     return notes
 
@@ -152,18 +155,18 @@ def _describe_prompts(batch: TokenBatch) -> list[Note]:
 
 
 def _describe_padding(batch: TokenBatch, stop_ids: Collection[int], pad_ids: Collection[int]) -> list[Note]:
-    """Report padding that counts as sampled, tokens behind an end, and prompts that begin with padding."""
+    """Report padding that counts as sampled, tokens after a response's end, and prompts that begin with padding."""
     ids, kept = batch.input_ids, batch.response_mask
     stops, pads = (torch.isin(ids, torch.tensor(sorted(some), dtype=torch.long)) for some in (stop_ids, pad_ids))
     ended = kept & stops
-    # Ends so far, less those before this unbroken run of kept tokens: of several turns each begins anew.
+    # Ends so far, minus those before this contiguous run of kept tokens, since each turn starts anew.
     before = ended.cumsum(1) - ended.int()
     behind = kept & ((pads & kept) | (before > torch.where(kept, 0, before + ended.int()).cummax(1).values))
     notes = []
     if int(behind.sum()) >= SHORTEST:
         notes.append(
-            f"{int(behind.sum())} tokens of {int(behind.any(1).sum())} responses stand behind a token that ends a "
-            "response, or are padding: they count as sampled unless a mask drops them"
+            f"{int(behind.sum())} tokens of {int(behind.any(1).sum())} responses follow a token that ends a response, "
+            "or are padding: they count as sampled unless a mask drops them"
         )
     first = batch.attention_mask.int().argmax(1, keepdim=True)
     second = (first + 1).clamp(max=ids.shape[1] - 1)
@@ -184,12 +187,12 @@ def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note
     kept = batch.response_mask
     certain = kept & (values == 0)
     if not certain.any() or bool(certain[kept].all()):
-        return []  # a log without any log-probability is refused where it is held against the policy's
+        return []  # a log with only zeros is refused when compared with the policy
     lengths = _run_lengths(certain)
     last = kept & (kept.flip(1).cumsum(1).flip(1) == 1)
     alone = certain & ~last & (lengths < SHORTEST)
     others = int((kept & ~certain).sum() + alone.sum())
-    share = math.sqrt(int(alone.sum()) / others) if others else 0.0  # certain tokens come together: more than by chance
+    share = math.sqrt(int(alone.sum()) / others) if others else 0.0  # certain tokens cluster more than by chance
     least = SHORTEST
     if share:
         least = (
@@ -199,25 +202,25 @@ def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note
     if runs.any():
         notes = [
             f"{int(runs.sum())} tokens of {int(runs.any(1).sum())} responses have a log-probability of exactly 0, "
-            f"{least} or more in a row: a tool's output, or what else nobody sampled, counts as sampled unless a mask "
-            "drops it"
+            f"{least} or more in a row: tool output, or other text that was not sampled, counts as sampled unless a "
+            "mask drops it"
         ]
     else:
         notes = []
     ending = last & torch.isin(batch.input_ids, torch.tensor(sorted(stop_ids), dtype=torch.long))
     ends = ending & certain & ~runs
-    # Where a policy is sure of its ends, exact zeros come with others that are nearly so.
+    # If a policy is merely sure of its ends, some log-probabilities are nearly but not exactly 0.
     sure = ending & (values < 0) & (values > -NEARLY)
     if int(ends.sum()) > 3 * share * int(last.sum()) and not sure.any():
         notes.append(
-            f"the token that ends {int(ends.sum())} of {len(batch)} responses has a log-probability of exactly 0: it "
-            "may have been put there, not sampled"
+            f"the final token of {int(ends.sum())} of {len(batch)} responses has a log-probability of exactly 0: it "
+            "may have been added rather than sampled"
         )
     return [Note(words, "certain-tokens") for words in notes]
 
 
 def _run_lengths(mask: Bool[Tensor, "B S"]) -> Float[Tensor, "B S"]:
-    """Return for each True the length of its run; 0 elsewhere."""
+    """Return the length of the run that each True belongs to; 0 elsewhere."""
     columns = torch.arange(mask.shape[1])
     before = torch.where(mask, -1, columns).cummax(1).values  # the last False up to here
     after = torch.where(mask, mask.shape[1], columns).flip(1).cummin(1).values.flip(1)

@@ -1,4 +1,4 @@
-"""Whether a batch that somebody made in Python fits a policy: what the readers refuse of a file is refused here too."""
+"""Checks that a batch made in Python fits a policy, equivalent to those of the readers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from gradscope.rollouts.batch import LARGEST, ROUNDING, TokenBatch
 def check_batch(policy: Policy, batch: TokenBatch) -> None:
     """Raise InputError, naming the response, if the batch cannot be measured on this policy.
 
-    NaN is no fault: it stands where a number is not known.
+    NaN is allowed and means unknown.
     """
     if batch.num_tokens == 0:
         raise InputError(
-            "response_mask keeps no token: there is nothing to measure; give responses with sampled tokens"
+            "response_mask keeps no token, so there is nothing to measure; give responses with sampled tokens"
         )
     strange = ((batch.input_ids < 0) | (batch.input_ids >= policy.vocab_size)) & batch.attention_mask
     if strange.any():

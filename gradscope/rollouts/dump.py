@@ -1,4 +1,4 @@
-"""What was read of a trainer's log: the batch, what only trainers' logs have, whether ids and texts agree, notes."""
+"""The contents of a trainer's log: the batch, columns that only logs have, agreement of ids and text, notes."""
 
 from __future__ import annotations
 
@@ -43,22 +43,22 @@ from gradscope.rollouts.formats.values import (
 )
 
 LOOKED_AT = 8
-"""Rows whose text is compared with their ids; the first one already shows a foreign tokenizer."""
+"""Rows whose text is compared with their ids; a foreign tokenizer shows in the first one."""
 
 
 @dataclass
 class Agreement:
-    """Comparison of ids and text of the first rows that hold both."""
+    """Comparison of ids and text in the first rows that have both."""
 
     policy: Policy | None
-    """Nothing is compared without a policy or its tokenizer."""
+    """Without a policy or its tokenizer, nothing is compared."""
     compared: int = 0
     differing: int = 0
     first: str = ""
     """Description of the first row that differs."""
 
     def take(self, row: Row, response_ids: list[int]) -> None:
-        """Compare the row if it holds both and is among the first."""
+        """Compare the row if it has both and is among the first."""
         text = row.columns.get("response") if "response_ids" in row.columns else None
         tokenizer = None if self.policy is None else self.policy.tokenizer
         if tokenizer is None or self.compared == LOOKED_AT or not isinstance(text, str):
@@ -66,27 +66,27 @@ class Agreement:
         decoded, special = tokenizer.decode(response_ids), tokenizer.all_special_tokens
         given, found = (_strip(words, special) for words in (text, decoded))
         if not given or not found:
-            return  # nothing, or special tokens alone: that says nothing of the others
+            return  # empty, or only special tokens, which shows nothing
         self.compared += 1
-        if given in found or found in given:  # one may be cut, as by a stop word
+        if given in found or found in given:  # one may be cut off, as by a stop word
             return
         self.differing += 1
         self.first = self.first or (
-            f"{row.place}: `{row.label('response_ids')}` are {show(decoded)} to this checkpoint's tokenizer, "
+            f"{row.place}: this checkpoint's tokenizer decodes `{row.label('response_ids')}` as {show(decoded)}, but "
             f"`{row.label('response')}` is {show(text)}"
         )
 
     def check(self) -> None:
-        """Raise InputError if most of the rows differ. A few may: detokenized text is often tidied up."""
+        """Raise InputError if most of the rows differ. A few may, since detokenized text is often cleaned up."""
         if 2 * self.differing > self.compared:
             raise InputError(
-                f"{self.first}, and so in {self.differing} of the first {self.compared} rows with both; give the "
+                f"{self.first}; likewise in {self.differing} of the first {self.compared} rows with both; give the "
                 "checkpoint that sampled them, or leave the text out"
             )
 
 
 def _strip(text: str, special: list[str]) -> str:
-    """Strip special tokens, broken characters and blanks, which decoders tidy up."""
+    """Strip special tokens, broken characters and blanks, which decoders clean up."""
     for token in sorted(special, key=len, reverse=True):
         text = text.replace(token, "")
     return "".join(text.replace("\ufffd", "").split())
@@ -96,74 +96,73 @@ ALL_OR_NONE = (
     *("group", "temperature", "step", "group_reward_mean", "group_reward_std"),
     *("loss_scale", "process", "micro_batch"),
 )
-"""Columns that every row needs as soon as one row has them: there is no substitute for a missing value."""
+"""Columns that every row needs if any row has them, since missing values have no substitute."""
 
 WITHOUT = {
-    "old_logprobs": "taken as on-policy there (ratio 1)",
+    "old_logprobs": "assumed on-policy there (ratio 1)",
     "ref_logprobs": "no KL part there",
-    "sampler_logprobs": "corrections that are made of them have the factor 1 there",
+    "sampler_logprobs": "corrections based on them have the factor 1 there",
 }
 """Consequence of an unknown log-probability, by column."""
 
 
 @dataclass(frozen=True)
 class Dump:
-    """Rollouts as their trainer wrote them; every tensor of [B, S] is aligned as in the batch."""
+    """Rollouts as logged by a trainer; every tensor [B, S] is aligned like the batch."""
 
     batch: TokenBatch
-    """`old_logprobs` is the denominator of the ratio that was trained: prime-rl's inference_logprobs, NeMo-RL's
-    prev_logprobs, slime's log_probs (rollout_log_probs where the log has these alone), open-instruct's logprobs."""
+    """The batch. `old_logprobs` is the denominator of the ratio used in training: prime-rl's inference_logprobs,
+    NeMo-RL's prev_logprobs, slime's log_probs (or else rollout_log_probs), open-instruct's logprobs."""
     format: str
     """Name of the format."""
     entropy: Float[Tensor, "B S"] | None = None
     """The trainer's entropy of the distribution at each response token, nats; NaN where unknown."""
     logprobs: Float[Tensor, "B S"] | None = None
-    """The trainer's own log π, nats, where the log has the sampler's too: prime-rl's trainer_logprobs, NeMo-RL's
+    """The trainer's log π, in nats, if the sampler's is logged too: prime-rl's trainer_logprobs, NeMo-RL's
     prev_logprobs, slime's log_probs."""
     clipped: Bool[Tensor, "B S"] | None = None
-    """True on tokens whose policy term the trainer itself left out of its loss (prime-rl's is_masked)."""
+    """True on tokens that the trainer excluded from its policy loss (prime-rl's is_masked)."""
     first_step: int = 1
-    """Step number in the log of the responses sampled by the checkpoint numbered 0."""
+    """Number in the log of the step sampled by checkpoint 0."""
     left_out: Mapping[int | None, int] = field(default_factory=dict)
     """Responses left out of the batch, by step."""
     stop_ids: frozenset[int] = frozenset()
-    """Ids that end a response, where a policy said them."""
+    """Ids that end a response, if known from a policy."""
     pad_ids: frozenset[int] = frozenset()
-    """Ids that pad a response and do nothing else, where a policy said them."""
+    """Ids used only for padding, if known from a policy."""
     loss: Mapping[str, Any] | None = None
-    """Settings of the loss that the responses were trained with, by their names in `LossSettings`, where the log says
-    them."""
+    """Settings of the training loss, by their names in `LossSettings`, if logged."""
 
     @property
     def steps(self) -> Int[Tensor, " B"] | None:
-        """Training step of each response, as the log counts; None if it does not say."""
+        """Training step of each response, as numbered in the log; None if not logged."""
         return self.batch.steps
 
     @property
     def sampler_logprobs(self) -> Float[Tensor, "B S"] | None:
-        """The batch's; against `logprobs` they show the mismatch of the two engines."""
+        """The batch's sampler_logprobs; compared with `logprobs`, they show the mismatch of the two engines."""
         return self.batch.sampler_logprobs
 
     @property
     def notes(self) -> tuple[Note, ...]:
-        """The batch's: what was assumed, left out or mixed in reading it."""
+        """The batch's notes: what was assumed, left out or mixed when reading."""
         return self.batch.notes
 
     @property
     def remarks(self) -> tuple[Note, ...]:
-        """The notes without the native format's own rule that the default temperature is 1."""
+        """The notes, without the one on the native format's default temperature of 1."""
         return tuple(note for note in self.notes if self.format != "native" or note.kind != "temperature")
 
     def with_note(self, text: str, kind: str = "dump") -> Dump:
-        """Return the rollouts with one more note."""
+        """Return the rollouts with an additional note."""
         return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
 
 
 def select_checkpoint_step(dump: Dump, checkpoint: int | None) -> Dump:
-    """Select the responses that a checkpoint sampled: those of the training step after its own.
+    """Select the responses that a checkpoint sampled, those of the training step after its own.
 
-    checkpoint: how many steps it had taken. Where the log lacks that step, the nearest one; a note says which was
-    taken. The whole log, where it holds one step or none is known; a note says if that step is another's.
+    checkpoint: number of steps it had taken. If the log lacks that step, takes the nearest one; a note says which.
+    Takes the whole log if it has only one step, or no known steps; a note says if it is another checkpoint's step.
     """
     known = [] if dump.steps is None else dump.steps.unique().tolist()
     wanted = None if checkpoint is None else checkpoint + dump.first_step
@@ -221,10 +220,10 @@ def make_dump(
 ) -> Dump:
     """Check the rows and batch them, right-padded, as a `Dump`.
 
-    Left out, and counted in a note: rows without a response or without a kept token, and those whose advantage (where
-    the log has none, whose reward) is unknown. is_dump: a trainer wrote them, so what else is unknown has a note;
-    False: a user did, and of that only the temperature is told. Without a group, identical prompts share one; groups
-    are of one step.
+    Rows without a response or a kept token, or with an unknown advantage (unknown reward, if there are no advantages),
+    are left out and counted in a note. is_dump: whether a trainer wrote the rows, in which case notes report everything
+    unknown; for a user's rows, only the temperature. Without group ids, identical prompts form a group; a group belongs
+    to a single step.
     """
     options = options or ReadingOptions()
     reading = _Reading(policy, options, form)
@@ -250,7 +249,7 @@ def make_dump(
 
 
 class _Reading:
-    """State of reading a log's rows."""
+    """The state of reading a log's rows."""
 
     def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format) -> None:
         self._policy, self._options, self._form = policy, options, form
@@ -260,7 +259,7 @@ class _Reading:
         self._rows: list[tuple[frozenset[str], Row]] = []
         self._groups: dict[tuple[int | None, object], int] = {}
         self._others: defaultdict[tuple[int | None, object], list[float]] = defaultdict(list)
-        """Rewards of a group's responses that are left out."""
+        """Rewards of left-out responses by group."""
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
         self._unknown = self._templated = self._keyed = 0
@@ -269,7 +268,7 @@ class _Reading:
         tokenizer = None if policy is None else policy.tokenizer
         self._marks = opening_of(policy), getattr(tokenizer, "all_special_tokens", ())
         self._losses: list[Mapping[str, Any] | None] = []
-        """Different settings of the loss that rows were trained with."""
+        """The distinct loss settings of the rows."""
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
@@ -306,10 +305,10 @@ class _Reading:
             row = replace(row, remarks=(*row.remarks, *others_in(row.columns["response"], *self._marks)))
         if row.length not in (None, len(response_ids)):
             row = replace(row, remarks=(*row.remarks, RESIZED))
-        self._rows.append((told, replace(row, columns={})))  # the response alone holds the values
+        self._rows.append((told, replace(row, columns={})))  # only the response keeps the values
 
     def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:
-        """Count the row, and keep its reward for the mean of its group."""
+        """Count the row, and keep its reward for the group's mean."""
         self._left_out[reason] += 1
         self.left_out_by_step[row.step] += 1
         if not row.is_counted or "reward" not in row.columns or not ("group" in row.columns or prompt_ids):
@@ -332,16 +331,16 @@ class _Reading:
         return row.step, group
 
     def finish(self, path: object) -> None:
-        """Leave out what has no weight; InputError where nothing is left, for text that is not the ids', for a column
-        that only some rows have, and for an option that changes nothing."""
+        """Leave out responses without weights. Raises InputError if none are left, if text and ids disagree, if only
+        some rows have a column, or for an option without effect."""
         if not self._seen:
-            raise InputError(f"{path} holds no rows; give at least one response")
+            raise InputError(f"{path} has no rows; give at least one response")
         for step in self._options.step or ():
             if step not in self._seen:
                 raise InputError(f"{path} has no step {step}; {_name_steps(self._seen)}")
         if self._options.chat_template_kwargs and self.responses and not self._templated:
             raise InputError(
-                f"chat_template_kwargs are given, and no prompt of {path} is a chat that a template writes out; leave "
+                f"chat_template_kwargs are given, but no prompt in {path} is a chat with a template; leave "
                 "them out"
             )
         if self._options.reward_key is not None and not self._keyed:
@@ -359,8 +358,7 @@ class _Reading:
                 )
         if len(self._losses) > 1:
             raise InputError(
-                f"{path} holds responses that were trained with different losses ({show(self._losses)}); give one of "
-                "its steps"
+                f"{path} holds responses trained with different losses ({show(self._losses)}); give one of its steps"
             )
         self._agreement.check()
         self._drop_unweighted()
@@ -391,7 +389,7 @@ class _Reading:
             return
 
     def _describe_groups(self) -> None:
-        """Set each response's group mean and standard deviation where the remaining responses do not determine them."""
+        """Set the group means and standard deviations that the remaining responses do not determine."""
         if any(r.advantage is not None or r.group_reward_mean is not None for r in self.responses):
             return
         rewards: dict[int, list[float]] = {number: [] for number in self._groups.values()}
@@ -420,13 +418,13 @@ class _Reading:
         return any(name in names for names, _ in self._rows)
 
     def notes(self) -> list[Note]:
-        """Return notes on replaced values, on single responses and on rows left out."""
+        """Return notes on replaced values, single responses and rows left out."""
         of_rows = Counter(words for _, row in self._rows for words in row.remarks)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
         told += self._said
         if self.loss is not None:
             words = ", ".join(f"{name} {show(value)}" for name, value in self.loss.items())
-            told.append(Note(f"the log says the loss that was trained: {words}", "loss"))
+            told.append(Note(f"the log records the training loss: {words}", "loss"))
         told += [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
             return told
@@ -442,9 +440,9 @@ class _Reading:
 
 def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:
     """Return the mean and sample standard deviation (n − 1; exactly 0 for equal rewards); 0 and 1 for a single reward
-    that its trainer keeps.
+    if the trainer keeps it as the advantage.
     """
-    values = np.array(rewards, dtype=np.float32).astype(np.float64)  # as the batch will hold them
+    values = np.array(rewards, dtype=np.float32).astype(np.float64)  # rounded as in the batch
     if len(values) == 1 and keeps_single:
         return 0.0, 1.0
     if (values == values[0]).all():
@@ -453,7 +451,7 @@ def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, 
 
 
 def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
-    """Drop columns without any known value and tokens without an advantage; return the batch and its notes."""
+    """Drop columns without known values and tokens without an advantage; return the batch and its notes."""
     notes, changes, kept = [], {}, batch.response_mask
     if batch.advantages is not None and (unknown := batch.advantages.isnan() & kept).any():
         words = f"{int(unknown.sum())} tokens of {int(unknown.any(1).sum())} responses left out"
@@ -489,7 +487,7 @@ def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
 
 
 def _align(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
-    """Place a list per response at the response's columns; NaN elsewhere."""
+    """Place a list per response at its columns; NaN elsewhere."""
     out = torch.full(batch.input_ids.shape, float("nan"))
     for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):
         if numbers is not None:
@@ -500,6 +498,6 @@ def _align(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Ten
 def _name_steps(seen: Counter[int | None]) -> str:
     steps = sorted(step for step in seen if step is not None)
     if not steps:
-        return "its rows name no training step; leave `step` out"
+        return "its rows have no training step; leave `step` out"
     listed = ", ".join(map(str, steps)) if len(steps) <= 20 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
     return f"it has {listed}"

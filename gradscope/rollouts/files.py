@@ -1,4 +1,4 @@
-"""The files of a log, whatever trainer wrote them: which there are, and their records with the place of each."""
+"""The files of a log from any trainer, and their records with their locations."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", *PACKED)
 """Suffixes of rollout files; .json is read as .jsonl, and .jsonl.zst and .jsonl.gz are decompressed."""
 
 IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", *PACKED)
-"""Suffixes read from a folder; trainers leave a metadata.json beside their dumps."""
+"""Suffixes read from a folder; not .json, since trainers write a metadata.json."""
 
 EPISODE = "episode_*.json"
-"""Files of rLLM, which are read from a folder, too."""
+"""Pattern of rLLM's files, which are also read from a folder."""
 
 SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
-"""List columns of train data → their name for one sample."""
+"""List columns of train data → their names for a single sample."""
 
 IN_SAMPLES = frozenset(
     (
@@ -45,16 +45,16 @@ IN_SAMPLES = frozenset(
         *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages", "entropy"),
     )
 )
-"""Entries read from a sample in a file of tensors; the rest (experts, images, caches) can be a thousand times larger.
+"""Entries read from a sample in a file of tensors; others (experts, images, caches) can be a thousand times larger.
 """
 
 LOSS_KEY = b"gradscope.loss"
-"""Key of the loss's settings, a JSON object, in the metadata of a parquet file's schema."""
+"""Key of the loss settings, a JSON object, in a parquet file's schema metadata."""
 
 STEPS = ("step", "global_step", "training_step", "train_step")
 """Names of the training-step column."""
 NAMED = re.compile(r"(?:.*[^a-z])?(?:step|iter|iteration)[-_=]?([0-9]{1,18})(?![0-9])", re.IGNORECASE)
-"""Pattern of a file or folder name that contains a training step."""
+"""Pattern of file and folder names that contain a training step."""
 
 DETAILS = ("rollout_data", "train_data")
 """Folders that form one log of slime's or miles's --dump-details."""
@@ -62,35 +62,34 @@ DETAILS = ("rollout_data", "train_data")
 
 @dataclass(frozen=True)
 class Record:
-    """One row of a file, without its nulls."""
+    """A row of a file, without its nulls."""
 
     path: Path
     place: str
-    """File, row and line, for errors."""
+    """File, row and line, for error messages."""
     columns: dict[str, Any]
     nulls: frozenset[str] = frozenset()
-    """Columns that are null."""
+    """Names of columns that are null."""
     torn: bool = False
-    """Whether it is an incomplete last line, of which nothing is known."""
+    """Whether this is an incomplete last line, with unknown contents."""
     loss: dict[str, Any] | None = None
-    """Settings of the loss that was trained, where the file says them."""
+    """Settings of the training loss, if the file has them."""
 
 
 def list_files(path: Path) -> list[Path]:
-    """List a log's files: the file itself, or a folder's own files, or those of its step_N folders; numbers sort by
-    size.
+    """List a log's files: the file itself, a folder's files, or those of its step_N folders, sorted numerically.
 
-    For a folder with annotations/ (prime-rl's traces): these, and its stream; for one with DETAILS: what they hold.
+    For a folder with annotations/ (prime-rl's traces): these and its stream; with DETAILS: their contents.
     """
     if os.path.isfile(path):  # of a name that is too long, Path raises
         _check_suffix(path)
         return [path]
     if not os.path.isdir(path):
-        raise InputError(f"{path} is not there; give a file of rollouts, or a folder of rollout files")
+        raise InputError(f"{path} does not exist; give a file of rollouts, or a folder of rollout files")
     for patterns in _patterns(path):
         found = {file for pattern in patterns for file in path.glob(pattern)}
         files = [f for f in found if f.is_file() and (f.suffix in IN_FOLDERS or f.match(EPISODE)) and f.name[0] != "."]
-        # A file that was being compressed when its run died is there twice.
+        # If a run died while compressing a file, both versions exist.
         files = [f for f in files if f.suffix not in PACKED or f.with_suffix("") not in files]
         if files:
             return sorted(files, key=_natural_key)
@@ -100,22 +99,22 @@ def list_files(path: Path) -> list[Path]:
 
 
 def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
-    """Yield the places of a folder to look for files in; the first with any files counts."""
+    """Yield the patterns of files in a folder, of which the first with any match counts."""
     if any((path / name).is_dir() for name in DETAILS):
         yield tuple(f"{name}/*" for name in DETAILS)
     if (path / "annotations").is_dir():
         yield "annotations/**/*", "stream*/*", "*"
     yield ("*",)
     yield "step_*/*", "step_*/annotations/*"
-    yield ("[0-9]*/*",)  # AReaL's, a folder for each version of the weights
+    yield ("[0-9]*/*",)  # AReaL: a folder per version of the weights
     yield (f"train_step_*/{EPISODE}",)
-    for subset in ("effective", "all"):  # of prime-rl's rollouts; what was trained stands in both
+    for subset in ("effective", "all"):  # prime-rl's rollouts; trained ones are in both
         yield (f"step_*/train/{subset}/*",)
         yield (f"train/{subset}/*",)
 
 
 def named_steps(files: Sequence[Path]) -> dict[Path, int]:
-    """Return each file's training step by its or its folder's name, if all have one and they differ.
+    """Return each file's training step from its or its folder's name, if all have one and they differ.
 
     >>> sorted(named_steps([Path("rollouts_step_1.jsonl"), Path("global_step_20/rollouts.jsonl")]).values())
     [1, 20]
@@ -128,8 +127,8 @@ def named_steps(files: Sequence[Path]) -> dict[Path, int]:
 
 
 def rollouts_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of several in reading order: a folder's, and those
-    beside them that say their loss.
+    """Return the SHA-256 of a file, or of the names and contents of several in reading order, including files with loss
+    settings.
     """
     files = [own for file in list_files(path) for own in (file, loss_file(file)) if own == file or own.is_file()]
     if files == [path]:
@@ -141,7 +140,7 @@ def rollouts_hash(path: Path) -> str:
 def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> Iterator[Record]:
     """Yield the records of one file in order. torn: return an incomplete last line as a record instead of refusing it.
 
-    step: that of records which name none.
+    step: for records without one.
     """
     read = {".parquet": _read_parquet, ".pt": _read_tensors, ".pkl": _read_pickled}.get(path.suffix)
     if read is not None:
@@ -157,14 +156,14 @@ def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> 
 
 
 def loss_file(path: Path) -> Path:
-    """Return the file that holds the settings of the loss of a JSONL file: FILE.loss beside FILE."""
+    """Return the file with the loss settings of a JSONL file, FILE.loss."""
     return path.with_name(f"{path.name}.loss")
 
 
 def read_loss(path: Path) -> dict[str, Any] | None:
-    """Read the settings of the loss that a file's rows were trained with; None if it does not say them.
+    """Read the loss settings of a file's rows, if recorded.
 
-    A parquet file has them under LOSS_KEY; another, in `loss_file`.
+    Parquet files have them under LOSS_KEY, others in `loss_file`.
     """
     if path.suffix == ".parquet":
         told = parquet_metadata(path).get(LOSS_KEY)
@@ -177,14 +176,14 @@ def read_loss(path: Path) -> dict[str, Any] | None:
     try:
         loss = parse_json(told)
     except ValueError as error:
-        raise InputError(f"{path}: the loss's settings are no JSON ({error}); leave them out") from error
+        raise InputError(f"{path}: the loss settings are not JSON ({error}); leave them out") from error
     if not isinstance(loss, dict):
-        raise InputError(f"{path}: the loss's settings are {show(loss)}; give an object, {{setting: value}}")
+        raise InputError(f"{path}: the loss settings are {show(loss)}; give an object, {{setting: value}}")
     return loss
 
 
 def _natural_key(path: Path) -> list[Any]:
-    """Sort key that puts step_2 before step_10."""
+    """Return a sort key that puts step_2 before step_10."""
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", str(path)))]
 
 
@@ -202,7 +201,7 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
         place = f"{path}, row {index} (line {number})"
         try:
             row = parse_json(line)
-        except ValueError as error:  # UnicodeDecodeError is one too
+        except ValueError as error:  # includes UnicodeDecodeError
             if torn and not line.endswith(b"\n"):
                 yield Record(path, place, {}, torn=True)
                 return
@@ -214,7 +213,7 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
 
 
 def _is_indented(path: Path) -> bool:
-    """Return whether a .json file is one value of several lines, not a row per line."""
+    """Return whether a .json file is a single value over several lines rather than a row per line."""
     return path.suffix == ".json" and next(read_lines(path), b"").strip() in (b"{", b"[")
 
 
@@ -238,21 +237,21 @@ def _read_pickled(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the samples of a file saved by torch; nothing in it is executed."""
+    """Yield the samples of a file saved by torch, without executing anything in it."""
     content = load_tensors(path, inert=True)
     samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
     if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
         found = show([*content]) if isinstance(content, dict) else type(content).__name__
         raise InputError(
-            f"{path} holds no list `samples` but {found}; give debug rollout or train data of slime or miles"
+            f"{path} has no list `samples` but {found}; give debug rollout or train data of slime or miles"
         )
-    # The rewards of the whole batch: slime's stand beside the samples, miles's among each rank's columns.
+    # The rewards of the whole batch: slime's are next to the samples, miles's among each rank's columns.
     content = {"raw_reward": _columns_of(content).get("raw_reward")} | content
     told = ("rollout_id", "rank", "cp_size", "metadata", "raw_reward")
     shared = {name: _numbers(f"{path}", name, content.get(name)) for name in told}
     for index, sample in enumerate(samples):
         place = f"{path}, sample {index}"
-        # A sample's own rollout_id is that of its execution, not the file's, which is the step.
+        # A sample's rollout_id is that of its execution; the file's is the step.
         own = {"execution": sample.get("rollout_id", sample.get("rollout_ids"))}
         own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
         own = {name: _numbers(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
@@ -265,7 +264,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Split train data with a list per column into samples.
 
-    Only columns with an entry for each sample.
+    Uses only columns with an entry for each sample.
     """
     data = _columns_of(content)
     tokens = data.get("tokens")
@@ -277,7 +276,7 @@ def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _is_something(value: Any) -> bool:
-    """Return whether a value is neither None nor empty, nor a dictionary of such values."""
+    """Return whether a value is neither None nor empty, nor a dictionary of only such values."""
     if isinstance(value, dict):
         return any(map(_is_something, value.values()))
     return value is not None and not (isinstance(value, list) and not value)
@@ -289,7 +288,7 @@ def _columns_of(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _numbers(place: str, name: str, value: Any) -> Any:
-    """Convert tensors and arrays, also inside lists and dictionaries, to numbers; leave the rest."""
+    """Convert tensors and arrays to numbers, also inside lists and dictionaries."""
     if isinstance(value, list) and any(isinstance(one, torch.Tensor | Inert) for one in value):
         return [_numbers(place, name, one) for one in value]
     if isinstance(value, dict):
@@ -298,7 +297,7 @@ def _numbers(place: str, name: str, value: Any) -> Any:
         return value
     try:
         return numbers_of(value)
-    except ValueError as error:  # a sparse one, or one whose numbers were not saved
+    except ValueError as error:  # sparse, or without saved values
         raise InputError(
             f"{place}: `{name:.40}` is a tensor without plain numbers ({error}); save it dense, on the CPU"
         ) from error
