@@ -95,7 +95,7 @@ def find_start(journal: Journal, total: int, *, resume: bool, overwrite: bool, t
     neither resumed nor overwritten, a run with other settings or more steps, or files not written by a training run.
     """
     if resume and overwrite:
-        raise InputError("--resume continues and --overwrite starts anew; give only one of them")
+        raise InputError("--resume continues and --overwrite starts anew; give one of them")
     if not journal.has_run(overwrite=overwrite, changeable=CHANGEABLE, dropped=DROPPED):
         return None
     newest = newest_whole(journal.out, tell=tell)

@@ -117,7 +117,7 @@ def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
     notes = " ".join(read_dump(WRITERS[name](tmp_path), policy).notes)
     assert ("tokenized again" in notes) == (name not in WITH_IDS)
     assert ("on-policy" in notes) == (name not in OLD)
-    assert ("they are GRPO's from rewards" in notes) == (name not in WITH_ADVANTAGE)
+    assert ("they are GRPO's from the rewards" in notes) == (name not in WITH_ADVANTAGE)
     assert ("the sampling temperature is not in the log" in notes) == (name not in TEMPERATURE)
 
 

@@ -1,8 +1,7 @@
 """AReaL's rollout.dump_to_file: {log}/rollout/{version}/{task}.jsonl, a line per sample of a task: text, with lengths.
 
-Its writer takes as many tokens from the end of a sequence as were sampled for the completion, and the rest for the
-prompt: of one turn that is so, of several, or with tools between, it is not. head_version is −1 wherever prompts have
-one, and is not read.
+Its writer takes the last n tokens of a sequence as the completion, with n the number of sampled tokens, and the rest
+as the prompt, which is only right for a single turn without tools. head_version is −1 with any prompt, and is not read.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from gradscope.rollouts.formats.base import EVALUATED, RETOKENISED, Answers, For
 
 NAMES = {"prompt": "prompt", "response": "completion", "reward": "reward"}
 TURNS = (
-    "they may be of several turns, or hold a tool's output: then AReaL's log does not say which tokens were sampled "
-    "(no other sample of the task has this prompt, or text stands behind a token that ends an answer)"
+    "they may have several turns or tool output, in which case AReaL's log does not say which tokens were sampled "
+    "(no other sample of the task has this prompt, or text follows a token that ends an answer)"
 )
 
 
@@ -39,7 +38,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         last = end.search(response)
         goes_on = last is not None and end.sub("", response[last.end() :]).strip()
         left_out = TURNS if goes_on or prompts[task][prompt] == 1 < prompts[task].total() else None
-        # Processes of a run count tasks alike and write into the same files, and so does a run that resumed.
+        # The processes of a run, and a resumed run, number tasks alike and write to the same files.
         own = task, prompt if left_out is None else prompts[task].most_common(1)[0][0]
         again = *own, whole_number(record, "sample_idx")
         columns["group"] = *own, seen[again]
@@ -56,8 +55,8 @@ AREAL = Format(
     rows=_rows,
     notes=(
         RETOKENISED,
-        "AReaL logs a trajectory before it accepts or rejects it: rejected ones are here too, and at which later step "
-        "the others were trained is not in the log",
+        "AReaL logs trajectories before accepting or rejecting them: rejected ones are included, and the later step at "
+        "which the others were trained is not in the log",
     ),
     answers=Answers(
         group="`task_id` and the prompt, within a version",

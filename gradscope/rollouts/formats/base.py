@@ -1,4 +1,4 @@
-"""What a format is to the readers: columns that tell it from others, and how its records become rows."""
+"""The interface of a format: the columns that identify it, and how its records become rows."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from gradscope.policy import Policy
 
 RETOKENISED = (
-    "the log holds text: prompts and responses were tokenized again, which may not give the ids that were sampled"
+    "the log holds text: prompts and responses were tokenized again, which may not reproduce the sampled ids"
 )
 FOUND_BY_TEXT = (
-    "the log holds text: prompts were tokenized again, and responses' ids were found by the text of their tokens"
+    "the log holds text: prompts were tokenized again, and responses' ids were found from the text of each token"
 )
 NO_SPECIAL_TOKENS = (
-    "responses were decoded without special tokens: the end-of-sequence token that closed a response is not among its "
+    "responses were decoded without special tokens: the end-of-sequence token that ended a response is not among its "
     "tokens"
 )
 AS_TEXT = (
-    "the log has no ids of them: their messages were tokenized again, which may not give the ids that were sampled, "
-    "nor the token that ended them"
+    "the log has no ids for them: their messages were tokenized again, which may not reproduce the sampled ids or the "
+    "token that ended them"
 )
 ON_POLICY = Note("the rollouts hold no log-probabilities: taken as on-policy (ratio 1)", "on-policy")
 NO_TEMPERATURE = Note(
@@ -34,44 +34,44 @@ NO_TEMPERATURE = Note(
     "temperature",
 )
 FROM_REWARDS = (
-    "the rollouts hold no advantages: they are GRPO's from rewards within each prompt's responses, which is not what "
-    "another algorithm or a filter made of them"
+    "the rollouts hold no advantages: they are GRPO's from the rewards of each prompt's responses, which may differ "
+    "from those of another algorithm or filter"
 )
 EMPTY = "the response is empty"
-UNKNOWN = "the {} is not known (null, NaN or infinite)"
-TORN = "the last line of its file was cut off while it was written"
-RESIZED = "their text gives another number of tokens than the log counts"
+UNKNOWN = "the {} is unknown (null, NaN or infinite)"
+TORN = "the last line of the file was cut off while being written"
+RESIZED = "their text gives another number of tokens than the log states"
 MASKED_OUT = "the trainer's mask keeps no token of them"
-MADE_AGAIN = "the run was resumed before their step, and made it again later in the log"
+MADE_AGAIN = "the run was resumed before their step, which it repeated later in the log"
 ROUTED = (
-    "their log holds the experts that the sampler chose, which the trainer takes again where it replays routing: the "
-    "measured pass chooses its own, so that log π and gradients may be of other experts"
+    "the log holds the experts chosen by the sampler, which a trainer with routing replay reuses; the measured pass "
+    "chooses its own, so log π and gradients may come from other experts"
 )
-IMAGES = "their prompts hold images, video or sound, for which ids alone stand here"
+IMAGES = "their prompts contain images, video or sound, which the log represents only by ids"
 EVALUATED = "they are of an evaluation"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One response, in the columns of the native format and of EXTRAS."""
+    """A response, with the columns of the native format and of EXTRAS."""
 
     place: str
     columns: dict[str, Any]
     step: int | None = None
     """Training step."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Column → its name in the file, for errors."""
+    """Column → its name in the file, for error messages."""
     left_out: str | None = None
-    """Why the row is left out; None: it is not. The `reward` and `group` of one that is left out still count in its
-    group's mean and standard deviation, as they did for the trainer: give neither where they did not."""
+    """Why the row is left out; None if it is not. The `reward` of a left-out row still counts in the mean and standard
+    deviation of its `group`, as in the trainer; set neither if it did not count there."""
     remarks: tuple[str, ...] = ()
-    """Remarks on this response; a note counts the responses with each."""
+    """Remarks on this response; notes count the responses with each remark."""
     is_counted: bool = True
-    """Whether its reward counts in its group; False for all but the last output of a session."""
+    """Whether its reward counts in its group; False for all but a session's last output."""
     loss: Mapping[str, Any] | None = None
-    """Settings of the loss that it was trained with, where its file says them."""
+    """Settings of its training loss, if recorded in its file."""
     length: int | None = None
-    """Tokens of the response, where the log counts them; a remark says where its text gives another number."""
+    """Length of the response according to the log; a remark reports if the text has another length."""
 
     def label(self, name: str) -> str:
         """Return the column's name in the file."""
@@ -80,38 +80,38 @@ class Row:
 
 @dataclass(frozen=True)
 class ReadingOptions:
-    """The user's options for reading a log; None: as the log says."""
+    """The user's options for reading a log; None: according to the log."""
 
     step: Collection[int] | None = None
-    """The training steps whose responses are kept; None keeps all."""
+    """Training steps whose responses to keep; None: all."""
     temperature: int | float | None = None
-    """Sampling temperature of all responses, whatever the log says."""
+    """Sampling temperature of all responses, overriding the log."""
     reward_key: str | None = None
-    """Which entry is the reward, where a row's `reward` is a dictionary {name: number}."""
+    """Entry to use as the reward, if a row's `reward` is a dictionary {name: number}."""
     chat_template_kwargs: Mapping[str, Any] | None = None
-    """Arguments of the chat template, for prompts that are chats; they beat a row's own `chat_template_kwargs`."""
+    """Arguments of the chat template, overriding a row's `chat_template_kwargs`."""
 
 
 EXTRAS = ("entropy", "logprobs", "clipped")
-"""Columns of a Row, one value per response token, that only a Dump has; see there."""
+"""Columns of a Row with a value per response token that only a `Dump` has."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """The questions put to every format, answered in a phrase each: a row of the table in docs/formats."""
+    """Facts about a format in a phrase each: a row of the table in docs/formats."""
 
     group: str
-    """Which responses are of one group, and so of one prompt."""
+    """Which responses form a group."""
     step: str
-    """What the log's step counts, and from which number on; which one a checkpoint sampled says `Format.first_step`."""
+    """What the log's step counts, and from which number; see `Format.first_step` for the step of a checkpoint."""
     sampled: str
-    """Which tokens count as sampled: the mask, tool output, an end-of-sequence token that nobody sampled."""
+    """Which tokens count as sampled: the mask, tool output, an added end-of-sequence token."""
     logprobs: str
-    """Whose log-probabilities the log holds, under which names, and at which temperature."""
+    """Whose log-probabilities the log holds, under which names and at which temperature."""
     left_out: str
-    """Which rows are left out beside empty ones, fully masked ones and those without an advantage (a reward)."""
+    """Which rows are left out, besides empty, fully masked and unrewarded ones."""
     checked: str
-    """The trainer's versions whose logs were read, how (made by its own code, or after its source), and when."""
+    """The versions whose logs were tested, how these were made (by its own code or after its source), and when."""
 
 
 @dataclass(frozen=True)
@@ -122,24 +122,24 @@ class Format:
     needs: frozenset[str]
     """Columns of every record, which identify the format."""
     knows: str
-    """Further columns that its trainer writes, separated by blanks; other columns are ignored, too."""
+    """Further columns written by the trainer, separated by blanks; ignored like all others."""
     rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]]
     beside: tuple[frozenset[str], ...] = ()
-    """Columns that identify other kinds of records in the same log."""
+    """Columns that identify other kinds of records in the log."""
     notes: tuple[str, ...] = ()
     """Notes that apply to every log of this format."""
     ends_torn: bool = False
-    """Whether the trainer's own loader reads up to a last line that was cut off, where others refuse it."""
+    """Whether an incomplete last line is ignored, as by the trainer's loader, rather than refused."""
     is_finished: Callable[[Path], bool] = lambda path: True
-    """Whether the trainer has written the whole of this file."""
+    """Returns whether the trainer has finished writing a file."""
     first_step: int = 1
-    """The number that the log gives to the step whose responses the checkpoint numbered 0 sampled; n sampled those of
-    n + first_step. 0 where steps count from 0 and checkpoints how many were taken, 1 where both count alike."""
+    """Number in the log of the step sampled by checkpoint 0; checkpoint n sampled step n + first_step. 0 if steps count
+    from 0 and checkpoints are numbered by completed steps, 1 if both are numbered alike."""
     keeps_single_rewards: bool = False
-    """Whether the trainer's advantage of a response that is alone in its group is its raw reward (mean 0, standard
-    deviation 1, as in verl); else it is 0. Only for logs without advantages."""
+    """Whether the advantage of a response alone in its group is its raw reward (mean 0, standard deviation 1, as in
+    verl) instead of 0. Only for logs without advantages."""
     answers: Answers | None = None
-    """Of a format that is registered here; a reader of your own needs none."""
+    """Documentation of a registered format; not needed for your own reader."""
 
 
 def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:
@@ -150,9 +150,9 @@ def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., It
 def list_by_list(
     make: Callable[[Record, Policy | None], Row], needs: Sequence[str], takes: Sequence[str]
 ) -> Callable[..., Iterator[Row]]:
-    """Implement `Format.rows` for a format whose records are dictionaries of lists with an entry per response.
+    """Implement `Format.rows` for records that are dictionaries of lists with an entry per response.
 
-    needs: columns that every record has; takes: those that are read too, where it has them.
+    needs: columns in every record; takes: optional columns.
     """
 
     def rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -164,16 +164,16 @@ def list_by_list(
 
 
 def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Iterator[Record]:
-    """Split a record that is a dictionary of lists into records without nulls; see `list_by_list`."""
+    """Split a dictionary of lists into records without nulls; see `list_by_list`."""
     for name in needs:
         if not isinstance(record.columns.get(name), list):
-            raise InputError(f"{record.place}: `{name}` is no list; a line of this format is one list per column")
+            raise InputError(f"{record.place}: `{name}` is not a list; a line of this format has one list per column")
     length = len(record.columns[needs[0]])
     read = {name: record.columns[name] for name in (*needs, *takes) if name in record.columns}
     for name, value in read.items():
         if isinstance(value, list) and len(value) != length:
             raise InputError(
-                f"{record.place}: `{name}` has {len(value)} entries, `{needs[0]}` {length}; each list has one per "
+                f"{record.place}: `{name}` has {len(value)} entries, `{needs[0]}` {length}; each list needs one per "
                 "response"
             )
     for index in range(length):
@@ -183,7 +183,7 @@ def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Itera
 
 
 def pick(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the columns that the record has: {native name: name in the file}."""
+    """Return the record's columns among those named: {native name: name in the file}."""
     return {native: record.columns[own] for native, own in names.items() if own in record.columns}
 
 
@@ -194,14 +194,14 @@ def numbers_beside(record: Record, known: Collection[str]) -> dict[str, Any]:
 
 
 def need(record: Record, name: str) -> Any:
-    """Return the record's column of that name. Raises InputError if it is missing."""
+    """Return the record's column. Raises InputError if it is missing."""
     if name not in record.columns:
-        raise InputError(f"{record.place}: no `{name}`; every record of this format has one; leave the record out")
+        raise InputError(f"{record.place}: no `{name}`, which every record of this format has; leave the record out")
     return record.columns[name]
 
 
 def need_objects(record: Record, name: str) -> list[dict[str, Any]]:
-    """Return the record's list of objects of that name. Raises InputError if it is missing, or none."""
+    """Return the record's list of objects. Raises InputError if it is missing or something else."""
     values = need(record, name)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
         raise InputError(f"{record.place}: `{name}` is {show(values)}; wanted is a list of objects")
@@ -209,14 +209,14 @@ def need_objects(record: Record, name: str) -> list[dict[str, Any]]:
 
 
 def whole_number(record: Record, name: str) -> int | None:
-    """Parse a count such as the training step; strings of digits and 3.0 are accepted. None if the record has none."""
+    """Parse an integer such as the training step, also from strings of digits or 3.0; None if missing."""
     value = record.columns.get(name)
     if isinstance(value, str) and value.isdecimal() and len(value) < 20:
         value = int(value)
     if isinstance(value, float) and value != value:
         return None
-    if isinstance(value, float) and value.is_integer():  # a column of pandas with a hole
+    if isinstance(value, float) and value.is_integer():  # from a pandas column with missing values
         value = int(value)
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63):
         return value
-    raise InputError(f"{record.place}: `{name}` is {show(value)}; wanted is a whole number of 64 bits")
+    raise InputError(f"{record.place}: `{name}` is {show(value)}; give a 64-bit integer")

@@ -1,8 +1,8 @@
 """ms-swift's completions.jsonl: a line per logging call, a dictionary of lists with an entry per completion.
 
-Each call writes the newest generation again, at the end of training once more, and an evaluation's under the step that
-it was made at. Megatron's lines count the steps taken before (`gen_step`), the others those after (`step`); on ray a
-line is a completion, with its reward and no advantage.
+Each call rewrites the newest generation, as does the end of training; evaluations are written under their step.
+Megatron's lines number steps by those completed before (`gen_step`), others by those completed after (`step`). On ray,
+a line is a single completion with a reward but no advantage.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gradscope.rollouts.formats.text import prompt_of, response_of
 
 NEEDS = ("prompt", "completion", "advantages")
 TAKES = ("step", "gen_step", "num_turns")
-REPEATED = "a line before holds the same generation (ms-swift writes the newest one at every logging step)"
-EVALUATION = "an evaluation's: the line before is training's of the same step"
+REPEATED = "an earlier line holds the same generation (ms-swift writes the newest one at every logging step)"
+EVALUATION = "they belong to an evaluation: the line before is from training at the same step"
 LAST_TURN = (
-    "it had several turns (num_turns), of which the log holds the last one alone: the tokens of those before, which "
-    "were trained too, are missing"
+    "it had several turns (num_turns), but the log holds only the last: the tokens of earlier ones, which were also "
+    "trained, are missing"
 )
 PLACEHOLDER = re.compile(r"\[(-?[0-9]{1,9}) \* ([0-9]{1,9})\]")
 """Placeholder of an image, a video or a sound: an id and a repeat count."""
@@ -52,7 +52,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
                 continue
             line = [*entries(record, NEEDS, TAKES)]
             step = _step(line[0]) if line else None
-            if number in again or step == 0:  # before the first step nothing is trained on
+            if number in again or step == 0:  # nothing is trained on before the first step
                 yield from (_row(entry, MADE_AGAIN if number in again else EVALUATED, policy) for entry in line)
                 continue
             content = [tuple(str(entry.columns.get(name)) for name in NEEDS) for entry in line]
@@ -68,7 +68,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _made_again(lines: list[Record]) -> set[int]:
-    """Return the lines at or beyond a step that a later line repeats, because a resumed run wrote them again."""
+    """Return the lines from a step onwards that a resumed run wrote again later."""
     again, before, seen = set(), None, []
     for record in lines:
         step = _line_step(record)
@@ -80,7 +80,7 @@ def _made_again(lines: list[Record]) -> set[int]:
 
 
 def _line_step(record: Record) -> int | None:
-    """Return the step of a line; where it holds lists, that of the first entry."""
+    """Return the step of a line, for lists that of the first entry."""
     first = {name: v[0] if isinstance(v, list) and v else v for name, v in record.columns.items() if "step" in name}
     known = {name: v for name, v in first.items() if name in TAKES and not isinstance(v, list)}
     return _step(Record(record.path, record.place, known))
@@ -105,7 +105,7 @@ def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
 
 
 def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
-    """Raise InputError for a prompt with an image, of which the log holds only a placeholder and a count."""
+    """Raise InputError for a prompt with an image, which the log represents by a placeholder and a count."""
     tokenizer = policy.tokenizer if policy else None
     if tokenizer is None or not isinstance(prompt, str):
         return
@@ -115,7 +115,7 @@ def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
         if token < 0 or (token in tokenizer.added_tokens_decoder and token not in usual):
             raise InputError(
                 f"{place}: `prompt` holds {found[0]}, which stands for {found[2]} tokens of an image, video or sound; "
-                "gradscope measures text alone: give a log of prompts without them"
+                "gradscope measures only text: give a log without such prompts"
             )
 
 

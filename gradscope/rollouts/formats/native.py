@@ -1,4 +1,4 @@
-"""The native rollout format: JSONL or parquet, a row per response, checked so that a mistake is named by its row."""
+"""The native rollout format: JSONL or parquet with a row per response; errors name the row."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ COLUMNS = (
     "response_mask",
     "temperature",
 )
-"""Columns with a meaning, of which near misses are reported; other columns are ignored."""
+"""Known columns, whose near misses are reported; other columns are ignored."""
 
 MORE = (
     *("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std"),
     *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm", "reward_parts"),
 )
-"""Further columns with a meaning, whose near misses may be a user's own columns."""
+"""Further known columns, whose near misses may be a user's own columns."""
 
 ALIASES = {
     "mask": "response_mask",
@@ -50,22 +50,22 @@ ALIASES = {
     "reference_logprobs": "ref_logprobs",
     "temp": "temperature",
 }
-"""Other people's names of a column that differ in more than spelling."""
+"""Other common names of a column that differ in more than spelling."""
 
 PARTNERS = {"prompt_ids": "prompt", "prompt": "prompt_ids", "response_ids": "response", "response": "response_ids"}
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Suffixes that native rollouts can be written as."""
+"""File suffixes for writing native rollouts."""
 
 
 def is_native(names: Iterable[str]) -> bool:
-    """Return whether these columns give a native row its ids."""
+    """Return whether these columns determine a native row's ids."""
     names = set(names)
     return {"prompt", "response"} <= names or {"prompt_ids", "response_ids"} <= names
 
 
 def count_columns(names: Iterable[str]) -> int:
-    """Count the columns with a meaning, near misses included."""
+    """Count the known columns, including near misses."""
     return sum(name in COLUMNS or _meant(name) is not None for name in names)
 
 
@@ -94,20 +94,20 @@ NATIVE = Format(
         checked="gradscope's own",
     ),
 )
-"""A row holds `prompt_ids` + `response_ids` (taken as they are; refused where most rows' text says something else) or
-`prompt` + `response` (encoded by the policy; a chat goes through its template), then any of COLUMNS and MORE; null, NaN
-and infinity are unknown, and what stands where `response_mask` drops the token is not looked at. Without `group`,
-identical prompts of a step share one."""
+"""A row holds `prompt_ids` + `response_ids` (used directly; refused if most rows' text disagrees) or `prompt` +
+`response` (encoded by the policy, chats through its template), and any of COLUMNS and MORE. null, NaN and infinity mean
+unknown, and entries at tokens dropped by `response_mask` are ignored. Without `group`, identical prompts of a step form
+a group."""
 
 
 @checked
 def write_rollouts(
     path: str | Path, rows: TokenBatch | Iterable[dict[str, Any]], *, loss: Mapping[str, Any] | None = None
 ) -> Path:
-    """Write rows or a batch as JSONL or parquet, by the suffix; the file appears whole or not at all.
+    """Write rows or a batch atomically as JSONL or parquet, depending on the suffix.
 
-    loss: settings of the loss that they were trained with, fields of `LossSettings` by name. They go into the parquet
-    file's metadata, or beside a JSONL file, as FILE.loss, and the commands measure with them.
+    loss: settings of the training loss, fields of `LossSettings` by name. They are stored in the parquet file's
+    metadata, or in FILE.loss next to a JSONL file, and the commands measure with them.
     """
     path, rows = Path(path), rows.rows() if isinstance(rows, TokenBatch) else rows
     _check_suffix(path)
@@ -119,7 +119,7 @@ def write_rollouts(
                 file.writelines(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
     if path.suffix != ".parquet":
         if loss is None:
-            loss_file(path).unlink(missing_ok=True)  # of other rows that were here
+            loss_file(path).unlink(missing_ok=True)  # from earlier rows
         else:
             write_json(loss_file(path), dict(loss))
     return path
@@ -135,7 +135,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]], loss: Mapping[str, An
 
 
 def _check_names(place: str, row: dict[str, Any]) -> None:
-    """Raise InputError for a near miss of a column that the row lacks; beside that column, the name is the user's own.
+    """Raise InputError for a near miss of a column that the row lacks; otherwise, the name is the user's own.
     """
     for name in sorted(row.keys() - set(COLUMNS)):
         meant = _meant(name)
@@ -145,7 +145,7 @@ def _check_names(place: str, row: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=10_000)
 def _meant(name: str) -> str | None:
-    """Return the column that this name is a near miss of."""
+    """Return the column of which this name is a near miss."""
     plain = name.lower().replace("log_prob", "logprob")
     close = [ALIASES[plain]] if plain in ALIASES else get_close_matches(plain, COLUMNS, n=1, cutoff=0.87)
     return close[0] if close else None
