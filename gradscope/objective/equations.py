@@ -166,16 +166,16 @@ def policy_loss(
     loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
-    """The negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·KL] / num_tokens.
+    """Compute the negative of Eq. 1, a scalar to minimise: −Σ_kept [min(r·Â, clip(r)·Â) − kl_coef·KL] / num_tokens.
 
     With `clip_ratio_c` the surrogate of a negative Â is at least c·Â (dual clip). `num_tokens` is the count of response
-    tokens of the whole mini-batch, so the losses of its micro-batches, or of Lopti's two masks, add up to its own.
-    Exactly at a clip's edge a token is not clipped and its gradient is that of r·Â: I_trust's inequalities are strict.
-    At `kl_coef` 0, `ref_logprobs` is not used. Gradients flow into `logprobs` alone. KL is `kl_estimator`, k3 in the
-    paper and in TRL. `kl_corrected` multiplies it by the ratio r, unclipped, which makes the gradient of k1 and k3 that
-    of KL(π ‖ π_ref) itself; TRL has it on, the paper off.
-    `loss_scales` multiply each response's terms, where a loss is not the mean over tokens.
-    NaN on a kept token is an InputError; refuse_nan=False does not look for it, which waits for a GPU.
+    tokens in the whole mini-batch, so that the losses of micro-batches, or of Lopti's two masks, add up to the
+    mini-batch's. Exactly at a clip boundary a token is not clipped (I_trust's inequalities are strict). With `kl_coef`
+    0, `ref_logprobs` is not used. Gradients flow only into `logprobs`. KL is estimated by `kl_estimator`, k3 in the
+    paper and in TRL. `kl_corrected` multiplies it by the unclipped ratio r, so that the gradients of k1 and k3 are that
+    of KL(π ‖ π_ref); on in TRL, off in the paper. `loss_scales` multiply each response's terms, for losses that are not
+    the mean over tokens.
+    A NaN on a kept token raises InputError; refuse_nan=False skips this check, which synchronises with a GPU.
     """
     _check_settings(clip_ratio_low, clip_ratio_high, clip_ratio_c, kl_coef, ref_logprobs, num_tokens)
     check_estimator(kl_estimator)
@@ -198,8 +198,8 @@ class TokenWeights:
     policy: Float[Tensor, "B T"]
     """r · Â · I_trust, without 1/num_tokens."""
     kl: Float[Tensor, "B T"]
-    """−kl_coef · ∂KL/∂log π, the pull back to the reference: of k3 kl_coef · (π_ref/π − 1), with kl_corrected
-    kl_coef · r · log(π_ref/π)."""
+    """−kl_coef · ∂KL/∂log π, the pull towards the reference: kl_coef · (π_ref/π − 1) for k3, kl_coef · r · log(π_ref/π)
+    with kl_corrected."""
     clipped: Bool[Tensor, "B T"]
     """True where I_trust is 0, so that the policy part vanishes."""
 
