@@ -128,7 +128,9 @@ def kl_k3(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape
 
 
 def kl_k2(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """k2 estimate of KL(π ‖ π_ref) at sampled tokens: ½·log²(π/π_ref), biased; its gradient in the mean is KL's own."""
+    """Return the k2 estimate of KL(π ‖ π_ref) at sampled tokens, ½·log²(π/π_ref): biased, but its mean gradient is
+    KL's.
+    """
     return (logprobs - ref_logprobs).square() / 2
 
 
@@ -139,7 +141,7 @@ KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 def kl_slope(
     logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"], estimator: Estimator
 ) -> Float[Tensor, "*shape"]:
-    """∂/∂ log π of an estimate: 1 of k1, log(π/π_ref) of k2, 1 − π_ref/π of k3.
+    """Return ∂/∂ log π of an estimate: 1 for k1, log(π/π_ref) for k2, 1 − π_ref/π for k3.
 
     k1's says nothing of the reference: its mean over what the policy samples is 0, and so are its gradient's.
     """
