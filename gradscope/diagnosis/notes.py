@@ -1,4 +1,4 @@
-"""What a diagnosis cannot say of a batch, in sentences, and tables that are not of it."""
+"""Limits of a diagnosis in sentences, and checks that a table belongs to a batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def has_gradient(table: pd.DataFrame) -> bool:
 
 
 def count_informative_prompts(table: pd.DataFrame) -> int:
-    """Count the prompts that the numbers rest on: those with a nonzero advantage; all, if nothing is weighted."""
+    """Count the prompts that contribute: those with a nonzero advantage, or all without weights."""
     own = table[table["advantage"] != 0] if has_gradient(table) else table
     return own["group"].nunique()
 
@@ -40,31 +40,31 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
     size, unknown = len(table), int(table["weight"].isna().sum())
     prompts, informative = table["group"].nunique(), count_informative_prompts(table)
     measured, probabilities = int(table[PARAMETERS].notna().sum()), sampling_probabilities(table)
-    start = "Of what is weighted there are" if informative < prompts else "There are"
-    mean = "the mean of those." if probabilities is None else "a mean in which each counts for 1 / its chance."
+    start = "For weighted statistics there are" if informative < prompts else "There are"
+    mean = "their mean." if probabilities is None else "their mean, weighted by 1 / their sampling probability."
     improbable = describe_improbable(table)
     told = [
         (bool(improbable), "improbable", improbable),
         (unknown, "unknown-advantages", f"Advantages are unknown at {unknown:,} of {size:,} tokens, so "
-         "nothing weighted is computed: no shares of gradients, no index, no steps."),
+         "no weighted statistics are computed: no gradient shares, no index, no steps."),
         (not unknown and not has_gradient(table), "no-gradient",
-         "Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."),
+         "Every weight of the loss is 0 (equal rewards in each group, or all clipped), so there is no gradient."),
         (prompts == 1, "one-prompt",
-         "All responses are to one prompt: no interval over prompts, no signal against noise."),
+         "All responses are to one prompt, so there are no confidence intervals and no signal fraction."),
         (prompts > 1 and informative < VERDICT_PROMPTS, "few-prompts",
-         f"{start} no intervals over prompts, and so no verdicts: {few_words(informative, prompts)}, "
-         f"{VERDICT_PROMPTS} are wanted."),
+         f"{start} no confidence intervals, and so no verdicts: {few_words(informative, prompts)}, "
+         f"{VERDICT_PROMPTS} are needed."),
         (informative < prompts, "idle-prompts",
-         f"Advantage 0 throughout (equal rewards): {prompts - informative} of {prompts} prompts; their tokens count, "
-         "but have no gradient, that of KL apart."),
+         f"{prompts - informative} of {prompts} prompts have advantage 0 throughout (equal rewards): their tokens are "
+         "counted, but have no gradient except the KL penalty's."),
         *((not (table["interval"] == place).any(), "empty-interval",
-           f"No token has π in {label}: its numbers are NaN.") for place, label in enumerate(labels)),
-        (measured < size, "sampled-norms", f"The norms of {measured:,} of {size:,} tokens are known: sums over an "
-         f"interval are its count times {mean}"),
+           f"No token has π in {label}, so its statistics are NaN.") for place, label in enumerate(labels)),
+        (measured < size, "sampled-norms", f"The norms of {measured:,} of {size:,} tokens were measured: the sum over "
+         f"an interval is its count times {mean}"),
         (not second_moments, "no-optimizer",
-         "No optimizer state: no summed gradient is AdamW-preconditioned, and steps go on from none."),
+         "There is no optimizer state: nothing is AdamW-preconditioned, and steps start without momentum."),
         (second_moments and not whole_state, "second-moments",
-         "Of the optimizer, second moments alone are given: steps are not the run's own."),
+         "Only the optimizer's second moments are given, so steps are not the run's own."),
     ]  # fmt: skip
     return [Note(text, kind) for holds, kind, text in told if holds]
 
@@ -72,9 +72,9 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
 def describe_improbable(table: pd.DataFrame) -> str:
     """Describe tokens that the policy would hardly sample; "" if there are none.
 
-    Of tokens that a policy sampled itself, −log π is the entropy in the mean. Said from IMPROBABLE nats on, if that is
-    three standard errors over prompts, or if a tenth of the responses, of ten tokens or more (two at least), exceeds it
-    by 1 nat a token: text that was tokenized again errs in some responses, by much.
+    For tokens that a policy sampled itself, the mean of −log π is the entropy. Reports an excess above IMPROBABLE nats,
+    if it exceeds three standard errors over prompts, or if a tenth of the responses (at least two, of at least ten
+    tokens) exceeds it by 1 nat per token: text that was tokenized again is far off in some responses.
     """
     excess = -table["logprob"].astype(float) - table["entropy"].astype(float)
     mean, prompts = excess.mean(), table["group"].nunique()
@@ -88,14 +88,14 @@ def describe_improbable(table: pd.DataFrame) -> str:
     far_mean = int((own["mean"] > 1).sum())
     return (
         f"These tokens are improbable under this checkpoint: −log π exceeds the entropy by {mean:.2g} nats per token "
-        f"on average, in {far_mean} of {len(own)} responses by more than 1; of tokens that it sampled both are equal "
-        "in the mean. Was text tokenized again, or were they sampled by another checkpoint or at another temperature? "
-        "The numbers below are then not of this policy's own rollouts."
+        f"on average, in {far_mean} of {len(own)} responses by more than 1; for tokens that it sampled itself, both "
+        "are equal on average. Was text tokenized again, or were they sampled by another checkpoint or at another "
+        "temperature? Then the results below do not describe this policy's own rollouts."
     )
 
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
-    """Raise InputError for a table that is not of this batch or has other intervals."""
+    """Raise InputError for a table of another batch or with other intervals."""
     needed = ["response", "group", "position", "token_id", "prob", "interval", "advantage", "weight"]
     needed += [LOGITS, PARAMETERS, f"{LAYER}0"]
     if missing := [name for name in needed if name not in table]:
@@ -103,7 +103,7 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
     ids = batch.input_ids[batch.response_mask].numpy()
     if len(table) != len(ids) or not (table["token_id"].to_numpy() == ids).all():
         raise InputError(
-            f"the table's {len(table):,} tokens are not the batch's {len(ids):,}, in its order; give the table that "
+            f"the table's {len(table):,} tokens are not the batch's {len(ids):,} in order; give the table that "
             "was measured on these rollouts"
         )
     if told := describe_reread(table, batch):
@@ -111,7 +111,7 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
     own = assign_intervals(table["prob"], settings.edges)
     if wrong := int((own != table["interval"].to_numpy()).sum()):
         raise InputError(
-            f"{wrong:,} of the table's {len(table):,} tokens are not in the interval that the edges give their π; give "
-            "the edges that the table was measured with"
+            f"{wrong:,} of the table's {len(table):,} tokens are not in the interval of their π; give the edges that "
+            "the table was measured with"
         )
     refuse_infinite_weights(table)

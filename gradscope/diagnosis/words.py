@@ -1,4 +1,4 @@
-"""A diagnosis in plain sentences, each with its numbers, interval and denominator, and no more than these bear."""
+"""A diagnosis in sentences, each with its numbers, interval and denominator, and no stronger than these support."""
 
 from __future__ import annotations
 
@@ -32,24 +32,23 @@ from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampl
 from gradscope.objective import off_policy_sentence
 
 CERTAIN = 0.95
-"""Share of the redrawn batches in which a ranking must hold to be stated."""
+"""Share of the resampled batches in which a ranking must hold to be stated."""
 MOST_PROMPTS = 100
-"""Most prompts, as a multiple of those present, for which the number that would decide is given; beyond, it is a guess.
-"""
+"""Largest number of deciding prompts to state, as a multiple of those present; beyond, it would be a guess."""
 CONCENTRATED = 0.25
-"""Share of the gradient energy from which on it is said that one prompt holds it."""
+"""Share of the gradient energy above which a single prompt is mentioned."""
 NAMED = 5
-"""Tokens that are named, of those that push hardest."""
+"""Number of the largest tokens to name."""
 VACUOUS = 0.9
 """Width of a share's interval from which on it says nothing of the share."""
 PULLING = 0.01
-"""Share of the gradient energy from which on that of the KL penalty is told."""
+"""Share of the gradient energy above which the KL penalty's is mentioned."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 
 
 @checked
 def findings(diagnosis: Diagnosis) -> Findings:
-    """Return the findings, the most telling first; parts that were not computed have none."""
+    """Return the findings, most informative first; parts that were not computed have none."""
     makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
         _dominance, _concentration, _added, _norms, _summed, _signal, influence_words, direction_words,
         _where, _driver, _spikes, _pull, _mismatch, lag_words, bound_words,
@@ -58,11 +57,10 @@ def findings(diagnosis: Diagnosis) -> Findings:
 
 
 def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[float], str] = percent) -> Verdict:
-    """Judge a number by the interval printed with it: all above, all below, or on both sides of what it is compared
-    with.
+    """Judge a number by its printed interval: entirely above, entirely below, or on both sides of `against`.
 
-    against: a number, or one with an interval of its own, which must lie apart. write: as both are printed; bounds that
-    look alike decide nothing. Without an interval nothing is decided.
+    against: a number, or one with an interval, which must not overlap. write: the format in which both are printed;
+    bounds that look alike decide nothing. Without an interval, nothing is decided.
     """
     least, most = (against, against) if isinstance(against, float) else (against["lower"], against["upper"])
     if row["lower"] > most and write(row["lower"]) != write(most):
@@ -71,16 +69,16 @@ def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable
 
 
 def lack_words(d: Diagnosis | Shares, row: pd.Series) -> str:
-    """Say why a number has no interval and what would give one; "" if it has one."""
+    """Say why a number has no interval, and what would give one; "" if it has one."""
     if not isnan(row["lower"]):
         return ""
     if d.num_informative_prompts < VERDICT_PROMPTS:
-        return f"{d.few_prompts} for an interval, {VERDICT_PROMPTS} are wanted"
+        return f"{d.few_prompts} for an interval, which needs {VERDICT_PROMPTS}"
     if row["lacks"] == "prompts":
-        return f"the tokens of fewer than {row['wanted']} prompts give no interval"
+        return f"tokens of fewer than {row['wanted']} prompts give no interval"
     if row["lacks"] == "tokens":
-        return f"{row['n']:,} measured tokens are too few for an interval, about {row['wanted']:,} are wanted"
-    return "no interval: no two prompts differ in it, or all of it is of one"
+        return f"{row['n']:,} measured tokens are too few for an interval, which needs about {row['wanted']:,}"
+    return "no interval: it does not vary between prompts, or comes from a single one"
 
 
 def name_shares(d: Diagnosis | Shares, statistic: str, metric: str) -> str:
@@ -94,19 +92,19 @@ def _dominance(d: Diagnosis) -> list[Finding]:
     tokens, index = d.pick("token_share", "none", low), d.pick("dominance_index", "raw", low)
     if index is None:
         why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
-        return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is not known: {why}.", " ".join(d.notes))]
+        return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is unknown: {why}.", " ".join(d.notes))]
     if not tokens["n"]:
-        words = f"No token has {name_interval(low)}, so there is nothing that could dominate."
+        words = f"No token has {name_interval(low)}, so nothing can dominate."
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     if tokens["value"] == 1:
-        words = f"All tokens have {name_interval(low)}: shares by probability interval say nothing here."
+        words = f"All tokens have {name_interval(low)}, so shares by probability interval mean nothing here."
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
     known = [metric for metric in ENERGY if d.pick("dominance_index", metric, low) is not None]
     return [dominance_words(d, metric, ENERGY[metric]) for metric in known]
 
 
 def _concentration(d: Diagnosis) -> list[Finding]:
-    """Say that one prompt holds much of the energy, where it does: redrawn prompts then tell little."""
+    """Say if one prompt holds much of the energy, in which case resampling prompts says little."""
     energy = sampling_weights(d.table) * (d.table["weight"] * d.table[PARAMETERS]).to_numpy(float) ** 2
     by_prompt = pd.Series(energy).groupby(d.table["group"].to_numpy()).sum()
     share = by_prompt.max() / by_prompt.sum() if by_prompt.sum() > 0 else nan
@@ -114,8 +112,8 @@ def _concentration(d: Diagnosis) -> list[Finding]:
         return []
     statement = f"One of {len(by_prompt):,} prompts holds {percent(share)} % of the gradient energy."
     detail = (
-        f"Prompt {by_prompt.idxmax()}. Intervals that redraw prompts are wide for that and say little: whether another "
-        "batch has such a prompt cannot be told from this one."
+        f"Prompt {by_prompt.idxmax()}. This makes intervals over prompts wide: whether another batch has such a prompt "
+        "cannot be seen from this one."
     )
     return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]
 
@@ -142,10 +140,10 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
     index, share = d.pick("dominance_index", metric, low), d.pick("squared_share", metric, low)
     they = f"tokens with {name_interval(low)}"
     if share["value"] == 0:
-        none = f"T{they[1:]} account for none of the {energy}: none that was measured has a weight."
+        none = f"T{they[1:]} account for none of the {energy}: no measured one has a weight."
         return Finding(kind, Verdict.UNKNOWN, none)
     if isnan(index["value"]):
-        words = f"How much of the {energy} {they} account for is not known."
+        words = f"It is unknown how much of the {energy} {they} account for."
         return Finding(kind, Verdict.UNKNOWN, words)
     detail = f"Share of the {energy} of the other intervals: {name_shares(d, 'squared_share', metric)}."
     if why := lack_words(d, index):
@@ -159,7 +157,7 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
     if verdict is Verdict.LESS:
         words = f"Low-probability tokens do not dominate: {they} {are}."
         return Finding(kind, verdict, words, detail, "good")
-    words = f"Undecided whether low-probability tokens account for more than their share: {they} {are}."
+    words = f"It is undecided whether low-probability tokens account for more than their share: {they} {are}."
     return Finding(kind, verdict, words, detail)
 
 
@@ -181,7 +179,7 @@ def _why_vacuous(d: Diagnosis | Shares, metric: str) -> str:
 
 
 def _rank(d: Diagnosis | Shares, metric: str, are: str, detail: str) -> Finding:
-    """Judge whether the lowest interval, which is over-represented, also has the largest share of any interval."""
+    """Judge whether the over-represented lowest interval also has the largest share of all intervals."""
     odds = pd.Series({label: d.pick("largest_share", metric, label)["value"] for label in d.labels})
     low, most, kind = d.labels[0], odds.idxmax(), f"dominance_{metric}"
     if odds[most] >= CERTAIN and most == low:
@@ -197,7 +195,7 @@ def _rank(d: Diagnosis | Shares, metric: str, are: str, detail: str) -> Finding:
     others = f"that of {name_interval(rival)} in {percent(odds[rival])} %"
     words += f"; whether theirs is the largest share is undecided (it is {_redraws(odds[low])}, {others})."
     if (wanted := prompts_to_decide(odds[most], d.num_informative_prompts)) is not None:
-        detail += f" If the shares stay as they are, about {wanted:,} prompts would decide whose is the largest."
+        detail += f" With unchanged shares, about {wanted:,} prompts would decide which is the largest."
     return Finding(kind, Verdict.MORE, words, detail)
 
 
@@ -206,9 +204,9 @@ def _redraws(odds: float) -> str:
 
 
 def prompts_to_decide(odds: float, prompts: int) -> int | None:
-    """Estimate how many prompts would settle a ranking that holds in `odds` of the redraws; None if too many.
+    """Estimate how many prompts would settle a ranking that holds in `odds` of the resamples; None if too many.
 
-    The difference keeps its size and its error falls as 1/√n, so that Φ⁻¹(odds) grows as √n. Two digits.
+    With a constant difference and an error that falls as 1/√n, Φ⁻¹(odds) grows as √n. Rounded to two digits.
     """
     from scipy.stats import norm
 
@@ -233,7 +231,7 @@ def _added(d: Diagnosis) -> list[Finding]:
 
 
 def _norms(d: Diagnosis) -> list[Finding]:
-    """Return norms of single tokens, without their weights."""
+    """Describe the unweighted norms of single tokens."""
     from gradscope.plots import label_of  # which loads matplotlib
 
     if d.layers is None:
@@ -300,7 +298,7 @@ def _signal(d: Diagnosis) -> list[Finding]:
     clear = [name for name, row in known if compare(row) is Verdict.MORE]
     names, low = ", ".join(map(_group, clear)), d.labels[0]
     if not clear:
-        words = "No interval's summed gradient can be told from noise: other prompts may give another gradient."
+        words = "No interval's summed gradient is distinguishable from noise: other prompts may give another."
         return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
     statement = f"The summed gradient has detectable signal in: {names}"
     missing = low not in clear and low in dict(known)
@@ -314,7 +312,7 @@ def _group(label: str) -> str:
 
 
 def influence_words(d: Diagnosis) -> list[Finding]:
-    """Say whose gradient moves the highest interval's tokens."""
+    """Say whose gradient moves the tokens of the highest interval."""
     low, top = d.labels[0], d.labels[-1]
     share, own = d.pick("low_to_high_share", "none", top), d.pick("high_to_high_share", "none", top)
     if share is None or isnan(share["value"]):
@@ -326,7 +324,7 @@ def influence_words(d: Diagnosis) -> list[Finding]:
     if compare(share) is Verdict.LESS:
         statement += " Below 0: they oppose the overall movement."
     detail = f"Share of the variance of the predicted Δ log π of {share['n']:,} tokens; the shares of all sources add "
-    detail += f"up to 100 %, and one that counteracts the rest is below 0. Their own interval causes {share_words(own)}"
+    detail += f"up to 100 %, and are negative for sources that counteract. Their own interval causes {share_words(own)}"
     rows = d.influence[(d.influence["source"] == "momentum") & (d.influence["target"] == len(d.labels) - 1)]
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
@@ -337,7 +335,7 @@ def influence_words(d: Diagnosis) -> list[Finding]:
 
 
 def direction_words(d: Diagnosis) -> list[Finding]:
-    """Say which tokens moved in the direction of their advantage; the actual step before the predicted one."""
+    """Say how many tokens moved in the direction of their advantage, in the actual step or else the predicted one."""
     found = []
     for sign, word, way in (("positive", "Â > 0", "likelier"), ("negative", "Â < 0", "less likely")):
         kind = "actual" if d.pick(f"right_direction_{sign}_actual", "none", "all") is not None else "predicted"
@@ -363,7 +361,7 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         brief = brief if end else ""
         found.append(Finding(f"direction_{sign}", verdict, f"{statement}{end}.", detail, tone, brief))
     if {finding.verdict for finding in found} == {Verdict.MORE, Verdict.LESS}:
-        # One sign gains what the other loses: tokens of both move alike, which is neither's success.
+        # If one sign gains what the other loses, all tokens move alike, which is no success of either.
         words = " Tokens of both signs mostly move the same way."
         found = [
             replace(one, statement=one.statement + words, brief=one.brief and one.brief + words, tone="warn")
@@ -393,13 +391,13 @@ def _where(d: Diagnosis) -> list[Finding]:
         statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens."
         if over:
             statement = f"By {words}, more gradient energy than in proportion to the tokens: {over}."
-        detail = f"Share of the gradient energy, in intervals of 95 % for all {len(told)} together: {each}."
+        detail = f"Share of the gradient energy, with joint 95 % intervals for all {len(told)}: {each}."
         found.append(Finding(f"where_{driver}", Verdict.MORE if over else Verdict.UNDECIDED, statement, detail))
     return found
 
 
 def _one_of(row: pd.Series, of: str) -> pd.Series:
-    """Write the share `of` tokens or squares in a row of `Diagnosis.where` with its interval."""
+    """Return the share `of` tokens or squares in a row of `Diagnosis.where`, with its interval."""
     return pd.Series({name: row[f"{of}_{end}"] for name, end in _BOUNDS})
 
 
@@ -412,7 +410,7 @@ def _driver(d: Diagnosis) -> list[Finding]:
     rows = d.drivers[d.drivers["quantity"] == PARAMETERS].set_index("driver")
     row, names = rows.loc["difference"], ("log_one_minus_prob", "entropy")
     if row["collinear"]:
-        words = "Probability and entropy are too closely correlated here to say which of them the norms follow."
+        words = "Probability and entropy are too strongly correlated here to say which of them the norms follow."
         return [Finding("driver", Verdict.UNDECIDED, words)]
     if isnan(row["lower"]):
         return []
@@ -443,7 +441,7 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     statement = f"The {len(d.spikes)} of {measured:,} measured tokens with the largest ‖w·g‖ hold {together} % of {of}."
     statement += _split_rewards(d.spikes.head(NAMED))
     told = "; ".join(_spike_words(spike) for _, spike in d.spikes.head(NAMED).iterrows())
-    detail = f"The largest: {told}. A fact of this batch, not of others."
+    detail = f"The largest: {told}. This describes this batch only."
     return [Finding("spikes", Verdict.FACT, statement, detail)]
 
 
@@ -473,7 +471,7 @@ def _spike_words(spike: pd.Series) -> str:
 
 
 def _pull(d: Diagnosis) -> list[Finding]:
-    """Name the tokens that hold the KL penalty's own gradient, where that is worth telling."""
+    """Name the tokens that hold the KL penalty's gradient, if it is large enough to matter."""
     if "kl_weight" not in d.table or not d.table["kl_weight"].any():
         return []
     squares = d.table[["kl_weight", "weight"]].mul(d.table[PARAMETERS], axis=0).astype(float) ** 2
@@ -483,7 +481,7 @@ def _pull(d: Diagnosis) -> list[Finding]:
     first = d.table.assign(squared_share=squares["kl_weight"] / own).nlargest(NAMED, "squared_share")
     first = first[first["squared_share"] > 0]
     statement = (
-        f"By itself the KL penalty's gradient has {percent(own / whole)} % of the loss's gradient energy; "
+        f"The KL penalty alone has {percent(own / whole)} % of the loss's gradient energy; "
         f"{len(first)} token{'s hold' if len(first) > 1 else ' holds'} {percent(first['squared_share'].sum())} % of it."
     )
     told = "; ".join(
@@ -496,31 +494,31 @@ def _pull(d: Diagnosis) -> list[Finding]:
 
 
 def _mismatch(d: Diagnosis) -> list[Finding]:
-    """Say how far sampler and trainer part, by which power of 1 − π, and what is masked for it."""
+    """Say how far sampler and trainer differ, by which power of 1 − π, and what is masked for that reason."""
     if d.mismatch is None:
         return []
     mean, power, whole = d.pick("mismatch_mean", interval="all"), d.pick("mismatch_power"), d.mismatch.iloc[-1]
-    statement = f"The sampler's log π differs from the trainer's by {number_words(mean, '.2g')} nats in the mean."
+    statement = f"The sampler's log π differs from the trainer's by {number_words(mean, '.2g')} nats on average."
     verdict, tone = Verdict.FACT, "plain"
     if whole["masked_share"] > 0:
         tone = "warn"
         statement += (
-            f" {percent(whole['masked_share'])} % of the tokens are masked, which would have about "
-            f"{percent(whole['removed_share'])} % of the gradient energy with their response's advantage."
+            f" {percent(whole['masked_share'])} % of the tokens are masked; with their response's advantage they would "
+            f"have about {percent(whole['removed_share'])} % of the gradient energy."
         )
     if power is None or isnan(power["lower"]):
         return [Finding("mismatch", verdict, statement, tone=tone)]
     verdict = compare(power, 1.0, write="{:.2g}".format)
-    detail = f"It goes with the power {number_words(power, '.2g')} of 1 − π"
+    detail = f"It grows with the power {number_words(power, '.2g')} of 1 − π"
     detail += {
-        Verdict.MORE: ", more than the 1 of an error of the logits.",
-        Verdict.LESS: ", less than the 1 of an error of the logits.",
-    }.get(verdict, "; that of an error of the logits is 1.")
+        Verdict.MORE: ", more than the power 1 of an error in the logits.",
+        Verdict.LESS: ", less than the power 1 of an error in the logits.",
+    }.get(verdict, "; an error in the logits has power 1.")
     return [Finding("mismatch", verdict, statement, detail, tone)]
 
 
 def lag_words(d: Diagnosis) -> list[Finding]:
-    """Say how far the policy is from the one that sampled, and what is clipped."""
+    """Say how far the policy is from the one that sampled, and how much is clipped."""
     mean, worst = d.pick("logprob_difference_mean"), d.pick("logprob_difference_max")
     if mean is None:
         return []
@@ -535,16 +533,16 @@ def lag_words(d: Diagnosis) -> list[Finding]:
 
 
 def bound_words(d: Diagnosis) -> list[Finding]:
-    """Say whether Prop. 4.2 holds, which tests the measurement."""
+    """Say whether Prop. 4.2 holds, as a test of the measurement."""
     if d.bounds is None or not d.bounds.num_tokens:
         return []
     b = d.bounds
     detail = (
         f"Smallest distance of a norm from the lower bound {b.lower_margin:.1e}, from the upper {b.upper_margin:.1e}, "
-        f"relative; rounding is granted {b.tolerance:.0e} at most."
+        f"relative; rounding is allowed at most {b.tolerance:.0e}."
     ).replace("-", "−")
     if b.violations:
-        words = f"The bounds of Prop. 4.2 break on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
+        words = f"The bounds of Prop. 4.2 fail on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
         return [Finding("bounds", Verdict.BROKEN, words, detail, "bad")]
     words = f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens."
     return [Finding("bounds", Verdict.FACT, words, detail)]

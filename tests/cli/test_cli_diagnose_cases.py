@@ -49,7 +49,7 @@ def shares_by_hand(table: pd.DataFrame) -> list[float]:
 def test_equal_rewards_leave_no_weight_and_no_sentence_on_gradients(diagnosed):
     table, statistics, page = diagnosed(native_rows(reward=1.0))
     assert (table["weight"] == 0).all()
-    assert "Every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient." in page
+    assert "Every weight of the loss is 0 (equal rewards in each group, or all clipped), so there is no gradient." in page
     assert {*statistics["metric"]} == {"none"} and "dominate:" not in page
     found = value(statistics, "token_share", "none")
     assert found == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
@@ -68,7 +68,7 @@ def test_one_prompt_alone_has_numbers_without_intervals(diagnosed):
     rows = [row for row in native_rows(group=0) if row["prompt_ids"] == native_rows()[0]["prompt_ids"]]
     table, statistics, page = diagnosed(rows)
     assert table["group"].nunique() == 1 and len(rows) == 2
-    assert "All responses are to one prompt: no interval over prompts, no signal against noise." in page
+    assert "All responses are to one prompt, so there are no confidence intervals and no signal fraction." in page
     found = [share for share in value(statistics, "squared_share") if share == share]
     assert found == pytest.approx(shares_by_hand(table), rel=1e-5)
     rows = statistics[statistics["statistic"].isin(["squared_share", "gradient_share"])]
@@ -79,7 +79,7 @@ def test_an_empty_low_interval_is_named_and_the_others_have_their_numbers(diagno
     sure = save_checkpoint(tmp_path / "sure", "qwen2", sharpness=14.0)
     table, statistics, page = diagnosed(greedy_rows(), model=sure)
     assert 0 not in {*table["interval"]} and 3 in {*table["interval"]}
-    assert "No token has π in [0, ¼): its numbers are NaN." in page
+    assert "No token has π in [0, ¼), so its statistics are NaN." in page
     found = [share for share in value(statistics, "squared_share") if share == share]
     assert found == pytest.approx(shares_by_hand(table), rel=1e-5)
     assert value(statistics, "tokens", "none") == np.bincount(table["interval"], minlength=4).tolist()
@@ -108,6 +108,6 @@ def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_n
     table, statistics, page = diagnosed(native_rows(), "--tokens-per-interval", "3", "--sample", "stratified")
     known = table[table["param_grad_norm"].notna()]
     assert (known["interval"].value_counts() <= 3).all() and len(known) < len(table)
-    assert f"The norms of {len(known)} of {len(table)} tokens are known" in page and "3 of each interval" in page
+    assert f"The norms of {len(known)} of {len(table)} tokens were measured" in page and "3 of each interval" in page
     found = [share for share in value(statistics, "squared_share") if share == share]
     assert found == pytest.approx(shares_by_hand(table), rel=1e-5)

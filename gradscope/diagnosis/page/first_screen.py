@@ -1,4 +1,4 @@
-"""The first screen of a diagnosis: what to take away in three sentences at most, and four numbers."""
+"""The first screen of a diagnosis: the main result in at most three sentences, and four numbers."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def _summed(d: Diagnosis, *, brief: bool) -> str:
         words = f"How much of the summed gradient tokens with {low} account for cannot be told: {bounds} %"
     if signal is None or isnan(signal["lower"]):
         why = "" if signal is None else lack_words(d, signal)
-        return f"{words}; signal cannot be told from noise ({why})." if why else f"{words}."
+        return f"{words}; signal is not distinguishable from noise ({why})." if why else f"{words}."
     if compare(signal) is Verdict.MORE and brief:
         return f"{words}. The whole summed gradient has signal, which other prompts would share."
     if compare(signal) is Verdict.MORE:
-        return f"{words}. Of the whole summed gradient, {share_words(signal)} is signal that other prompts would share."
-    noise = f"The whole summed gradient cannot be told from noise on {d.summed_prompts}"
-    more = "sample more of this checkpoint" if d.sums_prompts in (None, d.of_prompts) else "give more minutes"
+        return f"{words}. {share_words(signal)} of the whole summed gradient is signal that other prompts would share."
+    noise = f"The whole summed gradient is not distinguishable from noise on {d.summed_prompts}"
+    more = "sample more from this checkpoint" if d.sums_prompts in (None, d.of_prompts) else "give more minutes"
     return f"{words}. {noise}: {more} before you compare weightings."
 
 
@@ -48,11 +48,11 @@ def _next(d: Diagnosis) -> str:
         return ""
     same = (d.comparison.table["same_as"] == "grpo").groupby(d.comparison.table["method"]).all().drop("grpo")
     found = f"{(~same).sum()} of {len(same)} other token weightings would change this update (below)"
-    return f"{found}; no number of one batch is known to predict how accurate a run will be."
+    return f"{found}; no statistic of a single batch is known to predict a run's final accuracy."
 
 
 def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
-    """Return the tiles that are known: share of the tokens and of the energy, signal, right direction."""
+    """Return the available tiles: share of the tokens and of the energy, signal fraction, right direction."""
     low, tiles = d.labels[0], []
     shares = (("token_share", "none", "share of the tokens"), ("squared_share", "raw", "share of the gradient energy"))
     for statistic, metric, label in shares:
@@ -89,6 +89,6 @@ def _tile(label: str, row: pd.Series, of: str) -> Tile:
 
 
 def _moved(d: Diagnosis, kind: str) -> list[pd.Series | None]:
-    """Of tokens with Â > 0, then of those with Â < 0; None where no share is known."""
+    """Return the shares for tokens with Â > 0 and with Â < 0; None if unknown."""
     rows = [d.pick(f"right_direction_{sign}_{kind}", "none", "all") for sign in ("positive", "negative")]
     return [None if row is None or isnan(row["value"]) else row for row in rows]
