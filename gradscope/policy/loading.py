@@ -319,7 +319,7 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
         if others:  # from a wrapper: torch.compile, an older DataParallel, a value-head model, an adapter
             raise InputError(
                 f"{folder} holds the weight {missing[0]} as {min(others)}{missing[0]}, and others likewise; save the "
-                "model itself there, without its wrapper"
+                "model itself there, not the wrapped one"
             )
         raise InputError(
             f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"

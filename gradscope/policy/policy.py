@@ -184,7 +184,7 @@ class Policy:
         """Return the ids. Raises InputError for a token of the tokenizer that the model lacks."""
         if ids and max(ids) >= self.vocab_size:
             raise InputError(
-                f"the tokenizer encodes {self.decode([max(ids)])!r} in {show(text)} as {max(ids)}, but the model has "
+                f"the tokenizer makes {max(ids)} of {self.decode([max(ids)])!r} in {show(text)}, but the model has "
                 f"{self.vocab_size} tokens; give weights and tokenizer of one run (for an adapter, the resized base)"
             )
         return ids

@@ -182,7 +182,7 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
     )
     assert {*read_statistics(tmp_path / "out")["metric"]} == {"raw", "none"}
     named = (*command[: -len(BRIEF) - 1], tmp_path / "out", *BRIEF, "--optimizer-state")
-    assert "is of 2 parameters" in (said := refusal(capsys, "diagnose", *named, model / "optimizer.pt"))
+    assert "has 2 parameters" in (said := refusal(capsys, "diagnose", *named, model / "optimizer.pt"))
     assert said.count(str(model / "optimizer.pt")) == 1
     fresh = (*command[: -len(BRIEF) - 1], tmp_path / "fresh", *BRIEF, "--optimizer-state")
     assert "is of 2 parameters" in refusal(capsys, "diagnose", *fresh, model / "optimizer.pt")
@@ -250,7 +250,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "nothing": (to, "no checkpoint is given"),
         "rollouts and a task": ((model, *given, "--task", "knights-knaves", *to), "leave one out"),
         "neither": ((model, *to), "--task NAME or --prompts FILE"),
-        "both": ((model, "--task", "math", "--prompts", rollouts, *to), "one of --task NAME and --prompts FILE"),
+        "both": ((model, "--task", "math", "--prompts", rollouts, *to), "--task NAME or --prompts FILE"),
         "counts": ((model, model, model, "--rollouts", rollouts, rollouts, *to), "2 files for 3 checkpoints"),
         "format": ((model, *given, "--format", "vlre", *to), "'vlre' is not known"),
         "format of none": ((model, "--task", "math", "--format", "trl", *to), "apply to given rollouts"),
