@@ -1,4 +1,4 @@
-"""Figures: DataFrame in, Axes out, the CSV of what is shown beside each."""
+"""Figures: DataFrame in, Axes out, with a CSV of the data shown."""
 
 from gradscope.plots.comparison import plot_comparison
 from gradscope.plots.labels import METRICS, label_of

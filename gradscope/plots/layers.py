@@ -110,14 +110,14 @@ def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: f
     """Fill one cone and add the number of tokens outside it to the legend; return its outline."""
     low, high = cone.lower_gain, cone.upper_gain
     if not 0 <= low <= high < np.inf:
-        raise InputError(f"gains of layer {cone.layer} are {low} and {high}; 0 <= lower <= upper < inf is wanted")
+        raise InputError(f"gains of layer {cone.layer} are {low} and {high}; give 0 <= lower <= upper < inf")
     prob = np.linspace(0, 1, 101)
     lower, upper = _bounds(np.log(np.maximum(1 - prob, 1e-300)), vocab_size)
     least, most = _bounds(measured["log_one_minus_prob"].to_numpy(), vocab_size)
     norm = measured[norm_column(cone.layer)].to_numpy(dtype=float)
     outside = int(((norm < low * least * (1 - _ROUNDING)) | (norm > high * most * (1 + _ROUNDING))).sum())
     words = f"{cone.kind or 'given'} gains {short_number(low)} to {short_number(high)}"
-    # Gains measured on these very tokens span them by construction: nothing is outside, and nothing is proved by it.
+    # Gains measured on these tokens span them by construction: nothing is outside, which proves nothing.
     words = f"{'theorem' if cone.layer == 'logits' else words}"
     words = f"{words}, their span" if cone.kind == "measured" else f"{words}: {outside:,} outside"
     ax.fill_between(prob, low * lower, high * upper, fc=(NEUTRAL, shade), ec=NEUTRAL, lw=0.8, label=words)
@@ -232,7 +232,7 @@ def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> N
     measured = table[np.isfinite(table[column])]
     positive = measured[(measured[column] > 0) & np.isfinite(measured["log_one_minus_prob"])]
     if positive.empty:
-        raise InputError(f"{column} is nowhere positive and finite; a log-log figure needs that; measure some tokens")
+        raise InputError(f"{column} is nowhere positive and finite, as a log-log figure needs; measure some tokens")
     positive = positive.assign(one_minus_prob=np.exp(positive["log_one_minus_prob"].astype(float)))
     points = draw_tokens(ax, "one_minus_prob", column, positive)
     left = min(float(points["one_minus_prob"].min()), fit.floor) / 1.5
@@ -260,7 +260,7 @@ def _draw_slopes(ax: Axes, fit, left: float) -> None:
         return
     fitted, whole = np.array([fit.floor, 1.0]), np.array([left, 1.0])
     middle = np.sqrt(fit.floor)
-    # In logs, and kept from overflowing: a line through a few tokens can be as steep as it likes.
+    # In logs, and clipped: a line through a few tokens can be arbitrarily steep.
     level = np.exp(np.clip(fit.intercept + fit.slope * np.log(middle), -300, 300))
     line = np.exp(np.clip(fit.intercept + fit.slope * np.log(fitted), -300, 300))
     ax.plot(fitted, line, color=_FIT, lw=2, label="fit")

@@ -1,4 +1,4 @@
-"""Figures of what stands for a token's norm: cheap proxies, and the modules that make up the norm."""
+"""Figures of proxies of a token's norm, and of the modules that make up the norm."""
 
 import numpy as np
 import pandas as pd

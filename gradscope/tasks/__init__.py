@@ -1,4 +1,4 @@
-"""Prompts with a reward, one file per task, registered by name; a user adds a task in a file of their own."""
+"""Prompts with a reward: one file per task, registered by name; users can add tasks in their own files."""
 
 from gradscope.tasks import arithmetic, knights_knaves, math, word_problems
 from gradscope.tasks.data import draw_questions

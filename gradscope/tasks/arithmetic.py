@@ -1,6 +1,6 @@
-"""Sums and differences, made up without end: the path of math problems for policies that write characters only.
+"""Randomly generated sums and differences: math problems for policies that only write characters.
 
-The embedded policies' tokenizers write every prompt and answer, but those policies were trained on puzzles alone and
+The embedded policies' tokenizers cover every prompt and answer, but these policies were trained only on puzzles and
 know no arithmetic: with them, the task shows that everything runs, not that anything is learnt.
 """
 
@@ -14,7 +14,7 @@ from gradscope.tasks.math import agrees
 from gradscope.tasks.registry import Grade, Question
 
 DIGITS = (1, 2, 3)
-"""The levels, in turn: how many digits both numbers have."""
+"""Number of digits by level."""
 
 
 class _Arithmetic:
@@ -39,11 +39,11 @@ class _Arithmetic:
         return Question(f"{one}{sign}{other}=", (str(one + other if sign == "+" else one - other),), level=digits)
 
     def reward(self, response: str, question: Question) -> float:
-        """1 if the answer is right, else 0."""
+        """Return 1 if the answer is right, else 0."""
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """Grade the whole response as the answer. Good form is a bare whole number, and nothing else can be right:
+        """Grade the whole response as the answer. Good form is a bare integer, and nothing else can be right, since
         math-verify would accept 12+7 as the answer to 12+7=.
         """
         answer = response.strip()

@@ -1,4 +1,4 @@
-"""Files of questions: where they lie, what their rows hold, and drawing from them or from a generator."""
+"""Files of questions: finding and reading them, and drawing questions from them or from a generator."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> l
     if n is None and "files" not in options:
         raise_no_number(task.name)
     if n is not None and n < 1:
-        raise InputError(f"{n} questions asked for; ask for 1 or more")
+        raise InputError(f"{n} questions requested; give 1 or more")
     if n is not None and n > MOST_QUESTIONS:
-        raise InputError(f"{n} questions asked for; ask for at most {MOST_QUESTIONS:,}")
+        raise InputError(f"{n} questions requested; give at most {MOST_QUESTIONS:,}")
     questions = ask_questions(task, n, seed=seed, **options)
     if not questions:
         raise InputError(f"task {task.name!r} has no questions for n = {n}, {options}; give it others")
@@ -49,8 +49,8 @@ def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> l
 
 
 def raise_no_number(name: str) -> None:
-    """Raise InputError because all questions are wanted and no file limits their number."""
-    raise InputError(f"task {name!r} is given neither a number of questions nor files of them; give one of both")
+    """Raise InputError because neither a number of questions nor files are given."""
+    raise InputError(f"task {name!r} has neither a number of questions nor files; give one of them")
 
 
 def _check_options(task: Task, options: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def draw_rows(rows: Sequence[T], n: int | None, rng: random.Random, files: Seque
     """
     source = ", ".join(map(str, files))
     if not rows:
-        raise InputError(f"{source}: no row to take a question from; give files with rows that are asked for")
+        raise InputError(f"{source}: there are no matching rows; give files with suitable rows")
     if n is not None and not 0 <= n <= len(rows):
         raise InputError(f"{n} questions asked for, but {source} has {len(rows)}; ask for at most that many")
     return rng.sample(rows, len(rows) if n is None else n)
@@ -94,7 +94,7 @@ def read_rows(files: Sequence[str | Path], columns: Sequence[str]) -> list[tuple
 def find_files(patterns: Sequence[str | Path]) -> list[Path]:
     """Expand each pattern, as given or below `data_folder()`, without duplicates; `*` and `**` are wildcards.
 
-    Raises InputError for a pattern that means no file.
+    Raises InputError for a pattern without matches.
     """
     found: dict[Path, Path] = {}
     for pattern in [patterns] if isinstance(patterns, (str, Path)) else patterns:
@@ -110,7 +110,7 @@ def find_files(patterns: Sequence[str | Path]) -> list[Path]:
 
 
 def _files_at(place: Path) -> list[Path]:
-    # A file that is really called so comes first: its name may hold brackets, which mean something to glob.
+    # An existing file of that name comes first: brackets in its name would be special for glob.
     if os.path.isfile(place):  # of a name that is too long, Path raises
         return [place]
     return [Path(path) for path in sorted(glob.glob(str(place), recursive=True)) if os.path.isfile(path)]

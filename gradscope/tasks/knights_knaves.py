@@ -1,4 +1,5 @@
-"""Knights & Knaves: puzzles with exactly one solution, drawn or read, their prompts and the paper's reward."""
+"""Knights & Knaves: puzzles with exactly one solution, generated or read from files, prompts, and the paper's
+reward."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 @dataclass(frozen=True)
 class Puzzle:
-    """Who is there, what each of them says, and who tells the truth."""
+    """A puzzle: the people, their statements, and who tells the truth."""
 
     names: tuple[str, ...]
     """Person i's name."""
@@ -86,7 +87,7 @@ def _truth_table(statement: Statement, knight: Sequence[int], every: int) -> int
         return every ^ tables[0] | tables[1]
     if operator == "<=>":
         return every ^ tables[0] ^ tables[1]
-    raise InputError(f"unknown operator {operator!r}; wanted telling-truth, lying, not, and, or, -> or <=>")
+    raise InputError(f"unknown operator {operator!r}; give telling-truth, lying, not, and, or, -> or <=>")
 
 
 def draw_statements(people: int, rng: random.Random) -> tuple[Statement, ...]:
@@ -97,7 +98,7 @@ def draw_statements(people: int, rng: random.Random) -> tuple[Statement, ...]:
     the two halves of a connective differ, though they may be about the same person.
     """
     if not 2 <= people <= 8:
-        raise InputError(f"{people} people asked for; a puzzle has 2 to 8")
+        raise InputError(f"{people} people requested; give 2 to 8")
     while True:
         statements = tuple(_draw_statement(speaker, people, rng) for speaker in range(people))
         if len(solve(statements)) == 1:
@@ -185,11 +186,11 @@ def compact_prompt(statements: Sequence[Statement]) -> str:
 
 
 def reward(response: str, *, names: Sequence[str], solution: Sequence[bool]) -> float:
-    """Format reward plus answer reward, as the paper's released code gives them: 3, −0.5, −1 or −3.
+    """Return format reward plus answer reward, as in the paper's released code: 3, −0.5, −1 or −3.
 
-    `response` is the continuation of the prompt; the `<think>` that the prompt already holds is put before it if it
-    has none. Format: +1 if each of the four tags occurs exactly once and they are in order, else −1. Answer: +2 if
-    everybody is named rightly, −1.5 if not, −2 if the answer cannot be read or the format is bad.
+    `response` is the continuation of the prompt; the prompt's `<think>` is prepended if missing. Format: +1 if each of
+    the four tags occurs exactly once and in order, else −1. Answer: +2 if everybody is identified correctly, −1.5 if
+    not, −2 if the answer cannot be parsed or the format is bad.
 
     >>> reward("She lies. </think><answer> Zoey is a knave </answer>", names=["Zoey"], solution=[False])
     3.0
@@ -211,7 +212,7 @@ def _well_formed(response: str) -> bool:
 
 
 def read_answer(answer: str, names: Sequence[str]) -> tuple[bool, ...] | None:
-    """Return whom the text calls a knight (True) or a knave; None unless it decides everybody and says no more."""
+    """Return whom the text calls a knight (True) or knave (False); None unless it names everybody and nothing else."""
     lowered = answer.lower()
     if lowered.count("knight") + lowered.count("knave") != len(names):
         return None
@@ -248,7 +249,7 @@ class _KnightsKnaves:
         return Question(text, {"names": names, "solution": puzzle.solution}, level=len(names))
 
     def reward(self, response: str, question: Question) -> float:
-        """See `reward` above."""
+        """Return the module's `reward`."""
         return reward(response, names=question.answer["names"], solution=question.answer["solution"])
 
     def grade(self, response: str, question: Question) -> Grade:

@@ -1,4 +1,4 @@
-"""Knights & Knaves in words: a claim, the quiz as the data set phrases it, and a compact text; each way and back."""
+"""The wording of Knights & Knaves: claims, the data set's quiz and a compact text, with their parsers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Statement = tuple
 """("telling-truth", person), ("lying", person), ("not", atom), or (connective, atom, atom) with and, or, ->, <=>."""
 
 COMPACT_NAMES = ("Zoey", "Oliver", "Mia", "Jack", "Ava", "Liam", "Emma", "Noah")
-"""Person i's name in compact puzzles: always the same, because a small policy cannot learn to bind fifty names."""
+"""Names in compact puzzles: always the same, since a small policy cannot learn to bind fifty names."""
 
 SAYINGS = (
     '"{claim}" - {name}.',

@@ -1,8 +1,8 @@
 """Math problems from files in verl's layout, graded by math-verify.
 
 A file has a row per problem: `prompt`, a chat or a string, and `reward_model.ground_truth`, a string, a number or a
-list of answers any of which is right (as a list or JSON-encoded: a list of strings, since "[0,1]" is an interval).
-DSR-Uniform, ORZ, MATH-500, AMC, AIME, Minerva and OlympiadBench come so.
+list of alternative right answers (as a list or JSON-encoded: a list of strings, since "[0,1]" is an interval).
+DSR-Uniform, ORZ, MATH-500, AMC, AIME, Minerva and OlympiadBench have this layout.
 
 The paper's prompt for Qwen2.5-7B, a base model, is the problem and then "Let's think step by step and output the final
 answer within \\boxed{}.", without any template. The data's `prompt` holds just that as one user message. The task
@@ -34,8 +34,8 @@ _COMPUTER_NUMBER = re.compile(r"([+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+))[eE]([+-]?[0-
 def agrees(answer: str, truths: tuple[str, ...]) -> bool:
     """Return whether an answer (what \\boxed{} holds) equals one of the truths: as text, or else for math-verify.
 
-    An answer that math-verify cannot parse, on which it raises, or with which it is not done after SECONDS of CPU time
-    is wrong, whatever the thread that asks: all of that happens in another process.
+    An answer that math-verify cannot parse, raises on, or does not finish within SECONDS of CPU time is wrong. This
+    runs in another process, so it works in any thread.
 
     >>> agrees(r"\\frac{2}{4}", ("0.5",)), agrees("x=5", ("4", "5")), agrees("x=6", ("4", "5"))
     (True, True, False)
@@ -55,7 +55,9 @@ def verifies(truth: str) -> bool:
 
 
 def _normalise(text: str) -> str:
-    """Strip dollars and needless spaces; write 4.5e33, in which math-verify reads Euler's number, as a power of ten."""
+    """Strip dollars and superfluous spaces; write 4.5e33, where math-verify would see Euler's number, as a power of
+    ten.
+    """
     text = " ".join(text.replace(r"\$", "").replace("$", "").split())
     if number := _COMPUTER_NUMBER.fullmatch(text):
         return rf"{number[1]} \times 10^{{{int(number[2])}}}"
@@ -116,12 +118,12 @@ class _Math:
         return Question("\n\n".join(m["content"] for m in messages) if plain else messages, truths)
 
     def reward(self, response: str, question: Question) -> float:
-        """1 if the answer is right, else 0."""
+        """Return 1 if the answer is right, else 0."""
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """Grade the content of the last \\boxed{}, which alone is good form; without any \\boxed, what follows the last
-        "answer is" counts as well, for a base model that does not know the form yet.
+        """Grade the content of the last \\boxed{}, the only good form; without any \\boxed, the text after the last
+        "answer is" counts too, for a base model that does not know the form yet.
         """
         answer = boxed_answer(response)
         format_ok = answer is not None
@@ -154,7 +156,7 @@ def _decode(text: str) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError:
-        return text  # it only begins like a list
+        return text  # it only starts like a list
 
 
 def _truth_text(value: Any) -> str | None:

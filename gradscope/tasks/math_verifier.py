@@ -1,8 +1,8 @@
-"""Whether two mathematical texts are equal, by math-verify in a process of its own.
+"""Comparing mathematical texts with math-verify in a separate process.
 
-It may compute for hours (10^{10^{10}} for one), its own time limit works in the main thread only and counts the waiting
-on a busy machine, and it logs and warns through what belongs to the user. So another process does it, under a limit of
-CPU time; one that overruns or dies is replaced.
+math-verify may compute for hours (on 10^{10^{10}}, say), its time limit works only in the main thread and counts
+waiting on a busy machine, and it uses the user's loggers and warnings. So it runs in another process under a CPU time
+limit, which is replaced if it overruns or dies.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from typing import Any
 from gradscope.errors import InputError
 
 SECONDS = 5.0
-"""CPU time that grading one answer may take. A truth of the data sets compared with another row's took 0.02 s in the
-mean and 3.7 s at most."""
+"""CPU time limit for grading one answer. Comparing truths of different rows of the data sets took 0.02 s on average
+and 3.7 s at most."""
 
 
 @functools.lru_cache(maxsize=10_000)
 def is_equal(answer: str, truths: tuple[str, ...], *, as_text: bool = True) -> bool:
-    """Return whether the answer equals one of the truths; False where math-verify raises, dies or takes SECONDS of CPU.
+    """Return whether the answer equals one of the truths; False if math-verify raises, dies or exceeds SECONDS.
 
-    as_text: whether the same text is enough; else both must have been read as mathematics.
+    as_text: whether equal text is enough; otherwise both must parse as mathematics.
     """
     return _verifier.ask(answer, truths, as_text)
 
 
 class _Verifier:
-    """The process, started when the first answer needs it and again after an answer that ended it."""
+    """The process, started on first use and again after an answer that ended it."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen | None = None
@@ -54,7 +54,7 @@ class _Verifier:
                 self._process.stdin.write(json.dumps([SECONDS, answer, truths, as_text]).encode() + b"\n")
                 reply = self._process.stdout.readline()
             finally:
-                if not reply:  # it has ended or, after Ctrl-C, would still reply to this question when asked the next
+                if not reply:  # it died or, after Ctrl-C, would reply to this question when asked the next
                     self._stop()
         return reply == b"True\n"
 
@@ -91,8 +91,8 @@ def serve() -> None:
     """Answer questions on stdin until it closes: each line has the arguments of `ask` as JSON, each reply is True or
     False.
     """
-    replies, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no reply
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    replies, sys.stdout = sys.stdout, sys.stderr  # keep libraries' output out of the replies
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     try:
         import math_verify  # noqa: F401  (slow: not on the clock of the first question)
         from sympy.core.random import seed
@@ -102,7 +102,7 @@ def serve() -> None:
     print("ready", file=replies, flush=True)
     for line in sys.stdin:
         seconds, answer, truths, as_text = json.loads(line)
-        seed(0)  # sympy compares at random points: the same question gets the same reply
+        seed(0)  # sympy compares at random points: make replies reproducible
         _limit_cpu(seconds)
         right = any(_verify(truth, answer, as_text) for truth in truths)
         _limit_cpu(0)
@@ -110,7 +110,7 @@ def serve() -> None:
 
 
 def _limit_cpu(seconds: float) -> None:
-    """Have the system kill this process after so much CPU time; 0: no limit. Windows has none."""
+    """Let the system kill this process after this much CPU time; 0: no limit. Not available on Windows."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -126,12 +126,12 @@ def _verify(truth: str, answer: str, as_text: bool) -> bool:
 def _parse(text: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
-    # Without ExprExtractionConfig, which finds a number somewhere in what is not an expression.
+    # Without ExprExtractionConfig, which extracts a number from anything.
     return parse(rf"\boxed{{{text}}}", [LatexExtractionConfig()], parsing_timeout=None)
 
 
 def _precision(gold: list[Any]) -> dict[str, int]:
-    """Return math-verify's settings for small truths: by default it compares 15 decimals, so that 5e-27 equals 6e-20.
+    """Return math-verify's settings for small truths: by default it compares 15 decimals, where 5e-27 equals 6e-20.
     """
     size = abs(float(gold[0])) if gold and getattr(gold[0], "is_real", False) and gold[0].is_number else 1.0
     if not 0 < size < 1e-3:

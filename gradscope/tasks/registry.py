@@ -1,4 +1,4 @@
-"""What a task is, and the register from which it is taken by name."""
+"""The interface of a task, and the registry of tasks by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from gradscope.runs import RAISED, in_words, run_file
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what its reward needs."""
+    """A prompt, with the data that its reward needs."""
 
     prompt: str | list[dict[str, str]]
-    """Text that the policy continues as it is, or chat messages, which the tokenizer's template turns into text."""
+    """Text for the policy to continue, or chat messages, which go through the tokenizer's template."""
     answer: Any
-    """What the task's reward compares with; for Knights & Knaves `{"names": …, "solution": …}`."""
+    """Data for the task's reward; for Knights & Knaves `{"names": …, "solution": …}`."""
     level: int | None = None
-    """Difficulty, where the task has one; for Knights & Knaves the number of people."""
+    """Difficulty, if the task has one; for Knights & Knaves the number of people."""
 
 
 @dataclass(frozen=True)
@@ -32,26 +32,26 @@ class Grade:
     """The grade of one response."""
 
     reward: float
-    """What the trainer maximises."""
+    """The reward that the trainer maximises."""
     correct: bool
     """Whether the answer is right."""
     format_ok: bool | None = None
-    """Whether the answer has the form that the task asks for; None: it asks for none."""
+    """Whether the answer has the required form; None for tasks without one."""
 
 
 @runtime_checkable
 class Task(Protocol):
     """Interface of a task; any object with these three members is one.
 
-    A task may also have `grade(response, question) -> Grade`, which tells right answers and good form apart from the
+    A task may also have `grade(response, question) -> Grade`, which reports correctness and form separately from the
     reward; without it a response is right if its reward is above 0.
     """
 
     name: str
-    """The name that `--task` takes."""
+    """Name for `--task`."""
 
     def questions(self, n: int | None, *, seed: int, **options: Any) -> list[Question]:
-        """Return the `n` questions of `seed` (None: all in its files); options are the task's own."""
+        """Return the `n` questions of `seed` (None: all in its files); options are task-specific."""
         ...
 
     def reward(self, response: str, question: Question) -> float:
@@ -98,7 +98,7 @@ def get_task(name: str) -> Task:
     file, colon, task_name = name.rpartition(":")
     if colon and file.endswith(".py"):
         own = getattr(run_file(Path(file), "task"), task_name, None)
-        # The file's own comes first, even where another task of that name is known.
+        # The file's task comes first, even if another task of that name is registered.
         if own is not None and (task_name not in _tasks or (isinstance(own, Task) and not isinstance(own, type))):
             return register(own)
         name = task_name
@@ -137,7 +137,7 @@ def grade_response(task: Task, response: str, question: Question) -> Grade:
 
 
 def _wanted_of_grade(grade: Any) -> str | None:
-    """Return what an invalid grade should have been; None if it is valid."""
+    """Describe what an invalid grade should have been; None if it is valid."""
     if not isinstance(grade, Grade):
         return "Grade(reward, correct, format_ok)"
     if not hasattr(grade.reward, "__float__") or not math.isfinite(grade.reward):

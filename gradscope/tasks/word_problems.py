@@ -1,10 +1,9 @@
-"""Word problems of one or two steps, made up without end: short enough for pretrained models of some hundred million
-parameters to be sampled and trained on a CPU.
+"""Randomly generated word problems of one or two steps, short enough to sample and train pretrained models of some
+hundred million parameters on a CPU.
 
 A problem has at most 40 tokens for such models, a worked answer 15 to 25. `word-problems` gives a chat of one message,
-for models that were trained on chats; `word-problems-plain` its text, for base models. `word-problems-examples` puts
-two worked problems first and pays a tenth for good form, so that a model that can hardly do sums still earns rewards
-that differ within a group.
+for chat models; `word-problems-plain` its text, for base models. `word-problems-examples` prepends two worked problems
+and rewards good form with a tenth, so that even a model that can hardly add gets rewards that differ within a group.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gradscope.tasks.data import raise_no_number
 from gradscope.tasks.registry import Grade, Question
 
 LEVELS = (1, 2, 3)
-"""In turn: one sum or difference; two of them; a product and then a sum or difference."""
+"""Levels: one sum or difference; two of them; a product and then a sum or difference."""
 INSTRUCTION = "End with: The answer is N."
 EXAMPLES = (
     "Leo owns 10 books. He finds 13 more. How many books is that? 10 + 13 = 23. The answer is 23.\n"
@@ -49,11 +48,11 @@ class Problem:
     """A problem's words and the steps that solve it."""
 
     text: str
-    """Without the instruction."""
+    """The problem without the instruction."""
     start: int
     """The first number."""
     steps: tuple[tuple[str, int], ...]
-    """What is done to the number so far: "+", "-" or "*", and by how much."""
+    """Operations on the number so far: "+", "-" or "*", and the operand."""
     level: int
     """One of LEVELS."""
 
@@ -124,13 +123,13 @@ class _WordProblems:
         return Question(prompt, (str(problem.results[-1]),), level=problem.level)
 
     def reward(self, response: str, question: Question) -> float:
-        """1 if the answer is right, else 0; after examples FORM more for good form."""
+        """Return 1 if the answer is right, else 0; after examples, plus FORM for good form."""
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """Grade the whole number after the last "answer is" or "answer:"; good form is that there is one.
+        """Grade the integer after the last "answer is" or "answer:"; good form means that there is one.
 
-        After examples only the first line counts: models go on with problems of their own.
+        After examples only the first line counts, since models continue with further problems.
         """
         if self.examples:
             response = response.strip().partition("\n")[0]
