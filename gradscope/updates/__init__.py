@@ -1,4 +1,4 @@
-"""What an optimizer step does to every token: movements, directions, first-order influence, weightings compared."""
+"""The effect of an optimizer step on every token: movements, directions, influence, and comparison of weightings."""
 
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
 from gradscope.updates.audit import Audit, audit, gradient_of_moments, undo_clip

@@ -1,4 +1,4 @@
-"""Real optimizer steps, the trainer's own, each taken from the same weights, which come back afterwards."""
+"""Real optimizer steps by the trainer's code, each taken from the same weights, which are restored afterwards."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimiz
 
 
 class RealSteps:
-    """Takes updates of one batch, all from the same weights; looks at every token and rewinds the policy each time.
+    """Takes updates on one batch from the same weights, measures every token, and restores the policy each time.
 
-    jacobian: of a Policy, without statistics of a table, which are scored otherwise than those after a step. The other
+    jacobian: of a Policy, without a table's statistics, which are scored differently from those after a step. Other
     arguments are those of `apply_update`.
     """
 
@@ -60,16 +60,16 @@ class RealSteps:
         self._moments, self._fits = read_moments(model, step, state), _fits(model, step, jacobian.resources.vectors)
 
     def on(self, batch: TokenBatch) -> RealSteps:
-        """The same steps on another batch."""
+        """Return the same steps on another batch."""
         steps = copy.copy(self)
         steps.jacobian = TokenJacobian(self.jacobian.policy, batch, self.jacobian.resources)
         return steps
 
     def take(self, update: str | Weighting | Update = "all", *, displacement: bool = False) -> Movement:
-        """Take the optimizer steps of an update, look, and rewind; see `apply_update`."""
+        """Take an update's optimizer steps, measure, and restore; see `apply_update`."""
         J, step, memory = self.jacobian, self._step, None if self._fits else 0
         model, size = J.model, fitting_size(J.model, J.batch, J.resources.micro_batch, copies=2)
-        # Gradients flow, whatever the caller switched off.
+        # The caller may be in inference mode; gradients are needed all the same.
         with torch.inference_mode(False), torch.enable_grad(), restoring(model, memory=memory) as start:
             model.eval()
             before = J.statistics
@@ -102,25 +102,25 @@ def apply_update(
     displacement: bool = False,
     resources: Resources | None = None,
 ) -> Movement:
-    """Take an update's optimizer steps with the trainer's own code, look at every token, and rewind the policy.
+    """Take an update's optimizer steps with the trainer's code, measure every token, and restore the policy.
 
-    The model works in eval mode, with its own attention. Afterwards weights, buffers, `.grad`, flags, modes and random
-    states are as they were, bit for bit, also if the call raises. Memory: one more copy of the weights, beside
-    gradients and moments.
+    The model runs in eval mode with its own attention. Afterwards weights, buffers, `.grad`, flags, modes and random
+    states are restored bit for bit, even if the call raises. Takes memory for a copy of the weights, gradients and
+    moments.
 
     Args:
-        batch: unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
-        update: what `make_update` takes, on the whole batch with `loss`; or what it made.
-        optimizer_state: what AdamW's `state_dict()` saved: its moments and step counts are gone on from, with the
-            numbers of `step` (its betas and eps must be the state's), and only its parameters are trained; None: a
-            fresh optimizer over all float parameters.
-        displacement: keep θ_after − θ_before, too.
-        resources: where copy, gradients and moments are over its bytes, the copy lies in scratch files and the moments
-            stay where they were saved, so that only the gradient is left; None: any amount is there.
+        batch: unknown old_logprobs default to the policy's own, advantages to `resolve_advantages`.
+        update: an argument of `make_update`, on the whole batch with `loss`; or its result.
+        optimizer_state: AdamW's `state_dict()`: continues from its moments and step counts with the settings of `step`
+            (whose betas and eps must match), and trains only its parameters; None: a fresh optimizer over all float
+            parameters.
+        displacement: also keep θ_after − θ_before.
+        resources: if copy, gradients and moments exceed its bytes, the copy goes to scratch files and the moments stay
+            in their file, so that only the gradient takes memory; None: no limit.
 
     Raises:
-        InputError: for weights below float32, for advantages that are unknown, for an optimizer state that does not
-            fit, where the bytes do not hold a gradient, and where the scratch files find no room.
+        InputError: the weights are below float32, advantages are unknown, the optimizer state does not fit, a gradient
+            exceeds the bytes, or the disk has no room for scratch files.
     """
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
     return RealSteps(J, loss=loss, step=step, optimizer_state=optimizer_state).take(update, displacement=displacement)
@@ -137,7 +137,7 @@ def apply_updates(
     optimizer_state: dict[str, Any] | str | Path | None = None,
     resources: Resources | None = None,
 ) -> list[Movement]:
-    """`apply_update` for each update, all from the same weights and the same statistics before."""
+    """Call `apply_update` for each update, from the same weights and statistics."""
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
     steps = RealSteps(J, loss=loss, step=step, optimizer_state=optimizer_state)
     told = track(updates, "taking steps", J.resources.progress, unit="updates")
@@ -145,18 +145,18 @@ def apply_updates(
 
 
 def _fits(model: nn.Module, step: StepSettings, memory: int) -> bool:
-    """Whether a copy of the model, the gradient and AdamW's two moments do; InputError where the gradient does not."""
+    """Return whether model copy, gradient and AdamW's moments fit. Raises InputError if not even the gradient does."""
     gradient = sum(p.numel() * p.element_size() for _, p in float_parameters(model))
     if gradient > memory:
         raise InputError(
-            f"the gradient of a real step takes {gradient / 1e9:.3g} GB, and {memory / 1e9:.3g} GB are given; give "
+            f"the gradient of a real step takes {gradient / 1e9:.3g} GB, but {memory / 1e9:.3g} GB are allowed; allow "
             "more (--gradient-memory), or take no real step (diagnose --no-actual-step)"
         )
     return model_bytes(model) + gradient * (3 if step.optimizer == "adamw" else 1) <= memory
 
 
 def _moved_parts(model: nn.Module, start: Mapping[str, Tensor]) -> Iterator[Float[Tensor, " _"]]:
-    """How far the parameters are from where they started, in parts: none as large as a parameter may be."""
+    """Yield the displacement of the parameters in parts of limited size."""
     for name, parameter in float_parameters(model):
         pairs = zip(parameter.detach().flatten().split(PART), start[name].flatten().split(PART), strict=True)
         yield from (new - old.to(new) for new, old in pairs)

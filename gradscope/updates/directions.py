@@ -1,16 +1,16 @@
-"""Statistics of what an update did to every token: who moved the way its weight asks, how far, and like which update.
+"""Statistics of an update's effect on tokens: who moved in the direction of its weight, how far, and update similarity.
 
-Tables are those of `updates.movement_table`: a row per kept response token, and for each update NAME the columns
+Tables come from `updates.movement_table`: a row per kept response token, and for each update NAME the columns
 delta_prob.NAME, delta_logprob.NAME and delta_log_odds.NAME. Direction is judged by the log odds log π − log(1−π), which
-still move where π has rounded to 1. `by` is any column of the table; rows of a result are its values × the sign of
-`against`, a categorical's in the order of its categories, those without a token too.
+still move where π rounds to 1. `by` is any column of the table; results have a row per value × sign of `against`, for a
+categorical in the order of its categories and including empty ones.
 
-Part of every "wrong direction" is mechanical. Responses of one group share contexts, their first tokens above all: a
-(context, token) pair that occurs in a good and in a bad response must move both ways at once, but moves only one way:
-one of the two is wrong whatever the update does. The loss knows only the pair's **net weight**, the sum over its
-occurrences: `against="net_weight"`, with the column that `net_weights` makes, asks whether the pair moved that way.
+Part of the "wrong" directions is unavoidable. Responses of a group share contexts, especially at their beginning, and a
+(context, token) pair that occurs in both a good and a bad response can only move one way, so one of the two is wrong
+whatever the update does. The loss depends only on the pair's **net weight**, the sum over its occurrences;
+`against="net_weight"`, with the column from `net_weights`, judges directions by it.
 
-Bounds are percentiles over redrawn prompts: over `group`, or (`batch`, `group`) where the table has a column batch.
+Bounds are bootstrap percentiles over prompts: `group`, or (`batch`, `group`) if the table has a column batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from gradscope.rollouts import TokenBatch
 Number = int | float
 
 VALUES = ("delta_prob", "delta_logprob", "delta_log_odds")
-"""What a table says of a movement: Δπ, Δ log π and Δ(log π − log(1−π)), nats."""
+"""Measures of a movement: Δπ, Δ log π and Δ(log π − log(1−π)), in nats."""
 SIGNS = ("positive", "negative")
 
 _ROUNDING = 1e-6
@@ -52,13 +52,13 @@ def right_direction_shares(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """The share of tokens that moved as asked: rose where `against` is positive, fell where it is negative (Fig. 3).
+    """Return the share of tokens that rose where `against` is positive, and that fell where it is negative (Fig. 3).
 
-    against: "advantage" or "net_weight" (see `net_weights`), or another column; tokens where it is 0 or NaN are in no
-    row. values: the values of `by` that make rows; None: those that occur. seed None: no bounds.
-    Columns: `by`, sign ("positive", "negative"); num_tokens: with that sign; tied: not moved at all; share: moved the
-    right way, of those that moved, NaN where none did; lower, upper. Raises InputError for a table without the
-    movement or the columns, where `against` is nowhere known, and for a movement that is NaN.
+    against: "advantage", "net_weight" (see `net_weights`), or another column; tokens where it is 0 or NaN are ignored.
+    values: the values of `by` that get rows; None: those that occur. seed None: no bounds.
+    Columns: `by`; sign ("positive", "negative"); num_tokens with that sign; tied, those that did not move; share, the
+    fraction of moved tokens that moved in the right direction, NaN without any; lower, upper. Raises InputError for a
+    missing movement or column, if `against` is unknown everywhere, and for a movement that is NaN.
     """
     rows, cells, signs = _cells(table, by, against, values)
     moved = np.sign(_movement(table, "delta_log_odds", name))
@@ -72,13 +72,13 @@ def right_direction_shares(
 def batch_direction_shares(
     before: TokenStatistics, after: TokenStatistics, batch: TokenBatch, *, edges: Sequence[Number] = EDGES
 ) -> pd.DataFrame:
-    """`right_direction_shares` against the advantages of one batch, from the statistics [B, S] around its update.
+    """Return `right_direction_shares` against a batch's advantages, from statistics [B, S] before and after its update.
 
-    The interval is that of π_old, of the policy before where it is unknown. Columns: interval, label, sign, num_tokens,
-    tied, share; a row per interval and sign, also where no token is. Raises InputError for a batch without advantages.
+    Intervals are of π_old, or of π before the update if unknown. Columns: interval, label, sign, num_tokens, tied,
+    share; a row per interval and sign, even without tokens. Raises InputError for a batch without advantages.
     """
     if batch.advantages is None:
-        raise InputError("the batch has no advantages, so no direction is right; resolve them first")
+        raise InputError("the batch has no advantages to judge directions by; resolve them first")
     keep, labels = batch.response_mask, interval_labels(edges)
     prob = fill_unknown(batch.old_logprobs, before.logprob)[keep].double().exp().clamp(max=1.0).numpy()
     columns = {
@@ -93,7 +93,8 @@ def batch_direction_shares(
 
 
 def log_odds_change(before: TokenStatistics, after: TokenStatistics) -> Float[Tensor, "*tokens"]:
-    """Δ(log π − log(1−π)), nats, float64: 0 for a token that stays certain or impossible, infinite if it becomes so."""
+    """Return Δ(log π − log(1−π)), nats, float64: 0 for tokens that stay certain or impossible, infinite on reaching it.
+    """
     gained, lost = (
         torch.where(new == old, 0.0, new.double() - old.double())  # −inf may stay −inf
         for old, new in ((before.logprob, after.logprob), (before.log_one_minus_prob, after.log_one_minus_prob))
@@ -102,13 +103,12 @@ def log_odds_change(before: TokenStatistics, after: TokenStatistics) -> Float[Te
 
 
 def net_weights(table: pd.DataFrame, batch: TokenBatch) -> pd.Series:
-    """Net weight of each token: Σ weight over all kept tokens of the batch with the same (context, token) pair.
+    """Return each token's net weight: Σ weight over all kept tokens of the batch with the same (context, token) pair.
 
-    table: that of this batch alone, all its tokens, in any order; the result has its index. A context is everything
-    before the token, prompt and dropped tokens included, compared id by id, and the temperature: at another one the
-    same pair has another gradient. A sum within rounding of 0 (1e-6 of Σ|weight|) is 0, as that of a group's
-    advantages over a token which all of its responses share. A NaN weight makes its pair's sum NaN. Raises InputError
-    for a table whose tokens are not the batch's.
+    table: of this batch only, with all its tokens, in any order; the result has its index. A context is all ids before
+    the token, including prompt and dropped tokens, and the temperature, on which the gradient depends. Sums within
+    rounding of 0 (1e-6 of Σ|weight|) are set to 0, such as those of a group's advantages over a token shared by all
+    responses. A NaN weight makes its pair's sum NaN. Raises InputError if the table's tokens are not the batch's.
 
     >>> from gradscope.rollouts.batch import Response, collate
     >>> batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
@@ -136,10 +136,10 @@ def movement_summary(
     seed: Seed = 0,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """How far tokens moved, a row per value of `by` and sign of `against` (Fig. 1 (c, e, f)); arguments as above.
+    """Summarize how far tokens moved, by value of `by` and sign of `against` (Fig. 1 (c, e, f)); arguments as above.
 
     value: one of VALUES. Columns: `by`, sign, num_tokens, mean, mean_lower, mean_upper, mean_abs (of |value|),
-    mean_abs_lower, mean_abs_upper, sd (n − 1), q05, q25, median, q75, q95. NaN where there is no token, sd with one,
+    mean_abs_lower, mean_abs_upper, sd (n − 1), q05, q25, median, q75, q95. NaN without tokens, sd with one,
     bounds with one prompt. An infinite movement is refused.
     """
     rows, cells, _ = _cells(table, by, against, values)
@@ -159,12 +159,12 @@ def movement_summary(
 def without_extremes(
     table: pd.DataFrame, name: str = "all", *, value: str = "delta_prob", share: Number = 0.01
 ) -> pd.DataFrame:
-    """The table without the tokens that moved most: that share of all (rounded to whole tokens), by |value|.
+    """Drop this fraction of the tokens (rounded to whole tokens), those that moved most by |value|.
 
-    The paper leaves out the top 1 % of |Δπ| in Fig. 1. Of tokens that moved equally far the later ones go.
+    The paper leaves out the top 1 % of |Δπ| in Fig. 1. Among tokens that moved equally far, later ones are dropped.
     """
     if not 0 <= share < 1:
-        raise InputError(f"share is {share}; give a number from 0 up to, not including, 1, such as 0.01")
+        raise InputError(f"share is {share}; give a number from 0 to below 1, such as 0.01")
     distance = np.abs(_movement(table, value, name))
     kept = np.argsort(distance, kind="stable")[: len(table) - round(share * len(table))]
     return table.iloc[np.sort(kept)]
@@ -173,10 +173,10 @@ def without_extremes(
 def over_batches(
     frame: pd.DataFrame, *, value: str = "share", keys: Sequence[str] = ("interval", "sign")
 ) -> pd.DataFrame:
-    """Mean ± sd (n − 1) of a statistic over batches, a row per combination of the keys.
+    """Return mean and sd (n − 1) of a statistic over batches, for each combination of the keys.
 
-    frame: one row per batch and keys, with a column batch, such as the concatenated right-direction shares of each.
-    Columns: the keys, num_batches (that have a value), mean, sd; NaN without a batch, and for sd with one.
+    frame: one row per batch and keys, with a column batch, such as concatenated right-direction shares.
+    Columns: the keys, num_batches (with a value), mean, sd; NaN without batches, sd also with one.
 
     >>> shares = [pd.DataFrame({"interval": 0, "sign": ["positive"], "share": share}) for share in (0.5, 0.7)]
     >>> over_batches(pd.concat(shares, keys=[0, 1], names=["batch"]).reset_index("batch"))
@@ -186,7 +186,7 @@ def over_batches(
     _require(frame, [*keys, value, "batch"])
     if frame.duplicated([*keys, "batch"]).any():
         raise InputError(
-            f"a batch has several rows with the same {', '.join(keys)}; name in keys= what tells them apart"
+            f"a batch has several rows with the same {', '.join(keys)}; add columns to keys= that distinguish them"
         )
     grouped = frame.groupby(list(keys), observed=True, sort=False)[value]
     return grouped.agg(num_batches="count", mean="mean", sd="std").reset_index()
@@ -194,11 +194,11 @@ def over_batches(
 
 @dataclass(frozen=True)
 class Similarity:
-    """How alike two updates moved the tokens that neither of them was meant for."""
+    """The similarity of two updates on tokens outside the updated intervals."""
 
     num_tokens: int
     correlation: float
-    """Pearson's; NaN where one of the two moved all tokens alike."""
+    """Pearson's correlation; NaN if either update moved all tokens equally."""
     lower: float
     upper: float
 
@@ -215,11 +215,11 @@ def similarity(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> Similarity:
-    """Pearson correlation of two updates' movements over the tokens outside the updated interval(s).
+    """Return the Pearson correlation of two updates' movements over tokens outside the updated interval(s).
 
     Fig. 1's "(e) closely matches (c)" is ``similarity(table, "all", "only-0", outside=0, …)``, its "(f) does not"
     ``similarity(table, "all", "only-3", outside=3, …)``. outside: an interval or several; []: over all tokens.
-    Raises InputError for a table without the movements or `interval`, and where a movement is not finite.
+    Raises InputError for missing movements or `interval`, and if a movement is not finite.
     """
     _require(table, ["interval"])
     chosen = ~np.isin(table["interval"], np.asarray(outside))
@@ -237,14 +237,14 @@ def similarity(
 def _cells(
     table: pd.DataFrame, by: str, against: str, values: Iterable | None
 ) -> tuple[pd.DataFrame, np.ndarray, np.ndarray]:
-    """The rows value × sign, the row of each token (one past the last: none) and the sign of each."""
+    """Return the rows value × sign, each token's row (one past the last: none) and each token's sign."""
     _require(table, [by, against])
     if by == "sign":
-        raise InputError("by= is the column `sign`, which the result has itself; rename the column")
+        raise InputError("by= is `sign`, a column of the result; rename the column")
     if not table[against].notna().any():
-        raise InputError(f"{against} is nowhere known, so no direction is right; give advantages or rewards")
+        raise InputError(f"{against} is unknown for every token; give advantages or rewards")
     if not pd.api.types.is_numeric_dtype(table[against]):
-        raise InputError(f"{against} is no column of numbers, so it has no sign; give advantage or net_weight")
+        raise InputError(f"{against} is not numeric; give advantage or net_weight")
     values = _values(table[by]) if values is None else pd.Index(values)
     if not values.is_unique:
         raise InputError(f"values= has one twice: {list(values)}; give each value of {by} once")
@@ -254,14 +254,14 @@ def _cells(
 
 
 def _values(column: pd.Series) -> pd.Index:
-    """A categorical's categories, else the values that occur, sorted."""
+    """Return a categorical's categories, or else the sorted values that occur."""
     if isinstance(column.dtype, pd.CategoricalDtype):
         return column.cat.categories
     return pd.Index(pd.factorize(column, sort=True)[1])
 
 
 def _movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
-    """The column of a movement, float64; InputError where there is none or it is NaN."""
+    """Return the column of a movement in float64. Raises InputError if it is missing or NaN."""
     if value not in VALUES:
         raise InputError(f"value is {value!r}; known are {', '.join(VALUES)}; give one of them")
     if (column := f"{value}.{name}") not in table:
@@ -269,25 +269,26 @@ def _movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
         raise InputError(f"the table has no column {column}; the movements in it are: {', '.join(known) or 'none'}")
     moved = table[column].to_numpy(np.float64)
     if np.isnan(moved).any():
-        raise InputError(f"{column} is NaN on {np.isnan(moved).sum()} tokens; a policy with NaN in it moved nowhere")
+        raise InputError(f"{column} is NaN on {np.isnan(moved).sum()} tokens; give movements of a policy without NaN")
     return moved
 
 
 def _finite_movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
     moved = _movement(table, value, name)
     if np.isinf(moved).any():
-        raise InputError(f"{value}.{name} is infinite on {np.isinf(moved).sum()} tokens; take delta_prob, or drop them")
+        raise InputError(f"{value}.{name} is infinite on {np.isinf(moved).sum()} tokens; use delta_prob, or drop them")
     return moved
 
 
 def _require(table: pd.DataFrame, columns: Iterable[str]) -> None:
     if missing := [c for c in columns if c not in table]:
-        hint = "; net_weight is what `net_weights(table, batch)` gives" if "net_weight" in missing else ""
+        hint = "; for net_weight, use `net_weights(table, batch)`" if "net_weight" in missing else ""
         raise InputError(f"the table has no column {', '.join(missing)}; give the table of `movement_table`{hint}")
 
 
 def _pairs_of_rows(table: pd.DataFrame, batch: TokenBatch) -> np.ndarray:
-    """Number of the (context, token) pair of each row, [rows]; InputError if the rows are not the batch's tokens."""
+    """Return the index of each row's (context, token) pair. Raises InputError if the rows are not the batch's tokens.
+    """
     aligned, _ = batch.left_aligned()
     response, position, token_id = (table[c].to_numpy(np.int64) for c in ("response", "position", "token_id"))
     known = (response >= 0) & (response < len(batch))
@@ -298,17 +299,17 @@ def _pairs_of_rows(table: pd.DataFrame, batch: TokenBatch) -> np.ndarray:
     twice = table.duplicated(["response", "position"]).any()
     if not known.all() or twice or len(table) != batch.num_tokens:
         raise InputError(
-            f"the table's {len(table)} rows are not the {batch.num_tokens} tokens of the batch, each once; "
-            "give the whole table of this batch alone"
+            f"the table's {len(table)} rows are not exactly the {batch.num_tokens} tokens of the batch; give the whole "
+            "table of only this batch"
         )
     return _pairs(aligned).numpy()[response, column]
 
 
 def _pairs(aligned: TokenBatch) -> Int[Tensor, "B n"]:
-    """Equal numbers where (temperature, ids up to the column) are equal; the batch starts at column 0.
+    """Number the distinct (temperature, ids up to the column) of a batch that starts at column 0.
 
-    Column by column, each sequence's number becomes that of its (number so far, next id) pair among those that occur:
-    exact, for nothing is hashed.
+    Column by column, each sequence's number becomes that of its pair (number so far, next id), which is exact since
+    nothing is hashed.
     """
     _, node = aligned.temperature.unique(return_inverse=True)
     pairs, used = aligned.input_ids.clone(), 0
@@ -321,15 +322,15 @@ def _pairs(aligned: TokenBatch) -> Int[Tensor, "B n"]:
 
 
 def _standardised(values: np.ndarray) -> np.ndarray:
-    """Mean 0 and variance 1, so that sums of squares keep their digits; zeros where all values are equal."""
+    """Standardise to mean 0 and variance 1, to preserve digits in sums of squares; zeros if all values are equal."""
     if not len(values) or np.ptp(values) == 0:
         return np.zeros_like(values)
     return (values - values.mean()) / values.std()
 
 
 def _correlation(sums: np.ndarray) -> np.ndarray:
-    """Pearson's, [draws], of the sums of 1, x, y, x², y², xy, [draws, 6]; NaN where x or y is constant."""
-    with np.errstate(invalid="ignore"):  # 0/0 where no token was drawn
+    """Return Pearson's correlation [draws] from sums of 1, x, y, x², y², xy [draws, 6]; NaN if x or y is constant."""
+    with np.errstate(invalid="ignore"):  # 0/0 if no token was drawn
         _, sx, sy, sxx, syy, sxy = (sums / sums[:, :1]).T
         vx, vy = sxx - sx * sx, syy - sy * sy
         variances = np.where((vx > 1e-12) & (vy > 1e-12), vx * vy, np.nan)

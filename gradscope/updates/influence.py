@@ -1,14 +1,14 @@
-"""Whose gradient moves whom: what one optimizer step does to each token's log π, to first order, split by its sources.
+"""Whose gradient moves whom: the first-order effect of an optimizer step on each token's log π, split by source.
 
-With G_a the gradient of the loss's policy part over the tokens whose π_old lies in interval a, G_kl that of its KL part
-over all tokens, k = min(1, max_grad_norm / ‖Σ_a G_a + G_kl‖) the clip factor and λ the weight decay, step n moves by
+Let G_a be the gradient of the loss's policy part over the tokens with π_old in interval a, G_kl that of its KL part
+over all tokens, k = min(1, max_grad_norm / ‖Σ_a G_a + G_kl‖) the clip factor and λ the weight decay. Step n is
 
     SGD      Δθ = −lr·[k·(Σ_a G_a + G_kl) + λ·θ]
     AdamW    Δθ = −lr·[(1 − β₁)/(1 − β₁ⁿ) · k·(Σ_a G_a + G_kl) ⊘ D + β₁/(1 − β₁ⁿ) · m ⊘ D + λ·θ],    D = √v̂ + eps
 
-where v̂ already holds the clipped gradient. With k and D frozen at the whole step's, Δθ is a sum with a term per source
-(the intervals, "kl", "momentum", "decay"), and so is each token's predicted change ⟨∇ log π_t, Δθ⟩: exactly, whatever
-the terms share. Against the actual Δ log π the prediction errs by a share that falls linearly with the step size.
+where v̂ already includes the clipped gradient. With k and D fixed at their values for the whole step, Δθ is a sum with a
+term per source (the intervals, "kl", "momentum", "decay"), and so, exactly, is each token's predicted change
+⟨∇ log π_t, Δθ⟩. The relative error against the actual Δ log π falls linearly with the step size.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ STATISTICS = ("mean_abs", "mean", "share")
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Influence:
-    """One step's predicted effect on every response token, by its sources."""
+    """The predicted effect of one step on every response token, by source."""
 
     contributions: pd.DataFrame
-    """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); then for each
-    source its part of the predicted change of log π, nats, float64: `by.0`, … per interval of π_old, `by.kl`,
-    `by.momentum` (AdamW), `by.decay`; and `predicted`, their sum. And `entropy_part`, what this token's own gradient
-    adds to the predicted change of the kept tokens' mean entropy, nats: all of them add up to the loss's part."""
+    """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); each source's
+    contribution to the predicted change of log π, in nats, float64: `by.0`, … per interval of π_old, `by.kl`,
+    `by.momentum` (AdamW), `by.decay`; their sum `predicted`; and `entropy_part`, the contribution of the token's
+    gradient to the predicted change of the mean entropy, in nats, which add up to the loss's part."""
     method: Derivative
-    """How the derivatives were taken."""
+    """How the derivatives were computed."""
     clip_factor: float
-    """k: what clipping the gradient's norm multiplied the whole gradient by."""
+    """The clip factor k on the whole gradient."""
     update_norm: float
     """L2 norm of Δθ over all parameters."""
     entropy: dict[str, float]
-    """Predicted change of the mean entropy of the kept tokens, nats, by source; see `_Sources.changes`."""
+    """Predicted change of the kept tokens' mean entropy, in nats, by source; see `_Sources.changes`."""
     entropy_slopes: Float[np.ndarray, " K"]
     """See `entropy_slopes`."""
 
@@ -87,29 +87,29 @@ def influence(
     gradients: Float[Tensor, "A P"] | None = None,
     resources: Resources | None = None,
 ) -> Influence:
-    """Predict what `apply_update(policy, batch, "all", …)` does to log π of each token, by source; no step is taken.
+    """Predict the effect of `apply_update(policy, batch, "all", …)` on each token's log π, by source, without a step.
 
     The whole batch is one mini-batch. Costs a forward pass, a forward and backward pass per source and for the mean
-    entropy, and three forward passes for each of these in forward mode; see `TokenJacobian.jvp` for models without it,
-    of which a UserWarning and `method` tell. The policy is as it was, bit for bit, also if the call raises. Memory
-    besides the model, its activations and the given state: a vector as long as the parameters for each source (SGD:
-    intervals + 2; AdamW: intervals + 3), and 2 more.
+    entropy, and three forward passes for each of these in forward mode (see `TokenJacobian.jvp` for models without it,
+    as reported by a UserWarning and `method`). The policy is restored bit for bit, even if the call raises. Memory
+    beside the model, its activations and the given state: a vector as long as the parameters per source (SGD: intervals
+    + 2;
+    AdamW: intervals + 3), and 2 more.
 
     Args:
-        batch: unknown old_logprobs are the policy's own, advantages those of `resolve_advantages`.
-        optimizer_state: what AdamW's `state_dict()` saved; its moments and step counts are gone on from, with the
-            numbers of `step`, and a parameter that it does not hold is not moved. None: fresh, v = 0, where the whole
-            step is lr·sign(gradient): an entry in which the sources' gradients cancel then still moves by lr, and each
-            source counts with its gradient over their sum, without bound. The contributions add up all the same, but
-            they say little of who moved whom: give a state that has taken many steps (see AdamWState).
-        gradients: of the loss's policy part over the tokens of each interval, where there is no KL part and they are
-            known; None: made here.
-        resources: where the vectors are over its bytes, they lie in a scratch file; None: any amount is there.
+        batch: unknown old_logprobs default to the policy's own, advantages to `resolve_advantages`.
+        optimizer_state: AdamW's `state_dict()`: continues from its moments and step counts with the settings of `step`,
+            and does not move other parameters. None: fresh, with v = 0, so that the step is lr·sign(gradient): entries
+            in which the sources' gradients cancel still move by lr, and each source contributes its gradient over their
+            sum, without bound. The contributions still add up, but say little about who moved whom, so give a state
+            that has taken many steps (see AdamWState).
+        gradients: of the loss's policy part for each interval, if known and without a KL part; None: computed here.
+        resources: if the vectors exceed its bytes, they go to a scratch file; None: no limit.
 
     Raises:
-        InputError: for weights below float32, for a batch without response tokens or advantages, for an optimizer
-            state that does not fit, for a gradient that is not finite, with which no step is taken, and where a scratch
-            file finds no room.
+        InputError: the weights are below float32, the batch has no response tokens or advantages, the optimizer state
+            does not fit, the gradient is not finite (so no step would be taken), or the disk has no room for a scratch
+            file.
     """
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
     given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
@@ -125,7 +125,7 @@ def predict_step(
     edges: Sequence[Number] = EDGES,
     gradients: Float[Tensor, "A P"] | None = None,
 ) -> Influence:
-    """`influence`, of the tokens of a Jacobian."""
+    """Compute `influence` for the tokens of a Jacobian."""
     optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
     step.check()
     loss.check()
@@ -147,11 +147,10 @@ def predict_step(
 def entropy_slopes(
     J: TokenJacobian, gradient: Float[Tensor, " P"], *, step: StepSettings, optimizer_state: dict[str, Any] | None
 ) -> Float[np.ndarray, " K"]:
-    """Return how much a step changes the mean entropy of all tokens, to first order, per unit of each token's
-    ∂loss/∂log π, nats.
+    """Return the first-order change of the mean entropy in a step per unit of each token's ∂loss/∂log π, in nats.
 
-    gradient: of a loss, whose clip factor and v̂ the step has, whatever else it is made of. With c the ∂loss/∂log π of
-    the tokens of another loss, Σ_t c_t·slope_t is what its own gradient changes in a step that is scaled as this one.
+    gradient: of the loss that determines the step's clip factor and v̂. For another loss with ∂loss/∂log π = c,
+    Σ_t c_t·slope_t is the change caused by its gradient in a step with the same scaling.
     """
     sources = _Sources(J, {}, step, read_moments(J.model, step, optimizer_state), None)
     parts = (gradient[part] for name, part in flat_slices(J.model).items() if sources.holds(name))
@@ -166,14 +165,14 @@ def entropy_slopes(
 def influence_table(
     contributions: pd.DataFrame, *, seed: Seed = 0, confidence: float = 0.95, resamples: int = 1000
 ) -> pd.DataFrame:
-    """How much each source moves the tokens of each interval, a row per source and target; the targets end with "all".
+    """Return how much each source moves the tokens of each interval: a row per source and target, and target "all".
 
-    Columns: source (0, 1, …, "kl", …), target (interval of π_old, or "all"), num_tokens (of the target); over the
-    target's tokens, of the source's contribution c to the predicted change Δ of log π (nats): mean_abs (of |c|), mean,
-    and share = Cov(c, Δ)/Var(Δ), which over the sources adds up to 1 and can be negative: so source 0's share of
-    target 3, the highest interval, says how much of likely tokens' movement unlikely ones cause. Each with `_lower` and
-    `_upper`, from redrawn prompts (`group`, or `batch` and `group` where there is a column batch): NaN where fewer than
-    two have tokens of the target, and all with the seed None. share is NaN where Δ does not vary.
+    Columns: source (0, 1, …, "kl", …); target (interval of π_old, or "all"); num_tokens of the target; and for the
+    source's contribution c to the predicted change Δ of log π (nats) over the target's tokens: mean_abs (of |c|), mean,
+    and share = Cov(c, Δ)/Var(Δ). Shares add up to 1 over sources and can be negative; source 0's share of target 3, the
+    highest interval, is how much of the movement of likely tokens is caused by unlikely ones. Each has `_lower` and
+    `_upper` from resampled prompts (`group`, or `batch` and `group` with a column batch): NaN if fewer than two prompts
+    have tokens of the target, or with seed None. share is NaN if Δ is constant.
     """
     sources = _sources(contributions)
     clusters, intervals = prompt_clusters(contributions), contributions["interval"].to_numpy()
@@ -192,11 +191,11 @@ def influence_table(
 
 @checked
 def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
-    """The n tokens predicted to move farthest against their own advantage, farthest first, and by whom.
+    """Return the n tokens predicted to move farthest against their advantage, in that order, with the main source.
 
-    Rows of `contributions` with three columns more: `against`, how far against, nats > 0; `mover`, the source that
-    pushed most that way; `mover_change`, by how much, which exceeds `against` where other sources pushed back. Fewer
-    rows where fewer tokens move against their advantage.
+    Rows of `contributions` with three more columns: `against`, the distance in nats (> 0); `mover`, the source that
+    pushed most in that direction; `mover_change`, its contribution, which exceeds `against` if other sources pushed
+    back. Fewer rows if fewer tokens move against their advantage.
     """
     if n < 1:
         raise InputError(f"n is {n}; give the number of tokens to show, 1 or more")
@@ -210,14 +209,14 @@ def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
 
 
 def _of_the_step(step: StepSettings) -> tuple[str, ...]:
-    """Sources that are none of the loss's."""
+    """Return the sources outside the loss."""
     return ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
 
 
 def _cotangents(
     batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number], names: Sequence[str]
 ) -> dict[str, Float[Tensor, " K"]]:
-    """∂loss/∂log π of each token by source; 0 where the source is none of the loss's."""
+    """Return ∂loss/∂log π of each token by source; 0 for sources outside the loss."""
     weights, keep = batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens), batch.response_mask
     intervals = old_intervals(batch, edges)[keep]
     policy, kl = -weights.policy[keep] / batch.num_tokens, -weights.kl[keep] / batch.num_tokens
@@ -227,7 +226,7 @@ def _cotangents(
 
 @dataclass(frozen=True)
 class _Sources:
-    """The sources of a step, and how their gradients become their parts of Δθ."""
+    """The sources of a step, and how their gradients become contributions to Δθ."""
 
     jacobian: TokenJacobian
     cotangents: dict[str, Float[Tensor, " K"]]
@@ -235,16 +234,16 @@ class _Sources:
     step: StepSettings
     moments: Moments | None
     known: Float[Tensor, "A P"] | None
-    """Gradients of the first sources, where the others have none."""
+    """Gradients of the first sources, if known and the others have none."""
 
     def changes(
         self,
     ) -> tuple[Float[np.ndarray, "C K"], Float[np.ndarray, " K"], Float[Tensor, " C"], Derivative, float, float]:
-        """What each source does to each token, what a unit of each token's ∂loss/∂log π and each source do to the mean
-        entropy, how that was found, the clip factor, and the norm of Δθ.
+        """Return each source's effect on each token, the effects of a unit of each token's ∂loss/∂log π and of each
+        source on the mean entropy, the kind of derivative, the clip factor, and the norm of Δθ.
 
-        With h the gradient of the mean entropy, a source's part is ⟨h, its part of Δθ⟩. That of a token, whose gradient
-        c·∇ log π becomes S(c·∇ log π) in Δθ, is c·⟨S(h), ∇ log π⟩: S multiplies entry by entry.
+        With h the gradient of the mean entropy, a source's effect is ⟨h, its part of Δθ⟩. A token's gradient c·∇ log π
+        becomes S(c·∇ log π) in Δθ, with S an entrywise factor, so its effect is c·⟨S(h), ∇ log π⟩.
         """
         J, cotangents = self.jacobian, torch.stack(list(self.cotangents.values()))
         if self.known is None:
@@ -267,20 +266,20 @@ class _Sources:
         return changes.logprob.double().numpy(), by_token.numpy(), entropy, changes.how, clip_factor, update_norm
 
     def entropy_slope(self) -> Vectors:
-        """The gradient of the kept tokens' mean entropy, of what the optimizer holds."""
+        """Return the gradient of the mean entropy with respect to the optimizer's parameters."""
         J = self.jacobian
         slope = J.vjp(torch.full((1, J.num_tokens), 1 / J.num_tokens, dtype=torch.float64), of="entropy")
         self._keep_held(slope)
         return slope
 
     def _keep_held(self, parts: Vectors) -> None:
-        """Set to 0 what the optimizer does not hold."""
+        """Zero the entries of parameters outside the optimizer."""
         for name, part in parts.slices.items():
             if not self.holds(name):
                 parts.rows[:, part] = 0.0
 
     def holds(self, name: str) -> bool:
-        """Whether the optimizer holds this parameter."""
+        """Return whether the optimizer holds this parameter."""
         return self.moments is None or name in self.moments.second.exp_avg_sq
 
     def _shape(
@@ -291,9 +290,9 @@ class _Sources:
         clip_factor: float,
         crossed: list[tuple[str, slice, slice]],
     ) -> None:
-        """Turn the gradients of these sources into their parts of Δθ, in place, in a span that crosses parameters.
+        """Turn the sources' gradients into their parts of Δθ, in place, within a span over several parameters.
 
-        whole: the gradient of all sources there, before clipping.
+        whole: the total gradient in the span, before clipping.
         """
         step, moments, parameters = self.step, self.moments, dict(float_parameters(self.jacobian.model))
         rows.mul_(clip_factor)
@@ -311,7 +310,8 @@ class _Sources:
     def _precondition(
         self, rows: Float[Tensor, "C p"], names: list[str], name: str, own: slice, clipped: Float[Tensor, " p"]
     ) -> None:
-        """(1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, β₁/(1 − β₁ⁿ) · m ⊘ D in momentum's; D is the whole gradient's."""
+        """Compute (1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, and β₁/(1 − β₁ⁿ) · m ⊘ D for momentum; D is the whole step's.
+        """
         moments, beta = self.moments, self.step.betas[0]
         inverse = moments.second.scale_part(name, clipped, 1.0, own)
         correction = 1 - beta ** (moments.second.step[name] + 1)
@@ -323,16 +323,16 @@ class _Sources:
 
 
 def _keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
-    """The columns of `movement_table` that tell tokens apart: those of an update that moves nothing."""
+    """Return the key columns of `movement_table`."""
     table = movement_table([Movement("all", batch, before, before, [], 0.0, loss)], edges=edges)
     return table.drop(columns=[name for name in table if name.startswith("delta_")])
 
 
 def _sources(contributions: pd.DataFrame) -> list[str]:
-    """Names of the sources, in the order of the columns."""
+    """Return the names of the sources, in the order of the columns."""
     sources = [name.removeprefix(BY) for name in contributions if name.startswith(BY)]
     if not sources or not {"predicted", "interval", "advantage"} <= set(contributions):
-        raise InputError("the table holds no contributions; give Influence.contributions")
+        raise InputError("the table has no contributions; give Influence.contributions")
     return sources
 
 
@@ -344,19 +344,19 @@ def _target_statistics(
     confidence: float,
     resamples: int,
 ) -> Float[np.ndarray, "A 3 3"]:
-    """For each source: mean |c|, mean c and Cov(c, Δ)/Var(Δ), each with its value and its bounds."""
+    """Return mean |c|, mean c and Cov(c, Δ)/Var(Δ) for each source, with bounds."""
     n, size = parts.shape
     if not n:
         return np.full((size, 3, 3), np.nan)
     means = parts.mean(0)
-    centred = parts - means  # before they are squared: a variance is a small difference of large means
+    centred = parts - means  # centred before squaring, to avoid cancellation
     total = centred.sum(1, keepdims=True)
     columns = np.hstack([np.ones((n, 1)), np.abs(parts), centred, centred * total, total, total**2])
     sums = np.stack([np.bincount(clusters, column, minlength=num_clusters) for column in columns.T], axis=1)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
         drawn = weights @ sums
-        with np.errstate(invalid="ignore"):  # 0/0 where no token of the target was drawn
+        with np.errstate(invalid="ignore"):  # 0/0 if no token of the target was drawn
             drawn = drawn[:, 1:] / drawn[:, :1]
         size_of, shift, product = (drawn[:, i * size : (i + 1) * size] for i in range(3))
         mean, square = drawn[:, -2:-1], drawn[:, -1:]

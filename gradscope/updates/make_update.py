@@ -1,8 +1,8 @@
-"""Updates by name: which tokens each optimizer step trains, and under which loss.
+"""Updates by name: the tokens and the loss of each optimizer step.
 
-They are made of the trainer's own parts, the steps and masks of `objective`. Whatever a step leaves out, its loss is
-divided by all response tokens of the mini-batch, so that the parts of a split add up to the whole. Probabilities are
-those of π_old. Equations and Alg. 1 are those of arXiv:2505.12929.
+They use the trainer's steps and masks from `objective`. A step's loss is always divided by all response tokens of the
+mini-batch, so that the parts of a split add up to the whole. Probabilities are those of π_old. Equations and Alg. 1
+refer to arXiv:2505.12929.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ UPDATES = {
     "high-entropy": "only the 20 % of tokens with the largest entropy (arXiv:2506.01939)",
     "positive": "only tokens with Â > 0",
 }
-"""Name → what it trains; α and η may follow (`reweight-lopti:alpha=.3,eta=.5`). `edges` of its own make other numbers
-of only- and without-."""
+"""Name → description; α and η may follow (`reweight-lopti:alpha=.3,eta=.5`). Other `edges` give other numbers of only-
+and without-."""
 
 HIGH_ENTROPY = Fraction(1, 5)
-"""Share of the tokens that "high-entropy" trains."""
+"""Fraction of the tokens that "high-entropy" trains."""
 
 _RULES = {
     "all": StepRule(),
@@ -56,13 +56,13 @@ _FIELDS = {"alpha": "reweight_alpha", "eta": "lopti_eta"}
 
 @dataclass(frozen=True)
 class Update:
-    """Optimizer steps in order, and their loss."""
+    """The optimizer steps of an update, in order, with their loss."""
 
     name: str
     steps: list[StepTokens]
     settings: LossSettings
     weighting: Weighting | None = None
-    """What stands in the place of Eq. 2's policy weights in every step; None: nothing."""
+    """Replacement for Eq. 2's policy weights in every step; None: Eq. 2's."""
 
 
 def make_update(
@@ -78,16 +78,16 @@ def make_update(
     """Make an update on a batch whose advantages and old_logprobs are known for every token.
 
     Args:
-        update: a name of UPDATES, with its α and η or without; or a weighting of one optimizer step, by its name or
-            itself, under which all tokens are trained but those that a mask leaves out.
-        loss: Reweight sets `reweight_alpha`, every other update leaves it as it is.
-        entropy: of each token's distribution, nats; needed by "high-entropy", which takes the largest of the batch.
+        update: a name of UPDATES, optionally with α and η; or a single-step weighting (or its name), which trains all
+            tokens that its mask does not drop.
+        loss: Reweight sets its `reweight_alpha`; other updates do not change it.
+        entropy: of each token's distribution, in nats; needed by "high-entropy", which takes the batch's largest.
         mini_batch_size: responses per optimizer step; None: the whole batch.
         edges: of the intervals of π_old.
         generator: draws "random-split"; None: seeded with 0.
 
     Raises:
-        InputError: for a name that is not known, and for what no update can be made of.
+        InputError: the name is unknown, or the batch allows no such update.
     """
     name, old, mask = str(update), batch.old_logprobs, batch.response_mask
     size = len(batch) if mini_batch_size is None else mini_batch_size
@@ -111,7 +111,7 @@ def make_update(
 
 
 def _find_rule(name: str) -> StepRule | None:
-    """What the trainer makes of the name; None for one that is none of its own."""
+    """Return the trainer's step rule of that name, if any."""
     kind, _, given = name.partition(":")
     if (rule := _RULES.get(kind)) is None:
         return None
@@ -137,22 +137,22 @@ def _find_weighting(name: str) -> Weighting:
 
 
 def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Tensor, "B S"]:
-    """Index of the interval of π_old of each token that response_mask keeps, −1 elsewhere."""
-    # A log-probability that a sampler rounded to just above 0 is a probability of 1.
+    """Return the interval of π_old of each kept token, −1 elsewhere."""
+    # A sampler may round a log-probability to just above 0; the probability is 1.
     prob = batch.old_logprobs[batch.response_mask].double().exp().clamp(max=1.0)
     indices = torch.from_numpy(assign_intervals(prob.numpy(), list(edges)))
     return torch.full(batch.input_ids.shape, -1).masked_scatter(batch.response_mask, indices)
 
 
 def _inside(interval: int, batch: TokenBatch, edges: Sequence[Number], *, without: bool) -> Mask:
-    """Where π_old lies in the interval, or outside it."""
+    """Return the mask of tokens with π_old inside, or outside, the interval."""
     if interval >= (count := len(interval_labels(edges))):
         raise InputError(f"the edges make intervals 0 to {count - 1}, not {interval}; give one of them, or other edges")
     return (old_intervals(batch, edges) == interval) != without
 
 
 def _largest(entropy: Float[Tensor, "B S"] | None, mask: Mask) -> Mask:
-    """The kept tokens of the largest entropy: HIGH_ENTROPY of all, rounded up, and those tied with the last of them."""
+    """Return the kept tokens with the largest entropy: a fraction HIGH_ENTROPY, rounded up, including ties."""
     if entropy is None or entropy[mask].isnan().any():
         raise InputError("high-entropy needs the entropy of every response token; give entropy=, [B, S]")
     count = math.ceil(HIGH_ENTROPY * int(mask.sum()))
@@ -160,7 +160,7 @@ def _largest(entropy: Float[Tensor, "B S"] | None, mask: Mask) -> Mask:
 
 
 def _check(batch: TokenBatch, mini_batch_size: int) -> None:
-    """InputError for a batch that no update can be made of."""
+    """Raise InputError for a batch that allows no update."""
     if mini_batch_size < 1:
         raise InputError(f"mini_batch_size is {mini_batch_size}; an optimizer step needs a response; give at least 1")
     if batch.num_tokens == 0:

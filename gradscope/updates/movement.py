@@ -1,4 +1,4 @@
-"""What an update did to every token, as a table."""
+"""The effect of updates on every token, as a table."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ Number = int | float
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Movement:
-    """What one update did to every response token."""
+    """The effect of one update on every response token."""
 
     name: str
-    """The update's."""
+    """The update's name."""
     batch: TokenBatch
-    """With the advantages that were trained on and with π_old."""
+    """The batch, with the advantages used and π_old."""
     before: TokenStatistics
-    """Statistics of the kept tokens, [B, S], before the first step."""
+    """Statistics of the kept tokens [B, S] before the first step."""
     after: TokenStatistics
     """The same after the last step."""
     results: list[StepResult]
-    """One per pass; "empty" and "nonfinite" ones took no step."""
+    """One result per step; "empty" and "nonfinite" ones were not taken."""
     update_norm: float
     """L2 norm of θ_after − θ_before over all parameters."""
     settings: LossSettings = PAPER
-    """Settings of the loss, before the update changed it."""
+    """Loss settings before the update's changes."""
     displacement: Float[Tensor, " P"] | None = None
-    """θ_after − θ_before, flat in the order of `float_parameters`, where it was asked for."""
+    """θ_after − θ_before, flat in the order of `float_parameters`, if requested."""
 
     def __repr__(self) -> str:
         steps = ", ".join(f"{r.name}: {r.outcome}, {r.num_tokens} tokens" for r in self.results)
@@ -56,14 +56,14 @@ class Movement:
 
 @checked
 def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] = EDGES) -> pd.DataFrame:
-    """A row per response token that response_mask keeps, by response and position: the keys of the token table.
+    """Return a row per kept response token with each update's effect; joins the token table on response and position.
 
-    Columns: `response`, `position`, `token_id`, `group`, `advantage`; `prob`, `log_one_minus_prob`, `entropy` of the
-    policy before the update, `old_prob`; `interval` of π_old; `weight`, the policy part of Eq. 2's w_t under the
-    settings before an update changed them, which is that of "all". For each movement NAME, after minus before:
-    `delta_prob.NAME`, `delta_logprob.NAME` (nats), `delta_log_odds.NAME` (of log π − log(1−π), nats), which moves
-    even where π rounds to 1, and `delta_entropy.NAME` (nats). No change is computed by subtracting probabilities.
-    Raises InputError for movements of different batches or policies, or of the same name.
+    Columns: `response`, `position`, `token_id`, `group`, `advantage`; `prob`, `log_one_minus_prob` and `entropy` before
+    the update, `old_prob`; `interval` of π_old; `weight`, the policy part of Eq. 2's w_t with the settings before an
+    update's changes (that of "all"). For each movement NAME, after minus before: `delta_prob.NAME`,
+    `delta_logprob.NAME` (nats), `delta_log_odds.NAME` (of log π − log(1−π), nats), which moves even where π rounds to
+    1, and `delta_entropy.NAME` (nats). No change is computed by subtracting probabilities. Raises InputError for
+    movements of different batches or policies, or with equal names.
     """
     _check_movements(movements)
     first = movements[0]

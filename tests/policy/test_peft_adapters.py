@@ -187,7 +187,7 @@ def test_a_base_is_found_from_the_adapters_folder_then_from_here_then_where_it_i
 
 def test_adapters_that_do_not_fit_are_refused(broken, tmp_path):
     other = save_checkpoint(tmp_path / "other", "gpt2")
-    assert 'a "qwen2"; ' in (said := refusal(broken, base=other)) and 'is a "gpt2"' in said
+    assert 'a "qwen2", but ' in (said := refusal(broken, base=other)) and 'is a "gpt2"' in said
     change_config(broken, base_model_name_or_path="not/here", auto_mapping=None)
     assert "does not fit its base model" in refusal(broken, base=other)
     change_config(broken, base_model_name_or_path="../base")
