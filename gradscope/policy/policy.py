@@ -291,10 +291,10 @@ def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapp
         if name in _DECIDED_HERE:
             raise InputError(f"chat_template_kwargs holds {name!r}, which gradscope sets itself; leave it out")
         if not any(re.search(rf"\b{re.escape(str(name))}\b", text) for text in texts):
-            told = "says nothing of it" if template else "is not there"
+            told = "the tokenizer's chat template does not use it" if template else "the tokenizer has no chat template"
             raise InputError(
-                f"chat_template_kwargs holds {name!r}, but the tokenizer's chat template {told}, so it would have no "
-                "effect; correct the name, or leave it out"
+                f"chat_template_kwargs holds {name!r}, but {told}, so it would have no effect; correct the name, or "
+                "leave it out"
             )
 
 

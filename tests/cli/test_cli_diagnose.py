@@ -185,7 +185,7 @@ def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_re
     assert "has 2 parameters" in (said := refusal(capsys, "diagnose", *named, model / "optimizer.pt"))
     assert said.count(str(model / "optimizer.pt")) == 1
     fresh = (*command[: -len(BRIEF) - 1], tmp_path / "fresh", *BRIEF, "--optimizer-state")
-    assert "is of 2 parameters" in refusal(capsys, "diagnose", *fresh, model / "optimizer.pt")
+    assert "has 2 parameters" in refusal(capsys, "diagnose", *fresh, model / "optimizer.pt")
     assert not (tmp_path / "fresh").exists()  # before anything is measured
     sgd = torch.optim.SGD(other.parameters(), momentum=0.9)
     for write in (lambda path: torch.save(sgd.state_dict(), path), lambda path: path.write_text("no tensor")):
@@ -257,8 +257,8 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "missing model": ((model, folder / "nowhere", *given, *to), "nowhere is not a folder"),
         "no model in the second": ((model, folder / "even", *given, *to), "even holds no config.json"),
         "no model in it": ((model.parent, *given, *to), "folder of a training run"),
-        "missing rollouts": ((model, "--rollouts", folder / "r.jsonl", *to), "r.jsonl is not there"),
-        "missing prompts": ((model, "--prompts", folder / "p.txt", *to), "p.txt is not there"),
+        "missing rollouts": ((model, "--rollouts", folder / "r.jsonl", *to), "r.jsonl does not exist"),
+        "missing prompts": ((model, "--prompts", folder / "p.txt", *to), "p.txt does not exist"),
         "unknown task": ((model, "--task", "chess", *to), "no task is called 'chess'"),
         "a file as out": ((model, *given, "--out", folder / "file"), "is not a folder"),
         "below a file": ((model, *given, "--out", folder / "file" / "out"), "is not a folder"),
@@ -266,7 +266,7 @@ def bad_arguments(job: Path, folder: Path) -> dict[str, tuple[tuple[object, ...]
         "clipping": ((model, *given, "--max-grad-norm", "0", *to), "--max-grad-norm is 0"),
         "influence": ((model, *given, "--influence-tokens", "0", *to), "influence_tokens is 0"),
         "adapter": ((model, *given, "--params", "adapter", *to), "holds no adapter"),
-        "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt is not there"),
+        "state": ((model, *given, "--optimizer-state", folder / "o.pt", *to), "o.pt does not exist"),
         "state of two": ((model, model, *given, "--optimizer-state", rollouts, *to), "2 are given"),
         "flops": ((model, *given, "--flops", "1e13", *to), "add --plan"),
         "plan of none": ((model, "--task", "math", "--plan"), "--plan needs rollouts"),

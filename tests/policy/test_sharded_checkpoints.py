@@ -199,7 +199,7 @@ DAMAGE = {
     "a rank is cut short": "model_world_size_2_rank_1.pt",
     "a rank runs something": "model_world_size_2_rank_1.pt",
     "two saves are mixed": "2 and of 4",
-    "of one process, it is said": "2 processes",
+    "of one process, it is said": "sharded over 2 ranks",
 }
 
 

@@ -167,8 +167,8 @@ def _join(shards: Shards, states: Sequence[dict[Any, Any]], name: Any) -> Any:
     mesh, placements, shape = parts[0].device_mesh.mesh, parts[0].placements, parts[0].shape
     if mesh.numel() != len(parts) or sorted(mesh.flatten().tolist()) != list(range(len(parts))):
         raise InputError(
-            f"{shards.folder}: {name} was sharded over {mesh.numel()} ranks, but there are {len(parts)}; copy "
-            "the files of all ranks there"
+            f"{shards.folder}: {name} was sharded over {mesh.numel()} ranks, but there are files of {len(parts)}; "
+            "copy the files of all ranks there"
         )
     whole = _assemble(mesh, placements, [part._local_tensor for part in parts])
     if whole is None or whole.shape != shape:
