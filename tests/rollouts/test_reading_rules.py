@@ -403,7 +403,7 @@ def test_advantages_that_are_all_zero_are_said_with_their_cause(tmp_path):
     cases = {"alone": (alone, ["zero-advantages", "groups-of-one"], "3 groups of one response")}
     cases |= {
         "equal": (equal, ["zero-advantages"], "equal rewards"),
-        "given": (given, ["zero-advantages"], "of the log"),
+        "given": (given, ["zero-advantages"], "in the log"),
     }
     for name, (rows, wanted, words) in cases.items():
         batch = read_rollouts(write_jsonl(tmp_path / f"{name}.jsonl", rows))
