@@ -167,7 +167,8 @@ def diagnose(
     with progress.stage(COMPARISON):
         comparison = compare_weightings(task, step_part.slopes)
     informative = count_informative_prompts(table)
-    error = sampling_error(table, task.labels, seed=settings.seed)
+    shares = token_part.rows[0] if task.weighted else None
+    error = sampling_error(table, task.labels, shares=shares, seed=settings.seed)
     prompts = gradient_part.prompts
     known = strike_bounds if informative < VERDICT_PROMPTS else lambda part: part
     rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows])

@@ -78,9 +78,17 @@ class SamplingError:
 
 
 def sampling_error(
-    table: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
+    table: pd.DataFrame,
+    labels: Sequence[str],
+    *,
+    shares: pd.DataFrame | None = None,
+    seed: Seed = 0,
+    resamples: int = 1000,
 ) -> SamplingError | None:
-    """Compute the sampling error of the lowest interval with measured tokens; None if all or none were measured."""
+    """Compute the sampling error of the lowest interval with measured tokens; None if all or none were measured.
+
+    shares: rows of `token_shares`, where they are known.
+    """
     probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
     if probabilities is None or not measured.any():
         return None
@@ -99,7 +107,8 @@ def sampling_error(
             f"mean ‖g‖ of tokens with π in {labels[own]}", *found, error, _part(error, *found[1:]), **counts
         )
     sums = sum_by_prompt(table, size)
-    rows = token_shares(sums, labels, seed=seed, resamples=resamples)
+    rows = token_shares(sums, labels, seed=seed, resamples=resamples) if shares is None else shares
+    rows = rows[rows["metric"] == "raw"]
     row = rows[(rows["statistic"] == "squared_share") & (rows["interval"] == labels[own])].iloc[0]
     found = row[["value", "lower", "upper"]].to_numpy(np.float64)
     variances = design_variances(weighted_norms(table) ** 2, probabilities, interval, size)
