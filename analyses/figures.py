@@ -31,7 +31,7 @@ SCRIPTS = (
     *("table1", "tables2_4", "words", "table6"),
     *("decision", "controls", "sharpening", "over_training", "dominance_adamw", "drivers", "proxies", "influence"),
     *("base_policy", "kinds", "batch_sizes", "layer_constants", "cost_growth"),
-    *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches"),
+    *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in the order in which they are drawn."""
 BOTH = ("rates", "prediction")

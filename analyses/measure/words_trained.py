@@ -1,0 +1,153 @@
+"""Measures the pretrained policy at the end of a training run on word problems, on a batch of its own answers.
+
+The last checkpoint of the GRPO run of track words-low at seed 20, with its AdamW state; analyses/measure/
+pretrained_batches.py has the policy that starts it. It is asked 8 validation problems, 4 responses each as the run
+samples its own, whose every token's norm is measured; and 24 others, whose gradients are summed. Leaves
+
+    tokens.parquet      the token table
+    summed.parquet      prompt and interval of each token of the 24
+    products.parquet    ⟨g_{p,a}, g_{q,b}⟩ of their summed gradients: a row and a column per prompt and interval (`p.a`)
+    responses.parquet   the columns of analyses/measure/optimal_baseline.py, a row per response
+    scaled.parquet      the token table again, SCALED tokens of each interval measured, in AdamW's metric, too
+    weightings.csv      `Comparison.table` of WEIGHTINGS
+    weights.csv         by group of parameters: how many weights there are, how many training changed, how many of
+                        those in bfloat16, and by how much in all
+    samples.csv         responses, tokens, accuracy, and problems whose responses differ in reward
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+
+import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
+from analyses.common.experiments import WORK, Run, list_runs
+from analyses.common.in_training import FRESH
+from analyses.common.measurements import keep, part
+from analyses.measure import optimal_baseline, real_language
+from analyses.measure.pretrained_batches import as_batch
+from analyses.measure.words_compare import describe
+from gradscope import load_policy, measure as measure_tokens
+from gradscope.errors import InputError
+from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, SAMPLING_PROBABILITY, Resources, TokenJacobian
+from gradscope.intervals import interval_labels
+from gradscope.policy import Policy, float_parameters, module_groups
+from gradscope.rollouts import TokenBatch
+from gradscope.sampling import HFSampler, rollout_rows
+from gradscope.tasks import get_task
+from gradscope.trainer import OPTIMIZER, list_checkpoints
+from gradscope.updates import compare
+
+KEPT = [
+    *("response", "group", "position", "token", "prob", "log_one_minus_prob", "entropy", "advantage", "weight"),
+    *("interval", LOGITS, PARAMETERS),
+]
+"""Columns of the token table; and the norms of the layers."""
+SCALED, RESPONSES = 20, 4
+WEIGHTINGS = ("reweight", "up-weight", "lopti", "top-entropy")
+"""At their defaults: Reweight at the paper's α = .3, its opposite at its authors' .2."""
+
+
+def measure(out: Path, *, questions: int = 8, folders: tuple[str, str] | None = None, task: str | None = None) -> None:
+    """Sample and measure, and keep the tables.
+
+    folders, task: the policies at the start and at the end, and what the second is asked; None: the run's.
+    """
+    run = plan()
+    start, end = map(Path, folders or find_policies(run))
+    policy = load_policy(end)
+    draw = partial(sample, policy, run, task or run.test.task)
+    rows = part(out, "rows", partial(draw, questions, FRESH))
+    batch = as_batch(rows)
+    tokens = part(out, "tokens", partial(measure_tokens, policy, batch))
+    others = as_batch(part(out, "rows-sums", partial(draw, 3 * questions, FRESH + 1)))
+    unmeasured = {"tokens": torch.empty(0, dtype=torch.long), "self_check": False}
+    summed = part(out, "tokens-sums", partial(measure_tokens, policy, others, **unmeasured))
+    responses = optimal_baseline.by_prompt(out, "end", policy, batch, tokens, by_token=False)
+    layers = [column for column in tokens if column.startswith(LAYER)]
+    tables = {
+        "tokens.parquet": tokens[[*KEPT, *layers]].astype(real_language.SMALL),
+        "summed.parquet": summed[["group", "interval"]].astype(np.int8),
+        "products.parquet": part(out, "products-sums", partial(multiply, policy, others, summed)),
+        "responses.parquet": responses.drop(columns="policy"),
+        "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, end / OPTIMIZER)),
+        "weightings.csv": part(out, "weightings", partial(weigh, policy, batch, tokens)),
+        "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
+        "samples.csv": describe(rows.to_dict("records")),
+    }
+    facts = {"questions": questions, "responses": RESPONSES, "run": run.place.as_posix(), "steps": run.config.steps}
+    keep(out, tables, **facts)
+
+
+def plan() -> Run:
+    """The run whose end is measured."""
+    return next(run for run in list_runs("words") if (run.track, run.variant, run.seed) == ("words-low", "grpo", 20))
+
+
+def find_policies(run: Run) -> tuple[str, str]:
+    """The checkpoint that starts the run, and its last one. Raises InputError where it is not there, or not whole."""
+    last = next(iter(list_checkpoints(WORK / run.place)[::-1]), None)
+    if last is None or not (last / OPTIMIZER).is_file():
+        raise InputError(f"{WORK / run.place} has no checkpoint with {OPTIMIZER}: measure it before the run is judged")
+    return run.config.model, str(last)
+
+
+def sample(policy: Policy, run: Run, name: str, questions: int, seed: int) -> pd.DataFrame:
+    """A row per response, sampled as the run samples its own."""
+    task, sampler = get_task(name), HFSampler(policy, batch_size=64)
+    settings = {"temperature": run.config.temperature, "max_new_tokens": run.config.max_new_tokens, "seed": seed}
+    asked = task.questions(questions, seed=seed)
+    return pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=sampler, n=RESPONSES, **settings))
+
+
+def multiply(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:
+    """Products of the sums by prompt and interval; tokens: the batch's, with weight and interval."""
+    intervals = torch.arange(len(interval_labels()))[:, None]
+    weights = torch.tensor(tokens["weight"]) * (torch.tensor(tokens["interval"]) == intervals)
+    J = TokenJacobian(policy, batch, Resources(real_language.MEMORY, micro_batch=4, progress=True))
+    gram = J.gram(weights.float())
+    rows = pd.MultiIndex.from_product([gram.groups, range(len(intervals))], names=["group", "interval"])
+    flat = pd.DataFrame(gram.products.reshape(len(rows), -1), index=rows, columns=[f"{p}.{a}" for p, a in rows])
+    return flat.reset_index()
+
+
+def unflatten(table: pd.DataFrame) -> Float[np.ndarray, "n A n A"]:
+    """The products again as an array, prompts and intervals ascending."""
+    size = table["interval"].nunique()
+    return table.drop(columns=["group", "interval"]).to_numpy().reshape(-1, size, len(table) // size, size)
+
+
+def scale(policy: Policy, batch: TokenBatch, state: Path) -> pd.DataFrame:
+    """The token table, SCALED tokens of each interval measured, raw and in AdamW's metric."""
+    settings = {"tokens_per_interval": SCALED, "sample": "stratified", "self_check": False}
+    tokens = measure_tokens(policy, batch, metric="adamw", optimizer_state=state, **settings)
+    return tokens[[*KEPT, SAMPLING_PROBABILITY, ADAMW]].astype(real_language.SMALL)
+
+
+def weigh(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:
+    """WEIGHTINGS beside plain GRPO."""
+    resources = Resources(micro_batch=4, progress=True)
+    return compare(policy, batch, WEIGHTINGS, table=tokens, resources=resources).table
+
+
+def count_changes(start: Policy, end: Policy) -> pd.DataFrame:
+    """How many weights training changed, and how many in bfloat16, by group of parameters; norms of both."""
+    before, groups, rows = dict(float_parameters(start.model)), module_groups(end), []
+    for name, weight in float_parameters(end.model):
+        old, new = before[name].detach(), weight.detach()
+        rows.append(
+            {
+                "group": groups[name][1],
+                "weights": new.numel(),
+                "changed": int((old != new).sum()),
+                "changed_bfloat16": int((old.bfloat16() != new.bfloat16()).sum()),
+                "square_norm": float(old.double().square().sum()),
+                "square_change": float((new.double() - old.double()).square().sum()),
+            }
+        )
+    return pd.DataFrame(rows).groupby("group", sort=False).sum().reset_index()

@@ -1,0 +1,179 @@
+"""The pretrained policy after one GRPO run on word problems, beside the one before it: dominance, powers, verl's proxy.
+
+    python -m analyses.paper.words_trained [--out figures/words]
+
+Drawn from the measurements `words_trained` (analyses/measure/words_trained.py), at the end of the run, and
+`pretrained_batches`, at its start and T = 1: words_trained.png, and words_trained.csv with the intervals' shares and
+norms, of Σ‖w·g‖² in AdamW's metric, too. With that name before them, _powers.csv has the powers of 1 − π that norms
+follow, _proxy.csv how well verl's sums stand for norms (as analyses/paper/optimal_baseline.py has it), _sizes.csv the
+shares of the summed gradient in batches of fewer prompts, _weightings.csv what token weightings would do (`gradscope
+compare`), _weights.csv how many weights training changed, _samples.csv what was sampled. Bounds are over the prompts of
+one batch (8, and 24 where gradients are summed), before training over four batches. One run of one seed: it tells of
+no other.
+
+The paper has no such figure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from jaxtyping import Float
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from analyses.common.measurements import read_table
+from analyses.common.script import exit_with
+from analyses.common.tables import write_csv
+from analyses.measure.words_trained import unflatten
+from analyses.paper import pretrained_batches
+from analyses.paper.optimal_baseline import judge_all, judge_tokens
+from gradscope.diagnosis import gradient_rows, sum_by_prompt, token_shares
+from gradscope.gradients import ADAMW, LAYER, PARAMETERS, Gram
+from gradscope.intervals import interval_labels
+from gradscope.plots import interval_colors, paper_style, save_figure
+from gradscope.theory import fit_powers
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the script."""
+
+    out: Path = Path("figures/words")
+    """Folder of the picture and the tables."""
+    scale: str = "words"
+    """The scale of analyses/runs.toml whose measurement is drawn."""
+
+
+NAME, LABELS = "words_trained", interval_labels()
+TABLES = (
+    *("tokens.parquet", "summed.parquet", "products.parquet", "responses.parquet", "scaled.parquet"),
+    *("weightings.csv", "weights.csv", "samples.csv"),
+)
+START, END = "before training", "after 60 steps"
+COLORS = {START: "#9aa5b1", END: "#b5548a"}
+QUANTITIES = ("token_share", "squared_share", "norm_ratio", "gradient_share", "signal_fraction")
+SHOWN = {"token_share": "share of the tokens", "gradient_share": "share of the summed gradient"}
+SCALED_PAIRS = {"‖g‖² by ‖e − π‖², some": PARAMETERS, "‖g‖² in AdamW's metric by ‖e − π‖²": ADAMW}
+"""Both on the tokens whose norms are known in AdamW's metric."""
+NUMBERS = ("cosine", "norm_ratio", "signal_to_noise", "right_sgd", "effective_share")
+"""Of a weighting, those that are kept with their bounds."""
+DEALS = 200
+
+
+def table(options: Options) -> dict[str, pd.DataFrame]:
+    """The numbers, by what their file's name ends with."""
+    of = {name.split(".")[0]: read_table(NAME, name, scale=options.scale) for name in TABLES}
+    start = {
+        name: pretrained_batches.pick(rows, ("smollm2-words", 1.0)).reset_index(drop=True)
+        for name, rows in pretrained_batches.table(pretrained_batches.Options(scale=options.scale)).items()
+    }
+    shares = token_shares(sum_by_prompt(of["tokens"], len(LABELS)), LABELS)
+    products, counts = unflatten(of["products"]), pd.crosstab(of["summed"]["group"], of["summed"]["interval"])
+    sums = gradient_rows(Gram.exact(products), counts.to_numpy(float), LABELS, metric="raw")
+    in_adamw = token_shares(sum_by_prompt(of["scaled"], len(LABELS), ADAMW), LABELS)
+    in_adamw = in_adamw[in_adamw["statistic"] == "squared_share"].assign(metric="adamw")
+    end = pd.concat([shares, sums, in_adamw]).assign(when=END)
+    before = pretrained_batches.compare(start["gradients"]).assign(when=START, metric="raw")
+    before = before.rename(columns={"quantity": "statistic", "mean": "value"})
+    columns = ["when", "statistic", "metric", "interval", "value", "lower", "upper"]
+    proxy = [judge_all(of["responses"], of["tokens"])]
+    for name, norm in SCALED_PAIRS.items():
+        scaled = of["scaled"].assign(**{PARAMETERS: of["scaled"][norm]})
+        proxy.append(pd.DataFrame([{"question": "ii", "pair": name, "of": "token"} | judge_tokens(scaled)]))
+    ends = [name + end for name in NUMBERS for end in ("", "_lower", "_upper")]
+    weightings = of["weightings"][["method", "step", *(end for end in ends if end in of["weightings"])]]
+    powers = [fit_powers(start["tokens"]).assign(when=START), fit_powers(of["tokens"]).assign(when=END)]
+    return {
+        "": pd.concat([before, end[end["statistic"].isin(QUANTITIES)]])[columns],
+        "_powers": pd.concat(powers),
+        "_proxy": pd.concat(proxy),
+        "_sizes": by_size(products),
+        "_weightings": weightings,
+        "_weights": share_weights(of["weights"]),
+        "_samples": of["samples"],
+    }
+
+
+def by_size(products: Float[np.ndarray, "n A n A"]) -> pd.DataFrame:
+    """⟨G_a, G⟩/‖G‖² in batches of fewer prompts, dealt of these DEALS times: mean, and where 95 % of them lie.
+
+    A batch all of whose rewards are alike within prompts has no gradient, and is left out.
+    """
+    count, rng, along, rows = len(products), np.random.default_rng(0), products.sum(3), []
+    for size in (2**power for power in range(count.bit_length())):
+        dealt = rng.permuted(np.tile(np.arange(count), (DEALS if size < count else 1, 1)), axis=1)
+        inside = np.zeros((len(dealt) * (count // size), count))
+        np.put_along_axis(inside, dealt[:, : count // size * size].reshape(-1, size), 1.0, axis=1)
+        parts = np.einsum("kp,paq,kq->ka", inside, along, inside)
+        parts = parts[parts.sum(1) > 0]
+        for label, own in zip(LABELS, (parts / parts.sum(1, keepdims=True)).T, strict=True):
+            lower, upper = np.quantile(own, [0.025, 0.975])
+            row = {"prompts": size, "interval": label, "batches": len(own)}
+            rows.append(row | {"mean": own.mean(), "lower": lower, "upper": upper})
+    return pd.DataFrame(rows)
+
+
+def share_weights(weights: pd.DataFrame) -> pd.DataFrame:
+    """Which share of a group's weights changed, which in bfloat16, and by how much of their norm; and of all."""
+    whole = weights.drop(columns="group").sum().to_frame().T.assign(group="all")
+    weights = pd.concat([weights, whole], ignore_index=True)
+    for name in ("changed", "changed_bfloat16"):
+        weights[f"{name}_share"] = weights[name] / weights["weights"]
+    return weights.assign(relative_change=np.sqrt(weights["square_change"] / weights["square_norm"]))
+
+
+def draw_shares(ax: Axes, rows: pd.DataFrame, title: str) -> None:
+    """A quantity by interval, before and after."""
+    for number, (when, color) in enumerate(COLORS.items()):
+        own = rows[rows["when"] == when].set_index("interval").loc[LABELS]
+        errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["value"].to_numpy())
+        ax.bar(np.arange(len(own)) + 0.4 * number, own["value"], 0.4, yerr=errors, color=color, label=when)
+    ax.axhline(0, color="0.6", lw=0.8)
+    ax.set_xticks(np.arange(len(LABELS)) + 0.2, LABELS)
+    ax.set(ylabel=f"{title}\n(95 %)", xlabel="π of the tokens")
+
+
+@paper_style()
+def draw(found: dict[str, pd.DataFrame]) -> Figure:
+    """Shares by interval, the power of 1 − π by layer, and shares by size of batch."""
+    figure, axes = plt.subplots(1, 4, figsize=(12.0, 2.9), layout="constrained")
+    for ax, (quantity, title) in zip(axes, SHOWN.items(), strict=False):
+        draw_shares(ax, found[""][found[""]["statistic"] == quantity], title)
+    axes[0].legend(loc="upper left")
+    for when, color in COLORS.items():
+        powers = found["_powers"][found["_powers"]["when"] == when]
+        layers = powers[powers["quantity"].str.startswith(LAYER)]
+        places = layers["quantity"].str.removeprefix(LAYER).astype(int)
+        axes[2].plot(places, layers["slope"], color=color, label=when)
+        axes[2].fill_between(places, layers["slope_lower"], layers["slope_upper"], color=color, alpha=0.25, lw=0)
+    axes[2].axhline(1, color="0.6", lw=0.8, ls="--")
+    axes[2].set(xlabel="layer", ylabel="power of 1 − π\nthat norms follow (95 %)")
+    sizes = found["_sizes"]
+    for place, (label, color) in enumerate(zip(LABELS, interval_colors(), strict=True)):
+        own = sizes[sizes["interval"] == label]
+        errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["mean"].to_numpy())
+        beside = own["prompts"] * 1.06 ** (place - 1.5)
+        axes[3].errorbar(beside, own["mean"], errors, fmt="o-", color=color, ms=3.5, lw=1, capsize=2, label=label)
+    axes[3].set_xscale("log", base=2)
+    axes[3].set_xticks(sizes["prompts"].unique(), sizes["prompts"].unique().astype(str))
+    axes[3].set(xlabel=f"prompts in the batch, {END}", ylabel="share of the summed gradient\n(mean, 95 % of batches)")
+    figure.legend(*axes[3].get_legend_handles_labels(), title="π", loc="outside right center")
+    return figure
+
+
+def main(options: Options) -> None:
+    found = table(options)
+    save_figure(draw(found), options.out / f"{NAME}.png", found[""])
+    for end, rows in found.items():
+        write_csv(rows, options.out / f"{NAME}{end}.csv", float_format="%.4g")
+        print(rows.to_string(index=False, float_format="{:.3g}".format))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
