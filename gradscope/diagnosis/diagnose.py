@@ -1,9 +1,8 @@
-"""One checkpoint's diagnosis in numbers: who dominates the update, how much, where, what a step does.
+"""Diagnose one checkpoint: which tokens dominate the update, by how much, where, and what a step does.
 
-`diagnose` settles the inputs, makes four parts (tokens, gradients, steps, comparison) and joins them; one
-file, for the parts share one budget of minutes and one list of notes. All headline numbers are rows
-of one tidy frame (`result.COLUMNS`); what they mean stands in the files that make them and, in words that a page can
-quote, in `glossary.DEFINITIONS`.
+`diagnose` resolves the inputs and computes four parts (tokens, gradients, steps, comparison), which share a time limit
+and a list of notes. All headline numbers are rows of one tidy frame (`result.COLUMNS`), explained in
+`glossary.DEFINITIONS` and in the files that compute them.
 """
 
 from __future__ import annotations
@@ -103,22 +102,21 @@ def diagnose(
     progress: bool | Progress = False,
     **changes: Unpack[DiagnosisKeywords],
 ) -> Diagnosis | None:
-    """Diagnose one checkpoint by one batch of rollouts; the policy is as it was afterwards.
+    """Diagnose one checkpoint on one batch of rollouts, leaving the policy unchanged.
 
-    policy, batch: or the paths that `load_policy` and `read_rollouts` take. changes: fields of DiagnosisSettings (loss,
-    seed, minutes, …), each in the place of that in `settings`; where neither is given, the loss is what the log at a
-    path says was trained, where it does. table: of `measure(policy, batch, …)` with the settings'
-    loss and edges and the batch's temperatures; it may be of a sample of tokens; None: measured here.
-    optimizer_state: what AdamW's `state_dict()` saved, or its file, which gives its metric and is what steps go on
-    from; or an `AdamWState`, which gives the metric alone; None: no numbers in AdamW's metric, and steps are
-    `settings.step`, else the paper's SGD.
+    policy, batch: objects, or paths for `load_policy` and `read_rollouts`. changes: fields of DiagnosisSettings (loss,
+    seed, minutes, …) that override `settings`; if neither gives a loss, the one recorded in the rollouts is used, if
+    any. table: from `measure(policy, batch, …)` with the same loss, edges and temperatures, possibly of a sample of
+    tokens; None: measure it here. optimizer_state: AdamW's `state_dict()` or its file, for AdamW's metric and as the
+    state that steps start from, or an `AdamWState` for the metric alone; None: no numbers in AdamW's metric, and steps
+    use `settings.step`, else the paper's SGD.
 
-    processes: each calls this with the same arguments, a table among them; they share the summed gradients, and all but
-    the main one get None.
+    processes: all call this with the same arguments, including a table, and share the summed gradients; all but the
+    main process get None.
 
-    Without advantages and rewards there are no weights: only what the norms say is left. Intervals of 95 % redraw whole
-    prompts, and are NaN with one; see `tokens` and `gradients`. Raises InputError for settings, a
-    table or a state that do not fit; a part that this policy or batch cannot give is left out, and a note says why.
+    Without advantages or rewards there are no weights, only norms. The 95 % intervals resample whole prompts, and are
+    NaN for a single prompt; see `tokens` and `gradients`. Raises InputError if settings, table or state do not fit;
+    parts that this policy or batch does not permit are left out with a note.
     """
     own_loss = settings is not None or "loss" in changes
     settings = make_settings(DiagnosisSettings, "diagnose", vars(settings or DiagnosisSettings()) | changes)
@@ -153,7 +151,7 @@ def diagnose(
     J = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))
     task = Task(J, table, settings, step, saved, metric, _settle_minutes(J, table, settings, watch))
     task.notes.extend(_first_notes(task, logged or ()))
-    if settings.minutes is None:  # else the clock plans
+    if settings.minutes is None:  # else planned by time
         progress.plan(_plan_parts(task))
     with processes.together(), progress.stage(TOKENS):
         token_part = describe_tokens(task) if processes.is_main else TokenPart()
@@ -216,14 +214,14 @@ def diagnose(
 
 @dataclass(frozen=True)
 class Task:
-    """The settled inputs of a diagnosis; only its notes and the minutes spent grow."""
+    """The resolved inputs of a diagnosis; only notes and elapsed time change."""
 
     jacobian: TokenJacobian
     table: pd.DataFrame
     settings: DiagnosisSettings
     step: StepSettings
     saved: dict[str, Any] | None
-    """The optimizer's whole state, which steps go on from."""
+    """The full optimizer state that steps start from."""
     metric: AdamWState | None
     minutes: Minutes
     notes: list[Note] = field(default_factory=list)
@@ -248,26 +246,26 @@ class Task:
 
     @cached_property
     def weighted(self) -> bool:
-        """Whether there is a gradient: every weight is known, and one is not 0."""
+        """Whether there is a gradient: all weights are known, and some are nonzero."""
         return has_gradient(self.table)
 
     def note(self, kind: str, text: str) -> None:
         self.notes.append(Note(text, kind))
 
     def leave_out(self, part: str, kind: str, why: str) -> None:
-        """Tell that a part, a key of `PARTS`, is not there: it must not be."""
+        """Record that a part (a key of `PARTS`) is left out, with a note."""
         self.left_out.append(part)
         self.note(kind, f"Left out: {PARTS[part]} ({why}).")
 
     def affords(self, part: str, forward_passes: float) -> bool:
-        """Return whether this many forward passes fit into the minutes; if not, add a note."""
+        """Return whether this many forward passes fit into the time limit; if not, add a note."""
         fits = forward_passes <= self.minutes.left
         if not fits:
             self.run_out(part, forward_passes)
         return fits
 
     def run_out(self, part: str, forward_passes: float) -> None:
-        """Leave a part out for want of time."""
+        """Leave a part out for lack of time."""
         seconds, left = (self.minutes.pass_seconds * passes for passes in (forward_passes, self.minutes.left))
         why = f"it would take {describe_seconds(seconds)}, and {describe_seconds(left)} of the minutes are left"
         self.leave_out(part, "minutes", why)
@@ -283,7 +281,7 @@ class Task:
             return_freed_memory()
 
     def resampling(self, part: int) -> dict[str, Any]:
-        """Return each part's own random numbers, so that leaving one out changes no other."""
+        """Return a part's own random numbers, so that leaving one part out does not change the others."""
         rng = np.random.default_rng([self.settings.seed, part])
         return {"seed": rng, "resamples": self.settings.resamples}
 
@@ -304,9 +302,9 @@ def _settle_minutes(J: TokenJacobian, table: pd.DataFrame, settings: DiagnosisSe
 
 
 def _first_notes(task: Task, logged: Sequence[Note]) -> list[Note]:
-    """Return what must be known of the rollouts before any number; warnings come first."""
+    """Return the notes about the rollouts, warnings first."""
     batch = steps.tell_pooled(task.batch, task.table)
-    told = (*logged, *batch.without_notes("on-policy").notes)  # of that the table knows more
+    told = (*logged, *batch.without_notes("on-policy").notes)  # the table knows more about that
     first = [note for kind in WARNINGS for note in told if note.kind == kind]
     whole = {"second_moments": task.metric is not None, "whole_state": task.saved is not None}
     limits = note_limits(task.table, task.labels, **whole)
@@ -314,7 +312,7 @@ def _first_notes(task: Task, logged: Sequence[Note]) -> list[Note]:
 
 
 def _plan_parts(task: Task) -> dict[str, float]:
-    """Return what this diagnosis makes, and what each part costs in forward passes."""
+    """Return the parts to compute, and each one's cost in forward passes."""
     if not task.weighted:
         return {TOKENS: 1.0}
     own = {"metric": task.metric is not None, "way": task.settings.gradient_way}
@@ -324,7 +322,7 @@ def _plan_parts(task: Task) -> dict[str, float]:
 
 
 def _time_pass(J: TokenJacobian) -> float:
-    """Return the seconds of a forward pass over the batch, judged by the longest response's."""
+    """Estimate the seconds of a forward pass over the batch from one over the longest response."""
     lengths = J.batch.attention_mask.sum(1) * J.batch.response_mask.any(1)
     longest = int(lengths.argmax())
     one, start = J.select([longest]).moved(), perf_counter()
@@ -334,7 +332,7 @@ def _time_pass(J: TokenJacobian) -> float:
 
 @dataclass(frozen=True)
 class TokenPart:
-    """What the table alone says."""
+    """Results from the table alone."""
 
     rows: tuple[pd.DataFrame, ...] = ()
     bounds: BoundMargins | None = None
@@ -379,14 +377,14 @@ def describe_tokens(task: Task) -> TokenPart:
         apart,
     )
     if table["old_logprob"].isna().any():
-        task.note("on-policy", "Some or all old log-probabilities are unknown: these tokens are taken as on-policy.")
+        task.note("on-policy", "Some or all old log-probabilities are unknown; these tokens count as on-policy.")
     if task.weighted and settings.loss.kl_coef and table["ref_logprob"].isna().any():
-        task.note("no-kl", "Some or all reference log-probabilities are unknown: these tokens have no KL part.")
+        task.note("no-kl", "Some or all reference log-probabilities are unknown; these tokens have no KL part.")
     return TokenPart(rows, bounds, layers, drivers, proxies, where, spikes, modules, mismatch)
 
 
 def try_other_temperatures(task: Task) -> pd.DataFrame | None:
-    """Return the headline at other temperatures, where the rollouts' own is not known: it is told in that note."""
+    """Return the headline at other temperatures if the rollouts' is unknown, and add it to the note that says so."""
     unknown = [place for place, note in enumerate(task.notes) if note.kind == "temperature"]
     if not task.weighted or not unknown:
         return None
@@ -400,15 +398,15 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
 
 
 def compare_weightings(task: Task, slopes: np.ndarray | None) -> Comparison | None:
-    """Return what each weighting would change; None where it is not asked for, or was left out.
+    """Return the effect of each weighting; None if not requested, or left out.
 
-    slopes: `updates.entropy_slopes`, where they are known.
+    slopes: `updates.entropy_slopes`, if known.
     """
     s, size = task.settings, sum(p.numel() for p in task.policy.model.parameters())
     if not task.weighted or s.compare is False:
         return None
     if s.compare is None and size >= LARGE:
-        task.leave_out("comparison", "large", f"of {size:,} parameters; --compare does it all the same")
+        task.leave_out("comparison", "large", f"because the policy has {size:,} parameters; --compare forces it")
         return None
     settings = ComparisonSettings(loss=s.loss, edges=s.edges, step=task.step, seed=s.seed, resamples=s.resamples)
 
@@ -436,20 +434,20 @@ def _without_bounds(
 
 @dataclass(frozen=True)
 class GradientPart:
-    """What the intervals' summed gradients say."""
+    """Results from the intervals' summed gradients."""
 
     rows: tuple[pd.DataFrame, ...] = ()
     cosines: dict[str, pd.DataFrame] = field(default_factory=dict)
-    """By metric, raw and adamw."""
+    """By metric: raw, adamw."""
     totals: torch.Tensor | None = None
-    """[A, P], the summed gradient of each interval's tokens, where it is at hand."""
+    """[A, P], the summed gradient of each interval's tokens, if in memory."""
     plan: SumsPlan | None = None
     prompts: pd.DataFrame | None = None
-    """Those whose gradients are in it: `gradients.prompt_table`."""
+    """The prompts included: `gradients.prompt_table`."""
 
 
 def sum_gradients(task: Task) -> GradientPart:
-    """Return the intervals' summed gradients, prompt by prompt."""
+    """Compute the intervals' summed gradients prompt by prompt."""
     if not task.weighted:
         return GradientPart()
     size, metric, J = len(task.labels), task.metric, task.jacobian
@@ -459,7 +457,7 @@ def sum_gradients(task: Task) -> GradientPart:
     once = plan.forward_passes * largest_share(len(J.prompts), task.processes.count)
     if metric is not None:
         passes = (1 + (plan.way != "whole")) * once
-        # One decides for all: each has a clock of its own.
+        # The main process decides for all, since each has its own clock.
         if not task.processes.gather([passes <= task.minutes.left])[0]:
             task.run_out("adamw_sums", passes)
             metric = None
@@ -487,7 +485,7 @@ def sum_gradients(task: Task) -> GradientPart:
         kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
         rows.append(squares[kept].assign(metric="adamw"))
     elif metric is not None:
-        task.leave_out("adamw_energy", "impossible", "the table has no norms in it; measure with metric adamw")
+        task.leave_out("adamw_energy", "impossible", "the table lacks norms in this metric; measure with metric adamw")
     cosines = {name: gradients.cosine_matrix(own.products) for name, own in made.items()}
     partial_sums = len(found.groups) < len(J.prompts)
     totals = None if found.totals is None or partial_sums else found.totals.rows
@@ -496,29 +494,29 @@ def sum_gradients(task: Task) -> GradientPart:
 
 @dataclass(frozen=True)
 class StepPart:
-    """What one step does, predicted to first order and split by source, and taken."""
+    """Effect of one step: predicted to first order and split by source, and measured."""
 
     rows: tuple[pd.DataFrame, ...] = ()
     influence: pd.DataFrame | None = None
     against: pd.DataFrame | None = None
     entropy: pd.DataFrame | None = None
     slopes: np.ndarray | None = None
-    """`Influence.entropy_slopes` of the whole batch, where the loss has no KL part."""
+    """`Influence.entropy_slopes` of the whole batch, if the loss has no KL part."""
     directions: tuple[pd.DataFrame, ...] = ()
-    """Tables of the predicted step, then of the one that was taken."""
+    """Tables of the predicted and of the real step."""
     movement: pd.DataFrame | None = None
 
 
 def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
-    """totals: the intervals' summed gradients, where they are at hand."""
+    """Predict and take steps. totals: the intervals' summed gradients, if in memory."""
     if not task.weighted:
         return StepPart()
     s, size, part = task.settings, len(task.labels), StepPart()
     cost = influence_cost(task.step, s.loss, num_intervals=size)
     moves = s.actual_step and task.affords("actual_step", update_cost())
     if s.influence_tokens is not None:
-        # A step on fewer prompts, where that on all takes too long.
-        # Whole prompts are taken, in random order: it must hold whichever is the first.
+        # If a step on all prompts takes too long, use fewer.
+        # Prompts come whole, in random order: any may be first, and must fit.
         whole, least = task.batch.num_tokens, int(task.table["group"].value_counts().max())
         budget = task.minutes.fit_influence(cost, s.influence_tokens, tokens=whole, least=least)
         if budget is None:
@@ -536,10 +534,10 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
         within = f"influence_tokens = {budget:,}" if budget == task.settings.influence_tokens else "the minutes"
         task.note(
             "influence-sample",
-            f"Influence between probability intervals is of a step on {batch.num_tokens:,} of {len(task.table):,} "
+            f"Influence between probability intervals refers to a step on {batch.num_tokens:,} of {len(task.table):,} "
             f"tokens (whole prompts within {within}, those with an advantage first).",
         )
-    # The step's intervals are those of π_old, and its KL part is a source of its own.
+    # The step's intervals are by π_old, and its KL part is a separate source.
     known = task.table[task.table["old_logprob"].notna()]
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), task.settings.edges) == known["interval"]
     shared = whole and same.all() and not task.table["kl_weight"].any()

@@ -22,7 +22,7 @@ class Minutes:
     """A budget for gradients and steps, by the wall clock; costs are in forward passes over the batch."""
 
     limit: int | float | None
-    """None: as long as it takes."""
+    """None: no limit."""
     pass_seconds: float = 0.0
     """Seconds of a forward pass, where there is a limit to keep to."""
     watch: Stopwatch = field(default_factory=Stopwatch)

@@ -1,4 +1,4 @@
-"""What a diagnosis is asked for, and what it returns: settings, rows of statistics, and one frozen result."""
+"""Settings, rows of statistics, and the frozen result of a diagnosis."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 TITLE = "gradscope diagnosis"
 """Title of a diagnosis's page."""
 COLUMNS = ["statistic", "metric", "interval", "value", "lower", "upper", "n", "unit"]
-"""metric: "raw" or "adamw" for a gradient, "none" for what is none; interval: a label such as "[0, ¼)", "all", or "";
-n: the tokens that the number rests on, measured ones where norms are meant; unit: share, bits, nats, ratio, cosine,
-correlation, squared (the unit of a squared gradient norm), norm, tokens, prompts."""
+"""metric: "raw" or "adamw" for gradients, else "none"; interval: a label such as "[0, ¼)", "all", or ""; n: number of
+tokens behind the value (measured tokens for norms); unit: share, bits, nats, ratio, cosine, correlation, squared (the
+unit of a squared gradient norm), norm, tokens, prompts."""
 SHORTAGE = ["lacks", "wanted"]
-"""lacks: "prompts" or "tokens" where a number has no bounds because these are too few, else ""; wanted: how many of
-them would give bounds, of tokens measured ones of that interval; else 0."""
+"""lacks: "prompts" or "tokens" if there are too few of them for bounds, else ""; wanted: how many prompts, or measured
+tokens of that interval, would give bounds, else 0."""
 
 
 def make_rows(
@@ -45,9 +45,9 @@ def make_rows(
     intervals: Sequence[str] = ("",),
     short: Sequence[Shortage | None] = (),
 ) -> pd.DataFrame:
-    """Make a row per interval of one statistic, from its values and bounds; non-finite numbers become NaN.
+    """Make one statistic's row for each interval from its values and bounds; non-finite numbers become NaN.
 
-    n: a count per interval, or one for all. short: what each lacks for bounds; with too little, it has none.
+    n: counts per interval, or one for all. short: what each interval lacks; those that lack anything get no bounds.
     """
     found = np.array(found, dtype=np.float64)
     short = [
@@ -66,21 +66,21 @@ def make_rows(
 def one_row(
     statistic: str, value: float, n: int, *, unit: str, metric: str = "none", interval: str = ""
 ) -> pd.DataFrame:
-    """Make the row of a number that belongs to no interval."""
+    """Make the row of a number that is not specific to an interval."""
     found = np.array([[value], [np.nan], [np.nan]], dtype=np.float64)
     return make_rows(statistic, found, n, unit=unit, metric=metric, intervals=[interval])
 
 
 def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
-    """Concatenate rows; the empty table if there are none."""
+    """Concatenate rows; return an empty table if there are none."""
     parts = [part for part in parts if len(part)]
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*COLUMNS, *SHORTAGE])
 
 
 def strike_bounds(rows: pd.DataFrame | None) -> pd.DataFrame | None:
-    """Remove the bounds of weighted statistics if too few prompts have an advantage; of `statistics` or others.
+    """Remove the bounds of weighted statistics (`statistics` or others) if too few prompts have an advantage.
 
-    Prompts without an advantage are redrawn, too, and say nothing of how much others would differ.
+    The bootstrap also draws prompts without an advantage, which say nothing about the variation between the others.
     """
     if rows is None:
         return None
@@ -93,23 +93,23 @@ def strike_bounds(rows: pd.DataFrame | None) -> pd.DataFrame | None:
 
 
 def pick_row(statistics: pd.DataFrame, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
-    """Return the row of that name; None if it was not computed. Raises InputError if the name occurs twice."""
+    """Return a statistic's row, or None if it was not computed. Raises InputError if there are several."""
     chosen = statistics[
         (statistics["statistic"] == statistic) & (statistics["metric"] == metric) & (statistics["interval"] == interval)
     ]
     if len(chosen) > 1:
-        raise InputError(f"{statistic} ({metric}, {interval}) is there {len(chosen)} times; give one diagnosis's rows")
+        raise InputError(f"{statistic} ({metric}, {interval}) occurs {len(chosen)} times; give one diagnosis's rows")
     return chosen.iloc[0] if len(chosen) else None
 
 
 Number = int | float
 
 LARGEST_SEED = 2**57
-"""torch takes seeds of 63 bits, and each part of a diagnosis has its own of the 64 that are made of one."""
+"""torch seeds have 63 bits, and each part of a diagnosis uses one of 64 seeds derived from the given one."""
 LARGE = 100_000_000
-"""Parameters from which on weightings are compared only on demand: it takes more passes than all the rest."""
+"""Size from which weightings are compared only on request, since this takes more passes than all the rest."""
 WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step", "pooled")
-"""Kinds of notes that may change the verdict itself; the page shows them first and unfolded."""
+"""Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
 CAVEATS = (
     *WARNINGS,
     *("unknown-advantages", "no-gradient", "one-prompt", "few-prompts", "impossible-advantages", "mixed-groups"),
@@ -117,15 +117,15 @@ CAVEATS = (
     *("sampled-norms", "influence-sample", "minutes", "impossible", "large", "late", "empty-interval", "dump"),
     *("on-policy", "no-kl", "second-moments", "no-optimizer", "step", "loss"),
 )
-"""Kinds of notes, the one first that may change most of what a page says; others come last."""
+"""Kinds of notes, those first that may change most of the page; other kinds come last."""
 REWARD_PART = "reward."
-"""Beginning of the columns of a response's `reward_parts`."""
+"""Prefix of the columns with a response's `reward_parts`."""
 VERDICT_PROMPTS = FEWEST
-"""Fewest prompts for an interval (`resampling`) and a verdict."""
+"""Minimum number of prompts for a confidence interval (`resampling`) and a verdict."""
 
 
 UNWEIGHTED = ("token_share", "logprob_difference_mean", "ratio_mean")
-"""Statistics with bounds that rest on all prompts, with an advantage or without."""
+"""Statistics whose bounds rest on all prompts, including those without an advantage."""
 PARTS = {
     "temperatures": "other temperatures",
     "where": "where the norm is",
@@ -137,7 +137,7 @@ PARTS = {
     "influence": "influence between probability intervals",
     "comparison": "what each weighting would change",
 }
-"""Optional parts, in words."""
+"""Optional parts and their names in sentences."""
 
 
 @dataclass(frozen=True)
@@ -145,60 +145,58 @@ class DiagnosisSettings:
     """Settings that change a diagnosis's numbers."""
 
     loss: LossSettings = PAPER
-    """The objective; a table that is given must have been measured with it."""
+    """The objective; a given table must have been measured with it."""
     edges: tuple[Number, ...] = EDGES
-    """Edges of the intervals of π; a table that is given must have the same."""
+    """Edges of the intervals of π; a given table must have the same."""
     tokens_per_interval: int | Literal["auto", "enough"] | None = "enough"
-    """Where the table is measured here: see `MeasureSettings`."""
+    """Tokens to measure per interval if no table is given; see `MeasureSettings`."""
     classes: int = 4
-    """Classes of position and of entropy, of equally many tokens."""
+    """Number of classes by position and by entropy, each with the same number of tokens."""
     top: int = 20
-    """Tokens shown of the largest ‖w·g‖, and of those that move farthest against their advantage."""
+    """Number of tokens to list by ‖w·g‖ and by movement against their advantage."""
     gradient_memory: int | None = None
-    """Bytes for gradients: those of prompts and intervals are made whole or as sketches (see
-    `TokenJacobian.gram`); those of steps, predicted and taken, lie in scratch files where they need more.
-    None: a sixth of what is free."""
+    """Bytes for gradients. Gradients of prompts and intervals are computed whole or as sketches (see
+    `TokenJacobian.gram`) to fit; those of predicted and real steps use scratch files if they need more. None: a sixth
+    of the free memory."""
     gradient_way: Literal["whole", "sketches"] | None = None
-    """How those of prompts and intervals are made, whatever it costs."""
+    """How to compute the gradients of prompts and intervals, regardless of cost; None: what fits."""
     minutes: Number | None = None
-    """For all of it, the table among it where none is given. Some prompts are looked at and of fewer gradients are
-    summed, as many as fit; AdamW's metric, steps and the comparison are left out, with a note, where they would take
-    longer. None: everything, as long as it takes."""
+    """Time limit for the whole diagnosis, including the table if none is given. Prompts are subsampled to fit, those
+    with summed gradients further; AdamW's metric, steps and the comparison are left out, with a note, if they would
+    take longer. None: no limit."""
     influence_tokens: int | None = 16_000
-    """Tokens, of whole prompts, of the step whose movement is split by source; None: skipped."""
+    """Number of tokens (in whole prompts) of the step whose movement is split by source; None: skip this."""
     actual_step: bool = True
-    """Take the whole batch's step, look, and rewind it."""
+    """Take one real step with the whole batch, measure its effect, and undo it."""
     compare: bool | None = None
-    """Compare every weighting that the table has columns for; None: of policies below `LARGE` parameters."""
+    """Compare every weighting whose columns the table has; None: if the policy has fewer than `LARGE` parameters."""
     step: StepSettings | None = None
-    """Optimizer of all steps; None: as the optimizer state says, else the paper's SGD."""
+    """Optimizer of all steps; None: the optimizer state's, else the paper's SGD."""
     micro_batch_size: int = 8
-    """Most responses in a forward pass of the gradients; changes nothing but rounding."""
+    """Maximum number of responses in a forward pass for gradients; affects only rounding."""
     resamples: int = 1000
-    """Resamples of every bootstrap."""
+    """Number of resamples of every bootstrap."""
     seed: int = 0
-    """Seed of every random number."""
+    """Seed for all random numbers."""
 
     def check(self) -> None:
-        """Raise InputError for settings with which nothing can be diagnosed."""
+        """Raise InputError for settings that make no diagnosis possible."""
         self.loss.check()
         interval_labels(self.edges)
         if self.step is not None:
             self.step.check()
         if self.minutes is not None and not 0 < self.minutes < float("inf"):
-            raise InputError(f"minutes is {self.minutes}; give a positive number, or None: as long as it takes")
+            raise InputError(f"minutes is {self.minutes}; give a positive number, or None for no limit")
         for name in ("classes", "top", "gradient_memory", "influence_tokens", "micro_batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InputError(f"{name} is {value}; give 1 or more")
         if self.resamples < 1 or not 0 <= self.seed < LARGEST_SEED:
-            raise InputError(
-                f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 or more (below 2**57)"
-            )
+            raise InputError(f"resamples is {self.resamples} and seed {self.seed}; give 1 or more, and 0 to 2**57 − 1")
 
 
 class DiagnosisKeywords(TypedDict, total=False):
-    """The fields of `DiagnosisSettings`, as keywords of `diagnose`."""
+    """Fields of `DiagnosisSettings` as keywords of `diagnose`."""
 
     loss: LossSettings
     edges: tuple[Number, ...]
@@ -218,21 +216,21 @@ class DiagnosisKeywords(TypedDict, total=False):
 
 
 class Verdict(StrEnum):
-    """A finding's verdict, for code to ask instead of reading its sentence."""
+    """A finding's verdict, for use in code."""
 
     DOMINATES = "dominates"
-    """More than in proportion, and more than any other interval."""
+    """More than proportional, and more than any other interval."""
     MORE = "more"
-    """More than what it is compared with: its number, 1−π, one half, the rest."""
+    """More than the reference: the share of tokens, 1−π, one half, or the rest."""
     LESS = "less"
     UNDECIDED = "undecided"
-    """The interval holds both, or the prompts are too few."""
+    """The confidence interval contains both, or there are too few prompts."""
     UNKNOWN = "unknown"
-    """The numbers are not there."""
+    """The numbers are missing."""
     BROKEN = "broken"
-    """A bound that must hold does not."""
+    """A bound that must hold is violated."""
     FACT = "fact"
-    """A number of this batch with nothing to decide."""
+    """A number without anything to decide."""
 
 
 @dataclass(frozen=True)
@@ -240,7 +238,7 @@ class Finding:
     """One sentence of a diagnosis; unpacks as (statement, detail, tone)."""
 
     kind: str
-    """What it is about: dominance_raw, dominance_adamw, concentration, added, norms, summed_raw, summed_adamw, signal,
+    """Its subject: dominance_raw, dominance_adamw, concentration, added, norms, summed_raw, summed_adamw, signal,
     influence, direction_positive, direction_negative, where_token_class, where_position_class, driver, spikes, kl,
     mismatch, lag, bounds or setting."""
     verdict: Verdict
@@ -249,14 +247,14 @@ class Finding:
     tone: str = "plain"
     """plain, good, warn or bad."""
     brief: str = ""
-    """The statement without numbers that a page's first screen has already; "": it is said whole."""
+    """The statement without numbers that the page's first screen already shows; "": use the full statement."""
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.statement, self.detail, self.tone))
 
 
 class Findings(tuple[Finding, ...]):
-    """The findings of a diagnosis, the most telling first; by place, or by kind: findings["dominance_raw"]."""
+    """The findings of a diagnosis, most important first; index by position or kind: findings["dominance_raw"]."""
 
     @overload
     def __getitem__(self, key: str | SupportsIndex) -> Finding: ...
@@ -279,7 +277,7 @@ class Findings(tuple[Finding, ...]):
 
 
 def by_weight(notes: Sequence[Note]) -> list[Note]:
-    """Return the notes, those first that may change most; a sentence without a kind counts as one of the log's.
+    """Sort notes by how much they may change; a sentence without a kind counts as a note of the log.
 
     >>> from gradscope.rollouts import Note
     >>> by_weight([Note("b", "no-optimizer"), "a", Note("c", "few-prompts")])
@@ -290,7 +288,7 @@ def by_weight(notes: Sequence[Note]) -> list[Note]:
 
 
 def few_words(informative: int, prompts: int) -> str:
-    """So many prompts with an advantage, of all, are too few: the subject of a sentence and its verb."""
+    """Return words such as "3 prompts with an advantage are too few"."""
     served = "" if informative == prompts else " with an advantage"
     one = informative == 1
     return f"{informative} prompt{'' if one else 's'}{served} {'is' if one else 'are'} too few"
@@ -298,32 +296,32 @@ def few_words(informative: int, prompts: int) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """Shares by probability interval of what is no whole diagnosis: enough for a verdict on dominance."""
+    """Shares by probability interval without a whole diagnosis: enough for a verdict on dominance."""
 
     statistics: pd.DataFrame
     """Rows of `token_shares`."""
     labels: tuple[str, ...]
     num_prompts: int
     num_informative_prompts: int
-    """Those with a gradient."""
+    """Number of prompts with a gradient."""
 
     @property
     def few_prompts(self) -> str:
         return few_words(self.num_informative_prompts, self.num_prompts)
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
-        """Return the row of `statistics` of that name; None if it was not computed."""
+        """Return a row of `statistics`, or None if it was not computed."""
         return pick_row(self.statistics, statistic, metric, interval)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Diagnosis:
-    """What one checkpoint does with one batch of rollouts. Parts that were not computed are None, with a note."""
+    """The diagnosis of one checkpoint on one batch. Parts that were not computed are None; notes say why."""
 
     statistics: pd.DataFrame
-    """Every headline number, a row each: see `COLUMNS` and `SHORTAGE`."""
+    """All headline numbers, one per row; see `COLUMNS` and `SHORTAGE`."""
     notes: tuple[Note, ...]
-    """What a reader must know: what is missing, sampled or rough; sentences, each with a `kind`."""
+    """Sentences about what is missing, sampled or approximate, each with a `kind`."""
     table: pd.DataFrame
     """The token table."""
     labels: tuple[str, ...]
@@ -332,61 +330,61 @@ class Diagnosis:
     num_responses: int
     settings: DiagnosisSettings
     step: StepSettings
-    """The one that was used for steps, predicted or taken."""
+    """Optimizer settings of the predicted and real steps."""
     parameters: str = "all parameters"
-    """What ‖g‖ and G_a are over, in words."""
+    """The parameters that ‖g‖ and G_a cover, in words."""
     of_prompts: int | None = None
-    """Prompts of the whole batch, of which `num_prompts` were looked at; None: all were."""
+    """Prompts in the whole batch, of which `num_prompts` were used; None: all were used."""
     of_tokens: int | None = None
-    """Tokens of the whole batch; None: those of the table."""
+    """Tokens in the whole batch; None: as in the table."""
     by_prompt: pd.DataFrame | None = None
-    """A row per prompt whose gradient is summed: `gradients.prompt_table` and `add_rollouts`."""
+    """One row per prompt with a summed gradient: `gradients.prompt_table` and `add_rollouts`."""
     precision: str | None = None
-    """What a larger sample of tokens would add: `precision.sampling_error` in words; None: all were measured."""
+    """What a larger sample of tokens would gain, from `precision.sampling_error`; None: all were measured."""
     num_informative_prompts: int | None = None
-    """Prompts with an advantage other than 0, on which all that is said of gradients rests; None: all."""
+    """Number of prompts with a nonzero advantage, on which all statements about gradients rest; None: all."""
     left_out: tuple[str, ...] = ()
-    """Parts that were asked for and are not there, of `PARTS`; a note says why."""
+    """Keys of `PARTS` that were requested but are missing; notes say why."""
     sums: SumsPlan | None = None
-    """How the summed gradients were made; None: there are none."""
+    """How the summed gradients were computed; None if they were not."""
     bounds: BoundMargins | None = None
     layers: pd.DataFrame | None = None
-    """Mean norms by place and interval: `tokens.layer_norms`."""
+    """Mean norms by layer and interval: `tokens.layer_norms`."""
     drivers: pd.DataFrame | None = None
-    """Probability or entropy: `drivers.regress_norms`."""
+    """Whether probability or entropy drives the norms: `drivers.regress_norms`."""
     proxies: pd.DataFrame | None = None
-    """How well cheap numbers stand for the norms: `theory.judge_proxies`."""
+    """How well cheap proxies predict the norms: `theory.judge_proxies`."""
     where: pd.DataFrame | None = None
-    """Shares by token class, position, length of the response, entropy, sign of Â: `tokens.shares_by`."""
+    """Shares by token class, position, response length, entropy and sign of Â: `tokens.shares_by`."""
     spikes: pd.DataFrame | None = None
-    """Tokens of the largest ‖w·g‖: `tokens.largest_tokens`, with their response's `reward`, and its parts as columns
-    REWARD_PART + name, where those are known."""
+    """Tokens with the largest ‖w·g‖: `tokens.largest_tokens`, with their response's `reward` and its parts (columns
+    REWARD_PART + name) if known."""
     modules: pd.DataFrame | None = None
     """Shares of the gradient energy by module, over all blocks: `tokens.module_shares`."""
     temperatures: pd.DataFrame | None = None
-    """The headline at other temperatures, where the rollouts' own is not known: `temperatures.try_temperatures`."""
+    """The headline at other temperatures if the rollouts' is unknown: `temperatures.try_temperatures`."""
     cosines: pd.DataFrame | None = None
-    """Between the intervals' summed gradients."""
+    """Cosines between the intervals' summed gradients."""
     adamw_cosines: pd.DataFrame | None = None
     influence: pd.DataFrame | None = None
-    """Who moves whom: `updates.influence_table`."""
+    """Which interval moves which: `updates.influence_table`."""
     against: pd.DataFrame | None = None
-    """Tokens predicted to move farthest against their advantage: `updates.moved_against`."""
+    """Tokens predicted to move most against their advantage: `updates.moved_against`."""
     directions: pd.DataFrame | None = None
     """Right-direction shares by interval and sign, with a column `kind`: predicted or actual."""
     mismatch: pd.DataFrame | None = None
-    """How far the sampler's log π is from the trainer's, by interval: `steps.mismatch_rows`."""
+    """Difference between the sampler's and the trainer's log π by interval: `steps.mismatch_rows`."""
     entropy: pd.DataFrame | None = None
-    """Whose gradients change the mean entropy, by interval and sign of Â: `steps.entropy_rows`."""
+    """Contributions to the change of the mean entropy by interval and sign of Â: `steps.entropy_rows`."""
     movement: pd.DataFrame | None = None
-    """`updates.movement_table` of the actual step, whose columns end with .all; it joins `table` by response and
+    """`updates.movement_table` of the real step, with columns ending in .all; join with `table` by response and
     position."""
     comparison: Comparison | None = None
-    """What each weighting would change: `updates.compare`."""
+    """Effect of each weighting: `updates.compare`."""
     findings: Findings = field(default_factory=Findings)
-    """What the numbers say, in sentences: found.findings["dominance_raw"].verdict."""
+    """The numbers in sentences, e.g. found.findings["dominance_raw"].verdict."""
     report: Callable[..., Any] | None = None
-    """`make_report` of this diagnosis, its policy and its batch; None for one that was put together by hand."""
+    """`make_report` for this diagnosis, its policy and batch; None if the diagnosis was assembled by hand."""
 
     def __post_init__(self) -> None:
         known = {"num_informative_prompts": self.num_prompts, "of_prompts": self.num_prompts}
@@ -396,34 +394,34 @@ class Diagnosis:
 
     @property
     def prompts(self) -> str:
-        """How many prompts there are, and how many of them have an advantage."""
+        """The number of prompts in words, such as "12 prompts (8 of them with an advantage)"."""
         served = self.num_informative_prompts
         of = "" if served == self.num_prompts else f" ({served:,} of them with an advantage)"
         return f"{self.num_prompts:,} prompt{'' if self.num_prompts == 1 else 's'}{of}"
 
     @property
     def sums_prompts(self) -> int | None:
-        """Prompts whose gradients are summed; None: there are no sums."""
+        """Number of prompts with summed gradients; None if there are none."""
         return None if self.by_prompt is None else len(self.by_prompt)
 
     @property
     def summed_prompts(self) -> str:
-        """Which prompts the summed gradients are of."""
+        """The prompts of the summed gradients in words."""
         partial = self.sums_prompts is not None and self.sums_prompts < self.num_prompts
         return f"{self.sums_prompts:,} of the {self.prompts}" if partial else self.prompts
 
     @property
     def few_prompts(self) -> str:
-        """How many prompts the numbers rest on, which are too few: the subject of a sentence and its verb."""
+        """What `few_words` returns for the prompts of this diagnosis."""
         return few_words(self.num_informative_prompts, self.num_prompts)
 
     @property
     def warnings(self) -> tuple[Note, ...]:
-        """The notes that may change the verdict itself."""
+        """Notes that may change the verdict itself."""
         return tuple(note for note in self.notes if getattr(note, "kind", "") in WARNINGS)
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
-        """Return the row of `statistics` of that name; None if it was not computed."""
+        """Return a row of `statistics`, or None if it was not computed."""
         return pick_row(self.statistics, statistic, metric, interval)
 
     def __repr__(self) -> str:
@@ -441,24 +439,22 @@ class Diagnosis:
     def to_html(
         self, path: str | Path, *, title: str = TITLE, facts: Mapping[str, str] | None = None, notes: Sequence[str] = ()
     ) -> Path:
-        """Write the page as one file that fetches nothing; return its path. The rest is as in `make_report`."""
+        """Write the page as one self-contained file and return its path; other arguments as in `make_report`."""
         if self.report is None:
-            raise InputError(
-                "this diagnosis was put together by hand; make_report(found, policy, batch) makes its page"
-            )
+            raise InputError("this diagnosis was assembled by hand; use make_report(found, policy, batch)")
         return self.report(title=title, facts=facts, notes=notes).to_html(path)
 
 
 @dataclass(frozen=True)
 class BoundMargins:
-    """Prop. 4.2 on the logits of every token, and how near the nearest comes to breaking it."""
+    """Prop. 4.2 on the logits of every token: violations and the smallest margins."""
 
     num_tokens: int
     violations: int
-    """Tokens outside a bound by more than rounding explains."""
+    """Number of tokens outside a bound by more than rounding."""
     lower_margin: float
-    """Smallest ‖e − π‖ / lower bound − 1 of all tokens that are not certain: below 0 is rounding, or a violation."""
+    """Smallest ‖e − π‖ / lower bound − 1 over tokens that are not certain; negative from rounding or a violation."""
     upper_margin: float
     """Smallest 1 − ‖e − π‖ / upper bound."""
     tolerance: float
-    """Largest relative slack granted to a token, for the rounding of float32."""
+    """Largest relative slack allowed for a token because of float32 rounding."""

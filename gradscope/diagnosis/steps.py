@@ -1,4 +1,4 @@
-"""What a step does: influence, right directions, and how far off-policy it is."""
+"""Effects of a step: influence between intervals, right directions, entropy, and off-policyness."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gradscope.theory import fit_powers
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
 
 EACH_STEP = 4
-"""Most training steps of which each one's distance is told; of more the latest, the nearest and the farthest."""
+"""Number of training steps up to which each one's distance is listed; beyond, the latest, nearest and farthest."""
 
 
 def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
@@ -36,7 +36,7 @@ def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
 
 
 def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
-    """Add how far the policies that sampled the training steps of a batch are from this one, if it is of several."""
+    """If a batch spans several training steps, add a note on how far their policies are from this one."""
     taken = [] if batch.steps is None else batch.steps.unique().tolist()
     if len(taken) < 2:
         return batch
@@ -47,15 +47,15 @@ def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
         gap = gap.loc[[gap.index[0], gap.idxmin(), gap.idxmax()]].pipe(lambda own: own[~own.index.duplicated()])
     told = ", ".join(f"{value:.2g} at step {step}" for step, value in gap.items()).replace("-", "−")
     told = f"mean |Δ log π| to it, in nats, is {told}" if told else "the log does not say how far they are from it"
-    words = f"{as_sentence(first)} Other checkpoints than this one sampled some of them: {told}."
+    words = f"{as_sentence(first)} Some of them were sampled by other checkpoints: {told}."
     others = batch.without_notes("pooled")
     return replace(others, notes=(Note(words, "pooled"), *others.notes))
 
 
 def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator) -> Int[Tensor, " b"]:
-    """Return rows of whole prompts in random order, up to so many tokens; at least one prompt.
+    """Return the rows of whole prompts in random order, up to this many tokens; at least one prompt.
 
-    Those with an advantage come first: a step on the others alone would show momentum and decay.
+    Prompts with an advantage come first: a step on the others would show only momentum and decay.
     """
     prompts = batch.group_ids[batch.response_mask.any(1)].unique()
     prompts = prompts[torch.randperm(len(prompts), generator=generator)]
@@ -63,19 +63,19 @@ def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator)
     served = _served_prompts(batch) if known else prompts
     prompts = torch.cat([prompts[torch.isin(prompts, served)], prompts[~torch.isin(prompts, served)]])
     counts = torch.stack([batch.response_mask[batch.group_ids == prompt].sum() for prompt in prompts])
-    taken = max(1, int((counts.cumsum(0) <= min(tokens, int(counts.sum()))).sum()))  # a number beyond 64 bits serves
+    taken = max(1, int((counts.cumsum(0) <= min(tokens, int(counts.sum()))).sum()))  # allow numbers beyond 64 bits
     return torch.isin(batch.group_ids, prompts[:taken]).nonzero()[:, 0]
 
 
 def influence_rows(
     contributions: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compute low_to_high_share and high_to_high_share, and the influence table they come from.
+    """Compute low_to_high_share and high_to_high_share, and the influence table that they come from.
 
-    low_to_high_share: the share of the predicted movement of the highest interval's tokens that the lowest interval's
-    gradient causes, Cov(c, Δ)/Var(Δ); negative where it counteracts. high_to_high_share: that the highest interval's
-    own gradient causes. NaN where that interval has no gradient. Shares of all sources (KL, momentum and decay too) add
-    up to 1.
+    low_to_high_share: how much of the predicted movement of the highest interval's tokens is due to the lowest
+    interval's gradient, Cov(c, Δ)/Var(Δ); negative if it counteracts the rest. high_to_high_share: how much is due to
+    the highest interval's own gradient. NaN if the interval has no gradient. The shares of all sources, including KL,
+    momentum and decay, add up to 1.
     """
     table = influence_table(contributions, seed=seed, resamples=resamples)
     top = len(labels) - 1
@@ -92,10 +92,10 @@ def influence_rows(
 def direction_rows(
     table: pd.DataFrame, kind: str, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compute the share of tokens with Â > 0 that rose and with Â < 0 that fell, by interval of π_old.
+    """Compute the share of moved tokens with Â > 0 that rose, and with Â < 0 that fell, by interval of π_old.
 
-    table: with delta_log_odds.all, interval, advantage and group. kind: "predicted" or "actual", of the rows' names
-    right_direction_positive_KIND, right_direction_negative_KIND. Of the tokens that moved; "all" is of every interval.
+    table: with delta_log_odds.all, interval, advantage and group. kind: "predicted" or "actual", for the names
+    right_direction_positive_KIND and right_direction_negative_KIND. The interval "all" has all tokens.
     """
     parts, frames = [], []
     settings = {"seed": seed, "resamples": resamples}
@@ -119,13 +119,13 @@ def entropy_rows(
     seed: Seed = 0,
     resamples: int = 1000,
 ) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Compute what the step does to the mean entropy, to first order, and the table of whose gradients do it.
+    """Compute the step's first-order effect on the mean entropy, and a table of the contributions.
 
-    contributions, whole: of an `Influence`. entropy_change_predicted: by all sources, nats. entropy_proxy_rank: rank
-    correlation, over tokens with an advantage, of their parts with −(log π − its mean)·(Â − its mean), which Clip-Cov
-    and its kin take for them. Table: a row per interval of π_old and sign of Â: interval, sign (positive, negative,
-    zero), num_tokens, change, lower, upper (95 % over prompts). The changes, and those of momentum and decay, add up to
-    the whole's.
+    contributions, whole: from an `Influence`. entropy_change_predicted: the change from all sources, in nats.
+    entropy_proxy_rank: rank correlation, over tokens with an advantage, of their contributions with the proxy
+    −(log π − mean)·(Â − mean) that Clip-Cov and similar methods use. The table has a row per interval of π_old and
+    sign of Â: interval, sign (positive, negative, zero), num_tokens, change, lower, upper (95 % over prompts). These
+    changes and those of momentum and decay add up to the total.
     """
     from scipy.stats import spearmanr
 
@@ -137,7 +137,7 @@ def entropy_rows(
     sums = np.bincount(prompts * size + cell, part, minlength=size * (prompts.max() + 1)).reshape(-1, size)
     tokens = np.bincount(prompts)
 
-    def evaluate(draws: np.ndarray) -> np.ndarray:  # per token of the prompts that are drawn
+    def evaluate(draws: np.ndarray) -> np.ndarray:  # per token of the drawn prompts
         return draws @ sums * (len(part) / (draws @ tokens))[:, None]
 
     found = bootstrap(evaluate, len(sums), seed=seed, resamples=resamples)
@@ -161,15 +161,15 @@ def entropy_rows(
 def mismatch_rows(
     table: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """Measure how far the sampler's log π is from the trainer's of the same weights, where the log has both.
+    """Compare the sampler's log π with the trainer's for the same weights, if the log has both.
 
-    d = old_logprob − sampler_logprob, of the tokens that have both. Rows: mismatch_mean, of |d| in each interval and in
-    "all", nats; mismatch_power, the power of 1 − π by which |d| goes (`theory.fit_powers`; that of an error of the
-    logits is 1). Table, a row per interval and one of all: label, num_tokens, value (mean |d|), lower, upper, largest
-    (|d|), ratio (mean e^d); masked_share: of tokens without an advantage in a response where others have one, as a
-    trainer's rule leaves them; removed_share: of all these tokens' gradient energy, with what the masked ones would
-    have with their response's mean advantage, where norms that were not measured are estimated, what masked ones of the
-    interval have. Nothing and None where no token has both.
+    d = old_logprob − sampler_logprob, over tokens that have both. Rows: mismatch_mean, the mean |d| in nats for each
+    interval and for "all"; mismatch_power, the power of 1 − π that |d| follows (`theory.fit_powers`; an error of the
+    logits gives 1). The table has a row per interval and one for all: label, num_tokens, value (mean |d|), lower,
+    upper, largest (|d|), ratio (mean e^d); masked_share, the share of tokens without an advantage in a response where
+    others have one, which a trainer's masking rule leaves; removed_share, the gradient energy that the interval's
+    masked tokens would have with their response's mean advantage, as a share of that of all these tokens (norms that
+    were not measured are estimated). Returns no rows and None if no token has both.
     """
     if "sampler_logprob" not in table:
         return join_rows([]), None
@@ -200,7 +200,7 @@ def mismatch_rows(
 
 
 def _energy_unmasked(table: pd.DataFrame, masked: np.ndarray) -> Float[np.ndarray, " n"]:
-    """Return each token's share of the gradient energy if the masked ones had their response's mean advantage."""
+    """Return each token's share of the gradient energy, giving masked tokens their response's mean advantage."""
     own = table["advantage"].where(table["advantage"] != 0).groupby(table["response"]).transform("mean")
     weight = table["weight"].where(~masked, own * np.exp(table["logprob"] - table["old_logprob"]))
     whole = add_estimated_norms(add_weighted_norms(table.assign(weight=weight)))
@@ -210,11 +210,11 @@ def _energy_unmasked(table: pd.DataFrame, masked: np.ndarray) -> Float[np.ndarra
 
 
 def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
-    """Measure how far the policy is from the one that sampled, over tokens with a known old_logprob.
+    """Compare the policy with the one that sampled, over tokens with a known old_logprob.
 
-    logprob_difference_mean, _max: of |log π − log π_old|, nats, as trainers log for the mismatch of trainer and
-    sampler; ratio_mean, ratio_max: of π/π_old; clip_low, clip_high, clip_dual: shares of the tokens that Eq. 2's trust
-    region cuts (`off_policyness`), where Â is known.
+    logprob_difference_mean, _max: of |log π − log π_old| in nats, as trainers log it for the mismatch between trainer
+    and sampler; ratio_mean, ratio_max: of π/π_old; clip_low, clip_high, clip_dual: shares of tokens cut by the trust
+    region of Eq. 2 (`off_policyness`), if Â is known.
     """
     known = table["old_logprob"].notna().to_numpy()
     if not known.any():
@@ -234,19 +234,18 @@ def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resampl
 
 
 def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
-    """Groups with a token whose advantage is not 0."""
+    """Groups with a token whose advantage is nonzero."""
     advantages = resolve_advantages(batch)
     return batch.group_ids[((advantages != 0) & batch.response_mask).any(1)].unique()
 
 
 def predicted_movement(contributions: pd.DataFrame) -> pd.DataFrame:
-    """Return the contributions with their sum as the movement that `directions` judges; log π and log odds move alike.
-    """
+    """Return the contributions, with their sum as the movement for `directions`."""
     return contributions.assign(**{"delta_log_odds.all": contributions["predicted"].astype(np.float64)})
 
 
 def seeds_of(table: pd.DataFrame, batch: TokenBatch, num_intervals: int) -> Float[Tensor, "A B S"]:
-    """−w_t / num_tokens of the tokens of each interval, 0 elsewhere: what makes its gradient of the loss."""
+    """−w_t / num_tokens for each interval's tokens, 0 elsewhere: the seeds of its gradient of the loss."""
     weights = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
     intervals = torch.full(batch.input_ids.shape, -1)
     weights[batch.response_mask] = torch.tensor(table["weight"].to_numpy(np.float64)) / -batch.num_tokens

@@ -1,4 +1,4 @@
-"""What a measurement says, in words and pictures: the summary that is printed, and the first figures of the paper."""
+"""Summarize a measurement: the printed summary, and the paper's first figures."""
 
 from __future__ import annotations
 
@@ -33,32 +33,32 @@ from gradscope.runs import Progress, RunFolder, track, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, measured_cones, theory_report, token_contexts
 
 FIGURES, SUMMARY, THEORY = "figures", "figures/summary.txt", "figures/theory.txt"
-"""Where in its folder a run keeps its figures, the summary that is printed, and how Prop. 4.2 does on its tokens."""
+"""Paths in a run's folder of its figures, the printed summary, and the check of Prop. 4.2 on its tokens."""
 PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
-"""Fig. 1 (d) of the paper, read off the image: the four intervals, and all tokens."""
+"""Fig. 1 (d) of the paper, read off the image: four intervals, then all tokens."""
 
 
-LEGEND = """mean_norm: ‖g‖ of a token unweighted, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
+LEGEND = """mean_norm: mean unweighted ‖g‖ per token, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
 """Meaning of the columns of Summary.intervals."""
 ENOUGH = 30
-"""Fewest tokens for putting a fitted power into words."""
+"""Minimum number of tokens to report a fitted power."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The numbers behind the summary of one measurement."""
+    """The numbers behind a measurement's summary."""
 
     intervals: pd.DataFrame
-    """A row per interval: its share of the tokens, of the summed gradient and of Σ‖w g‖², and the mean token norm."""
+    """One row per interval: its shares of the tokens, the summed gradient and Σ‖w g‖², and the mean token norm."""
     gradients: IntervalGradients | None
-    """None where the rollouts carry neither advantages nor rewards."""
+    """None if the rollouts have neither advantages nor rewards."""
     theory: TheoryReport | None
-    """None where too few tokens were measured to say anything."""
+    """None if too few tokens were measured."""
     parameters: str = "all parameters"
-    """What norms and sums are over, in words."""
+    """The parameters that norms and sums cover, in words."""
     of_prompts: int | None = None
-    """Prompts of the whole batch; None: sums are of all."""
+    """Prompts in the whole batch; None: the sums cover all."""
 
     def __str__(self) -> str:
         table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
@@ -74,7 +74,7 @@ class Summary:
         return "\n\n".join(parts)
 
     def sentences(self) -> str:
-        """Return the findings in words."""
+        """Return the findings as sentences."""
         table = self.intervals
         lines = self._norms(table)
         if self.gradients is not None:
@@ -82,7 +82,7 @@ class Summary:
         return "\n".join(lines)
 
     def theory_words(self) -> str:
-        """Say how Prop. 4.2 and the powers of 1−π do on these tokens; "" if there is nothing to say."""
+        """Report how Prop. 4.2 and powers of 1−π fit these tokens; "" if there is nothing to report."""
         if self.theory is None:
             return ""
         powers = self.theory.powers
@@ -98,7 +98,7 @@ class Summary:
         return "\n\n".join([*words, "Prop. 4.2 on these tokens:", str(self.theory)])
 
     def _norms(self, table: pd.DataFrame) -> list[str]:
-        """Say what the single tokens' norms show."""
+        """Report the norms of single tokens."""
         low, high = table.iloc[0], table.iloc[-1]
         lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
         if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
@@ -113,7 +113,7 @@ class Summary:
         return lines
 
     def _sums(self, table: pd.DataFrame) -> list[str]:
-        """Say what the summed gradients show, and how far to trust it."""
+        """Report the summed gradients, and how far to trust them."""
         owned = _rows(table, "token_share", "gradient_share")
         if not owned:
             return ["Summed: every weight of the loss is 0 (equal rewards in each group, or all clipped): no gradient."]
@@ -140,18 +140,18 @@ class Summary:
 
 
 def _power(fit: pd.Series) -> str:
-    """With its interval, where the prompts give one."""
+    """Format a power, with its interval if there is one."""
     between = f" [{fit['slope_lower']:.2f}, {fit['slope_upper']:.2f}]" if np.isfinite(fit["slope_lower"]) else ""
     return f"{fit['slope']:.2f}{between}"
 
 
 def _percent(share: float) -> str:
-    """Rounded, without the sign of a zero."""
+    """Format a rounded percentage, without a minus sign on zero."""
     return f"{round(share, 2) + 0.0:.0%}"
 
 
 def _rows(table: pd.DataFrame, *columns: str) -> list[tuple]:
-    """Return (interval, values…) of the rows in which all these columns are numbers."""
+    """Return (interval, values…) of the rows in which none of these columns is NaN."""
     return list(table.dropna(subset=columns)[["interval", *columns]].itertuples(index=False, name=None))
 
 
@@ -164,18 +164,17 @@ def summarize_measurement(
     contexts: int = 0,
     resources: Resources | None = None,
 ) -> Summary:
-    """Compute the sums over tokens that the table cannot give, and put everything side by side.
+    """Compute the summed gradients, which the table lacks, and collect everything for the summary.
 
-    table: what `measure(policy, batch, …)` gave; settings: those that it was made with; batch: at the temperatures that
-    it was measured at. contexts: compute the constants of Eq. 3 at so many tokens' contexts (`layer_constants`; its
-    time grows fast with model and context). resources: of the summed gradients; with a deadline, they are of as many
-    prompts as are summed by then.
+    table: from `measure(policy, batch, settings)`, at the batch's temperatures. contexts: number of tokens at whose
+    contexts to compute the constants of Eq. 3 (`layer_constants`, whose time grows fast with model and context).
+    resources: for the summed gradients; with a deadline, they cover the prompts that are summed by then.
     """
     whole = len(batch.group_ids[batch.response_mask.any(1)].unique())
     resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
-        # The table's own intervals, by π: shares of tokens and of the gradient are of the same tokens.
+        # The table's own intervals (by π), so that shares of tokens and of the gradient refer to the same tokens.
         intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
         intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
         known = replace(batch, advantages=resolve_advantages(batch))
@@ -187,7 +186,7 @@ def summarize_measurement(
         table, constants = add_constants(policy, batch, table, contexts, progress=resources.progress)
     try:
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
-    except InputError:  # Too few tokens measured for a fit; the rest of the summary stands.
+    except InputError:  # too few measured tokens for a fit; the rest of the summary is valid
         theory = None
     return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, over, whole)
 
@@ -195,10 +194,9 @@ def summarize_measurement(
 def add_constants(
     policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool | Progress = False
 ) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """Return (the table with a column `context`, Eq. 3's constants at these contexts): the shortest, each of another
-    prompt.
+    """Return the table with a column `context`, and Eq. 3's constants at the shortest contexts of different prompts.
 
-    Only tokens that were measured and have 1−π > 1e-3 are taken; no constants where there is none.
+    Uses only measured tokens with 1−π > 1e-3; returns no constants if there are none.
     """
     prompts = (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()
     told = table.assign(length=table["position"] + prompts[table["response"]])
@@ -216,12 +214,11 @@ def add_constants(
 
 
 def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
-    """Return a row per interval: tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share,
-    gradient…
+    """Return tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, … for each interval.
 
-    squared_share: share of Σ‖w_t g_t‖². Of an interval that was measured in part, mean_norm and squared_share are
-    estimates for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖ over ‖G‖, and
-    ⟨G_a, G⟩/‖G‖²; another quantity altogether.
+    squared_share: share of Σ‖w_t g_t‖². If an interval was measured in part, mean_norm and squared_share are estimates
+    for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖/‖G‖ and ⟨G_a, G⟩/‖G‖², which
+    are different quantities.
     """
     out = _mean_norms(table, seed)
     if gradients is not None:
@@ -269,15 +266,14 @@ def add_summary(
     contexts: int = 0,
     gradient_memory: int | None = None,
 ) -> None:
-    """Add figures and summary to the folder of a finished measurement, unless they are there.
+    """Add figures and summary to the folder of a finished measurement, unless they exist.
 
-    Several processes call it together: all sum gradients, then the main one draws and writes.
+    With several processes, all call this: all sum gradients, then the main process draws and writes.
 
     Args:
-        resources: settled, for the summed gradients.
-        contexts: see `summarize_measurement`.
-        gradient_memory: the bytes for vectors as they were asked for; these and the contexts tell figures apart from
-            others.
+        resources: Resolved resources for the summed gradients.
+        contexts: See `summarize_measurement`.
+        gradient_memory: Bytes for vectors as requested; existing figures count only if this and contexts agree.
     """
     drawn, processes = {"constants": contexts, "gradient_memory": gradient_memory}, resources.processes
     known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
@@ -300,8 +296,8 @@ def add_summary(
 def write_figures(
     folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool | Progress = False
 ) -> None:
-    """Draw Fig. 1 (a, b, d), Fig. 2, norms by layer and interval or against 1−π, and cosines as PNG and CSV; write
-    summary and theory.
+    """Write Fig. 1 (a, b, d), Fig. 2, norms by layer, interval and 1−π, and cosines as PNG and CSV; also the summary
+    and theory.
     """
     from gradscope import plots
 
