@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy.stats import binom
 from support.policies import make_batch, make_policy
 from support.tiers import every
 
@@ -571,6 +572,20 @@ def test_what_sampler_and_trainer_differ_by_is_told_by_interval_with_its_power()
     assert power["lower"] < 0.7 < power["upper"] and power["value"] == pytest.approx(0.7, abs=0.1)
     for nothing in (table.drop(columns="sampler_logprob"), table.assign(sampler_logprob=table["old_logprob"])):
         assert mismatch_rows(nothing, LABELS)[1] is None
+
+
+def test_an_error_of_the_logits_is_seldom_told_from_the_power_1():
+    wrong, draws = 0, 80
+    for seed in range(draws):
+        table, rng = plant_table(seed, prompts=24), np.random.default_rng([seed, 1])
+        table["logprob"] = table["old_logprob"] = np.log(table["prob"])
+        noise = np.exp(0.5 * rng.normal(size=len(table)) + 0.3 * rng.normal(size=24)[table["group"]])
+        gap = 0.01 * (1 - table["prob"]) * noise * rng.choice([-1, 1], len(table))
+        table["sampler_logprob"] = table["old_logprob"] - gap
+        rows, _ = mismatch_rows(table, LABELS, seed=0, resamples=200)
+        power = rows[rows["statistic"] == "mismatch_power"].iloc[0]
+        wrong += not power["lower"] <= 1 <= power["upper"]
+    assert wrong <= binom.ppf(0.99, draws, 0.05)  # false verdicts of at most 5 %
 
 
 def test_the_energy_that_a_mask_removes_is_what_the_tokens_had_without_it():
