@@ -185,7 +185,7 @@ def diagnose(
         of_prompts=len(whole.group_ids[whole.response_mask.any(1)].unique()),
         of_tokens=whole.num_tokens,
         by_prompt=None if prompts is None else gradients.add_rollouts(prompts, table, batch),
-        precision=None if error is None else error.in_words(),
+        precision=None if error is None or np.isnan(error.lower) else error.of_interval("the lowest share's interval"),
         settings=settings,
         step=task.step,
         parameters=policy.parameters_in_words,

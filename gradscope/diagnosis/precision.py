@@ -62,12 +62,15 @@ class SamplingError:
         if not np.isfinite(self.lower):
             error = f" ± {self.standard_error:.2g}, a standard error," if np.isfinite(self.standard_error) else ""
             return f"{said}{error} of these prompts; there are too few for an interval."
-        said += f" [{self.lower:.3g}, {self.upper:.3g}]"
+        return f"{said} [{self.lower:.3g}, {self.upper:.3g}]. {self.of_interval('this interval')}"
+
+    def of_interval(self, which: str) -> str:
+        """Say how much of its interval the sample makes, and what more tokens would do to it; which: that interval."""
         if not np.isfinite(self.part):
-            return f"{said}, from too few tokens to say how much more of them would narrow it."
+            return f"Too few tokens were measured to say how much more of them would narrow {which}."
         if self.part > NEARLY_ALL:  # an estimate: the prompts' own part is not known to be nothing
-            return f"{said}. Nearly all of this interval's variance is the sample of tokens': more would narrow it."
-        said += f". {self.part:.0%} of this interval's variance is the sample of tokens', the rest the prompts'"
+            return f"Nearly all of the variance of {which} is the sample of tokens': more would narrow it."
+        said = f"{self.part:.0%} of the variance of {which} is the sample of tokens', the rest the prompts'"
         if self.part < LITTLE:
             return f"{said}: more tokens would hardly narrow it."
         names = {4.0: "4 times as many tokens", np.inf: "all tokens"}

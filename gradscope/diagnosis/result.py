@@ -340,7 +340,8 @@ class Diagnosis:
     by_prompt: pd.DataFrame | None = None
     """One row per prompt with a summed gradient: `gradients.prompt_table` and `add_rollouts`."""
     precision: str | None = None
-    """What a larger sample of tokens would gain, from `precision.sampling_error`; None: all were measured."""
+    """What a larger sample of tokens would add to the lowest interval's share: `SamplingError.of_interval`; None: all
+    were measured, or that share has no interval."""
     num_informative_prompts: int | None = None
     """Number of prompts with a nonzero advantage, on which all statements about gradients rest; None: all."""
     left_out: tuple[str, ...] = ()

@@ -282,7 +282,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
             brief = f"{they} have {which} {of} than of the tokens."
             if which is None:
                 brief = f"Whether {they[0].lower()}{they[1:]} have a larger share {of} than of the tokens is undecided"
-                brief += f": {why}." if why else "."
+                brief += f": {why}." if why and d.num_informative_prompts >= VERDICT_PROMPTS else "."
         found.append(Finding(f"summed_{metric}", verdict, f"{statement}{end}", detail, tone, brief))
     return found
 

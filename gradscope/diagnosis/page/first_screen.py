@@ -8,7 +8,7 @@ import pandas as pd
 
 from gradscope.diagnosis.format import name_interval, percent, share_words, step_words
 from gradscope.diagnosis.page.page import Tile
-from gradscope.diagnosis.result import Diagnosis, Findings, Verdict
+from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Findings, Verdict
 from gradscope.diagnosis.words import compare, lack_words, says_nothing
 from gradscope.resampling import in_brackets
 
@@ -32,6 +32,8 @@ def _summed(d: Diagnosis, *, brief: bool) -> str:
         low = name_interval(d.labels[0])
         words = f"How much of the summed gradient tokens with {low} account for cannot be told: {bounds} %"
     if signal is None or isnan(signal["lower"]):
+        if d.num_informative_prompts < VERDICT_PROMPTS:  # as the first sentence says
+            return f"{words}."
         why = "" if signal is None else lack_words(d, signal)
         return f"{words}; signal is not distinguishable from noise ({why})." if why else f"{words}."
     if compare(signal) is Verdict.MORE and brief:
