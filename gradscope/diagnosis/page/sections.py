@@ -45,8 +45,7 @@ TOKENS = 'pd.read_parquet("tokens.parquet")'
 
 
 def redraw(plot: Callable[..., object], *arguments: str, edges: Sequence[int | float] = EDGES) -> str:
-    """Return two lines of Python that draw a figure from the files beside the page; edges: named unless as by default.
-    """
+    """Return two lines of Python that draw a figure from the files beside the page; edges: named unless as by default."""
     module = plot.__module__ if plot.__module__.startswith("gradscope.diagnosis") else "gradscope.plots"
     given = [*arguments, *([] if tuple(edges) == tuple(EDGES) else [f"edges={tuple(edges)}"])]
     return f"import pandas as pd; from {module} import {plot.__name__}\n{plot.__name__}({', '.join(given)})"
@@ -58,7 +57,7 @@ def csv(name: str) -> str:
 
 
 class Sheets:
-    """Makes blocks that show numbers and collects their tables by CSV file name."""
+    """Make blocks that show numbers, and collect their tables by CSV file name."""
 
     def __init__(self) -> None:
         self.tables: dict[str, pd.DataFrame] = {}
@@ -73,7 +72,7 @@ class Sheets:
         bars: str = "",
         token_column: str | None = None,
     ) -> Block:
-        """Return `draw`'s figure; a paragraph with its complaint if these tokens do not suffice.
+        """Return `draw`'s figure, or a paragraph with its error if these tokens do not suffice.
 
         again: `redraw`, which makes it of the files beside the page. bars: what they are, said where there are some.
         token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
@@ -96,7 +95,7 @@ class Sheets:
         return Figure(drawing, caption, f"{DATA}/{name}.csv", again)
 
     def keep(self, name: str, frame: pd.DataFrame) -> None:
-        """Put a frame beside the page that a figure is drawn of again."""
+        """Save a frame next to the page, to redraw a figure from."""
         self.tables[f"{DATA}/{name}.csv"] = frame
 
     def table(
@@ -127,7 +126,7 @@ class Sheets:
 
 
 def is_share(column: str) -> bool:
-    """Return whether a column holds shares, which are written in percent."""
+    """Return whether a column holds shares, which are shown in percent."""
     stem = column.removesuffix("_difference")
     return (
         stem.endswith("share")
@@ -158,7 +157,7 @@ def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def make_sections(d: Diagnosis, policy: Policy, sheets: Sheets) -> tuple[Section, ...]:
-    """Make the sections that this diagnosis has numbers for, in page order."""
+    """Make the sections for which this diagnosis has numbers, in page order."""
     made = (
         ("dominance", "Shares by probability interval", _dominance(d, sheets)),
         ("figure-1", "Tokens, advantages, summed gradients", _figure_1(d, sheets)),
@@ -186,17 +185,17 @@ def _define(*terms: str) -> list[Block]:
 
 
 def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
-    """Return the figure of the first screen; None without shares of the gradient energy."""
+    """Return the first screen's figure, or None without shares of the gradient energy."""
     if d.pick("squared_share", "raw", d.labels[0]) is None:
         return None
     caption = (
         "Each probability interval's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
-        "gradient (what is left after they cancel)."
+        "gradient (which is left after they cancel)."
     )
     if d.precision is not None:
         caption += f" {as_sentence(d.precision)}"
     if d.num_prompts < d.of_prompts:
-        caption += f" More minutes cover more of the {d.of_prompts:,} prompts; half the error takes four times as many."
+        caption += f" More minutes cover more of the {d.of_prompts:,} prompts; half the error needs four times that."
     draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
     again = redraw(plot_diagnosis.plot_shares, csv("statistics"), repr([*d.labels]))
     drawn = sheets.figure("shares", draw, caption, again=again, bars=OVER_PROMPTS)
@@ -250,7 +249,7 @@ def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if norms.empty:
         draw = lambda: plots.plot_token_shares(d.table, edges=d.settings.edges)  # noqa: E731
         again = redraw(plots.plot_token_shares, TOKENS, edges=d.settings.edges)
-        words = "Token shares (Fig. 1 a); without advantages there is no more."
+        words = "Token shares (Fig. 1 a); the other panels need advantages."
         return [sheets.figure("figure_1", draw, words, again=again)]
     bars = pd.DataFrame(
         {"interval": [*map(str, range(len(d.labels))), "all"], "label": norms["interval"], "norm": norms["value"]}
@@ -261,7 +260,7 @@ def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "figure_1",
             lambda: plots.plot_figure_1(d.table, bars.reset_index(drop=True), edges=d.settings.edges),
             "Fig. 1 (a, b, d) of the paper on this batch: how probable the tokens were, their advantages, and the norm "
-            "of each interval's summed gradient, alone and together. A norm is no share: gradients cancel, and G_a of "
+            "of each interval's summed gradient, alone and together. Norms are no shares: gradients cancel, and G_a of "
             "few tokens can be long by chance (see Signal).",
             again=redraw(plots.plot_figure_1, TOKENS, csv("gradient_norms"), edges=d.settings.edges),
         )
@@ -314,9 +313,7 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "layers_by_interval",
             lambda: plots.plot_layers_by_interval(d.table, edges=d.settings.edges, parameters=d.parameters),
             "Median norm of the unweighted token gradients by layer and probability interval.",
-            again=redraw(
-                plots.plot_layers_by_interval, TOKENS, f"parameters={d.parameters!r}", edges=d.settings.edges
-            ),
+            again=redraw(plots.plot_layers_by_interval, TOKENS, f"parameters={d.parameters!r}", edges=d.settings.edges),
         ),
         Table(wide, "Mean norms.", csv=f"{DATA}/layer_norms.csv"),
     ]
@@ -326,8 +323,8 @@ def _modules(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.modules is None or len(d.modules) < 2:
         return []
     caption = (
-        "Which parameters hold this batch's gradient energy: each module's share of it, over all blocks together, "
-        "beside its share of the parameters."
+        "Where in the network this batch's gradient energy is: each module's share of it, summed over all blocks, "
+        "next to its share of the parameters."
     )
     draw = lambda: plot_diagnosis.plot_module_shares(d.modules)  # noqa: E731
     again = redraw(plot_diagnosis.plot_module_shares, csv("modules"))
@@ -348,7 +345,7 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 drawn = sheets.figure(f"where_{driver}", draw, caption, again=again, bars="95 % for all together")
                 blocks.append(drawn)
     if d.spikes is not None and len(d.spikes):
-        caption = "The tokens of the largest ‖w·g‖ in this batch, each a link into the viewer."
+        caption = "The tokens with the largest ‖w·g‖ in this batch, linked to the viewer."
         shown = ["response", "position", "token", "reward", *(c for c in d.spikes if c.startswith(REWARD_PART))]
         shown += ["prob", "advantage", "weight", "param_grad_norm", "weighted_norm", "squared_share"]
         blocks.append(sheets.table("spikes", _readable(d.spikes), caption, shown, links=True))
@@ -362,7 +359,7 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
         sheets.figure(
             "signal",
             lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
-            "How much of each interval's ‖G_a‖² other prompts would share; 0 is noise.",
+            "Share of each interval's ‖G_a‖² that other prompts would share; 0 is pure noise.",
             again=redraw(plot_diagnosis.plot_signal, csv("statistics"), repr([*d.labels])),
             bars="95 %, a jackknife",
         )
@@ -373,7 +370,7 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
     ):
         if matrix is not None:
             draw = lambda matrix=matrix: plots.plot_cosines(matrix, edges=d.settings.edges)  # noqa: E731
-            caption = f"Cosines between the intervals' summed gradients{words}; near 0 where either is noise."
+            caption = f"Cosines between the intervals' summed gradients{words}; near 0 if either is noise."
             read = f'{csv(name)}.drop(columns="interval")'
             again = redraw(plots.plot_cosines, read, edges=d.settings.edges)
             blocks.append(sheets.figure(name, draw, caption, again=again))
@@ -387,14 +384,14 @@ def _prompts(d: Diagnosis, sheets: Sheets) -> list[Block]:
     half, against = carriers(shares), int((found["cosine_with_rest"] < 0).sum())
     told = f"Half of the summed gradient comes from {half:,} of {len(found):,} prompts."
     if against:
-        told += f" {against:,} point{'s' if against == 1 else ''} against the rest: with gradients of pure noise about "
+        told += f" {against:,} point{'s' if against == 1 else ''} against the rest; if all gradients were noise, about "
         told += "half of them would."
     extremes = found if len(found) <= 2 * EXTREMES else pd.concat([found.head(EXTREMES), found.tail(EXTREMES)])
     caption = "The prompts that drive the update most"
     caption += "" if extremes is found else f", and the {EXTREMES} that do so least or oppose it"
-    caption += ": each links to its token of the largest |w|·(1−π)."
+    caption += ", each linked to its token with the largest |w|·(1−π)."
     if (found["share_error"] > 0).any():
-        caption += f" Sketches give a share a standard error of {found['share_error'].max():.1%} at most."
+        caption += f" Shares have a standard error of at most {found['share_error'].max():.1%} from sketching."
     shown = ["group", "reward", "responses", "tokens", "gradient_norm", "gradient_share", "cosine_with_rest"]
     table = sheets.table("prompts", extremes, caption, shown, links=True)
     sheets.tables[table.csv] = found
@@ -433,7 +430,7 @@ def _directions(d: Diagnosis, sheets: Sheets) -> list[Block]:
 def _mismatch(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.mismatch is None:
         return []
-    caption = "|Δ log π| of sampler and trainer by interval of π, and the mean ratio of trainer to sampler."
+    caption = "|Δ log π| between sampler and trainer by interval of π, and the mean ratio of trainer to sampler."
     means = ["–" if row["value"] != row["value"] else number_words(row, ".2g") for _, row in d.mismatch.iterrows()]
     shown = d.mismatch.assign(mean=means).drop(columns=["value", "lower", "upper"])
     masks = ["masked_share", "removed_share"] if d.mismatch["masked_share"].iat[-1] > 0 else []
@@ -453,16 +450,16 @@ def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
     told += f"{number_words(predicted, '.2g')} nats"
     if actual is not None:
         of = "" if actual["n"] == predicted["n"] else f" of all {actual['n']:,} tokens"
-        told += f"; the step that was taken changed that{of} by {number_words(actual, '.2g')}"
+        told += f"; the real step changed that{of} by {number_words(actual, '.2g')}"
     told += "."
     if np.isfinite(rank["value"]):
         told += (
-            " The covariance of log π and Â, which Clip-Cov takes for a token's part of it, has a rank correlation of "
-            f"{rank['value']:.2f} with the exact part."
+            " The covariance of log π and Â, Clip-Cov's proxy for a token's contribution, has a rank correlation of "
+            f"{rank['value']:.2f} with the exact contribution."
         )
     caption = (
-        "What the tokens' own gradients add to the change of the mean entropy, by interval of π and sign of Â; these "
-        "parts, and those of momentum and weight decay, add up to the predicted change."
+        "Contributions of the tokens' gradients to the change of the mean entropy, by interval of π and sign of Â; "
+        "together with those of momentum and weight decay, they add up to the predicted change."
     )
     draw = lambda: plot_diagnosis.plot_entropy(d.entropy, d.labels)  # noqa: E731
     again = redraw(plot_diagnosis.plot_entropy, csv("entropy"), repr([*d.labels]))
@@ -483,8 +480,8 @@ def _influence(d: Diagnosis, sheets: Sheets) -> list[Block]:
     ]
     if d.against is not None and len(d.against):
         caption = (
-            "Tokens predicted to move farthest against their advantage: their change of log π, and of it the part of "
-            "the source that pushed most that way (nats)."
+            "Tokens predicted to move farthest against their advantage: their change of log π, and the largest "
+            "contribution to it in that direction (nats)."
         )
         shown = ["response", "position", "token", "old_prob", "advantage", "predicted", "mover", "mover_change"]
         against = d.against.merge(d.table[[*KEYS, "token"]], on=KEYS, how="left") if "token" in d.table else d.against
@@ -513,9 +510,9 @@ def _proxies(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.proxies is None:
         return []
     caption = (
-        "Numbers that cost no backward pass per token in the place of the exact norm ‖g‖: rank correlation, how much "
-        "of the variance of log ‖g‖ each explains, and how many of the 1 % of the tokens with the largest norm are "
-        "among the 1 % with the largest proxy."
+        "Proxies for the exact norm ‖g‖ that need no backward pass per token: rank correlation, share of the variance "
+        "of log ‖g‖ that each explains, and how many of the 1 % of tokens with the largest norm are among the 1 % "
+        "with the largest proxy."
     )
     draw = lambda: plots.plot_proxies(d.proxies, parameters=d.parameters)  # noqa: E731
     again = redraw(plots.plot_proxies, csv("proxies"), f"parameters={d.parameters!r}")
@@ -532,7 +529,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption = (
         "Each token weighting against the baseline, plain GRPO, policy term only: share of the gradient energy by "
         "interval; norm and rotation of the summed gradient; signal to noise of one prompt; share of the tokens "
-        "that one step moves the way of their advantage, to first order; share of the tokens that carry the update."
+        "that one step moves in the direction of their advantage, to first order; share of tokens that carry it."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
     shown += ["entropy_change", "effective_share", "zero_share", "gain", "gain_difference"]
@@ -552,7 +549,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
 
 
 def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
-    caption = "Every headline number, and the number of tokens that it rests on."
+    caption = "All headline numbers, with the number of tokens behind each."
     sheets.tables[f"{DATA}/statistics.csv"] = d.statistics
     write = {"share": share_words, "bits": bits_words}
     told = [write.get(row["unit"], partial(number_words, form=".3g"))(row) for _, row in d.statistics.iterrows()]

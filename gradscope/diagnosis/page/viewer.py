@@ -1,4 +1,4 @@
-"""The token viewer's data: for every response its tokens as text, and the numbers that may shade them."""
+"""Data of the token viewer: each response's tokens as text, and the numbers to shade them by."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from gradscope.errors import InputError
 from gradscope.rollouts import TokenBatch
 
 DECADES = 4
-"""Decades of a logarithmic scale; smaller values look like its lower end."""
+"""Decades of a logarithmic scale; smaller values are shown as its lower end."""
 EXTREME = 0.002
-"""Share of tokens that may exceed a scale, so that an outlier does not bleach the others."""
+"""Share of tokens that may exceed a scale, so that outliers do not wash out the rest."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column of the token table that may shade the tokens."""
+    """A column of the token table to shade tokens by."""
 
     column: str
     label: str
     scale: Literal["linear", "log", "diverging"] = "linear"
-    """diverging: around 0, the same distance to both sides."""
+    """diverging: symmetric around 0."""
     unit: str = ""
     definition: str = ""
     reverse: bool = False
-    """Shade small values strongly, not large ones; for linear and log."""
+    """Shade small values most instead of large ones; for linear and log."""
     limits: tuple[int | float, int | float] | None = None
     """Ends of the scale; None: from the table."""
     missing: str = "not measured"
-    """What is said where the column is NaN."""
+    """Text for tokens whose value is NaN."""
     exact: str | None = None
-    """Column that is known where this one is exact, of one that is an estimate elsewhere: such tokens are marked."""
+    """For estimates: a column that is known for the tokens whose value is exact; those are marked."""
 
 
 QUANTITIES = (
@@ -47,30 +47,30 @@ QUANTITIES = (
     ),
     Quantity(
         "param_grad_norm", "gradient norm ‖g‖", "log",
-        definition="L2 norm of the gradient of this one token's log π with respect to all parameters, or to those of "
-        "an adapter that is measured by itself; for weight 1.",
+        definition="L2 norm of the gradient of this token's log π with respect to all parameters, or to those of "
+        "an adapter that is measured alone, with weight 1.",
     ),
     Quantity(
         "weighted_norm", "size of its term |w|·‖g‖", "log",
-        definition="The gradient norm times |w|, the size of the weight before this token's ∇ log π in the loss, "
+        definition="The gradient norm times |w|, the magnitude of the factor on this token's ∇ log π in the loss, "
         "without the 1/num_tokens of the mean.",
     ),
     Quantity(
         "weighted_norm_estimate", "size of its term, estimated", "log", exact="weighted_norm",
-        definition="|w|·‖g‖ where it was measured (underlined); elsewhere |w| times the norm at the logits, times the "
+        definition="|w|·‖g‖ if measured (underlined), else estimated as |w| times the norm at the logits, times the "
         "ratio of their sums in the token's probability interval.",
     ),
     Quantity(
         "squared_share", "share of the gradient energy", "log", "%",
-        definition="(|w|·‖g‖)² of this token in the sum of the same over all measured tokens of the batch, in percent. "
-        "Not a share in the summed gradient, in which tokens cancel.",
+        definition="This token's (|w|·‖g‖)² as a share of the sum over all measured tokens of the batch, in percent. "
+        "Not a share of the summed gradient, in which tokens cancel.",
     ),
     Quantity(
         "delta_logprob", "Δ log π", "diverging", "nats",
-        definition="Change of this token's log π by the step that this page is about.",
+        definition="Change of this token's log π from the step that this page describes.",
     ),
     Quantity("advantage", "advantage", "diverging", missing="unknown", definition="The advantage that the loss uses."),
-    Quantity("entropy", "entropy", "linear", "nats", definition="Entropy of the distribution that this token is from."),
+    Quantity("entropy", "entropy", "linear", "nats", definition="Entropy of the distribution at this token."),
     Quantity(
         "logit_grad_norm", "norm at the logits", "log",
         definition="L2 norm of the gradient of this token's log π with respect to logits / T: between 1 and √2 times "
@@ -78,7 +78,7 @@ QUANTITIES = (
     ),
     Quantity("logprob", "log π", "linear", "nats", reverse=True, definition="Log-probability of the sampled token."),
 )  # fmt: skip
-"""What a viewer offers, where the table has it."""
+"""Quantities that a viewer offers if the table has them."""
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,21 @@ class Viewer:
     reward_parts: Mapping[str, Sequence[int | float]] = field(default_factory=dict)
     """Further numbers of each row, such as each reward function's."""
     quantities: tuple[Quantity, ...] = QUANTITIES
-    """Those whose column is absent, or NaN throughout, are left out."""
+    """Quantities whose column is absent or all NaN are left out."""
     responses: Sequence[int] | None = None
-    """Which responses to show, and in which order; None: as in the table."""
+    """Responses to show, in order; None: as in the table."""
     chosen: str = "in the order of the rollouts"
     """How `responses` were chosen; shown on the page."""
     shade: str = "prob"
-    """Column that shades the tokens at first, where the table has it."""
+    """Column to shade by initially, if the table has it."""
     first: int | None = None
-    """Response that is open at first; None: the first one."""
+    """Response to open initially; None: the first one."""
     budget: int = 2_000_000
-    """Bytes of data in the page. As many responses are shown as fit, at least one."""
+    """Bytes of data in the page; as many responses as fit are shown, at least one."""
 
     @property
     def invitation(self) -> str:
-        """What the link to the viewer says."""
+        """Text of the link to the viewer."""
         named = next((quantity.label for quantity in self.quantities if quantity.column == self.shade), None)
         shaded = "" if named is None else f", shaded by {named}"
         return f"Read {'the responses' if self.first is None else f'response {self.first}'} token by token{shaded}"
@@ -114,22 +114,22 @@ class Viewer:
 
 @dataclass(frozen=True)
 class ViewerData:
-    """What the page is given of a Viewer."""
+    """A Viewer as encoded for the page."""
 
     json: str
-    """For a script element: holds no <, > or &, and only ASCII."""
+    """JSON for a script element: ASCII only, without <, > or &."""
     quantities: tuple[Quantity, ...]
     shown: int
-    """Responses in `json`: the first of those that are wanted."""
+    """Number of responses in `json`, the first of those requested."""
     wanted: int
-    """Responses that the viewer was asked to show."""
+    """Number of requested responses."""
     responses: int
-    """Responses in the table."""
+    """Number of responses in the table."""
     tokens: int
-    """Tokens in `json`."""
+    """Number of tokens in `json`."""
 
     def sentence(self, chosen: str) -> str:
-        """Say how many responses are shown, of how many, and why not more."""
+        """State how many responses are shown of how many, and why not more."""
         if self.shown == self.responses:
             return f"All {self.shown:,} responses, {self.tokens:,} tokens."
         more = "; more would make this page too large" if self.shown < self.wanted else ""
@@ -156,7 +156,7 @@ def viewer_data(viewer: Viewer) -> ViewerData:
     table = _checked(viewer)
     quantities = tuple(q for q in viewer.quantities if q.column in table and np.isfinite(table[q.column]).any())
     if not quantities:
-        raise InputError("the token table has no number to shade tokens by; measure it, or name other quantities")
+        raise InputError("the token table has no column to shade tokens by; measure it, or name other quantities")
     parts = {int(response): part for response, part in table.groupby("response", sort=False)}
     wanted = list(parts) if viewer.responses is None else [int(response) for response in viewer.responses]
     if absent := [response for response in wanted if response not in parts]:
