@@ -362,17 +362,6 @@ def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
         return 1 / (variances + np.where(others > 0, spread / others**2, 0.0))
 
 
-def students_t(each: np.ndarray, confidence: float) -> np.ndarray:
-    """Return [3, n]: the mean over independent rows [rows, n] and its bounds by Student's t with rows − 1 degrees of
-    freedom.
-    """
-    from scipy.stats import t
-
-    mean = each.mean(0)
-    error = each.std(0, ddof=1) / np.sqrt(len(each)) * t.ppf((1 + confidence) / 2, len(each) - 1)
-    return np.stack([mean, mean - error, mean + error])
-
-
 def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Sequence[np.ndarray]) -> np.ndarray:
     """Return the jackknife standard error of `statistic(sum of the blocks)`, leaving out one block at a time; NaN if
     undefined.
@@ -399,7 +388,5 @@ def prompt_clusters(table: pd.DataFrame) -> np.ndarray:
         raise InputError("the table has no column group, the number of each token's prompt; give a table that has it")
     keys = ["batch", "group"] if "batch" in table else ["group"]
     if table.empty or table[keys].isna().any(axis=None):
-        raise InputError(
-            f"the table has no rows, or rows without {' and '.join(keys)}; give each token a prompt"
-        )
+        raise InputError(f"the table has no rows, or rows without {' and '.join(keys)}; give each token a prompt")
     return table.groupby(keys, observed=True).ngroup().to_numpy()

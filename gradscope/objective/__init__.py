@@ -44,7 +44,6 @@ from gradscope.objective.loss import (
 )
 from gradscope.objective.off_policy import (
     describe_off_policyness,
-    off_policy_columns,
     off_policy_sentence,
     off_policyness,
 )
@@ -60,7 +59,7 @@ __all__ = [
     "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness",
     "fill_unknown", "finish", "fitting_size", "gather_logprobs", "grpo_advantages", "join_statistics",
     "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs", "make_weighting",
-    "micro_batches", "most_logits", "numbers_of", "off_policy_columns", "off_policy_sentence", "off_policyness",
+    "micro_batches", "most_logits", "numbers_of", "off_policy_sentence", "off_policyness",
     "parts_at_once", "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight", "rows_at_once",
     "spell_out", "split_steps", "statistics_and_gradient", "token_weights", "weigh_step", "widen", "within",
 ]  # fmt: skip

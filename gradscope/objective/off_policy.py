@@ -6,13 +6,9 @@ import math
 from collections.abc import Mapping
 
 import numpy as np
-import torch
 from jaxtyping import Float
-from torch import nn
 
-from gradscope.objective.batch_logprobs import batch_statistics
-from gradscope.objective.loss import LossSettings, fill_unknown, resolve_advantages
-from gradscope.rollouts import TokenBatch
+from gradscope.objective.loss import LossSettings
 
 ROUNDING = 1e-3
 """Largest |Δ log π| of a token, in nats, explained by float32 rounding and summation order."""
@@ -59,13 +55,3 @@ def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSetting
     if gap.max() < ROUNDING or np.isnan(found[CLIPS[0]]).any():
         return words
     return f"{words} Clipped low {cut[0]} of the tokens, high {cut[1]}, by the dual clip {cut[2]}."
-
-
-def off_policy_columns(
-    model: nn.Module, batch: TokenBatch, *, micro_batch_size: int, device: torch.device
-) -> dict[str, Float[np.ndarray, " n"]]:
-    """Compute the columns for `describe_off_policyness` by a forward pass over the batch."""
-    logprobs = batch_statistics(model, batch, micro_batch_size=micro_batch_size, device=device).logprob
-    old = fill_unknown(batch.old_logprobs, torch.full_like(logprobs, math.nan))
-    columns = {"logprob": logprobs, "old_logprob": old, "advantage": resolve_advantages(batch)}
-    return {name: values[batch.response_mask].double().numpy() for name, values in columns.items()}

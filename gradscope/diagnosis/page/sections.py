@@ -45,7 +45,7 @@ TOKENS = 'pd.read_parquet("tokens.parquet")'
 
 
 def redraw(plot: Callable[..., object], *arguments: str, edges: Sequence[int | float] = EDGES) -> str:
-    """Return two lines of Python that draw a figure from the files beside the page; edges: named unless as by default."""
+    """Return two lines of Python that draw a figure from the files beside the page; edges: given if not default."""
     module = plot.__module__ if plot.__module__.startswith("gradscope.diagnosis") else "gradscope.plots"
     given = [*arguments, *([] if tuple(edges) == tuple(EDGES) else [f"edges={tuple(edges)}"])]
     return f"import pandas as pd; from {module} import {plot.__name__}\n{plot.__name__}({', '.join(given)})"
