@@ -273,7 +273,7 @@ def add_summary(
     Args:
         resources: Resolved resources for the summed gradients.
         contexts: See `summarize_measurement`.
-        gradient_memory: Bytes for vectors as requested; existing figures count only if this and contexts agree.
+        gradient_memory: Bytes for vectors as requested; existing figures are reused only if it and `contexts` agree.
     """
     drawn, processes = {"constants": contexts, "gradient_memory": gradient_memory}, resources.processes
     known = processes.is_main and (folder.manifest or {}).get("figures") == drawn

@@ -1,4 +1,4 @@
-"""While TRL trains: at every step, whose gradient it is, from what the trainer computes anyway."""
+"""Log at every step of a TRL run whose gradient it is, from what the trainer computes anyway."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
 
 
 class TokenMonitor(TrainerCallback):
-    """At every optimizer step, log by probability interval whose gradient it is, for under 1 % of the run's time.
+    """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time.
 
         trainer.add_callback(TokenMonitor(trainer))
 
-    Nothing is computed again. log π, entropy and Σπ² of each token are those of the trainer's own forward pass (Σπ² is
-    one more output of TRL's head); each token's weight w, ∂loss/∂ log π, is what its own backward pass hands back, so
-    that every loss is measured, yours too, with its clips, masks, KL and denominators. No parameter is looked at, so
-    that sharded ones are all the same. Nothing about the training changes, bit for bit.
+    Nothing is computed twice. log π, entropy and Σπ² of each token come from the trainer's own forward pass (Σπ² is one
+    more output of TRL's head), and its weight w = ∂loss/∂ log π from the trainer's own backward pass. Every loss is
+    therefore covered, including your own, with its clips, masks, KL and denominators. Parameters are not read, so
+    sharded ones make no difference. Training stays bit-identical.
 
-    Logged with TRL's metrics, whose `report_to` takes them, as gradscope/live/NAME/INTERVAL; an interval of π_old is
-    named by its edges in percent, p0-25:
+    Logged with TRL's metrics, to whatever `report_to` names, as gradscope/live/NAME/INTERVAL; an interval of π_old is
+    named by its edges in percent, such as p0-25:
 
     - token_share: share of the response tokens;
     - logit_grad_share: share of Σ|w|·‖e − π‖, e − π the gradient of the token's log π at the logits;
@@ -69,31 +69,31 @@ class TokenMonitor(TrainerCallback):
     TensorBoard, Weights & Biases and trackio also get histograms over π_old, as often as TRL logs: of the tokens and of
     |w|·‖e − π‖, gradscope/live/tokens_by_prob and logit_grad_by_prob.
 
-    What is undefined (an interval without tokens, a loss without clips) is left out. Several processes add up. Every
-    step's numbers are also a line of `OUTPUT_DIR/gradscope/live.jsonl`, with the tokens of largest |w|·‖e − π‖ as text
-    (of the main process's responses). A new run in the same folder starts the file anew, a resumed one goes on with it.
+    Undefined numbers (an interval without tokens, a loss without clips) are omitted. Several processes are summed. Each
+    step's numbers are also written as a line of `OUTPUT_DIR/gradscope/live.jsonl`, with the tokens of largest
+    |w|·‖e − π‖ as text (from the main process's responses). A new run in the same folder overwrites the file; a resumed
+    run appends to it.
 
-    Left out, and said so once: what a loss has beside log π, namely an entropy bonus and the routers' auxiliary loss.
+    An entropy bonus and the routers' auxiliary loss are not functions of log π; they are left out, with one warning.
 
     Args:
         trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass, with a loss of its own, too.
-        edges: of the intervals.
-        largest: how many tokens of each step are written as text; 0: none.
-        window: steps that a verdict is of.
-        alert: every `window` steps, judge whether low-probability tokens dominate Σ|w|·‖e − π‖ of those steps, as the
-            page of `gradscope diagnose` judges gradient energy (of the main process's prompts; it takes ten with a
-            gradient); where the verdict is another than before, print its sentence and send it to W&B's or trackio's
-            alerts.
-        page_every: every so many steps, and at the end, write `OUTPUT_DIR/gradscope/live.html`: all steps, the verdict,
-            the largest tokens. W&B, trackio and MLflow get it as an artifact, with these tokens' text. None: no page.
-        forward_every: where the trainer's loss makes its log π itself, so that nothing of it is seen (a fused kernel,
-            say), have one forward pass without gradient made at every so many steps, from the first one on; the
-            weights are then those of the loss that the trainer's settings name. None: such steps are left out, and
-            a warning says so.
+        edges: edges of the intervals.
+        largest: number of tokens per step to write as text; 0 for none.
+        window: number of steps per verdict.
+        alert: every `window` steps, judge whether low-probability tokens dominate Σ|w|·‖e − π‖ over those steps, by the
+            criterion that `gradscope diagnose` applies to gradient energy. This uses the main process's prompts and
+            needs ten with a gradient. If the verdict changes, print it and send a W&B or trackio alert.
+        page_every: number of steps between writes of `OUTPUT_DIR/gradscope/live.html`, which is also written at the
+            end: all steps, the verdict, the largest tokens. W&B, trackio and MLflow get it as an artifact, including
+            the text of these tokens. None: no page.
+        forward_every: where the loss computes log π out of sight (in a fused kernel, say), run one forward pass without
+            gradients every `forward_every` steps, starting with the first. Weights are then those of the loss in the
+            trainer's settings. None: such steps are skipped, with one warning.
 
     Raises:
-        InputError: for another trainer or another TRL, whose head has no Σπ², for numbers out of range, and, with
-            `forward_every`, for losses that `trl_settings` refuses.
+        InputError: if the trainer or the TRL version is not supported (its head gives no Σπ²), a number is out of
+            range, or `forward_every` meets a loss that `trl_settings` refuses.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class TokenMonitor(TrainerCallback):
             self._histograms = np.zeros_like(self._histograms)
 
     def _keep(self, seen: Sequence[SeenBatch], tokens: StepTokens | None) -> None:
-        """Write the newest step down and, where that is due, judge and lay out those up to it."""
+        """Record the newest step; when due, judge the last steps and write the page."""
         row = self.rows[-1]
         largest = [] if tokens is None else self._describe_largest(seen, tokens)
         with self.path.open("a") as file:
@@ -204,7 +204,7 @@ class TokenMonitor(TrainerCallback):
             self._write_page()
 
     def _judge(self) -> Finding | None:
-        """Judge the last steps; None where they have no gradient."""
+        """Judge the last steps; None if they have no gradient."""
         if not self._prompts:
             return None
         tokens, amounts = np.concatenate(self._prompts, axis=1)
@@ -215,7 +215,7 @@ class TokenMonitor(TrainerCallback):
         return dominance_words(Shares(rows, tuple(self.labels), len(tokens), known), "raw", ENERGY)
 
     def _tell(self, found: Finding | None) -> None:
-        """Say and send a verdict that is not that of before; of an undecided one nothing is said."""
+        """Print and send a verdict that differs from the last; an undecided one is ignored."""
         if found is None or found.verdict in (self.verdict, Verdict.UNDECIDED, Verdict.UNKNOWN):
             return
         self.verdict = found.verdict
@@ -258,7 +258,7 @@ class TokenMonitor(TrainerCallback):
             self.cpu_seconds += time.thread_time() - cpu
 
     def _begin_file(self, step: int) -> None:
-        """Keep the lines up to this step, of a run that is resumed, and none of another's."""
+        """Keep a resumed run's lines up to this step; drop those of any other run."""
         lines = self.path.read_text().splitlines() if step and self.path.is_file() else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
@@ -278,7 +278,7 @@ class TokenMonitor(TrainerCallback):
         return watched
 
     def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        """Take what the loss's forward pass gives, and have the backward pass hand over what comes back."""
+        """Record the loss's forward pass, and register for the slopes that its backward pass returns."""
 
         def scored(model: Any, *args: Any, **keywords: Any) -> Any:
             if self._inputs is None or not torch.is_grad_enabled():
@@ -308,7 +308,7 @@ class TokenMonitor(TrainerCallback):
         return SeenBatch(inputs, logprob.detach(), entropy, squares[:, -logprob.shape[1] :])
 
     def _look(self, model: Any, inputs: Inputs) -> None:
-        """Make a pass of a micro-batch whose loss was made unseen, if one is due."""
+        """Run an extra pass on a micro-batch whose log π was not seen, if one is due."""
         if self.forward_every is None:
             return self._warn("the loss is not made of the log π that TRL's trainer hands it; give forward_every")
         if "pixel_values" in inputs:
@@ -336,13 +336,13 @@ class TokenMonitor(TrainerCallback):
         return None
 
     def _warn(self, reason: str) -> None:
-        """Say, once, why steps are left out."""
+        """Warn once why steps are skipped."""
         if not self._warned:
             self._warned = True
             warnings.warn(f"gradscope: steps are not looked at: {reason}", stacklevel=4)
 
     def _weigh(self) -> None:
-        """Give the passes made of a whole step the slopes of the loss that the settings name."""
+        """Set ∂loss/∂ log π of a step's extra passes, from the loss in the trainer's settings."""
         window = [part.inputs for part in self._unseen]
         batch = batch_from_trl(window, self.trainer.temperature)
         own = batch_from_trl([{**part.inputs, "old_per_token_logps": part.logprob} for part in self._unseen], 1.0)
@@ -365,12 +365,12 @@ class TokenMonitor(TrainerCallback):
         return masked
 
     def _sums(self, tokens: StepTokens | None) -> np.ndarray:
-        """Return what processes add up, in one row."""
+        """Return the numbers that processes sum, in one row."""
         tokens = tokens or StepTokens(*[np.empty(0)] * 11)
         return np.concatenate([tokens.sums(self.edges).ravel(), tokens.histograms().ravel()])
 
     def _describe_largest(self, seen: Sequence[SeenBatch], tokens: StepTokens) -> list[dict[str, Any]]:
-        """Return the tokens of largest amount, with what was before them."""
+        """Return the tokens of largest amount, each with the text before it."""
         tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
         whole, found = tokens.amount.sum(), []
         count = min(self.largest, len(tokens.amount)) if whole > 0 else 0
@@ -384,7 +384,7 @@ class TokenMonitor(TrainerCallback):
 
 
 def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
-    """Return where the loss's clip, or cap, holds a ratio, [B, C] or [B, 1]; None for a loss without."""
+    """Return where the loss clips or caps a ratio, [B, C] or [B, 1]; None for a loss without clips."""
     advantages = part.inputs["advantages"]
     advantages = advantages if advantages.dim() == 2 else advantages[:, None]
     if "old_logps" in part.inputs:  # RLOO's, of whole responses
@@ -405,7 +405,7 @@ def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
 
 
 def _head() -> Any:
-    """Return TRL's module whose head gives log π. Raises InputError for another TRL's."""
+    """Return TRL's module with the head that computes log π. Raises InputError for an unsupported TRL."""
     from trl.trainer import utils
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
@@ -414,7 +414,7 @@ def _head() -> Any:
 
 
 def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywords: Any) -> tuple[Any, Tensor | None]:
-    """Return what log_probs does, and log Σπ² of the passes that it makes; None where the head does not give it."""
+    """Return the result of log_probs, and log Σπ² of its passes; None if the head does not provide it."""
     squares: list[Tensor | None] = []
     hook = model.register_forward_hook(lambda _, __, out: squares.append(out.log_sum_sq_probs))
     try:

@@ -70,7 +70,7 @@ def is_upcast(model: nn.Module) -> bool:
 
 @contextmanager
 def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Give the float32 copies of upcast parameters tangents, within a level of forward mode.
+    """Attach tangents to the float32 copies of upcast parameters, within one level of forward mode.
 
     Forward mode would otherwise require tangents in half precision.
     """
@@ -103,7 +103,7 @@ def precision_in_words(model: nn.Module) -> str:
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Return a replacement of the module's forward other than by upcasting; None if there is none."""
+    """Return the function that replaces the module's forward, ignoring upcasting; None if there is none."""
     forward = vars(module).get("forward")
     return forward.replaced if isinstance(forward, _Upcast) else forward
 

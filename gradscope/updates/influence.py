@@ -97,7 +97,7 @@ def influence(
     AdamW: intervals + 3), and 2 more.
 
     Args:
-        batch: unknown old_logprobs default to the policy's own, advantages to `resolve_advantages`.
+        batch: unknown old_logprobs are replaced by the policy's own; advantages come from `resolve_advantages`.
         optimizer_state: AdamW's `state_dict()`: continues from its moments and step counts with the settings of `step`,
             and does not move other parameters. None: fresh, with v = 0, so that the step is lr·sign(gradient): entries
             in which the sources' gradients cancel still move by lr, and each source contributes its gradient over their
