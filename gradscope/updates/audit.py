@@ -1,7 +1,7 @@
-"""Is a trainer's gradient the one that its loss has? Beside it the exact gradient, under several readings of the loss.
+"""Check a trainer's gradient against the exact gradient of its loss, under several readings of that loss.
 
-Eq. 2 gives −Σ_t c_t·w_t·∇ log π_t; a reading says what c_t is, or by which slip a token gets another's weight. All
-readings come from one pass over the batch (`TokenJacobian.vjp`), and all that is told from inner products by parameter.
+Eq. 2 gives −Σ_t c_t·w_t·∇ log π_t; a reading specifies c_t, or an error that gives a token another's weight. All
+readings come from one pass over the batch (`TokenJacobian.vjp`), and all results from inner products by parameter.
 """
 
 from __future__ import annotations
@@ -24,62 +24,63 @@ from gradscope.policy import Policy, PolicyLike, module_groups, optimizer_names,
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged
 
 READINGS = {
-    "logged": "the loss as the log says that it adds up",
+    "logged": "the loss as recorded in the log",
     "token-mean": "the mean over all tokens of the batch",
     "sequence-mean": "the mean over responses of the mean over their tokens",
     "micro-batches": "the mean over micro-batches of the mean over their tokens",
     "processes": "the mean over processes of the mean over their tokens",
-    "mask-late": "the mean over all tokens, where each has the weight of the one before it",
-    "mask-early": "the mean over all tokens, where each has the weight of the one after it",
-    "mask-late-2": "the mean over all tokens, where each has the weight of the second before it",
-    "mask-early-2": "the mean over all tokens, where each has the weight of the second after it",
-    "mask-late-3": "the mean over all tokens, where each has the weight of the third before it",
-    "mask-early-3": "the mean over all tokens, where each has the weight of the third after it",
+    "mask-late": "the mean over all tokens, each with the weight of the token before it",
+    "mask-early": "the mean over all tokens, each with the weight of the token after it",
+    "mask-late-2": "the mean over all tokens, each with the weight of the token two before it",
+    "mask-early-2": "the mean over all tokens, each with the weight of the token two after it",
+    "mask-late-3": "the mean over all tokens, each with the weight of the token three before it",
+    "mask-early-3": "the mean over all tokens, each with the weight of the token three after it",
     "no-temperature": "the mean over all tokens of log π at temperature 1",
 }
-"""What a trainer may have added up."""
+"""Losses that a trainer may have computed."""
 FLOAT32 = 2e-3
-"""Relative distance of two sums of the same terms in float32, beyond which they are not the same."""
+"""Relative distance above which two float32 sums are not of the same terms."""
 BFLOAT16 = torch.finfo(torch.bfloat16).eps
-"""Spacing of bfloat16's numbers from 1 on, 2⁻⁷."""
+"""Spacing of bfloat16 numbers just above 1, 2⁻⁷."""
 PASSES = 4.0
-"""Spacings by which passes in bfloat16 may put a gradient off: 2 to 3 under TRL's autocast on the embedded policy."""
+"""Largest error of a gradient from bfloat16 passes, in spacings: 2 to 3 under TRL's autocast on the embedded policy."""
 ALL, OUTSIDE = "all", "outside"
-"""In place of a layer or a group: over all of them; not in a layer."""
+"""Instead of a layer or a group: over all of them; not in a layer."""
 Kind = Literal["same", "factor", "parameters", "rounding", "other"]
 
 
 @dataclass(frozen=True, eq=False)
 class Audit:
-    """How far a trainer's gradient is from the exact one."""
+    """Comparison of a trainer's gradient with the exact one."""
 
     kind: Kind
-    """same: that of a reading; factor: a multiple of it; parameters: but for some of them; rounding: as far from it as
-    bfloat16 puts it; other: none of a reading's."""
+    """same: equal to a reading's; factor: a multiple of it; parameters: a multiple except in some parameters; rounding:
+    within bfloat16's error of it; other: no reading's."""
     reading: str
     """The nearest of READINGS."""
     factor: float
-    """The trainer's gradient over that of the reading, as most of the parameters have it."""
+    """The trainer's gradient over that of the reading, for most of the parameters."""
     readings: pd.DataFrame
     """A row per reading: norm of the exact gradient, ratio of the trainer's norm to it, factor, cosine, and distance,
-    ‖theirs − factor·ours‖/‖theirs‖, in all and (typical) of half of the gradient. Of a norm alone norm and ratio."""
+    ‖theirs − factor·ours‖/‖theirs‖, of the whole gradient and (typical) of half of it. For a norm alone: norm, ratio.
+    """
     parameters: pd.DataFrame
-    """A row per parameter, under that reading: norm (exact), ratio, cosine, distance; empty of a norm alone."""
+    """A row per parameter, under that reading: norm (exact), ratio, cosine, distance; empty for a norm alone."""
     groups: pd.DataFrame
-    """The same by layer ("outside": of the blocks) and module group, each also over "all" of the other, with the number
-    of parameters; `parts`: with one whose gradient is not that multiple."""
+    """The same by layer ("outside": outside the blocks) and module group, each also over "all" of the other, with the
+    number of parameters; `parts`: whether it contains a parameter of `odd`."""
     odd: tuple[str, ...]
     """Parameters whose gradient is not that multiple."""
     verdict: str
-    """All of it in words."""
+    """Verdict in words."""
 
     def __repr__(self) -> str:
         return self.verdict
 
     @property
     def parting(self) -> pd.DataFrame:
-        """Where the two part: the fewest rows of `groups` that hold all parameters which differ, by `norm` the largest
-        first. A group stands for its layers, or a layer for its groups, where each of them parts.
+        """Where the gradients differ: the fewest rows of `groups` that cover all parameters in `odd`, by descending
+        `norm`. A group is listed instead of its layers, or a layer instead of its groups, if all of them differ.
         """
         layer, group, parts = (self.groups[name] for name in ("layer", "group", "parts"))
         cells = self.groups[(layer != ALL) & (group != ALL) & (self.groups["norm"] > 0)]
@@ -102,21 +103,22 @@ def audit(
     max_grad_norm: int | float | None = None,
     resources: Resources | None = None,
 ) -> Audit:
-    """Compare the gradient of a trainer's step with the exact one of the loss on that step's batch.
+    """Compare the gradient of a trainer's step with the exact gradient of the loss on that step's batch.
 
     Args:
-        policy: the weights that the step started from; an adapter's own with params="adapter".
-        batch: all responses of the step, in the trainer's order, with advantages, and with π_old where it is another.
-        gradient: the trainer's, by parameter name, before the optimizer's step; or its norm alone, which tells less.
-        loss: what was trained; None: what the log at a path says, else the paper's.
-        micro_batch: responses of one micro-batch; None: as the batch says, if it does.
-        processes: of the trainer, each with as many responses, one process's after the other's; None: as the batch
-            says, if it does.
-        max_grad_norm: the trainer's clipping, where the gradient is after it.
+        policy: The weights before the step; load an adapter with params="adapter".
+        batch: All responses of the step, in the trainer's order, with advantages, and with π_old if off-policy.
+        gradient: The trainer's gradient before the optimizer step, by parameter name; or only its norm, which reveals
+            less.
+        loss: The trained loss; None: as recorded in the log at a path, or else the paper's.
+        micro_batch: Responses per micro-batch; None: as recorded in the batch, if at all.
+        processes: Number of the trainer's processes, each with an equal, consecutive part of the responses; None: as
+            recorded in the batch, if at all.
+        max_grad_norm: The trainer's clipping threshold, if the gradient was recorded after clipping.
 
     Raises:
-        InputError: for names or shapes that are not the policy's, for a gradient that is 0 or not finite, and for a
-            batch without advantages.
+        InputError: if names or shapes do not match the policy's, the gradient is 0 or not finite, or the batch has no
+            advantages.
     """
     policy, batch, told = read_logged(policy, batch)
     loss = LossSettings.from_log(told) if loss is None else loss
@@ -136,24 +138,24 @@ def audit(
     counts = {name: len(own.unique()) for name, own in parts.items()}
     given = (module_groups(policy), batch, counts, max_grad_norm)
     judged = _judge(found, *given)
-    if judged.kind == "other":  # a mask may be further off, which is looked at where nothing else is found
+    if judged.kind == "other":  # only then try masks that are further off
         further = _shifted(weights["token-mean"], J, (2, 3))
         sums = _by_name(J.vjp(-torch.stack([*further.values()])), further)
         judged = _judge(found | {name: _products(own, theirs) for name, own in sums.items()}, *given)
     if lacking := len(vectors.slices) - len(theirs):
-        told = f"{judged.verdict} It has no gradient of {lacking} of the policy's {len(vectors.slices)} parameters."
+        told = f"{judged.verdict} It has no gradient for {lacking} of the policy's {len(vectors.slices)} parameters."
         return replace(judged, verdict=told)
     return judged
 
 
 def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | Path) -> dict[str, Tensor]:
-    """Return the gradient that AdamW's first moments took in between two consecutive steps, as it was after clipping.
+    """Recover a step's gradient, after clipping, from AdamW's first moments before and after it.
 
-    From m′ = β₁·m + (1 − β₁)·g; tensors in float64, by the policy's names.
+    From m′ = β₁·m + (1 − β₁)·g; float64 tensors by the policy's names.
 
     Args:
-        before: AdamW's state_dict, or its checkpoint, from which the step started; None: it was the run's first.
-        after: the same after the step.
+        before: AdamW's state_dict, or its checkpoint, before the step; None: the run's first step.
+        after: The same after the step.
 
     Raises:
         InputError: the states are not one step apart, or are not AdamW's.
@@ -169,8 +171,8 @@ def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | 
         steps = int(moments["step"]) - int(held.get("step", 0))
         if steps != 1:
             raise InputError(
-                f"the two optimizer states are {steps} steps apart at {name}, and moments tell one gradient only from "
-                "one step to the next; give consecutive checkpoints"
+                f"the two optimizer states are {steps} steps apart at {name}, but a gradient can be recovered only "
+                "between consecutive steps; give consecutive checkpoints"
             )
         first = moments["exp_avg"].double()
         found[name] = (first - beta * held["exp_avg"].double() if held else first) / (1 - beta)
@@ -178,11 +180,11 @@ def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | 
 
 
 def undo_clip(gradient: Mapping[str, Tensor], grad_norm: int | float) -> tuple[dict[str, Tensor], float]:
-    """Return a gradient as it was before clipping, and by how much it had been multiplied; 1 where it was not clipped.
+    """Return the gradient before clipping, and the factor that clipping applied; 1 if it was not clipped.
 
     Args:
-        gradient: after clipping, by parameter name.
-        grad_norm: its norm before, as the trainer logged it.
+        gradient: After clipping, by parameter name.
+        grad_norm: Norm before clipping, as logged by the trainer.
     """
     norm = float(np.sqrt(sum(float(own.double().square().sum()) for own in gradient.values())))
     factor = norm / grad_norm
@@ -192,9 +194,9 @@ def undo_clip(gradient: Mapping[str, Tensor], grad_norm: int | float) -> tuple[d
 
 
 def _parts(batch: TokenBatch, micro_batch: int | None, processes: int | None) -> dict[str, Int[Tensor, " B"]]:
-    """Each response's micro-batch, among those of all processes, and its process, as far as either is known."""
+    """Return each response's micro-batch (numbered across processes) and process, as far as known."""
     if processes is not None and not (processes > 0 and len(batch) % processes == 0):
-        raise InputError(f"{len(batch)} responses do not divide among {processes} processes; give how many there were")
+        raise InputError(f"{len(batch)} responses do not divide among {processes} processes; give the actual number")
     rows, found = torch.arange(len(batch)), {}
     if processes is not None:
         found["processes"] = rows // (len(batch) // processes)
@@ -211,7 +213,7 @@ def _parts(batch: TokenBatch, micro_batch: int | None, processes: int | None) ->
 def _weigh(
     J: TokenJacobian, loss: LossSettings, parts: Mapping[str, Int[Tensor, " B"]]
 ) -> dict[str, Float[Tensor, " K"]]:
-    """c_t·w_t of every kept token, by reading."""
+    """Return c_t·w_t of every kept token, by reading."""
     batch, scales = replace(J.batch, loss_scales=None), J.batch.loss_scales
     known = batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total
     w = J.kept(known).double()
@@ -229,8 +231,8 @@ def _weigh(
 
 
 def _shifted(weights: Float[Tensor, " K"], J: TokenJacobian, shifts: Iterable[int]) -> dict[str, Float[Tensor, " K"]]:
-    """The readings whose mask is that many tokens off: each kept token has the weight of another of its response, or
-    none.
+    """Return the readings whose mask is shifted: each kept token gets the weight of another token of its response, or
+    0.
     """
     response, rows = J.batch.response_mask.nonzero()[:, 0], torch.arange(len(weights))
     found = {}
@@ -247,26 +249,26 @@ def _by_name(vectors: Vectors, names: Iterable[str]) -> dict[str, Vectors]:
 
 
 def _match(gradient: Mapping[str, Tensor], ours: Vectors) -> dict[str, Float[Tensor, " p"]]:
-    """The trainer's gradient by our names, flat."""
+    """Return the trainer's gradient under our names, flat."""
     found = {plain_name(name, set(ours.slices)): tensor for name, tensor in gradient.items()}
     if unknown := [name for name in found if name not in ours.slices]:
         raise InputError(
-            f"the gradient has {len(unknown)} names that are no parameter of the policy ({unknown[0]}); give that of "
-            "the same model, an adapter's with --params adapter"
+            f"the gradient has {len(unknown)} names that are not parameters of the policy ({unknown[0]}); give the "
+            "same model's gradient (for an adapter, --params adapter)"
         )
     if not found:
-        raise InputError("the gradient holds no parameter; give one tensor for each, by its name")
+        raise InputError("the gradient has no parameters; give one tensor per parameter, by name")
     for name, tensor in found.items():
         part = ours.slices[name]
         if tensor.numel() != part.stop - part.start:
-            raise InputError(f"the gradient of {name} has {tensor.numel()} numbers, the parameter another count")
+            raise InputError(f"the gradient of {name} has {tensor.numel()} entries, unlike the parameter")
         if not torch.isfinite(tensor).all():
-            raise InputError(f"the gradient of {name} is not finite; give that of a sound step")
+            raise InputError(f"the gradient of {name} is not finite; give that of another step")
     return {name: tensor.flatten() for name, tensor in found.items()}
 
 
 def _products(ours: Vectors, theirs: dict[str, Float[Tensor, " p"]]) -> pd.DataFrame:
-    """Inner products by parameter, in float64: own, of ours; cross; other, of theirs."""
+    """Return inner products by parameter, in float64: own (ours), cross, other (theirs)."""
     rows = []
     for name, their in theirs.items():
         a, b = ours.rows[0, ours.slices[name]].double().cpu(), their.double().cpu()
@@ -275,16 +277,14 @@ def _products(ours: Vectors, theirs: dict[str, Float[Tensor, " p"]]) -> pd.DataF
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Return the value that half of the weight reaches, one of those given: `weighted_quantiles` would mix the others
-    with one that is far off.
-    """
+    """Return the weighted median, one of the given values: `weighted_quantiles` would interpolate with outliers."""
     order = np.argsort(values)
     place = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
     return float(values[order][min(place, len(values) - 1)])
 
 
 def _distances(products: pd.DataFrame, factor: float) -> np.ndarray:
-    """‖theirs − factor·ours‖ over the larger of both norms, by parameter."""
+    """Return ‖theirs − factor·ours‖ over the larger of the two norms, by parameter."""
     own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
     square = np.clip(other - 2 * factor * cross + factor**2 * own, 0, None)
     return np.sqrt(square / np.maximum(np.maximum(other, factor**2 * own), 1e-300))
@@ -315,19 +315,19 @@ def _judge(
     max_grad_norm: int | float | None,
 ) -> Audit:
     if not next(iter(found.values()))["other"].sum():
-        raise InputError("the trainer's gradient is 0; give that of a step that moved something")
+        raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
     readings = pd.DataFrame([{"reading": name} | _summarize(products) for name, products in found.items()])
     exact = readings[(readings["typical"] <= FLOAT32) & ((readings["factor"] - 1).abs() <= FLOAT32)]
     best = exact.iloc[0] if len(exact) else readings.sort_values("typical", kind="stable").iloc[0]
     products, factor = found[best["reading"]], float(best["factor"])
     count = max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))  # that one process accumulates
-    # Each of n additions puts a partial sum off by up to eps/2 of it, by eps/√12 in the root mean square; partial sums
-    # grow as √k, so that all add up to eps·√(n/24). Five times that; it is more where micro-batches cancel.
+    # Each of n additions rounds a partial sum by up to eps/2 of it, eps/√12 in the root mean square; partial sums grow
+    # as √k, so that the total is eps·√(n/24). The limit is five times that, as cancelling micro-batches err more.
     accumulated = BFLOAT16 * np.sqrt(count)
     rounding = max(PASSES * BFLOAT16, accumulated)
     sound = best["typical"] <= FLOAT32
     parameters = products[["parameter"]].join(_tabulate(products, factor))
-    # Of a parameter with next to no gradient the rounding of larger ones is left.
+    # In a parameter with almost no gradient, only the rounding of larger ones remains.
     size = np.maximum(products["own"] * factor**2, products["other"])
     heavy = size > 1e-8 * products["other"].sum()
     limit = 10 * (FLOAT32 if sound else rounding)
@@ -338,17 +338,17 @@ def _judge(
     if rounded:
         kind: Kind = "parameters" if odd else "rounding"
         told = (
-            f"The trainer's gradient is {100 * best['typical']:.2g} % from that of {words}: as far as bfloat16 can put "
-            f"it, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %)"
+            f"The trainer's gradient differs by {100 * best['typical']:.2g} % from that of {words}. bfloat16 explains "
+            f"this, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %)"
         )
         summed = f" or in accumulating {count} micro-batches (up to eps·√{count} = {100 * accumulated:.2g} %)"
         told += summed * (count > 1) + f"{exception}."
     elif not sound:
         kind = "other"
         told = (
-            f"The trainer's gradient is that of no reading: the nearest is {words}, with a cosine of "
+            f"The trainer's gradient matches no reading: the nearest is {words}, with a cosine of "
             f"{best['cosine']:.3f} and half of the gradient over {100 * best['typical']:.2g} % off. Passes in half "
-            "precision can do that where advantages cancel: look at a step in float32."
+            "precision can cause this if advantages cancel: audit a step in float32."
         )
     else:
         times = "" if abs(factor - 1) <= FLOAT32 else f"{factor:.4g} times "
@@ -361,18 +361,18 @@ def _judge(
 
 
 def _describe(odd: tuple[str, ...], parameters: pd.DataFrame, factor: float) -> str:
-    """Say how the largest of the parameters that differ does."""
+    """Describe the largest of the parameters that differ."""
     worst = parameters[parameters["parameter"].isin(odd)].sort_values("norm").iloc[-1]
     return (
-        f", but for {len(odd)} of {len(parameters)} parameters: at {worst['parameter']} it is "
+        f", except for {len(odd)} of {len(parameters)} parameters: at {worst['parameter']} it is "
         f"{worst['ratio'] / factor:.4g} times that, with a cosine of {worst['cosine']:.3f}"
     )
 
 
 def _name_others(fitting: Iterable[str], named: str) -> str:
-    """Return which readings fit as well, so that nothing tells them apart on this batch."""
+    """Name the other readings that fit, which this batch cannot distinguish."""
     others = [name for name in fitting if name != named]
-    return f" On this batch {' and '.join(others)} cannot be told from it." if others else ""
+    return f" This batch cannot distinguish {' and '.join(others)} from it." if others else ""
 
 
 def _tabulate(products: pd.DataFrame, factor: float) -> pd.DataFrame:
@@ -385,7 +385,7 @@ def _tabulate(products: pd.DataFrame, factor: float) -> pd.DataFrame:
 def _by_group(
     products: pd.DataFrame, homes: Mapping[str, tuple[int | None, str]], factor: float, *, parts: pd.Series
 ) -> pd.DataFrame:
-    """`Audit.groups`: of all layers, of all groups of a layer, and of each by itself; parts: by parameter."""
+    """Make `Audit.groups`: over all layers, over all groups of a layer, and each by itself; parts: by parameter."""
     layers, groups = zip(*(homes[name] for name in products["parameter"]), strict=True)
     told = products.assign(group=groups, layer=[OUTSIDE if n is None else str(n) for n in layers], parts=parts)
     frames = []
@@ -398,7 +398,7 @@ def _by_group(
 
 
 def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
-    """The layers or groups of which each cell parts."""
+    """Return the layers or groups that differ in every cell."""
     parts = cells.groupby(by)["parts"].all()
     return {*parts.index[parts]}
 
@@ -406,7 +406,7 @@ def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
 def _explain(
     factor: float, batch: TokenBatch, counts: Mapping[str, int], norm: float, max_grad_norm: int | float | None
 ) -> str:
-    """Return what is known to make a constant factor."""
+    """Name a known cause of a constant factor, if one fits."""
     sizes: dict[str, float] = {}
     if max_grad_norm is not None and norm > 0:
         sizes[f"the clipping to {max_grad_norm:g}"] = max_grad_norm / norm
@@ -419,7 +419,7 @@ def _explain(
     near = [name for name, size in sizes.items() if abs(factor / size - 1) <= FLOAT32]
     constant = kept / (filled * factor)
     if not near and abs(constant - round(constant)) <= 1e-4 * constant and round(constant) > longest:
-        near = [f"as a division by the responses × a constant of {round(constant)} would make it"]
+        near = [f"as from a division by the responses × a constant of {round(constant)}"]
     return f" ({near[0]})" if near else ""
 
 
@@ -431,14 +431,14 @@ def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
     near, first = readings[(readings["ratio"] - 1).abs() <= FLOAT32]["reading"].tolist(), readings.iloc[0]
     factor = float(readings.set_index("reading")["ratio"][near[0]] if near else first["ratio"])
     if near:
-        told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone does not tell of its direction."
+        told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone says nothing of the direction."
         told += _name_others(near, near[0])
         return Audit("same", near[0], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
     told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}"
     if abs(factor - 1) <= PASSES * BFLOAT16:
-        told += f": no further off than passes in bfloat16 can put it ({100 * PASSES * BFLOAT16:.2g} %)."
+        told += f": within the error of passes in bfloat16 ({100 * PASSES * BFLOAT16:.2g} %)."
         others = readings["reading"][(readings["ratio"] - 1).abs() <= PASSES * BFLOAT16]
         told += _name_others(others, first["reading"])
         return Audit("rounding", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
-    told += ", and no reading's."
+    told += "; it matches no reading."
     return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)

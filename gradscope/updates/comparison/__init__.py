@@ -1,1 +1,1 @@
-"""What every token weighting would do with one batch: served tokens, directions, signal and noise."""
+"""Compare token weightings on one batch: which tokens they favour, directions, signal and noise."""

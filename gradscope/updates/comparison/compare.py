@@ -1,8 +1,8 @@
-"""Every weighting on one batch: whom each would serve, how far it turns the update, how much of it is signal.
+"""Compare weightings on one batch: which tokens each favours, how far it turns the update, how much is signal.
 
-All weightings are judged on the same tokens and against the plain loss, by the policy part of their gradient. Bounds
-redraw or leave out whole prompts, those with equal rewards among them. What depends on the batch as a whole, quantiles
-of entropy, covariances and random draws, stays as it is meanwhile, and so does the update whose directions are judged.
+All weightings are compared with the plain loss on the same tokens, by the policy part of their gradient. Bounds redraw
+or leave out whole prompts, including those with equal rewards. Quantities of the whole batch (quantiles of entropy,
+covariances, random draws) are held fixed, and so is the update whose directions are judged.
 """
 
 from __future__ import annotations
@@ -53,79 +53,80 @@ from gradscope.updates.step_settings import StepSettings, settle_step
 
 PLAIN = "grpo"
 SAME = 1e-4
-"""Weights are the same where none differs by more than this part of the largest: log π of sampler and trainer round."""
+"""Weights that differ by at most this fraction of the largest are the same: log π of sampler and trainer is rounded."""
 
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """All that changes a number of a comparison, beside the policy, the batch and the weightings."""
+    """Everything that affects a comparison's numbers, apart from the policy, the batch and the weightings."""
 
     loss: LossSettings = PAPER
-    """The plain one, without its KL part, which no weighting changes."""
+    """The plain loss. Its KL part is ignored, since no weighting changes it."""
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
-    """How the losses add up: over all tokens alike, or the mean over responses of the mean over their tokens."""
+    """Mean over all tokens, or mean over responses of the mean over their tokens."""
     edges: Sequence[int | float] = EDGES
-    """Edges of the intervals of π; those of the table."""
+    """Edges of the intervals of π, as in the table."""
     take_steps: bool = False
-    """Take each weighting's real steps, and rewind them; else only those of weightings of two steps, with a saved
-    optimizer to go on from."""
+    """Take each weighting's real steps, and undo them. Otherwise, only weightings of two optimizer steps take them, and
+    only with a saved optimizer state."""
     step: StepSettings | None = None
-    """Of the real ones; None: as the saved optimizer says, else the paper's SGD."""
+    """Settings of real steps; None: those of the saved optimizer, or else the paper's SGD."""
     seed: int = 0
     confidence: float = 0.95
     resamples: int = 1000
 
     def check(self) -> None:
-        """Raise InputError for settings with which nothing can be compared."""
+        """Raise InputError for settings that do not allow a comparison."""
         interval_labels(self.edges)
         if self.loss.reweight_alpha is not None:
             raise InputError(
                 f"reweight_alpha is {self.loss.reweight_alpha}; plain GRPO has none, name reweight among the weightings"
             )
         if self.take_steps and self.aggregation != "token-mean":
-            raise InputError(f"real steps are of the mean over tokens, and aggregation is {self.aggregation}")
+            raise InputError(f"real steps use the mean over tokens, but aggregation is {self.aggregation}")
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Comparison:
-    """What each weighting would do with one batch."""
+    """Effects of each weighting on one batch."""
 
     table: pd.DataFrame
-    """A row per weighting and optimizer step: `method`; `step`, "all", or "low" and "high" of two, and "both" for what
-    two real ones do; `same_as`: the earlier row whose weights these are, up to rounding, and whose numbers they share,
-    or "". Each number has columns NAME_lower and NAME_upper, and where NAME_difference stands, that is to plain GRPO.
+    """A row per weighting and optimizer step. `method`; `step`: "all", or "low" and "high" for weightings of two steps,
+    and "both" for two real ones; `same_as`: the earlier row with the same weights (up to rounding) and therefore the
+    same numbers, or "". Each number has columns NAME_lower and NAME_upper; NAME_difference is the difference to plain
+    GRPO.
 
-    norm_ratio: ‖U‖ over plain's, U the summed gradient; cosine: of U and plain's. signal_to_noise of one prompt (see
-    `IntervalGradients`), and its difference. right_sgd, right_adamw: the share of the tokens with an advantage whose
-    log π goes its way to first order, of those that move. right_step: the same after the real steps, AdamW's with its
-    momentum and decay, and step_cosine that of both displacements; of steps that were taken, in rows of weights of
-    their own. entropy_change: what its own gradient does in one step to the mean entropy of all tokens, to first order,
-    nats, and its difference; momentum and decay, which no weighting changes, are left out, and v̂ is plain's.
-    effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of tokens, what part of them carries the update;
-    effective_share_adamw in the optimizer's metric, where the table has norms in it. zero_share: tokens without weight.
-    gain: in expected reward, to first order, on prompts that a weighting's own AdamW step has not seen
-    (`gains_on_unseen_prompts`), with gain_difference."""
+    norm_ratio: ‖U‖ over plain's, U being the summed gradient; cosine: of U and plain's. signal_to_noise: for one prompt
+    (see `IntervalGradients`), with its difference. right_sgd, right_adamw: among tokens that have an advantage and
+    move, the share whose log π moves in its direction, to first order. right_step: the same after real steps (AdamW
+    with momentum and decay), and step_cosine: the cosine of the two displacements; only in rows whose steps were taken.
+    entropy_change: first-order change of the mean entropy of all tokens, in nats, by one step on the weighting's own
+    gradient, with its difference; momentum and decay, which no weighting changes, are omitted, and v̂ is plain's.
+    effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of tokens, the fraction of tokens that carry the update;
+    effective_share_adamw: the same in the optimizer's metric, if the table has norms in it. zero_share: fraction of
+    tokens of weight 0. gain: first-order gain in expected reward on prompts that the weighting's own AdamW step has not
+    seen (`gains_on_unseen_prompts`), with gain_difference."""
     by_interval: pd.DataFrame
-    """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference, and
-    energy_share_adamw where the table has norms in that metric; gradient_share, ⟨U_a, U⟩/‖U‖², which adds up to 1 and
-    has no bounds (those would need U_a itself)."""
+    """A row per weighting, step and interval of π: energy_share, of Σ w²‖g‖², with energy_share_difference;
+    energy_share_adamw, if the table has norms in that metric; gradient_share, ⟨U_a, U⟩/‖U‖², which sums to 1 and has no
+    bounds (they would require U_a itself)."""
     weights: pd.DataFrame
-    """w_t of each token under each weighting: response, position, then a column METHOD or METHOD.STEP, each called as
-    the user called it."""
+    """w_t of each token under each weighting: response, position, then a column METHOD or METHOD.STEP, named as the
+    user named the weighting."""
     labels: tuple[str, ...]
     num_prompts: int
     num_informative_prompts: int
-    """Those with an advantage other than 0."""
+    """Prompts with a nonzero advantage."""
     notes: tuple[Note, ...]
     passes: Passes
-    """What they rest on: inner products, changes along the sums, how these were made, and how long it took."""
+    """The underlying inner products and changes along the sums, and how they were computed."""
     aggregation: str = "token-mean"
     step: StepSettings | None = None
-    """Of the real steps; None: none was taken."""
+    """Settings of the real steps; None: no step was taken."""
 
     def statistics(self) -> pd.DataFrame:
-        """The table in long form, a row per weighting, step and number that it has: method, step, same_as, statistic
-        (the number's column), value, lower, upper (NaN where it has no bounds)."""
+        """Return the table in long form, a row per weighting, step and number: method, step, same_as, statistic (the
+        number's column), value, lower, upper (NaN without bounds)."""
         table, keys = self.table.reset_index(drop=True), ["method", "step", "same_as"]
         parts = []
         for name in table.columns.difference(keys, sort=False):
@@ -155,7 +156,7 @@ class _Sum:
     step: str
     weights: Float[np.ndarray, " K"]
     place: int
-    """Among the sums of weights of their own, whose numbers it has."""
+    """Index of its numbers among the distinct sums."""
     same_as: str = ""
 
     @property
@@ -174,34 +175,34 @@ def compare(
     settings: ComparisonSettings | None = None,
     resources: Resources = Resources(micro_batch=4),  # noqa: B008  (frozen)
 ) -> Comparison:
-    """Compare token weightings on one batch, each with plain GRPO; the policy is as it was afterwards.
+    """Compare token weightings with plain GRPO on one batch; the policy is left unchanged.
 
-    Costs for each distinct row of weights a backward pass over the batch and a derivative in forward mode along its
-    sum; with an optimizer state another derivative, and real steps on each half of the prompts with one more; with
-    `settings.take_steps` a real step.
+    Each distinct row of weights costs a backward pass over the batch and a forward-mode derivative along its sum. With
+    an optimizer state it costs another derivative, and real steps on each half of the prompts with one more derivative;
+    with `settings.take_steps`, a real step.
 
     Args:
-        weightings: as `make_weighting` takes them, a parameter's values with a slash between them
-            (`reweight:alpha=.1/.3`), or Weightings; None: all of COMPARED that the batch has columns for, a note names
-            the others.
-        table: of `measure(policy, batch, …)` with the settings' loss and edges, maybe of a sample; None: measured here.
-        optimizer_state: what AdamW's `state_dict()` saved, or its file, from which real steps go on; or an
-            `AdamWState`, which gives the metric alone; None: no numbers under AdamW.
-        settings: None: as by default, and the loss that the log at a path says was trained, where it does.
-        resources: bytes for vectors as long as the parameters decide how many weightings go together; processes share
-            the prompts, and the result is everybody's. With a deadline, weightings that would end much later are left
+        weightings: Weightings, or strings as for `make_weighting`, with slashes between several values of a parameter
+            (`reweight:alpha=.1/.3`). None: those of COMPARED that the batch has columns for; a note names the others.
+        table: Result of `measure(policy, batch, …)` with the settings' loss and edges, possibly of a sample; None:
+            measured here.
+        optimizer_state: AdamW's `state_dict()` or its file, from which real steps continue; or an `AdamWState`, which
+            provides the metric only. None: no numbers under AdamW.
+        settings: None: the defaults, with the loss recorded in the log at a path, if any.
+        resources: The bytes for parameter-sized vectors determine how many weightings are processed together. Processes
+            share the prompts, and each gets the result. With a deadline, weightings that would end much later are left
             out, and a note names them.
 
     Raises:
-        InputError: for a weighting that is not known or lacks a column, for a batch without advantages and rewards, and
-            for settings, a table or a state that do not fit.
+        InputError: if a weighting is unknown or lacks a column, the batch has neither advantages nor rewards, or
+            settings, table or state do not match.
     """
     policy, batch, told = read_logged(policy, batch)
     s = ComparisonSettings(loss=LossSettings.from_log(told)) if settings is None else settings
     resources = resources.settle(policy.device)
     s.check()
     if unknown := int(resolve_advantages(batch)[batch.response_mask].isnan().sum()):
-        raise InputError(f"{unknown} tokens have no advantage, so no weight; give rewards or advantages of all")
+        raise InputError(f"{unknown} tokens have no advantage and thus no weight; give rewards or advantages for all")
     step, saved, metric = settle_step(policy.model, s.step, optimizer_state)
     if table is None:
         sample = MeasureSettings(tokens_per_interval="enough", seed=s.seed, loss=s.loss, metric=metric and "adamw")
@@ -210,7 +211,7 @@ def compare(
             table = fill_table(measurement)
     batch = batch.of_prompts(table["group"].unique()) if "group" in table else batch
     if told := describe_reread(table, batch):
-        raise InputError(f"the table's maker {told}; give a table that was measured of this batch")
+        raise InputError(f"the table's maker {told}; give a table measured on this batch")
     J = TokenJacobian(policy, _with_advantages(batch, table), resources)
     found = compare_rows(J, table, weightings, settings=replace(s, step=step), saved=saved, metric=metric)
     told = (*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes)
@@ -229,8 +230,8 @@ def compare_rows(
 ) -> Comparison:
     """Compare on the tokens of a Jacobian, with the table's advantages; without notes on the rollouts.
 
-    settings: including the step. saved: the state that real steps go on from. slopes: `entropy_slopes` of plain's step,
-    where they are known.
+    settings: including the step. saved: the state from which real steps continue. slopes: `entropy_slopes` of plain's
+    step, if known.
     """
     s, labels, notes = settings, interval_labels(settings.edges), _notes(table, settings.loss)
     chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
@@ -241,7 +242,7 @@ def compare_rows(
     passes, J = pass_through(J, torch.from_numpy(weights), metric=metric, slopes_of=slopes_of), J.until(None)
     if late := {own.weighting for own in sums if own.place in passes.missing}:
         names = ", ".join(str(weighting) for weighting in chosen if str(weighting) in late)
-        notes.append(Note(f"Left out, since no time was left for their passes: {names}.", "late"))
+        notes.append(Note(f"Left out for lack of time: {names}.", "late"))
         chosen = [weighting for weighting in chosen if str(weighting) not in late]
         made = sorted({own.place for own in sums if own.weighting not in late})
         sums, weights, passes = _make_sums(chosen, table, s.aggregation), weights[made], passes.select(made)
@@ -285,8 +286,8 @@ def distinct_rows(
     weightings: Sequence[str | Weighting] | None = None,
     settings: ComparisonSettings = ComparisonSettings(),
 ) -> int:
-    """Return how many rows of weights a comparison on this table would pass through the network: without those that
-    are another's, or a combination of two, up to rounding.
+    """Return how many rows of weights a comparison on this table would pass through the network: all but those that
+    equal another row, or a combination of two, up to rounding.
     """
     sums = _make_sums(_settle(weightings, table, _notes(table, settings.loss)), table, settings.aggregation)
     weights = np.stack([own.weights for own in sums if not own.same_as])
@@ -294,25 +295,25 @@ def distinct_rows(
 
 
 def _with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
-    """The batch with the table's advantages: weights and directions are of the same."""
+    """Return the batch with the table's advantages, so that weights and directions use the same."""
     advantages = torch.zeros(batch.input_ids.shape)
     advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
     return replace(batch, advantages=advantages)
 
 
 def _notes(table: pd.DataFrame, loss: LossSettings) -> list[Note]:
-    """Return what must be known of the tokens."""
+    """Return notes on the tokens."""
     notes = [Note(describe_off_policyness(table, loss), "off-policy")]
     if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
         words = (
-            f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: what is made of it has k = 1"
+            f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: its correction k is 1"
         )
-        notes.append(Note(f"{words} there, as TRL has it.", "sampler-unknown"))
+        notes.append(Note(f"{words} there, as in TRL.", "sampler-unknown"))
     return notes
 
 
 def _settle(given: Sequence[str | Weighting] | None, table: pd.DataFrame, notes: list[Note]) -> list[Weighting]:
-    """The weightings, plain GRPO first; of all known ones, those that the table has columns for."""
+    """Return the weightings, plain GRPO first; by default, the known ones that the table has columns for."""
     plain = WEIGHTINGS[PLAIN]()
     if given is not None:
         named = [
@@ -341,7 +342,7 @@ def _make_sums(weightings: Sequence[Weighting], table: pd.DataFrame, aggregation
     for weighting in weightings:
         for step, weights in weighting.weights(table, aggregation=aggregation).items():
             if not np.isfinite(weights).all():
-                raise InputError(f"{weighting} has weights that are not finite; leave it out, or give a sound log")
+                raise InputError(f"{weighting} has weights that are not finite; leave it out, or give a valid log")
             distinct = [own for own in sums if not own.same_as]
             same = next((own for own in distinct if _same(own.weights, weights)), None)
             place, same_as = (len(distinct), "") if same is None else (same.place, same.name)
@@ -354,7 +355,7 @@ def _same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _split(sums: Sequence[_Sum]) -> dict[str, list[_Sum]]:
-    """The weightings of several optimizer steps whose weights add up to plain's."""
+    """Return the weightings of several optimizer steps whose weights sum to plain's."""
     steps: dict[str, list[_Sum]] = {}
     for own in sums:
         steps.setdefault(own.weighting, []).append(own)
@@ -373,7 +374,7 @@ def _notes_on(weightings: Sequence[Weighting], split: dict[str, list[_Sum]]) -> 
 
 
 def _notes_on_steps(sums: Sequence[_Sum], taken: dict[str, Any]) -> list[Note]:
-    """Which weightings of weights of their own no real step was taken under."""
+    """Return a note naming the distinct weightings without a real step."""
     left = [own.weighting for own in sums if not own.same_as and own.weighting not in (PLAIN, *taken)]
     names = ", ".join(dict.fromkeys(left))
     why = "a trainer's batch lacks its columns, or its steps do not add up to GRPO's"
@@ -381,13 +382,13 @@ def _notes_on_steps(sums: Sequence[_Sum], taken: dict[str, Any]) -> list[Note]:
 
 
 def _trained_once(weightings: Sequence[Weighting], sums: Sequence[_Sum], batch: TokenBatch) -> dict[str, Weighting]:
-    """Those of weights of their own under which one optimizer step can be taken, by name."""
+    """Return by name the distinct weightings under which a single optimizer step can be taken."""
     names = {own.weighting for own in sums if own.step == "all" and not own.same_as}
     return {str(one): one for one in weightings if str(one) in names and _is_trained(one, batch)}
 
 
 def _is_trained(weighting: Weighting, batch: TokenBatch) -> bool:
-    """Whether a step can be taken under it: some are made of columns that only the table has."""
+    """Return whether a step can be taken under the weighting; some need columns that only the table has."""
     try:
         check_weighting(weighting, sampler_logprobs=batch.sampler_logprobs is not None)
     except InputError:
@@ -398,7 +399,7 @@ def _is_trained(weighting: Weighting, batch: TokenBatch) -> bool:
 def _judge(
     judge: Judge, table: pd.DataFrame, weights: Float[np.ndarray, "R K"], passes: Passes
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """The numbers of each sum of weights of its own, [R], and of each of its intervals, [R·A]."""
+    """Return the numbers of each distinct sum, [R], and of its intervals, [R·A]."""
     carried, energy = judge.energies(weights)
     if ADAMW in table and table[ADAMW].notna().any():
         for known, found in zip((carried, energy), judge.energies(weights, ADAMW, "_adamw"), strict=True):
@@ -410,25 +411,25 @@ def _judge(
 def _judge_steps(
     judge: Judge, changes: Float[np.ndarray, "M K"], cosines: Float[np.ndarray, " M"], taken: Mapping[str, Any]
 ) -> pd.DataFrame:
-    """A row for plain's real step, and for the steps of each weighting that were taken."""
+    """Return a row for plain's real step and one for each weighting whose steps were taken."""
     kinds = ["all" if isinstance(own, Weighting) else "both" for own in taken.values()]
     keys = {"method": [PLAIN, *taken], "step": ["all", *kinds], "step_cosine": cosines}
     return pd.DataFrame(keys | columns(judge.directions("right_step", changes)))
 
 
 def _join(sums: Sequence[_Sum], numbers: dict[str, np.ndarray]) -> pd.DataFrame:
-    """A row for every sum, with the numbers of the one whose weights it has."""
+    """Return a row for every sum, with the numbers of the distinct sum that it equals."""
     places = [own.place for own in sums]
     keys = {name: [getattr(own, field) for own in sums] for name, field in KEYS.items()}
     return pd.DataFrame(keys | {name: values[places] for name, values in numbers.items()})
 
 
 KEYS = {"method": "weighting", "step": "step", "same_as": "same_as"}
-"""Column of a result → what it says of a sum."""
+"""Column of a result → attribute of a sum."""
 
 
 def _join_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
-    """The table with the numbers of real steps; "both" of two are a row behind those of each."""
+    """Add the numbers of real steps to the table; "both" becomes a row after those of the two steps."""
     whole = steps["step"] == "both"
     joined = table.merge(steps[~whole], on=["method", "step"], how="left")
     joined = pd.concat([joined, steps[whole].assign(same_as="")], ignore_index=True)
@@ -437,7 +438,7 @@ def _join_steps(table: pd.DataFrame, steps: pd.DataFrame) -> pd.DataFrame:
 
 
 def _join_gains(table: pd.DataFrame, gains: pd.DataFrame) -> pd.DataFrame:
-    """The table with the gains, each in the row of all of a weighting's steps."""
+    """Add the gains to the table, in the row that covers all of a weighting's steps."""
     whole = table["step"].isin(["all", "both"])
     names = table["method"].where(table["same_as"] == "", table["same_as"]).where(whole, "")
     return table.join(gains.reindex(names).set_axis(table.index))
@@ -446,7 +447,7 @@ def _join_gains(table: pd.DataFrame, gains: pd.DataFrame) -> pd.DataFrame:
 def _by_interval(
     sums: Sequence[_Sum], numbers: dict[str, np.ndarray], table: pd.DataFrame, labels: Sequence[str]
 ) -> pd.DataFrame:
-    """The intervals' numbers of every sum."""
+    """Return every sum's numbers by interval."""
     size, intervals = len(labels), np.arange(len(labels))
     counts = np.bincount(table["interval"], minlength=size)
     keys = {name: np.repeat([getattr(own, field) for own in sums], size) for name, field in KEYS.items()}

@@ -1,4 +1,4 @@
-"""What a comparison says, in words and a table of text; and what one batch cannot say."""
+"""Describe a comparison in words and a text table, including what one batch cannot show."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewa
 
 
 def describe(comparison: Comparison) -> str:
-    """All of it: what was compared, what is the same, the numbers, the signal, and what cannot be told."""
+    """Return the whole description: what was compared, duplicates, numbers, signal, gains, notes and limitations."""
     parts = [
         _design(comparison),
         _same(comparison),
@@ -40,7 +40,7 @@ def describe(comparison: Comparison) -> str:
 
 
 def signal_sentence(comparison: Comparison) -> str:
-    """Whether plain GRPO's signal can be told from 0, and at how many prompts it would equal the noise."""
+    """Say whether plain GRPO's signal differs from 0, and at how many prompts it would equal the noise."""
     row = comparison.table.iloc[0]
     value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
     n = comparison.num_prompts
@@ -58,7 +58,7 @@ def signal_sentence(comparison: Comparison) -> str:
 
 
 def gain_sentence(comparison: Comparison) -> str:
-    """What each weighting's step gains on prompts that it has not seen, and how far that is known to predict; or ""."""
+    """Say what each weighting's step gains on unseen prompts, and how well that predicts; "" without gains."""
     table = comparison.table
     if "gain" not in table:
         return ""
@@ -73,7 +73,7 @@ def gain_sentence(comparison: Comparison) -> str:
 
 
 def _gains(rows: pd.DataFrame) -> list[str]:
-    """Plain's own, then the differences to it."""
+    """Return plain's own gain, then the others' differences to it."""
     return _plain(rows[:1], "gain", ".4f") + _plain(rows[1:], "gain_difference", ".4f")
 
 

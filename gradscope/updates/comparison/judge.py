@@ -1,4 +1,4 @@
-"""What is said of each row of weights, and of it minus the first, plain row: ratios of sums over redrawn prompts."""
+"""Compute each row's statistics and their differences to the first, plain row: ratios of sums over redrawn prompts."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Judge:
     resamples: int
 
     def directions(self, name: str, changes: Float[np.ndarray, "R K"]) -> dict[str, Found]:
-        """The share of the tokens that go the way of their advantage, of those that have one and move."""
+        """Return the share of tokens that move with their advantage, among those that have one and move."""
         wanted = np.sign(self.table["advantage"].to_numpy(np.float64))
         moved = (wanted != 0) & (changes != 0)
         right = self._by_prompt(moved & (np.sign(changes) == wanted))
         return self._ratios(name, right, self._by_prompt(moved))
 
     def gradients(self, passes: Passes) -> dict[str, Found]:
-        """Norm, cosine and signal to noise of the summed gradients, and directions along them."""
+        """Return norm ratio, cosine and signal to noise of the summed gradients, and directions along them."""
         ratios, cosines = norms_and_cosines(passes.products, confidence=self.confidence)
         numbers = {
             "norm_ratio": ratios,
@@ -52,13 +52,13 @@ class Judge:
         return numbers
 
     def gains(self, gains: Float[np.ndarray, "R n"]) -> dict[str, Found]:
-        """The mean over prompts."""
+        """Return the mean over prompts."""
         return self._ratios("gain", gains.T, np.ones_like(gains.T))
 
     def entropy(
         self, weights: Float[np.ndarray, "R K"], passes: Passes, max_grad_norm: float | None
     ) -> dict[str, Found]:
-        """The first-order change of the mean entropy by a step of each sum, clipped as its own norm asks."""
+        """Return the first-order change of the mean entropy by a step along each sum, clipped by its own norm."""
         norms = np.sqrt(np.maximum(passes.products.along.sum(-1), 0.0))
         clips = np.array([clip_scale(norm, max_grad_norm) for norm in norms])
         parts = self._by_prompt(-weights * passes.entropy_slopes * (clips / clips[0])[:, None])
@@ -68,9 +68,9 @@ class Judge:
     def energies(
         self, weights: Float[np.ndarray, "R K"], norm: str = PARAMETERS, end: str = ""
     ) -> tuple[dict[str, Found], dict[str, Found]]:
-        """The share of the tokens that carry the update, [R]; and shares of Σ w²‖g‖² by interval, [R, A].
+        """Return the share of tokens that carry the update, [R], and shares of Σ w²‖g‖² by interval, [R, A].
 
-        norm: the column of ‖g‖; end: of the numbers' names.
+        norm: the column of ‖g‖; end: suffix of the numbers' names.
         """
         norms = self.table[norm].to_numpy(np.float64)
         known = ~np.isnan(norms)
@@ -87,7 +87,7 @@ class Judge:
         return carried, self._ratios(f"energy_share{end}", energy, np.broadcast_to(whole, energy.shape))
 
     def gradient_shares(self, weights: Float[np.ndarray, "R K"], passes: Passes) -> Float[np.ndarray, "R A"]:
-        """⟨U_a, U⟩/‖U‖² of each interval."""
+        """Return ⟨U_a, U⟩/‖U‖² of each interval."""
         parts = (weights * passes.changes) @ self._inside().T
         with np.errstate(invalid="ignore", divide="ignore"):
             return parts / parts.sum(1, keepdims=True)
@@ -96,7 +96,7 @@ class Judge:
         return (self.table["interval"].to_numpy() == np.arange(len(self.labels))[:, None]).astype(np.float64)
 
     def _by_prompt(self, values: np.ndarray) -> Float[np.ndarray, "n *k"]:
-        """Sums over the tokens of each prompt, of [*k, K]."""
+        """Sum [*k, K] over the tokens of each prompt."""
         clusters = prompt_clusters(self.table)
         flat = np.asarray(values, dtype=np.float64).reshape(-1, len(clusters))
         sums = np.stack([np.bincount(clusters, row, minlength=int(clusters.max()) + 1) for row in flat], axis=1)
@@ -106,7 +106,7 @@ class Judge:
         return self._bootstrap(name, (over, under), lambda over, under: over / under)
 
     def _bootstrap(self, name: str, sums: Sequence[np.ndarray], divide: Callable[..., np.ndarray]) -> dict[str, Found]:
-        """What `divide` makes of the sums over prompts, and that minus the first row's."""
+        """Apply `divide` to sums over redrawn prompts; return the result, and its difference to the first row's."""
         shape = sums[0].shape[1:]
 
         def evaluate(draws: np.ndarray) -> np.ndarray:
@@ -122,5 +122,5 @@ class Judge:
 
 
 def columns(numbers: dict[str, Found]) -> dict[str, np.ndarray]:
-    """Each number as NAME, NAME_lower and NAME_upper."""
+    """Split each number into columns NAME, NAME_lower and NAME_upper."""
     return {f"{name}{end}": found[i].ravel() for name, found in numbers.items() for i, end in enumerate(BOUNDS)}

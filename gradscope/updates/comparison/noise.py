@@ -1,7 +1,7 @@
-"""Signal against noise of summed gradients over prompts, and how norms and cosines vary, without any vector at hand.
+"""Compute signal to noise of summed gradients over prompts, and bounds on norms and cosines, from inner products.
 
-With u_p prompt p's part of the summed gradient U = Σ_p u_p, all of it is made of ‖u_p‖² (`own`) and ⟨u_p, U⟩
-(`along`): leaving out prompt p makes ‖U‖² into ‖U‖² − 2⟨u_p, U⟩ + ‖u_p‖², and Σ_q ‖u_q‖² into that less ‖u_p‖².
+With u_p prompt p's part of the summed gradient U = Σ_p u_p, ‖u_p‖² (`own`) and ⟨u_p, U⟩ (`along`) suffice: leaving out
+prompt p turns ‖U‖² into ‖U‖² − 2⟨u_p, U⟩ + ‖u_p‖² and subtracts ‖u_p‖² from Σ_q ‖u_q‖².
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from jaxtyping import Float
 from gradscope.resampling import short_of
 
 Each = Float[np.ndarray, "*k n"]
-"""A number of each prompt, for each of k summed gradients."""
+"""A number per prompt, for each of k summed gradients."""
 
 
 class Products(NamedTuple):
-    """Inner products of summed gradients and their prompts' parts; plain is the one that they are compared with."""
+    """Inner products of summed gradients and their prompts' parts; plain is the reference."""
 
     own: Each
     """‖u_p‖²."""
     along: Each
     """⟨u_p, U⟩."""
     kernel: Float[np.ndarray, "*k n n"]
-    """⟨u_p, u_q⟩, which may be estimates: of them the spread alone is used, where there is no signal."""
+    """⟨u_p, u_q⟩, possibly estimated: used only for the spread in the absence of a signal."""
     own_plain: Each
     """⟨u_p, u_p of plain⟩."""
     to_plain: Each
@@ -35,14 +35,14 @@ class Products(NamedTuple):
 
 
 def signal_to_noise(found: Products, *, confidence: float = 0.95) -> Float[np.ndarray, "3 *k"]:
-    """Signal over noise of one prompt, as of `interval_gradients`, with lower and upper bounds; NaN without noise.
+    """Return signal over noise of one prompt, as in `interval_gradients`, with bounds; NaN without noise.
 
-    The n·u_p are taken for draws of one distribution: signal is the unbiased estimate of the squared norm of their
-    mean, noise that of their variance. Student's t with n − 1 degrees of freedom multiplies the root of two variances:
-    that of the jackknife over prompts, and that of a sum over pairs of prompts whose gradients have no mean (a
-    degenerate U statistic, 2·Σ_{p≠q} k_pq² of the centred products k), which the jackknife misses where noise has one
-    direction. As a signal's error grows with the signal, the upper bound lies t²/2 of the second variance's root times
-    √2 farther. NaN for too few prompts.
+    The n·u_p are treated as draws from one distribution; signal is the unbiased estimate of the squared norm of their
+    mean, noise that of their variance. The bounds are Student's t with n − 1 degrees of freedom times the root of the
+    sum of two variances: the jackknife's over prompts, and that of a sum over pairs of prompts whose gradients have
+    mean 0 (a degenerate U statistic, 2·Σ_{p≠q} k_pq² of the centred products k), which the jackknife misses if the
+    noise has one direction. Since a signal's error grows with the signal, the upper bound is raised by a further t²/√2
+    times the root of the second variance. Bounds are NaN for too few prompts.
     """
     value, left, spread = _ratios(found), _ratios_left(found), _pair_spread(found)
     reach = _quantile(found.own.shape[-1], confidence)
@@ -51,7 +51,7 @@ def signal_to_noise(found: Products, *, confidence: float = 0.95) -> Float[np.nd
 
 
 def signal_to_noise_difference(found: Products, *, confidence: float = 0.95) -> Float[np.ndarray, "3 k"]:
-    """Signal over noise minus that of the first row, on the same prompts; bounds as above, of the differences."""
+    """Return signal over noise minus the first row's, on the same prompts, with bounds on the difference as above."""
     value, left = _ratios(found), _ratios_left(found)
     scaled = found.kernel / _noise(found)[:, None, None]
     spread = _pair_spread(found._replace(kernel=scaled - scaled[:1]), scale=1.0)
@@ -63,7 +63,7 @@ def signal_to_noise_difference(found: Products, *, confidence: float = 0.95) -> 
 def norms_and_cosines(
     found: Products, *, confidence: float = 0.95
 ) -> tuple[Float[np.ndarray, "3 k"], Float[np.ndarray, "3 k"]]:
-    """‖U‖ over that of the first row, and the cosine with it; bounds by the jackknife over prompts, Student's t."""
+    """Return ‖U‖ over the first row's, and the cosine with it; bounds: jackknife over prompts with Student's t."""
     square, inner = found.along.sum(-1), found.to_plain.sum(-1)
     square_left = square[:, None] - 2 * found.along + found.own
     inner_left = inner[:, None] - found.to_plain - found.from_plain + found.own_plain
@@ -86,13 +86,13 @@ def _ratios(found: Products) -> Float[np.ndarray, " *k"]:
 
 
 def _ratios_left(found: Products) -> Each:
-    """Those without each prompt in turn."""
+    """Return the ratios with each prompt left out in turn."""
     square = found.along.sum(-1)[..., None] - 2 * found.along + found.own
     return _divide(square, found.own.sum(-1)[..., None] - found.own, found.own.shape[-1] - 1)
 
 
 def _divide(square: np.ndarray, own: np.ndarray, n: int) -> np.ndarray:
-    """Signal over noise from ‖U‖² and Σ_p ‖u_p‖²."""
+    """Return signal over noise from ‖U‖² and Σ_p ‖u_p‖²."""
     with np.errstate(invalid="ignore", divide="ignore"):
         noise = n * own - square
         return np.where(noise > 0, (square - own) / noise, np.nan)
@@ -106,7 +106,7 @@ def _noise(found: Products) -> Float[np.ndarray, " *k"]:
 
 
 def _pair_spread(found: Products, scale: np.ndarray | float | None = None) -> Float[np.ndarray, " *k"]:
-    """√(2·Σ_{p≠q} k_pq²) / noise: how far signal over noise is off where gradients have no mean."""
+    """Return √(2·Σ_{p≠q} k_pq²) / noise, the standard error of signal over noise if gradients have mean 0."""
     kernel = found.kernel - found.kernel.mean(-1, keepdims=True)
     kernel = kernel - kernel.mean(-2, keepdims=True)
     pairs = (kernel**2).sum((-2, -1)) - (np.diagonal(kernel, axis1=-2, axis2=-1) ** 2).sum(-1)

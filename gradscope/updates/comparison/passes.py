@@ -1,10 +1,10 @@
-"""The products with J that a comparison asks for: summed gradients by prompt, then every token's change along them.
+"""Compute a comparison's products with J: summed gradients by prompt, then every token's change along them.
 
-Of each row of weights one backward pass gives ‖u_p‖², ⟨u_p, u_p of plain⟩ and U (`TokenJacobian.gram`); then forward
-mode along U gives ⟨g_t, U⟩ of every token, and with the weights every inner product with U. Under AdamW another one
-goes along U ⊘ (√v̂ + ε). Rows are taken as many at a time as memory holds: one row needs two vectors as long as the
-parameters (its sum and its prompt's), beside plain's and autograd's. A row that is a combination of plain and another
-one (Lopti's second step is plain less its first) takes no pass: all is linear in it.
+For each row of weights, one backward pass gives ‖u_p‖², ⟨u_p, u_p of plain⟩ and U (`TokenJacobian.gram`). Forward mode
+along U then gives ⟨g_t, U⟩ of every token and thus, with the weights, every inner product with U. Under AdamW a second
+derivative is taken along U ⊘ (√v̂ + ε). Memory limits the rows per pass: each needs two parameter-sized vectors (its sum
+and one prompt's), in addition to plain's and autograd's. A row that is a combination of plain and another (Lopti's
+second step is plain minus its first) needs no pass, since everything is linear in the weights.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from gradscope.policy import AdamWState
 from gradscope.updates.comparison.noise import Products
 
 TRIED = 512
-"""Tokens from which a combination of rows is guessed, before it is tried on all."""
+"""Number of tokens used to guess a combination of rows, which is then checked on all."""
 CANCELLED = 1e-2
-"""Share of the squares that a combination's parts add up to, below which its own rounding would be too large."""
+"""A combination whose square is below this fraction of its parts' squares is too inexact, and takes a pass."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What the passes found, in float64; the first row of weights is plain."""
+    """Results of the passes, in float64; the first row of weights is plain."""
 
     products: Products
     changes: Float[np.ndarray, "R K"]
-    """⟨g_t, U⟩ of each kept token of the batch, whose sign is that of its first-order movement under SGD."""
+    """⟨g_t, U⟩ of each kept token; its sign is that of the token's first-order movement under SGD."""
     adamw_changes: Float[np.ndarray, "R K"] | None
     """The same along U ⊘ (√v̂ + ε); None without an optimizer state."""
     plan: SumsPlan
-    """How the summed gradients were made."""
+    """How the summed gradients were computed."""
     method: Derivative
-    """How the changes were taken."""
+    """How the changes were computed."""
     at_once: int
-    """Rows of weights that were taken at a time."""
+    """Number of rows per pass."""
     entropy_slopes: Float[np.ndarray, " K"] | None = None
-    """Of plain's step: see `updates.entropy_slopes`."""
+    """`updates.entropy_slopes` of plain's step."""
     missing: tuple[int, ...] = ()
-    """Rows whose passes the deadline left no time for; their numbers are zeros."""
+    """Rows skipped because of the deadline; their numbers are zeros."""
 
     def select(self, rows: Sequence[int]) -> Passes:
         """Keep these rows, ascending, the first among them."""
@@ -57,7 +57,7 @@ class Passes:
 
 
 SlopesOf = Callable[[Float[Tensor, " P"]], Float[np.ndarray, " K"]]
-"""Makes the entropy's slopes by token of a loss's gradient."""
+"""Computes the entropy's slopes by token from a loss's gradient."""
 
 
 def pass_through(
@@ -67,12 +67,12 @@ def pass_through(
     metric: AdamWState | None = None,
     slopes_of: SlopesOf | None = None,
 ) -> Passes:
-    """U = Σ_t w_t·g_t / K for each row of weights of the K kept tokens, by prompt, and every token's change along it.
+    """Compute U = Σ_t w_t·g_t / K by prompt, for each row of weights over the K kept tokens, and each token's change.
 
-    The prompts are those of the batch with kept tokens, in the order of their numbers. Where J's resources have a
-    deadline, rows are taken until about then: the first and another one always. slopes_of: of plain's gradient.
+    Prompts are those of the batch with kept tokens, in the order of their numbers. If J's resources have a deadline,
+    rows are processed until about then, but always the first and one more. slopes_of: called on plain's gradient.
     """
-    # A response without weights has no gradient, and nobody asks which way its tokens go.
+    # A response without weights has no gradient, and its tokens' directions are not counted.
     asked = (weights != 0).any(0) | (J.kept(J.batch.advantages) != 0)
     row = J.batch.response_mask.nonzero()[:, 0]
     rows = row[asked].unique() if asked.any() else row.unique()
@@ -100,10 +100,10 @@ class _Work:
         size, n = len(weights), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
         self.crossed: dict[int, Float[np.ndarray, "n n"]] = {}
-        """⟨u_p of plain, u_q⟩, of the sketches."""
+        """⟨u_p of plain, u_q⟩, from the sketches."""
         self.changes = torch.zeros(1 + (metric is not None), *weights.shape, dtype=torch.float64)
         self.scale: Tensor | None = None
-        self.at_once = J.rows_at_once(size, metric=metric is not None)  # beside plain
+        self.at_once = J.rows_at_once(size, metric=metric is not None)  # in addition to plain
         self.way = J.plan_gram(min(size, self.at_once + 1), pairs="within").way
 
     def run(self) -> None:
@@ -130,7 +130,7 @@ class _Work:
         )
 
     def _take(self, rows: Sequence[int]) -> None:
-        """Find these rows' sums, and the changes along them; those that would end too late are missing."""
+        """Compute these rows' sums and the changes along them; rows that would end too late become `missing`."""
         longest = 0.0
         for start in range(0, len(rows), self.at_once):
             chosen, started = rows[start : start + self.at_once], monotonic()
@@ -147,15 +147,14 @@ class _Work:
             longest = max(longest, monotonic() - started)
 
     def _is_late(self, now: float, longest: float) -> bool:
-        """Return whether as much again as what took longest would end too long after the deadline, or mostly after it.
-        """
+        """Return whether another pass as long as the longest would end far, or run mostly, beyond the deadline."""
         if self.deadline is None:
             return False
         late = now + longest / 2 > self.deadline or now + longest > latest_end(self.begun, self.deadline)
         return self.J.resources.processes.gather([late])[0]
 
     def _sum(self, chosen: Sequence[int]) -> tuple[Vectors, SumsPlan]:
-        """U of these rows; their prompts' products are noted on the way."""
+        """Return U of these rows; store their prompts' products."""
         rows = [*chosen] if 0 in chosen else [*chosen, 0]
         count, plain = len(chosen), rows.index(0)
         found = self.J.gram(self.weights[rows], pairs="within", sketch=True, totals=True, way=self.way)
@@ -170,7 +169,7 @@ class _Work:
         return found.totals[:count], found.plan
 
     def _directions(self, totals: Vectors) -> Iterator[Vectors]:
-        """U of each row, then in its place U ⊘ (√v̂ + ε) where there is a metric."""
+        """Yield U of each row and then, with a metric, U ⊘ (√v̂ + ε), computed in place."""
         yield totals
         if self.metric is not None:
             if self.scale is None:  # plain is the first row
@@ -180,7 +179,7 @@ class _Work:
             yield totals
 
     def _combine(self, row: int, plain: float, factor: float, other: int) -> bool:
-        """Fill a row as plain·(the first) + factor·(another); return False where the two cancel."""
+        """Fill a row as plain·(first row) + factor·(other row); return False if they nearly cancel."""
         squares = plain**2 * self.own[0], factor**2 * self.own[other]
         own = squares[0] + squares[1] + 2 * plain * factor * self.own_plain[other]
         if own.sum() < CANCELLED * np.sum(squares):
@@ -193,7 +192,7 @@ class _Work:
 
 
 def find_combinations(weights: Float[np.ndarray, "R K"]) -> dict[int, tuple[float, float, int]]:
-    """Row → (a, c, b), where it is a·(the first row) + c·(row b) to rounding, and b itself is none of these.
+    """Map each row that is a·(first row) + c·(row b) up to rounding to (a, c, b), where b is no such row itself.
 
     >>> find_combinations(np.array([[1.0, 1.0, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 2.0]]))
     {2: (1.0, -1.0, 1)}

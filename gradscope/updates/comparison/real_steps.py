@@ -1,4 +1,4 @@
-"""What real steps do under each weighting: which way tokens go, and what they gain on unseen prompts."""
+"""Take real steps under each weighting: directions of tokens, and gains on unseen prompts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from gradscope.updates.make_update import Update
 from gradscope.updates.movement import Movement
 
 Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
-"""(name, tokens) of each optimizer step, in their order."""
+"""(name, tokens) of each optimizer step, in order."""
 
 
 def take_steps(
     steps: RealSteps, weightings: Mapping[str, Weighting | Masks]
 ) -> tuple[Float[np.ndarray, "M K"], Float[np.ndarray, " M"]]:
-    """Δ of each token's log odds by plain's step, then by each weighting's real steps; and the cosine with plain's Δθ.
+    """Return Δ log odds of tokens by plain's step, then by each weighting's real steps, and cosines with plain's Δθ.
 
-    weightings: one of a single step, or the tokens of each of several plain ones. Memory: two displacements, beside
-    what a step takes.
+    weightings: a Weighting of a single step, or the tokens of each of several plain steps. Memory: two displacements,
+    in addition to a step's own.
     """
     plain, progress = steps.take(displacement=True), steps.jacobian.resources.progress
     changes, cosines = [_log_odds(plain)], [1.0]
@@ -46,14 +46,14 @@ def take_steps(
 def gains_on_unseen_prompts(
     steps: RealSteps, weightings: Sequence[Weighting], *, seed: int
 ) -> Float[np.ndarray, "M n"] | None:
-    """To first order, the gain in each prompt's expected reward by every weighting's own steps on other prompts.
+    """Return the first-order gain in each prompt's expected reward by each weighting's own steps on other prompts.
 
-    gain = Cov_i(R_i, Σ_t ⟨∇ log π(o_it), Δθ⟩) over the prompt's responses, which is unbiased for ⟨∇ E[R], Δθ⟩
-    where the policy itself sampled the responses.
+    gain = Cov_i(R_i, Σ_t ⟨∇ log π(o_it), Δθ⟩) over the prompt's responses, which is unbiased for ⟨∇ E[R], Δθ⟩ if the
+    policy itself sampled the responses.
 
-    Prompts of several responses are dealt into two halves; Δθ is of the half that a prompt is not in, whose tokens
-    alone decide thresholds and draws. weightings: plain first. None without rewards, without tokens or with fewer than
-    four such prompts.
+    Prompts with several responses are dealt into two halves. Δθ comes from the half without the prompt, whose tokens
+    alone determine thresholds and draws. weightings: plain first. None without rewards, without tokens or with fewer
+    than four such prompts.
     """
     batch, progress = steps.jacobian.batch, steps.jacobian.resources.progress
     prompts, counts = batch.group_ids[batch.response_mask.any(1)].unique(return_counts=True)
@@ -76,7 +76,7 @@ def gains_on_unseen_prompts(
 
 
 def _as_trained(weighting: Weighting, plain: Movement) -> Weighting | Update:
-    """The update of the batch that plain moved; one of two steps with its tokens dealt as the trainer deals them."""
+    """Return the update on the batch of plain's step; two-step weightings split its tokens as the trainer does."""
     if weighting.rule.lopti_eta is None:
         return weighting
     batch, drawn = plain.batch, torch.Generator().manual_seed(0)
