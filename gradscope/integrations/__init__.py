@@ -1,1 +1,1 @@
-"""gradscope inside other people's trainers, one module per trainer; none is imported before it is asked for."""
+"""Integrations with other trainers, one module each, imported only on request."""

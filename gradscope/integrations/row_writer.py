@@ -1,8 +1,8 @@
-"""Native rows of what a trainer trained on, and the process beside it that writes them.
+"""Native rows of a trainer's batches, and the separate process that writes them.
 
-The process reads from its standard input: what holds for all steps, then a `StepRows` at a time. It touches no device,
-and where the trainer has gone it writes what it was given and ends. Nothing else of the package is imported: to load
-torch would take longer than to write hundreds of steps.
+The process reads from its standard input: settings of all steps, then a `StepRows` at a time. It uses no device, and if
+the trainer dies it writes what it has received and exits. It imports nothing else of the package, since loading torch
+would take longer than writing hundreds of steps.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ import numpy as np
 
 Part = Mapping[str, np.ndarray]
 """Responses under the names of native columns: `prompt_ids` with `prompt_mask`, `response_ids` with `response_seen`
-(which of their places hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and
-PER_TOKEN that the trainer has."""
+(which positions hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and PER_TOKEN that
+the trainer has."""
 
 OPTIONAL = ("reward", "group", "process", "micro_batch")
-"""Columns of a value per response, [B]."""
+"""Columns with a value per response, [B]."""
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction")
-"""Columns per token, [B, C], or [B, 1] of whole responses."""
+"""Columns per token, [B, C], or [B, 1] for whole responses."""
 WAITING = 4
-"""Steps that may wait to be written before training waits for the writer."""
+"""Number of queued steps beyond which training waits for the writer."""
 PATIENCE, AT_THE_END = 60.0, 600.0
-"""Seconds that training waits for the writer before it goes on without, and in the end before it ends without."""
+"""Seconds that training waits for the writer before giving up on it: during training, and at its end."""
 FEW = 5
-"""Norms that a median is made of before a norm can be told from it."""
+"""Norms required before a spike can be detected against their median."""
 PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from gradscope.integrations.row_writer import main; main()"
 
 
 @dataclass(frozen=True)
 class StepRows:
-    """What was trained on in one step, and what all its rows share."""
+    """Data of one training step: its responses, and the values that all rows share."""
 
     path: str
     """File to write."""
     parts: list[Part]
     shared: dict[str, Any]
-    """Further columns, a value each: step, temperature, grad_norm (None: not known)."""
+    """Further columns, one value each: step, temperature, grad_norm (None: unknown)."""
 
 
 def step_file(folder: Path, step: int, ending: str = "") -> Path:
@@ -63,7 +63,7 @@ def step_file(folder: Path, step: int, ending: str = "") -> Path:
 
 
 def remove_steps(folder: Path, first: int) -> None:
-    """Remove the files of this training step and of later ones, which are of an earlier run."""
+    """Remove the files of this and later training steps, left by an earlier run."""
     for path in folder.glob("step_*.parquet"):
         number = re.match(r"step_(\d+)", path.name)
         if number is not None and int(number[1]) >= first:
@@ -71,15 +71,15 @@ def remove_steps(folder: Path, first: int) -> None:
 
 
 def to_array(tensor: Any) -> np.ndarray:
-    """Copy a tensor to the CPU, fractions as float32."""
+    """Copy a tensor to the CPU, converting floating-point numbers to float32."""
     copy = tensor.detach().to("cpu", copy=True)
     return (copy.float() if copy.is_floating_point() else copy).numpy()
 
 
 def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield a row per response: of the prompt and the response what their masks keep.
+    """Yield a row per response, with the prompt and response tokens that their masks keep.
 
-    tokenizer: to write their text beside the ids; None: no text.
+    tokenizer: used to add text to the ids; None: no text.
     """
     for part in step.parts:
         for row, seen in enumerate(part["response_seen"] > 0):
@@ -99,7 +99,7 @@ def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any
 
 
 def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, str]) -> None:
-    """Write rows as `write_rollouts` does; columns are those of the first."""
+    """Write rows as `write_rollouts` does, with the columns of the first row."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -111,7 +111,7 @@ def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, 
 
 
 def write_steps(source: BinaryIO) -> None:
-    """Write a file per step until the source ends, or breaks off."""
+    """Write a file per step until the source ends, possibly truncated."""
     try:
         told = pickle.load(source)
         while True:
@@ -122,7 +122,7 @@ def write_steps(source: BinaryIO) -> None:
 
 
 def main() -> None:
-    """Write what comes, giving way to the trainer, and print the seconds of CPU time that it took."""
+    """Write steps at low priority, and print the CPU seconds used."""
     if hasattr(os, "nice"):
         os.nice(10)
     write_steps(sys.stdin.buffer)
@@ -130,15 +130,15 @@ def main() -> None:
 
 
 class Spikes:
-    """The steps whose gradient norm is far above those before them."""
+    """Detector of steps whose gradient norm is far above those before them."""
 
     def __init__(self, times: float, most: int) -> None:
-        """times: the median of the norms before; most: steps that are told."""
+        """times: threshold, in medians of the previous norms; most: largest number of steps to report."""
         self.times, self.left = times, most
         self._norms: list[float] = []
 
     def tell(self, norm: float) -> bool:
-        """Return whether the next step's norm is not finite, or above so many times the median, and remember it."""
+        """Record the next step's norm; return whether it is not finite or above the threshold."""
         known = self._norms
         outside = len(known) >= FEW and not norm <= self.times * known[len(known) // 2] and self.left > 0
         if math.isfinite(norm):
@@ -148,22 +148,22 @@ class Spikes:
 
 
 class RowWriter:
-    """The process that writes, and the thread that feeds it, so that a full pipe is not training's to wait for."""
+    """Writing process, with a thread that feeds it so that training does not block on a full pipe."""
 
     def __init__(self, metadata: Mapping[bytes, str], tokenizer: Any = None) -> None:
-        """metadata: of every file. tokenizer: as of `native_rows`."""
+        """metadata: of every file. tokenizer: as in `native_rows`."""
         self.broken, self._complained = "", False
-        """Why nothing is written any more; whether that was said."""
+        """Why nothing is written any more; whether a warning was given."""
         self._seconds, self._steps = 0.0, queue.Queue(WAITING)
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the process)
         root = str(Path(__file__).parents[2])
-        # No multiprocessing: it would run a training script that has no __main__ guard once more.
+        # Not multiprocessing: it would run a training script without a __main__ guard a second time.
         self._process = subprocess.Popen(
             [sys.executable, "-c", PROGRAM, root],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
-            start_new_session=True,  # an interrupt is the trainer's, and what it has handed over is still written
+            start_new_session=True,  # on an interrupt of the trainer, queued steps are still written
         )
         told = {"metadata": dict(metadata), "tokenizer": tokenizer}
         self._thread = threading.Thread(target=self._feed, args=(told,), daemon=True)
@@ -171,7 +171,7 @@ class RowWriter:
         atexit.register(self.close)
 
     def put(self, step: StepRows) -> None:
-        """Hand a step over; wait where too many are before it, but not for ever. Warn once of a process that died."""
+        """Queue a step; wait for up to PATIENCE seconds if the queue is full. Warn once if the process has died."""
         if not self.broken:
             try:
                 self._steps.put(step, timeout=PATIENCE)
@@ -180,7 +180,7 @@ class RowWriter:
         self._complain()
 
     def close(self) -> float:
-        """Let it write what it has, and end; return the CPU time of thread and process."""
+        """Wait until everything is written, and end the process; return the CPU time of thread and process."""
         atexit.unregister(self.close)
         with suppress(queue.Full, subprocess.TimeoutExpired):
             self._steps.put(None, timeout=AT_THE_END)
@@ -196,7 +196,7 @@ class RowWriter:
             return self._seconds + float(out.read() or "nan")
 
     def _feed(self, told: Any) -> None:
-        """Write `told` and then the steps to the process, until there is None."""
+        """Send `told` and then the queued steps to the process, until None."""
         try:
             with self._process.stdin as sink:
                 while told is not None:
@@ -211,7 +211,7 @@ class RowWriter:
         self._seconds = time.thread_time()
 
     def _explain(self) -> None:
-        """Say what the process died of."""
+        """Record why the process died."""
         if self._process.poll() and not self.broken:
             self._errors.seek(0)
             lines = self._errors.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""Inside TRL's GRPOTrainer (trl 1.16): Reweight and Lopti, and callbacks that measure, look on, or log rollouts.
+"""Integration with TRL's GRPOTrainer (trl 1.16): Reweight, Lopti, and callbacks that measure, monitor or log rollouts.
 
     from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer
 
@@ -6,9 +6,9 @@
     trainer.add_callback(GradScopeCallback(trainer, every=10))
     trainer.train()
 
-`GradScopeGRPOTrainer` is `ReweightLoptiMixin` before TRL's GRPOTrainer, and the mixin goes before any subclass of it.
-The callback works with each of them, GRPOTrainer itself included, and so do two others: `TokenMonitor`, at every step
-and with any loss, and `RolloutWriter`, where rows can say the loss.
+`GradScopeGRPOTrainer` combines `ReweightLoptiMixin` with TRL's GRPOTrainer; put the mixin before a subclass of your
+own. The callback works with all of them, including GRPOTrainer itself. So do two other callbacks: `TokenMonitor`, at
+every step and with any loss, and `RolloutWriter`, for losses that rows can express.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [  # noqa: F822 (made on first use)
 
 
 def __getattr__(name: str) -> object:
-    """GradScopeGRPOTrainer is made when it is asked for: all else here can be read and tested without trl."""
+    """Make GradScopeGRPOTrainer on first use, so that everything else here can be imported without trl."""
     if name != "GradScopeGRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

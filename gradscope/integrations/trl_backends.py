@@ -1,6 +1,6 @@
-"""Where a trainer of transformers reports to: what scalars cannot say goes there, too.
+"""Send histograms, alerts and pages to the trackers of a transformers trainer.
 
-TensorBoard, Weights & Biases, trackio and MLflow, as far as the trainer's `report_to` has them running.
+TensorBoard, Weights & Biases, trackio and MLflow, if the trainer's `report_to` has started them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jaxtyping import Float
 def send_histograms(
     trainer: Any, heights: Mapping[str, Float[np.ndarray, " bins"]], edges: Float[np.ndarray, " ends"], step: int
 ) -> None:
-    """Send histograms by name: sums over the intervals between the edges."""
+    """Send histograms by name; heights are sums over the intervals between the edges."""
     for callback in trainer.callback_handler.callbacks:
         if (writer := getattr(callback, "tb_writer", None)) is not None:
             for name, sums in heights.items():
@@ -27,13 +27,13 @@ def send_histograms(
 
 
 def send_alert(trainer: Any, title: str, text: str, *, warn: bool) -> None:
-    """Send an alert, to Weights & Biases and trackio."""
+    """Send an alert to Weights & Biases and trackio."""
     for backend in _backends(trainer):
         backend.alert(title=title, text=text, level=backend.AlertLevel.WARN if warn else backend.AlertLevel.INFO)
 
 
 def send_page(trainer: Any, page: Path) -> None:
-    """Send a page as an artifact, to Weights & Biases, trackio and MLflow."""
+    """Send a page as an artifact to Weights & Biases, trackio and MLflow."""
     for backend in _backends(trainer):
         backend.log_artifact(str(page), name="gradscope-live", type="report")
     for backend in _backends(trainer, ("_ml_flow",)):
@@ -41,7 +41,7 @@ def send_page(trainer: Any, page: Path) -> None:
 
 
 def _backends(trainer: Any, names: Sequence[str] = ("_wandb", "_trackio")) -> Iterator[Any]:
-    """Yield these modules where the trainer has a run of them; wandb and trackio name things alike."""
+    """Yield those of the modules that have a run in this trainer; wandb and trackio share an interface."""
     for callback in trainer.callback_handler.callbacks:
         for name in names:
             if getattr(callback, "_initialized", False) and (module := getattr(callback, name, None)) is not None:

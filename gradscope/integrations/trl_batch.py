@@ -1,4 +1,4 @@
-"""TRL's batch as a TokenBatch, and its loss as Eq. 1 with TRL's denominators."""
+"""Convert TRL's batch to a TokenBatch, and its loss to Eq. 1 with TRL's denominators."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from gradscope.rollouts import TokenBatch
 
 Number = int | float
 Inputs = Mapping[str, Any]
-"""What GRPOTrainer's `_prepare_inputs` returns: prompt_ids [B, P], completion_ids [B, C], their masks, advantages, …"""
+"""Result of GRPOTrainer's `_prepare_inputs`: prompt_ids [B, P], completion_ids [B, C], their masks, advantages, …"""
 
 LOSS_TYPES = ("dapo", "bnpo", "grpo", "dr_grpo", "luspo")
-"""TRL's loss types whose terms are those of Eq. 1; they differ in what a response's terms are divided by."""
+"""TRL's loss types with the terms of Eq. 1; they differ in the divisors of each response's terms."""
 
 
 @dataclass(frozen=True)
 class TRLSettings:
-    """A GRPOConfig translated."""
+    """Settings translated from a GRPOConfig."""
 
     loss: LossSettings
     advantage_eps: float
-    """What TRL adds to the standard deviation of a group's rewards."""
+    """Constant that TRL adds to the standard deviation of a group's rewards."""
     temperature: float
 
 
 def trl_settings(config: Any) -> TRLSettings:
-    """Translate a GRPOConfig: clips, KL and what makes advantages of rewards. Denominators: `response_denominators`.
+    """Translate a GRPOConfig: clips, KL and the computation of advantages. Denominators: `response_denominators`.
 
-    TRL's `delta` caps the ratio at any sign of Â. Where it is at least 1 + epsilon_high it is the dual clip; where it
-    is lower, it is the upper clip of Â > 0, and the dual clip is at 1 + epsilon_high. Advantages that are made of
-    rewards by gradscope are TRL's for scale_rewards="group" alone; those that TRL gives are used as they are.
+    TRL's `delta` caps the ratio for either sign of Â. If it is at least 1 + epsilon_high, it is the dual clip; if it is
+    lower, it is the upper clip for Â > 0, and the dual clip is at 1 + epsilon_high. Advantages that gradscope computes
+    from rewards equal TRL's only for scale_rewards="group"; advantages provided by TRL are used as they are.
 
-    Raises InputError for a loss that Eq. 1 is not: loss types other than LOSS_TYPES, ratios of whole sequences, entropy
+    Raises InputError for losses outside Eq. 1: loss types other than LOSS_TYPES, ratios of whole sequences, entropy
     bonus, high-entropy and off-policy masks, an auxiliary loss.
     """
     if reason := _no_counterpart(config):
@@ -57,9 +57,9 @@ def trl_settings(config: Any) -> TRLSettings:
 
 
 def _no_counterpart(config: Any) -> str | None:
-    """Return the first setting under which TRL's loss is not Eq. 1; None if there is none."""
+    """Return the first setting that takes TRL's loss outside Eq. 1; None if there is none."""
     if config.loss_type not in LOSS_TYPES:
-        return f"loss_type is {config.loss_type!r}, and known are {', '.join(LOSS_TYPES)}"
+        return f"loss_type is {config.loss_type!r}, not one of {', '.join(LOSS_TYPES)}"
     if config.importance_sampling_level != "token":
         return f"importance_sampling_level is {config.importance_sampling_level!r}"
     if config.entropy_coef != 0 or config.use_adaptive_entropy:
@@ -76,13 +76,13 @@ def _no_counterpart(config: Any) -> str | None:
 def response_denominators(
     config: Any, micro_batches: Sequence[Inputs], *, num_processes: int = 1
 ) -> Float[Tensor, " B"]:
-    """Return TRL's divisor of each response's terms in one optimizer step over these micro-batches.
+    """Return TRL's divisor D_i of each response's terms in one optimizer step over these micro-batches.
 
-    The gradient of TRL's loss is −Σ_i 1/D_i Σ_t w_t · ∇ log π_t with w_t of Eq. 2; −num_tokens · ∂loss/∂logprob_t is
-    thus w_t · num_tokens / D_i. dapo: the generation batch's tokens, per step of it; bnpo: those of the response's
-    micro-batch; grpo: the response's own, times the step's responses; dr_grpo: max_completion_length in their place;
-    luspo: the step's responses. Of several processes it is what the gradient of this one's loss is made with, before
-    they are averaged. Raises InputError for another loss type.
+    The gradient of TRL's loss is −Σ_i 1/D_i Σ_t w_t · ∇ log π_t with w_t of Eq. 2; thus −num_tokens · ∂loss/∂logprob_t
+    is w_t · num_tokens / D_i. dapo: tokens of the generation batch per optimizer step; bnpo: tokens of the response's
+    micro-batch times the number of micro-batches; grpo: the response's tokens times the step's responses; dr_grpo:
+    max_completion_length times the step's responses; luspo: the step's responses. With several processes, D_i is for
+    this process's gradient, before averaging. Raises InputError for another loss type.
     """
     parts, steps = [], len(micro_batches)
     for inputs in micro_batches:
@@ -105,16 +105,15 @@ def response_denominators(
 
 
 def batch_from_trl(inputs: Inputs | Sequence[Inputs], temperature: Number) -> TokenBatch:
-    """Return TRL's micro-batch, or several concatenated, as a TokenBatch on the CPU.
+    """Convert TRL's micro-batch, or several concatenated, to a TokenBatch on the CPU.
 
-    inputs: what GRPOTrainer's `_prepare_inputs` (or `_generate_and_score_completions`) returns: prompts padded on the
-    left, completions on the right. temperature: the GRPOConfig's. Responses to equal prompts are one group, also those
-    of two rows of the dataset. Log-probabilities and advantages that TRL does not keep are unknown: without
-    `old_per_token_logps` it was on-policy. `tool_mask` drops tokens of tools, as in TRL's loss. Advantages are
-    multiplied by the `importance_sampling_ratio` that corrects for vLLM, where there is one, which is what TRL's loss
-    does with it.
+    inputs: result of GRPOTrainer's `_prepare_inputs` (or `_generate_and_score_completions`): prompts padded on the
+    left, completions on the right. temperature: the GRPOConfig's. Responses to equal prompts form one group, even if
+    they come from two rows of the dataset. Log-probabilities and advantages that TRL does not keep are unknown; a batch
+    without `old_per_token_logps` was on-policy. `tool_mask` excludes tool tokens, as in TRL's loss. Advantages are
+    multiplied by `importance_sampling_ratio`, the correction for vLLM, if present, as in TRL's loss.
 
-    Raises InputError for a batch without these tensors, and for images, which no TokenBatch holds.
+    Raises InputError if these tensors are missing, and for images, which a TokenBatch cannot hold.
     """
     parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     for part in parts:
@@ -174,8 +173,8 @@ def _check(inputs: Inputs) -> None:
     wanted = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
     if missing := [name for name in wanted if name not in inputs]:
         raise InputError(
-            f"the inputs have no {', '.join(missing)}, only {', '.join(inputs)}; give what GRPOTrainer._prepare_inputs "
-            "returns"
+            f"the inputs have no {', '.join(missing)}, only {', '.join(inputs)}; give the result of "
+            "GRPOTrainer._prepare_inputs"
         )
     if "pixel_values" in inputs or inputs.get("num_images") is not None:
-        raise InputError("the inputs hold images, and a TokenBatch holds tokens alone; measure a text-only policy")
+        raise InputError("the inputs contain images, but a TokenBatch holds only tokens; measure a text-only policy")

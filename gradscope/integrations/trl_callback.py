@@ -1,4 +1,4 @@
-"""While TRL trains: whom its gradient serves, and who then moves the right way, every few steps."""
+"""Measure every few steps of a TRL run which intervals make up its gradient, and which tokens move the right way."""
 
 from __future__ import annotations
 
@@ -30,57 +30,67 @@ from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_pa
 
 Number = int | float
 TOLERANCE = 0.01
-"""Relative difference of the measured and the trainer's own gradient norm beyond which a warning is due."""
+"""Relative difference between the measured and the trainer's gradient norm that triggers a warning."""
 HELD = 1 << 62
-"""Bytes for the intervals' vectors, without limit: they lie in memory beside the training, never in a file."""
+"""Bytes for the intervals' vectors: unlimited, so that they stay in memory and never go to a file."""
 WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
-"""Methods of the trainer that are looked at from outside while it trains."""
+"""Methods of the trainer that are wrapped during training."""
 
 
 class GradScopeCallback(TrainerCallback):
-    """Measure every `every`-th optimizer step, from the first one on, on the responses that it trains on.
+    """Measure every `every`-th optimizer step, starting with the first, on the responses that it trains on.
 
         trainer.add_callback(GradScopeCallback(trainer, every=10, budget=0.15))
 
-    Logged beside TRL's own metrics, with the prefix gradscope/, and a row of `OUTPUT_DIR/gradscope/metrics.parquet`
-    (with the column `step`). A probability interval of π_old is named by its edges in percent, p0-25; G_a is the part
-    of the gradient of TRL's loss, with its denominators and before clipping, that the tokens of interval a have, over
-    all weights that are trained: grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖ for G = Σ G_a; grad_share/a: ⟨G_a, G⟩/‖G‖²,
-    adds up to 1; module_norm/MLP and so on: ‖G‖ over a module group's weights, whose squares add up to ‖G‖²; with
-    cosines=True grad_cosine/a/b, grad_cosine/a/all: of G_a with G_b, and with G; token_share/a: share of the tokens;
-    right_direction_positive/a, right_direction_negative/a: of the tokens with such an advantage, the share whose
-    probability the whole step (both of Lopti's) moved that way; num_tokens; seconds: what measuring cost.
-    grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 where what is measured is what is
-    trained; a warning names both where they differ by more than 1 %, and it is NaN where tokens are so certain, or
-    weights so small, that float32 rounds the trainer's by as much. With Lopti both are of its first pass, if η is one
-    of the edges. What is undefined (an interval without tokens) is left out of the log and NaN in the file.
+    Results are logged with TRL's own metrics, with the prefix gradscope/, and as rows of
+    `OUTPUT_DIR/gradscope/metrics.parquet` (with a column `step`). A probability interval of π_old is named by its edges
+    in percent, such as p0-25. G_a is interval a's part of the gradient of TRL's loss, with TRL's denominators, before
+    clipping, over all trained weights; G = Σ G_a. Metrics:
 
-    RLOOTrainer is measured too: it keeps π_old only of whole responses, so its intervals are those of the policy before
-    the step. A trainer's `reweight_alpha` or `weighting` is in the weights. Each measured step costs three forward
-    passes and a backward pass per interval, and in memory a vector as long as the weights per interval, one more with
-    LoRA. Nothing about the training changes. How much time measuring took is printed at the end.
-    A new run in the same folder starts the file anew, a resumed one goes on with it. Several processes measure
-    together, and the numbers are of all their responses.
+    - grad_norm/a, grad_norm/all: ‖G_a‖, ‖G‖;
+    - grad_share/a: ⟨G_a, G⟩/‖G‖²; the shares sum to 1;
+    - module_norm/MLP and so on: ‖G‖ over a module group's weights; the squares sum to ‖G‖²;
+    - grad_cosine/a/b, grad_cosine/a/all, with cosines=True: cosines of G_a with G_b and with G;
+    - token_share/a: share of the tokens;
+    - right_direction_positive/a, right_direction_negative/a: among tokens with an advantage of that sign, the share
+      whose probability the whole step (both of Lopti's) moved in its direction;
+    - num_tokens; seconds: time spent on measuring the step;
+    - grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 if the measured loss is the trained
+      one. A difference above 1 % gives a warning with both norms. NaN if tokens are so certain, or weights so small,
+      that float32 rounds the trainer's norm by as much. With Lopti both norms are of its first pass, if η is an edge.
 
-    budget: share of the wall time since training began, measuring included, that measuring may take. When a step is
-    due, as many prompts are measured as the account allows at the price of those before, drawn at random, each with all
-    its responses in the step; if it allows none, the next step of which it allows one is due. In the first step one
-    prompt is measured whatever it takes, and sets the price. A prompt costs five forward passes (two, if it has no
-    advantage and the loss no KL), and in memory one vector; with weights below float32 both are as without a budget.
-    Logged are the shares, estimated for the whole step, from four prompts on with 95 % confidence bounds,
-    grad_share_lower/a, grad_share_upper/a and so on; measured_prompts of num_prompts, measured_tokens of num_tokens.
-    grad_projection, with bounds, takes the place of grad_norm_ratio: the length of the measured G along the trainer's
-    own, over the trainer's norm, 1 on average; it can warn only where all prompts were measured. Norms of intervals and
-    cosines, which are not sums over prompts, are left out.
+    Undefined numbers (an interval without tokens) are omitted from the log and NaN in the file.
 
-    edges: of the intervals. micro_batch_size: most responses in one forward pass. progress: say on stderr what is being
-    measured, and how far that is, or tell a `Progress`; of several processes the main one does.
+    RLOOTrainer keeps π_old only for whole responses, so its intervals are those of the policy before the step. The
+    weights include a trainer's `reweight_alpha` or `weighting`. Each measured step costs three forward passes, a
+    backward pass per interval, and the memory of one weight-sized vector per interval (one more with LoRA). Training
+    itself does not change. The total time spent is printed at the end. A new run in the same folder overwrites the
+    file; a resumed run appends to it. Several processes measure together, and numbers cover all their responses.
 
-    Any loss is measured: where gradscope has no weights for it ("cispo", "sapo", "vespo", ratios and masks of
-    responses, GMPO, yours), the trainer's own backward pass says them. An entropy bonus and the routers' auxiliary loss
-    are left out, which grad_norm_ratio then shows. Raises InputError for a trainer that is neither GRPOTrainer nor
-    RLOOTrainer nor a subclass of one, for a loss without known weights under DeepSpeed, fp16 or Lopti, for FSDP's first
-    version, numbers below 1, a budget outside (0, 1), under DeepSpeed, or beside cosines or Lopti.
+    Any loss is measured: if gradscope has no weights for it ("cispo", "sapo", "vespo", ratios and masks of responses,
+    GMPO, your own), they come from the trainer's own backward pass. An entropy bonus and the routers' auxiliary loss
+    are left out, which shows in grad_norm_ratio.
+
+    Args:
+        trainer: TRL's GRPOTrainer or RLOOTrainer, or a subclass.
+        budget: Largest share of the wall time since training began (measuring included) to spend on measuring. Each due
+            step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
+            with all its responses in the step; if it allows none, the next affordable step is measured. The first step
+            always measures one prompt, to learn the cost. A prompt costs five forward passes (two, if it has no
+            advantage and the loss no KL) and one vector of memory; with weights below float32, both are as without a
+            budget. Logged are the shares, estimated for the whole step, with 95 % confidence bounds from four prompts
+            on (grad_share_lower/a, grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of
+            num_tokens. grad_norm_ratio is replaced by grad_projection, with bounds: the length of the measured G along
+            the trainer's gradient over the trainer's norm, 1 on average; it can give a warning only if all prompts were
+            measured. Norms of intervals and cosines, which are not sums over prompts, are omitted.
+        edges: Edges of the intervals.
+        micro_batch_size: Largest number of responses in one forward pass.
+        progress: Report progress on stderr, or to a `Progress`; only the main process does.
+
+    Raises:
+        InputError: if the trainer is not supported, a loss without known weights meets DeepSpeed, fp16 or Lopti, FSDP
+            is of the first version, a number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed,
+            cosines or Lopti.
     """
 
     def __init__(
@@ -100,15 +110,15 @@ class GradScopeCallback(TrainerCallback):
         if budget is not None and not 0 < budget < 1:
             raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
         if budget is not None and cosines:
-            raise InputError("cosines need all prompts' gradients, and a budget may allow some; give one of the two")
+            raise InputError("cosines need all prompts' gradients, but a budget may allow some; give one of the two")
         self.loss = measured_loss(trainer)
         if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
-            raise InputError("Lopti steps with two gradients, and a budget needs the whole one; give one of the two")
+            raise InputError("Lopti steps with two gradients, but a budget needs a single one; give one of the two")
         _refuse_launch(trainer, budget)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         if (lost := find_lossy_text(tokenizer)) is not None:
-            seen = f"{type(tokenizer).__name__} makes {lost[1]!r} of {lost[0]!r}"
-            warnings.warn(f"the trainer's {seen}, and that is what it trains on", stacklevel=2)
+            seen = f"{type(tokenizer).__name__} makes {lost[1]!r} out of {lost[0]!r}"
+            warnings.warn(f"the trainer's {seen}, and trains on the result", stacklevel=2)
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
         self.cosines, self.budget = cosines, budget
@@ -119,7 +129,7 @@ class GradScopeCallback(TrainerCallback):
         self.rows: list[dict[str, Any]] = []
         """A dict per measured step, as in the file."""
         self.seconds = 0.0
-        """Spent on measuring since training began."""
+        """Time spent on measuring since training began."""
         self._started, self._spent, self._cost, self._price = 0.0, 0.0, 0.0, 0.0
         self._due = self._waiting = False
         self._window: list[Inputs] = []
@@ -141,17 +151,17 @@ class GradScopeCallback(TrainerCallback):
         self._step, self._window = None, []
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._window:  # else not due, the second of Lopti's steps, or measured before DeepSpeed stepped
+        if self._window:  # otherwise not due, the second of Lopti's steps, or measured before DeepSpeed stepped
             self._measure()
         if isinstance(self._step, StepMeasurement) and "grad_norm_ratio" not in self._step.numbers:
             self._compare(state.global_step + 1)
 
     def _measure(self) -> None:
-        """Measure the step whose micro-batches have been seen, at the weights before it."""
+        """Measure the step whose micro-batches were recorded, at the weights before it."""
         started, trainer, window = time.perf_counter(), self.trainer, self._window
         self._due, self._window = False, []
         if isinstance(self.loss, SlopeLoss) and not all(SLOPES in part for part in window):
-            warnings.warn("gradscope: a step is not measured: its loss is not made of TRL's log π", stacklevel=2)
+            warnings.warn("gradscope: a step is not measured: its loss does not use TRL's log π", stacklevel=2)
             return
         batch, number = batch_from_trl(window, trainer.temperature), trainer.state.global_step + 1
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
@@ -176,7 +186,7 @@ class GradScopeCallback(TrainerCallback):
         self.seconds += self._spent
 
     def _measure_some(self, sample: StepSample, number: int, started: float) -> None:
-        """Measure as many prompts as the budget allows; the first one of a training, whatever it takes, prices them."""
+        """Measure as many prompts as the budget allows; a training's first prompt is always measured, for its cost."""
         if not (most := sample.num_prompts):
             return
         owed = 0.0
@@ -193,7 +203,7 @@ class GradScopeCallback(TrainerCallback):
         sample.measure(count)
 
     def _compare(self, number: int) -> None:
-        """Compare the measured norm with the trainer's own of that step."""
+        """Compare the measured norm with the trainer's own for that step."""
         intervals, theirs, ratio = self._intervals_of_first_pass(), self._norm, math.nan
         own = math.nan if intervals is None else self._step.norm_of(intervals)
         known = intervals is not None and self._step.rounding_of(intervals) < TOLERANCE
@@ -203,17 +213,18 @@ class GradScopeCallback(TrainerCallback):
         self._warn(number, ratio, own, "grad_norm_ratio")
 
     def _warn(self, number: int, ratio: float, own: float, name: str) -> None:
-        """Warn that the measured gradient is not the trainer's: once, and again where it becomes much worse."""
+        """Warn that the measured gradient is not the trainer's: once, and again if the difference doubles."""
         if abs(ratio - 1) > self._tolerated and self.trainer.accelerator.is_main_process:
             self._tolerated = 2 * abs(ratio - 1)
             warnings.warn(
-                f"gradscope: the gradient that was measured in step {number} has norm {own:.6g}, and that of the "
-                f"trainer {self._norm:.6g}: {self._reason()} ({name} has it for every measured step)",
+                f"gradscope: in step {number} the measured gradient has norm {own:.6g}, but the trainer's has "
+                f"{self._norm:.6g}: {self._reason()} (see {name} for every measured step)",
                 stacklevel=3,
             )
 
     def _intervals_of_first_pass(self) -> list[bool] | None:
-        """Return the intervals that the trainer's norm covers: all, or Lopti's first pass's; None if η cuts one."""
+        """Return the intervals that the trainer's norm covers: all, or those of Lopti's first pass; None if η cuts one.
+        """
         rule = getattr(self.trainer, "rule", None)
         if rule is None or rule.lopti_eta is None:
             return [True] * (len(self.edges) - 1)
@@ -228,15 +239,15 @@ class GradScopeCallback(TrainerCallback):
         return chosen
 
     def _reason(self) -> str:
-        """Return the cause of a difference, if it is a known one."""
+        """Describe the cause of a difference, if known."""
         trainer = self.trainer
         if parts := left_out(trainer):
-            return f"its loss has {' and '.join(parts)}, no function of log π, which is left out"
+            return f"its loss includes {' and '.join(parts)}, which does not depend on log π and is left out"
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()):
             return "it trains with dropout, which is off while measuring"
         if trainer.args.fp16 or trainer.args.bf16:
-            return "it computes in half precision, whose rounding is not in what is measured"
-        return "what is measured is not what it trains with"
+            return "it computes in half precision, whose rounding is not measured"
+        return "the measured loss is not the one it trains"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if (step := self._step) is None:
@@ -262,7 +273,7 @@ class GradScopeCallback(TrainerCallback):
         self.seconds += (spent := time.perf_counter() - started)
         if isinstance(step, StepSample):
             self._cost += step.measured_cost
-            # The higher of all steps' price and the last one's: what too low a price overspends is not won back.
+            # The higher of the average and the latest cost: overspending from too low an estimate is not recovered.
             self._price = max(self.seconds / self._cost, (self._spent + spent) / step.measured_cost)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -274,14 +285,14 @@ class GradScopeCallback(TrainerCallback):
             print(
                 f"gradscope: measuring took {self.seconds:.1f} s, {100 * self.seconds / total:.1f} % of the training's "
                 f"{total:.1f} s{budget}; {len(self.rows)} measured steps are in {self.path}"
-                + (f"; in {off} of them the gradient is over {100 * TOLERANCE:g} % off the trainer's" if off else "")
+                + (f"; in {off} of them the gradient is over {100 * TOLERANCE:g} % from the trainer's" if off else "")
             )
 
     def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         """Record the micro-batches of a measured step."""
 
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            # Lopti's second pass shows each once more.
+            # Lopti's second pass repeats every micro-batch.
             if self._due and model.training and not self._is_whole:
                 self._window.append(inputs)
                 # DeepSpeed steps in its backward pass, before any callback is called.
@@ -293,11 +304,11 @@ class GradScopeCallback(TrainerCallback):
 
     @property
     def _is_whole(self) -> bool:
-        """Whether all micro-batches of the step have been seen."""
+        """Whether all micro-batches of the step have been recorded."""
         return len(self._window) >= self.trainer.current_gradient_accumulation_steps
 
     def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        """Record what RLOO's ratio is made of; of a loss without known weights, what its backward pass hands back."""
+        """Record the log π of RLOO's ratio or, for a loss without known weights, its ∂loss/∂ log π."""
 
         def scored(*args: Any, **keywords: Any) -> Any:
             found = log_probs(*args, **keywords)
@@ -312,7 +323,7 @@ class GradScopeCallback(TrainerCallback):
         return scored
 
     def _take_slopes(self, place: int, gradient: Tensor) -> None:
-        if place < len(self._window):  # the micro-batch's; gone once the step is measured
+        if place < len(self._window):  # the window is emptied once the step is measured
             self._window[place] = {**self._window[place], SLOPES: gradient.detach().clone()}
 
     def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
@@ -325,7 +336,7 @@ class GradScopeCallback(TrainerCallback):
 
 
 def _refuse_launch(trainer: Any, budget: Number | None) -> None:
-    """Raise InputError for weights in shards that cannot be gathered, and for a gradient that cannot be looked at."""
+    """Raise InputError if the weights' shards cannot be gathered, or a budget's gradient cannot be read."""
     if trainer.is_fsdp_enabled and not trainer.accelerator.is_fsdp2:
         raise InputError("FSDP's first version keeps the weights in flat shards; launch with fsdp_version 2")
     if trainer.is_deepspeed_enabled and budget is not None:
@@ -333,7 +344,7 @@ def _refuse_launch(trainer: Any, budget: Number | None) -> None:
 
 
 def _ratio_of_all(row: dict[str, Any]) -> float:
-    """Return what compares a step with the trainer's gradient, if all of its prompts were measured."""
+    """Return the step's ratio to the trainer's gradient; NaN if not all of its prompts were measured."""
     if "grad_projection" in row and row["measured_prompts"] == row["num_prompts"]:
         return row["grad_projection"]
     return row.get("grad_norm_ratio", math.nan)

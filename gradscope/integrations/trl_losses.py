@@ -1,4 +1,4 @@
-"""What one optimizer step of TRL's trainers weighs each token with, and which trainers have no other loss than that."""
+"""Token weights of one optimizer step of TRL's trainers, and the check that a trainer uses such a loss."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from gradscope.objective import (
 from gradscope.rollouts import TokenBatch
 
 TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-"""TRL's trainers that are measured."""
+"""TRL's trainers that can be measured."""
 LOSS_METHODS = ("_compute_loss", "compute_loss")
-"""Methods that make up a trainer's loss; an override of one may make another loss."""
+"""Methods that define a trainer's loss; an override may change it."""
 SLOPES = "slopes"
-"""In the inputs as the callback keeps them for `SlopeLoss`: ∂loss/∂ log π [B, C] as the trainer's own backward pass
-handed it back."""
+"""Key in the inputs recorded for `SlopeLoss`: ∂loss/∂ log π [B, C] from the trainer's own backward pass."""
 SUMMED_LOGPROBS = "logps"
-"""In the inputs of RLOO as the callback keeps them: the responses' log π [B] of the trainer's own forward pass."""
+"""Key in the inputs recorded for RLOO: the responses' log π [B] from the trainer's own forward pass."""
 
 
 @runtime_checkable
@@ -38,7 +37,7 @@ class StepLoss(Protocol):
     """A loss whose gradient in one optimizer step is −Σ_i 1/D_i Σ_t w_t · ∇ log π_t."""
 
     def weights(self, window: Sequence[Inputs], batch: TokenBatch, before: TokenStatistics) -> Float[Tensor, "B S"]:
-        """w_t of each token; before: of the policy that is about to step. window: micro-batches, batch: all in one."""
+        """Return w_t of each token. window: micro-batches; batch: all in one; before: of the policy before the step."""
 
     def denominators(self, window: Sequence[Inputs]) -> Float[Tensor, " B"]:
         """Return D_i of each response, for the gradient of this process alone."""
@@ -47,19 +46,18 @@ class StepLoss(Protocol):
 def step_loss(trainer: Any) -> StepLoss:
     """Return the loss of GRPOTrainer or RLOOTrainer, or of a subclass that does not change it.
 
-    Raises InputError for another trainer, for one with a loss of its own, by name, and for settings that
-    `trl_settings` refuses.
+    Raises InputError for other trainers, for a trainer with its own loss, and for settings that `trl_settings` refuses.
     """
     kind = _find_kind(trainer)
     if (own := own_loss(trainer)) is not None:
         raise InputError(
-            f"{own} is not {kind}'s, so the loss may be another than the one that would be measured; leave the "
+            f"{own} is not {kind}'s, so the loss may differ from the one that would be measured; leave the "
             "callback out, or measure with a trainer that keeps TRL's loss"
         )
     if trainer.aux_loss_enabled:
         raise InputError(
-            f"the loss has an auxiliary part of the experts' router (router_aux_loss_coef is "
-            f"{trainer.router_aux_loss_coef}), which is no sum over tokens; set it to 0.0 to measure"
+            f"the loss has an auxiliary part for the experts' router (router_aux_loss_coef is "
+            f"{trainer.router_aux_loss_coef}), which is not a sum over tokens; set it to 0.0 to measure"
         )
     if kind == "RLOOTrainer":
         high = trainer.args.epsilon if trainer.args.epsilon_high is None else trainer.args.epsilon_high
@@ -69,9 +67,9 @@ def step_loss(trainer: Any) -> StepLoss:
 
 
 def measured_loss(trainer: Any) -> StepLoss:
-    """Return `step_loss` or, where it knows no weights, the loss by the slopes of the trainer's own backward pass.
+    """Return `step_loss` or, if that is refused, a loss given by the slopes of the trainer's own backward pass.
 
-    Raises InputError for another trainer, and where these slopes come too late, twice or scaled.
+    Raises InputError for other trainers, and if these slopes come too late, twice or scaled.
     """
     _find_kind(trainer)
     try:
@@ -88,17 +86,17 @@ def measured_loss(trainer: Any) -> StepLoss:
 
 
 def left_out(trainer: Any) -> list[str]:
-    """Name the parts of a trainer's loss that are no function of log π."""
+    """Name the parts of a trainer's loss that are not functions of log π."""
     parts = [("_entropy_bonus_enabled", "the entropy bonus"), ("aux_loss_enabled", "the routers' auxiliary loss")]
     return [words for name, words in parts if getattr(trainer, name, False)]
 
 
 @dataclass(frozen=True)
 class SlopeLoss:
-    """Any loss of the log-probabilities, by ∂loss/∂ log π as the window holds it."""
+    """Any loss of the log-probabilities, given by the ∂loss/∂ log π recorded in the window."""
 
     def weights(self, window: Sequence[Inputs], batch: TokenBatch, before: TokenStatistics) -> Float[Tensor, "B S"]:
-        # TRL's log-probabilities are padded and joined with the others; these come in their place.
+        # Slopes take the place of the old log-probabilities, to be padded and joined in the same way.
         placed = batch_from_trl([part | {"old_per_token_logps": part[SLOPES]} for part in window], 1.0)
         return -self._size(window) * placed.old_logprobs.nan_to_num(0.0)
 
@@ -106,13 +104,13 @@ class SlopeLoss:
         return torch.full((sum(len(part["completion_ids"]) for part in window),), self._size(window))
 
     def _size(self, window: Sequence[Inputs]) -> float:
-        """Return the tokens' number, about what a loss divides by, so that weights are of the size of advantages."""
+        """Return the number of tokens, about a loss's divisor, so that weights are of the size of advantages."""
         return float(max(1, sum(int(part["completion_mask"].sum()) for part in window)))
 
 
 @dataclass(frozen=True)
 class GRPOLoss:
-    """GRPOTrainer's loss, if it is Eq. 1, or with another weighting in place of its policy part."""
+    """GRPOTrainer's loss, if it is Eq. 1, optionally with another weighting for its policy part."""
 
     trainer: Any
     settings: LossSettings
@@ -123,9 +121,7 @@ class GRPOLoss:
         return found.total if self.weighting is None else self._weigh(window, before) + found.kl
 
     def _weigh(self, window: Sequence[Inputs], before: TokenStatistics) -> Float[Tensor, "B S"]:
-        """Return the weighting's, thresholds over each micro-batch; TRL then multiplies by the correction for its
-        sampler.
-        """
+        """Return the weighting's w_t, with thresholds over each micro-batch, times TRL's correction for its sampler."""
         ones = [part | {"advantages": torch.ones_like(part["advantages"])} for part in window]
         raw = [{name: value for name, value in part.items() if name != "importance_sampling_ratio"} for part in window]
         sampled = [part | {"old_per_token_logps": part.get("sampling_per_token_logps")} for part in raw]
@@ -148,19 +144,19 @@ class GRPOLoss:
 
 @dataclass(frozen=True)
 class RLOOLoss:
-    """RLOOTrainer's loss: one ratio r_i = π(o_i)/π_old(o_i) for the whole response, clipped, times its Â_i.
+    """RLOOTrainer's loss: one clipped ratio r_i = π(o_i)/π_old(o_i) per response, times its Â_i.
 
-    −1/B Σ_i min(r_i Â_i, clip(r_i, 1 − ε_low, 1 + ε_high) Â_i) over a micro-batch, of which every token has the weight
-    r_i Â_i, or 0 where r_i is cut. KL and baseline are in Â_i already.
+    −1/B Σ_i min(r_i Â_i, clip(r_i, 1 − ε_low, 1 + ε_high) Â_i) over a micro-batch. Every token of response i has the
+    weight r_i Â_i, or 0 if r_i is clipped. Â_i already includes KL and baseline.
     """
 
     clip_ratio_low: float
     clip_ratio_high: float
 
     def weights(self, window: Sequence[Inputs], batch: TokenBatch, before: TokenStatistics) -> Float[Tensor, "B S"]:
-        """r_i is of the log-probabilities that the trainer had, where the window holds them.
+        """Return r_i Â_i or 0, with r_i from the trainer's own log-probabilities if the window has them.
 
-        A response's ratio is a sum over its tokens, which another precision than the trainer's would put elsewhere.
+        A response's log ratio sums over its tokens, so that another precision than the trainer's would change it.
         """
         own, parts, start = (before.logprob * batch.response_mask).sum(1), [], 0
         for part in window:
@@ -177,7 +173,7 @@ class RLOOLoss:
 
 
 def _find_kind(trainer: Any) -> str:
-    """Return which of TRAINERS it is. Raises InputError for another."""
+    """Return which of TRAINERS the trainer is. Raises InputError for any other."""
     kind = next((c.__name__ for c in type(trainer).__mro__ if _is_trls(c) and c.__name__ in TRAINERS), None)
     if kind is None:
         raise InputError(
@@ -187,18 +183,17 @@ def _find_kind(trainer: Any) -> str:
 
 
 def _is_trls(kind: type) -> bool:
-    """Return whether a class is from TRL's stable trainers or one of their bases."""
+    """Return whether a class is one of TRL's stable trainers or their bases."""
     return kind.__module__.startswith(("trl.trainer.", "transformers."))
 
 
 def own_loss(trainer: Any) -> str | None:
-    """Return the first method of the loss, as Class.method, that is neither TRL's nor gradscope's; None if there is
-    none.
+    """Return as Class.method the first method of the loss that is neither TRL's nor gradscope's; None if there is none.
     """
     for name in LOSS_METHODS:
         if name in vars(trainer):
             return f"{type(trainer).__name__}.{name}, set on the trainer itself,"
-        # gradscope's own, which stands before a trainer, hands on to whatever comes next.
+        # gradscope's own mixin calls the next class's method.
         owners = (kind for kind in type(trainer).__mro__ if name in vars(kind))
         owner = next(kind for kind in owners if not kind.__module__.startswith("gradscope."))
         if not _is_trls(owner):

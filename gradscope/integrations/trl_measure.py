@@ -1,4 +1,4 @@
-"""The gradient of one optimizer step, interval by interval, with the denominators of a trainer's own loss."""
+"""Measure the gradient of one optimizer step by interval, with the denominators of the trainer's own loss."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ Number = int | float
 
 @dataclass
 class StepMeasurement:
-    """One optimizer step: the numbers of before it and, after `finish`, of what it did."""
+    """Measurement of one optimizer step: its gradient and, after `finish`, its effect."""
 
     batch: TokenBatch
     """This process's responses, with old_logprobs everywhere."""
     jacobian: TokenJacobian | None
-    """Before the step; None where no token is kept."""
+    """Before the step; None if no token is kept."""
     edges: Sequence[Number]
     products: Float[np.ndarray, "intervals intervals"]
     """⟨G_a, G_b⟩."""
     num_tokens: int
-    """Of all processes."""
+    """Over all processes."""
     sizes: Float[np.ndarray, "2 intervals"]
-    """Sums over each interval's tokens of `rounding_sizes`."""
+    """`rounding_sizes` summed over each interval's tokens."""
     device: torch.device
-    """The weights'."""
+    """Device of the weights."""
     numbers: dict[str, float] = field(default_factory=dict)
 
     def norm_of(self, intervals: Sequence[bool]) -> float:
@@ -47,11 +47,11 @@ class StepMeasurement:
         return math.sqrt(max(chosen @ self.products @ chosen, 0.0))
 
     def rounding_of(self, intervals: Sequence[bool]) -> float:
-        """Return about how much, relatively, float32 rounds a trainer's own ‖Σ G_a‖ over some of the intervals."""
+        """Return the approximate relative float32 rounding error of a trainer's ‖Σ G_a‖ over some of the intervals."""
         return relative_rounding(*(self.sizes @ np.asarray(intervals, dtype=float)))
 
     def finish(self) -> None:
-        """Add the right-direction shares of the step that the model has taken since."""
+        """Add the right-direction shares, once the model has taken the step."""
         names = [f"right_direction_{sign}/{name}" for name in name_intervals(self.edges) for sign in SIGNS]
         counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
         if self.jacobian is not None:
@@ -75,13 +75,13 @@ def measure_step(
     cosines: bool,
     resources: Resources,
 ) -> StepMeasurement | None:
-    """Return norms, shares and cosines of the intervals' parts of the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2),
-    and its norms by module group.
+    """Measure the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2): norms, shares and cosines of its intervals' parts,
+    and norms by module group.
 
-    weigh: w_t of the batch, whose old_logprobs are then known, under the model as it is. denominators: D_i of each
-    response. The gradient is over the parameters that require one; of several processes it is the mean of theirs, which
-    all call this, each with its own responses. None if no token is kept in any. Names of the numbers are those of
-    `GradScopeCallback`. The model measures in eval mode; flags, modes and `.grad` stay as they were.
+    weigh: computes w_t of the batch, with old_logprobs filled in, under the current model. denominators: D_i of each
+    response. The gradient is over the parameters that require one, and the mean over processes, which must all call
+    this, each with its own responses. Returns None if no process keeps a token. Numbers are named as in
+    `GradScopeCallback`. The model runs in eval mode; flags, modes and `.grad` are restored.
     """
     device = next(model.parameters()).device
     J = TokenJacobian(model, batch, resources) if batch.num_tokens else None
@@ -118,26 +118,27 @@ def rounding_sizes(
     denominators: Float[Tensor, " B"],
     before: TokenStatistics,
 ) -> Float[Tensor, "2 intervals B S"]:
-    """Return |w|/D · (1 − π) of each token, which scales its gradient, and max(1, |w|)/D.
+    """Return |w|/D · (1 − π) of each token, the scale of its gradient, and max(1, |w|)/D.
 
-    A trainer in float32 may err by 2⁻²⁴ of the second: it computes 1 − π from π, and weights near 0 from ratios near 1.
+    A float32 trainer may err by 2⁻²⁴ of the second, since it computes 1 − π from π, and weights near 0 from ratios near
+    1.
     """
     amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
     return torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)])
 
 
 def relative_rounding(left: float, whole: float) -> float:
-    """Return about how much, relatively, float32 rounds a trainer's own gradient, from sums of `rounding_sizes`."""
+    """Return the approximate relative float32 rounding error of a trainer's gradient, from sums of `rounding_sizes`."""
     return 2**-24 * whole / left if left else math.inf
 
 
 def count_processes() -> int:
-    """Processes that train together, each on its own responses."""
+    """Return the number of processes that train together, each on its own responses."""
     return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def add_over_processes(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return the sum of all processes' tensors, where this one's is; device: that of the processes' weights."""
+    """Return the sum of all processes' tensors, on the device of `numbers`; device: that of the weights."""
     if count_processes() == 1:
         return numbers
     moved = numbers.to(device)
@@ -146,13 +147,13 @@ def add_over_processes(numbers: Tensor, device: torch.device) -> Tensor:
 
 
 def agree(count: int, device: torch.device) -> int:
-    """Return the main process's number in all of them."""
+    """Return the main process's number in all processes."""
     main = count_processes() == 1 or torch.distributed.get_rank() == 0
     return int(add_over_processes(torch.tensor(count if main else 0), device))
 
 
 def name_intervals(edges: Sequence[Number]) -> list[str]:
-    """Name probability intervals by their edges in percent, for names of scalars.
+    """Name probability intervals by their edges in percent, for use in metric names.
 
     >>> name_intervals((0, 0.25, 1))
     ['p0-25', 'p25-100']
@@ -161,7 +162,7 @@ def name_intervals(edges: Sequence[Number]) -> list[str]:
 
 
 def _trained_columns(model: nn.Module) -> Tensor | None:
-    """Return where the trained parameters lie in a vector that is flat over all of them; None: everywhere."""
+    """Return the trained parameters' positions in a flat vector of all parameters; None if all are trained."""
     slices = flat_slices(model)
     flags = [(slices[name], p.requires_grad) for name, p in float_parameters(model)]
     if all(flag for _, flag in flags):
@@ -171,7 +172,7 @@ def _trained_columns(model: nn.Module) -> Tensor | None:
 
 
 def _module_norms(model: nn.Module, sums: Float[Tensor, "intervals P"]) -> dict[str, float]:
-    """Return ‖G‖ over the trained parameters of each module group, from all processes' sums."""
+    """Return ‖G‖ over the trained parameters of each module group, from the sums over processes."""
     groups, squares, start = group_names(model), defaultdict(float), 0
     for name, parameter in float_parameters(model):
         if parameter.requires_grad:
@@ -181,9 +182,7 @@ def _module_norms(model: nn.Module, sums: Float[Tensor, "intervals P"]) -> dict[
 
 
 def _geometry(products: np.ndarray, filled: np.ndarray, intervals: Sequence[str], *, cosines: bool) -> dict[str, float]:
-    """Return norms, shares and cosines from the intervals' inner products; NaN for an interval without tokens, and for
-    0/0.
-    """
+    """Return norms, shares and cosines from the intervals' inner products; NaN for empty intervals and 0/0."""
     add_all = np.vstack([np.eye(len(products)), np.ones(len(products))])
     gram = add_all @ products @ add_all.T
     norms = np.sqrt(np.diag(gram).clip(min=0))

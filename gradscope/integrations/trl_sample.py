@@ -1,9 +1,8 @@
-"""Some prompts of an optimizer step: how many a budget of time allows, and what they say of the whole step.
+"""Measure a sample of an optimizer step's prompts: as many as a time budget allows, with estimates for the whole step.
 
-The trainer's own gradient G = Σ_p Σ_a u_{p,a} is known, so ⟨u_{p,a}, G⟩, the part in it of prompt p's tokens of
-interval a, needs no other prompt: only the derivative of each of its tokens' log π along G. Every logged share is a
-ratio of two sums of such numbers over prompts. A random sample of prompts, all equally likely, estimates either sum
-without bias.
+The trainer's own gradient G = Σ_p Σ_a u_{p,a} is known. So the contribution ⟨u_{p,a}, G⟩ of prompt p's tokens in
+interval a requires no other prompt, only the derivative of each of its tokens' log π along G. Every logged share is a
+ratio of two sums of such numbers over prompts, and a simple random sample of prompts estimates each sum without bias.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ from gradscope.updates import SIGNS, log_odds_change, old_intervals
 
 Number = int | float
 KINDS = ("tokens", "product", "left", "whole", "right_positive", "moved_positive", "right_negative", "moved_negative")
-"""What is summed by prompt and interval: kept tokens; ⟨u, G⟩/‖G‖; `rounding_sizes`; of each sign of the advantage the
-tokens that moved its way, and those that moved at all."""
+"""Sums by prompt and interval: kept tokens; ⟨u, G⟩/‖G‖; `rounding_sizes`; for each sign of the advantage, the tokens
+that moved in its direction and those that moved at all."""
 
 
 def affordable(share: Number, elapsed: float, spent: float, price: float) -> int:
     """Return how many prompts may be measured now.
 
-    share: of the wall time since training began, measuring included, that measuring may take. elapsed, spent: seconds
-    until now, in all and of measuring. price: seconds of a prompt.
+    share: largest share of the wall time since training began (measuring included) to spend on measuring. elapsed,
+    spent: seconds so far, in total and on measuring. price: seconds per prompt.
 
     >>> affordable(0.2, elapsed=100.0, spent=10.0, price=2.5)  # 12.5 s more would make it 22.5 of 112.5 s
     5
@@ -51,19 +50,19 @@ def affordable(share: Number, elapsed: float, spent: float, price: float) -> int
 
 
 class StepSample:
-    """Prompts of one optimizer step, drawn at random without replacement, measured some at a time.
+    """Random sample of one optimizer step's prompts, without replacement, measured some at a time.
 
-    A prompt here is one with a kept token in a process, with all its responses there. The processes make the sample
-    together and draw alike. The model measures in eval mode; flags, modes and `.grad` stay as they were.
+    A prompt here has a kept token in a process, and comprises all its responses there. All processes take part in one
+    common draw. The model runs in eval mode; flags, modes and `.grad` are restored.
 
     Args:
-        model: whose `.grad` is the step's gradient G, up to a factor.
-        batch: this process's responses.
-        weigh: w_t of the batch, whose old_logprobs are then known, under the model as it is; statistics are 0 for
+        model: Its `.grad` is the step's gradient G, up to a factor.
+        batch: This process's responses.
+        weigh: Computes w_t of the batch, with old_logprobs filled in, under the current model; statistics are 0 for
             prompts that are not measured.
         denominators: D_i of each response.
-        together: score all prompts, for weights that depend on other prompts' tokens.
-        seed: of the draw.
+        together: Score all prompts, for weights that depend on other prompts' tokens.
+        seed: Seed of the draw.
     """
 
     def __init__(
@@ -90,9 +89,9 @@ class StepSample:
         counts[:, rank] = torch.tensor([len(own), batch.num_tokens])
         counts = add_over_processes(counts, self._device).long()
         self.num_prompts, self.num_tokens = counts.sum(1).tolist()
-        """Prompts and tokens of the step, in all processes."""
+        """Numbers of prompts and tokens of the step, over all processes."""
         self._numbers = range(first := int(counts[0, :rank].sum()), first + len(own))
-        """Numbers of this process's prompts among all."""
+        """Indices of this process's prompts among all."""
         costs = torch.zeros(2, self.num_prompts, dtype=torch.float64)
         for number, rows in zip(self._numbers, self._rows, strict=True):
             costs[:, number] = batch.attention_mask[rows].sum()
@@ -100,16 +99,16 @@ class StepSample:
             idle = idle and not batch.advantages[rows][batch.response_mask[rows]].any()
             costs[0, number] *= 1 if idle else 1 + self._derivative
         self._costs = add_over_processes(costs, self._device)
-        """Positions that forward passes run over for each prompt, about: before the step, and after it."""
+        """Approximate number of positions in each prompt's forward passes: before and after the step."""
         self._order = torch.from_numpy(np.random.default_rng(list(seed)).permutation(self.num_prompts))
         self.measured_prompts = 0
         self._sums = torch.zeros(self.num_prompts, len(KINDS), len(edges) - 1, dtype=torch.float64)
         self._parts: list[tuple[TokenJacobian, Int[Tensor, " b"]]] = []
-        """What is measured, with the number of each response's prompt."""
+        """Measured responses, with the index of each one's prompt."""
 
     @property
     def mean_cost(self) -> float:
-        """Cost of a prompt, on average over all: one without advantages has no gradient, and is cheap."""
+        """Average cost of a prompt; one without advantages has no gradient and is cheap."""
         return float(self._costs.sum(0).mean())
 
     @property
@@ -118,7 +117,7 @@ class StepSample:
 
     @property
     def owed(self) -> float:
-        """Cost of what is still to be measured, after the step, over that of what was measured."""
+        """Cost of measuring after the step, relative to that before it."""
         before, after = self._costs[:, self._drawn].sum(1).tolist()
         return after / before
 
@@ -127,7 +126,7 @@ class StepSample:
         return self._order[: self.measured_prompts]
 
     def measure(self, count: int) -> None:
-        """Measure this many more prompts, as far as can be done before the step."""
+        """Measure this many more prompts, up to what requires the step to be taken."""
         drawn = self._order[self.measured_prompts :][:count].tolist()
         self.measured_prompts += len(drawn)
         mine = [number for number in drawn if number in self._numbers]
@@ -151,7 +150,7 @@ class StepSample:
         self._parts.append((part, prompts))
 
     def finish(self) -> None:
-        """Measure what the step did to the tokens, once the model has taken it."""
+        """Measure the step's effect on the tokens, once the model has taken it."""
         for part, prompts in self._parts:
             change = log_odds_change(part.statistics, part.moved().statistics)
             masks = _interval_masks(part, self._edges)
@@ -163,7 +162,7 @@ class StepSample:
     def estimate(self, trained_norm: float, tolerance: float) -> dict[str, float]:
         """Estimate the whole step's numbers, each with 95 % confidence bounds.
 
-        trained_norm: ‖G‖. tolerance: relative rounding of it beyond which nothing is compared with it.
+        trained_norm: ‖G‖. tolerance: relative rounding error of ‖G‖ above which nothing is compared with it.
         """
         sums = add_over_processes(self._sums, self._device)[self._drawn].numpy()
         of, one = {kind: sums[:, place] for place, kind in enumerate(KINDS)}, np.ones((len(sums), 1))
@@ -176,7 +175,7 @@ class StepSample:
 
         labels = [f"/{a}" for a in names]
         add("token_share", labels, of["tokens"], of["tokens"].sum(1, keepdims=True), SHARE)
-        seen = np.where(of["tokens"].sum(0) > 0, 1.0, np.nan)  # of an interval without tokens nothing is known
+        seen = np.where(of["tokens"].sum(0) > 0, 1.0, np.nan)  # unknown for an interval without tokens
         add("grad_share", labels, of["product"] * seen, of["product"].sum(1, keepdims=True), ANY)
         for sign in SIGNS:
             add(f"right_direction_{sign}", labels, of[f"right_{sign}"], of[f"moved_{sign}"], SHARE)
@@ -191,7 +190,7 @@ class StepSample:
         self._sums[:, KINDS.index(kind)].index_add_(0, prompts, values.double().sum(2).T)
 
     def _add_products(self, part: TokenJacobian, prompts: Int[Tensor, " b"], amounts: Float[Tensor, "R b S"]) -> None:
-        """Add ⟨Σ_t amounts[a, t]·∇ log π_t, G⟩/‖G‖ of each prompt."""
+        """Add ⟨Σ_t amounts[a, t]·∇ log π_t, G⟩/‖G‖ for each prompt."""
         live = amounts.ne(0).any(2).any(0).nonzero()[:, 0]
         if not len(live):
             return
@@ -200,7 +199,7 @@ class StepSample:
         if not self._narrow:
             self._add("product", prompts, amounts * part.spread(part.jvp(direction).logprob[0]))
             return
-        for number in prompts.unique():  # below float32, sums are more exact than each token's derivative
+        for number in prompts.unique():  # below float32, a backward pass is more exact than forward derivatives
             own = (prompts == number).nonzero()[:, 0]
             piece = part.select(own)
             products = piece.vjp(piece.kept(amounts[:, own])).rows @ direction.rows[0]
@@ -208,7 +207,7 @@ class StepSample:
 
 
 def _unit_gradient(model: nn.Module) -> Vectors:
-    """Return G/‖G‖ of the parameters' `.grad`; 0 where ‖G‖ is 0 or not finite."""
+    """Return G/‖G‖ from the parameters' `.grad`; 0 if ‖G‖ is 0 or not finite."""
     direction = Vectors.zeros(model, 1)
     for name, parameter in float_parameters(model):
         if parameter.grad is not None:
@@ -228,7 +227,7 @@ def _interval_masks(part: TokenJacobian, edges: Sequence[Number]) -> Bool[Tensor
 
 
 def _spread(values: Float[Tensor, "b S"], rows: Int[Tensor, " b"], count: int) -> Float[Tensor, "B S"]:
-    """Put rows at their places among `count`, 0 elsewhere."""
+    """Scatter rows into `count` rows of zeros."""
     return values.new_zeros(count, values.shape[1]).index_copy_(0, rows, values)
 
 
