@@ -16,6 +16,7 @@ from gradscope.policy.adamw import (
 )
 from gradscope.policy.adapters import find_whole
 from gradscope.policy.attention import without_cudnn_attention
+from gradscope.policy.autocast import without_autocast
 from gradscope.policy.checkpoint import (
     ADAPTER_CONFIG,
     EMBEDDED,
@@ -74,5 +75,5 @@ __all__ = [
     "plain_name", "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
     "refuse_shards", "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
     "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "whole_weights",
-    "without_cudnn_attention",
+    "without_autocast", "without_cudnn_attention",
 ]  # fmt: skip

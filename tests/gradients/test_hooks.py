@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import pytest
 import torch
-from support.policies import make_policy
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from support.policies import make_batch, make_policy
 from support.refusals import refused
 from torch import Tensor, nn
 
+from gradscope import TokenJacobian, measure
 from gradscope.gradients import capture_activations, capture_gradients, measuring
 
 
@@ -116,3 +120,27 @@ def test_measuring_freezes_and_everything_comes_back(name, fails):
     assert {n for n, p in model.named_parameters() if not p.requires_grad} == frozen
     assert model.config._attn_implementation == "sdpa"
     assert model.config._experts_implementation == ("grouped_mm" if name == "mixtral" else "eager")
+
+
+@pytest.fixture
+def prepare():
+    """What transformers' Trainer does to its model under `bf16=True`."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(mixed_precision="bf16", cpu=True).prepare_model
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_that_trains_under_autocast_is_measured_in_the_precision_of_its_weights(prepare, name):
+    policy, ids = make_policy(name), torch.arange(12)[None] % 7
+    batch = make_batch(policy)
+    weights = torch.ones(1, batch.num_tokens)
+    alone, total = measure(policy, batch, self_check=False), TokenJacobian(policy, batch).vjp(weights).rows
+    plain = policy.model(ids).logits
+    prepare(policy.model)
+    rounded = policy.model(ids).logits
+    assert (rounded - plain).abs().max() > 1e-3 * plain.abs().max()  # bfloat16 has eight bits
+    with torch.autocast("cpu", torch.bfloat16):
+        pd.testing.assert_frame_equal(measure(policy, batch, self_check=False), alone, rtol=1e-5)
+        torch.testing.assert_close(TokenJacobian(policy, batch).vjp(weights).rows, total)
+    torch.testing.assert_close(policy.model(ids).logits, rounded)  # it trains on as before
