@@ -103,7 +103,7 @@ def test_the_command_says_that_it_took_a_sample_and_how_to_measure_everything(jo
     run("measure", base, rollouts, "--out", tmp_path / "sample", *QUICK)
     table, manifest = read(tmp_path / "sample")
     said = capsys.readouterr().out
-    assert f"3 tokens of each interval at most: {len(table)} tokens" in said and "--tokens-per-interval none" in said
+    assert f"at most 3 tokens per interval: {len(table)} tokens" in said and "--tokens-per-interval none" in said
     sample = manifest["sample"]
     assert sample.pop("error").split(":")[0] in said
     assert sample == {"tokens_per_interval": 3, "why": "the default above 12 tokens", "drawn": "proportional"}
