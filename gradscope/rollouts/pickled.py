@@ -1,7 +1,7 @@
-"""Batches that SkyRL pickled, of which nothing is run: whatever but its own container stands in a file is refused.
+"""Read batches pickled by SkyRL without running code: a file may hold nothing but SkyRL's own container.
 
-A file is a `TrainingInputBatch`: {name: tensor} as bytes with shape and dtype, and the trainer's metadata. All tensors
-but `sequences` and `attention_mask` are about the last columns of these.
+A file is a `TrainingInputBatch`: {name: tensor}, as bytes with shape and dtype, and the trainer's metadata. Tensors
+other than `sequences` and `attention_mask` cover only the last columns of these two.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ HARMLESS = frozenset(
         *("STACK_GLOBAL", "REDUCE", "NEWOBJ", "BUILD"),
     )
 )
-"""Pickle instructions that SkyRL's files need; none makes more of a file than its size explains."""
+"""Pickle instructions in SkyRL's files; none can use more memory than the file's size justifies."""
 WHOLE = ("sequences", "attention_mask")
 OF_RESPONSES = (
     *("response_mask", "loss_mask", "advantages"),
     *("action_log_probs", "rollout_logprobs", "base_action_log_probs"),
 )
-"""Columns that are read; values, returns, experts and images are not."""
+"""Columns to read; values, returns, experts and images are ignored."""
 DTYPES = frozenset({"bool", "uint8", "int16", "int32", "int64", "float16", "float32", "float64"})
 
 
 class _Batch(dict):
-    """Stand-in for SkyRL's class: `state` is what it would build its tensors from."""
+    """Stand-in for SkyRL's class; `state` is the data from which that class would build its tensors."""
 
     state: Any = None
 
@@ -55,7 +55,7 @@ def _rebuild(_kind: type, state: Any) -> _Batch:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that replaces SkyRL's container and torch's wrappers by stand-ins that run nothing."""
+    """Unpickler that replaces SkyRL's container and torch's wrappers with inert stand-ins."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in MODULES and name in ("TrainingInputBatch", "TensorBatch"):
@@ -70,7 +70,7 @@ class _Unpickler(pickle.Unpickler):
 PASSED_OVER = frozenset(
     {
         ("torch", "device"),
-        # SkyRL 0.1 pickles its tensors a second time, as torch does.
+        # SkyRL 0.1 pickles its tensors a second time, in torch's own way.
         ("torch._utils", "_rebuild_tensor_v2"),
         ("torch.storage", "_load_from_bytes"),
         ("collections", "OrderedDict"),
@@ -79,13 +79,13 @@ PASSED_OVER = frozenset(
 
 
 def _pass_over(*args: Any) -> None:
-    """Makes nothing."""
+    """Return None."""
 
 
 def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row's place and columns: ids of prompt and response, and the batch's per-token values.
+    """Yield each row's place and columns: prompt and response ids, and the batch's per-token values.
 
-    load: reads bytes that torch saved.
+    load: reads bytes saved by torch.
     """
     state = _unpickle(path)
     batch, metadata = state["batch_dict"], state["metadata"] or {}
@@ -100,7 +100,7 @@ def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tup
     for name, values in columns.items():
         wanted = (rows, width if name in WHOLE else length)
         if values.shape != wanted or length > width or not rows:
-            raise InputError(f"`{name}` is of shape {[*values.shape]} for {[rows, width]}; {WANTED}", path=path)
+            raise InputError(f"`{name}` has shape {[*values.shape]}, `sequences` {[rows, width]}; {WANTED}", path=path)
     prompts, real = _prompts(metadata, rows), rows - _padding(metadata)
     for row in range(rows):
         told = {"is_padding": row >= real, "is_routed": batch.get("rollout_expert_indices") is not None}
@@ -109,7 +109,7 @@ def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tup
 
 
 def _columns(columns: dict[str, np.ndarray], row: int, prompt: int | None) -> dict[str, Any]:
-    """Return a row's values, each of the response's lists cut to its first through last token."""
+    """Return a row's values; response columns are cut to the response's first through last token."""
     ids, real = columns["sequences"][row], columns["attention_mask"][row] != 0
     places = np.flatnonzero(columns["response_mask"][row])
     first, end = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
@@ -121,7 +121,7 @@ def _columns(columns: dict[str, np.ndarray], row: int, prompt: int | None) -> di
 
 
 def _prompts(metadata: Any, rows: int) -> dict[int, int]:
-    """Return each row's prompt number, if the batch says which rows share one."""
+    """Return each row's prompt number, if the batch records which rows share a prompt."""
     bounds = metadata.get("policy_prompt_boundaries") if isinstance(metadata, dict) else None
     if not isinstance(bounds, list):
         return {}
@@ -131,13 +131,13 @@ def _prompts(metadata: Any, rows: int) -> dict[int, int]:
 
 
 def _padding(metadata: Any) -> int:
-    """Return the rows at the end with which SkyRL filled up the batch."""
+    """Return the number of padding rows at the end of the batch."""
     size = metadata.get("pad_size", 0) if isinstance(metadata, dict) else 0
     return size if type(size) is int and size >= 0 else 0
 
 
 def _unpickle(path: Path) -> dict[str, Any]:
-    """Return the batch's state. Raises InputError for a file that holds anything else."""
+    """Return the batch's state. Raises InputError if the file holds anything but a batch."""
     try:
         content = path.read_bytes()
         for instruction, _, _ in pickletools.genops(content):
@@ -146,16 +146,16 @@ def _unpickle(path: Path) -> dict[str, Any]:
         batch = _Unpickler(io.BytesIO(content)).load()
     except (*BROKEN_FILE, MemoryError) as error:
         raise InputError(
-            f"it cannot be read as a batch of SkyRL ({first_line(error)}); nothing in it was run; {WANTED}", path=path
+            f"it cannot be read as a SkyRL batch ({first_line(error)}); nothing in it was run; {WANTED}", path=path
         ) from error
     state = batch.state if isinstance(batch, _Batch) else None
     if not isinstance(state, dict) or not isinstance(state.get("batch_dict"), dict) or "metadata" not in state:
-        raise InputError(f"it holds {show(batch)} and no batch; {WANTED}", path=path)
+        raise InputError(f"it holds {show(batch)}, not a batch; {WANTED}", path=path)
     return state
 
 
 def _tensor(path: Path, name: str, value: Any, load: Callable[[Path, bytes], Any]) -> np.ndarray:
-    """Return a column's numbers: bytes with shape and dtype or, for dtypes that numpy lacks, what torch saved."""
+    """Return a column as an array, from bytes with shape and dtype or, for dtypes that numpy lacks, torch's format."""
     try:
         if value["format"] == "torch":
             return load(path, value["data"]).double().numpy()
@@ -163,4 +163,4 @@ def _tensor(path: Path, name: str, value: Any, load: Callable[[Path, bytes], Any
             raise ValueError(f"dtype {value['dtype']}")
         return np.frombuffer(value["data"], dtype=value["dtype"]).reshape(value["shape"])
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        raise InputError(f"`{name}` is no tensor ({first_line(error)}); {WANTED}", path=path) from error
+        raise InputError(f"`{name}` is not a tensor ({first_line(error)}); {WANTED}", path=path) from error

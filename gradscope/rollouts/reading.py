@@ -1,4 +1,4 @@
-"""Rollout files of any trainer become a TokenBatch: one file here per format, registered by name."""
+"""Read any trainer's rollout files into a TokenBatch; formats are registered by name, one module each."""
 
 from __future__ import annotations
 
@@ -45,23 +45,23 @@ READERS: dict[str, Format] = {
 """Reader of each format, by name; add an entry for a reader of your own."""
 
 TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
-"""Formats whose files are read whole, by the file name's ending."""
+"""Formats identified by file suffix, whose files can only be read whole."""
 
 NATIVE_ALONE = frozenset({"response_ids", "old_logprobs"})
-"""Columns that tell native rows from RLLoggingBoard's, which have a prompt and a response, too."""
+"""Columns that distinguish native rows from RLLoggingBoard's, which also have a prompt and a response."""
 
 READER = 3
-"""Version of the readers, incremented whenever one of them reads a log differently."""
+"""Version of the readers; increment it when any reader's output changes."""
 
 MOST_STEPS = 10
-"""Most training steps that are read together where one has too few prompts."""
+"""Maximum number of training steps read together if one has too few prompts."""
 
 Step = int | Literal["own", "all"] | None
-"""Which training step: this one; a checkpoint's own; all; None: its own, with earlier ones where that is too small."""
+"""Training step to read: its number, "own" (the checkpoint's) or "all". None: "own", plus earlier ones if needed."""
 
 
 class ReadingKeywords(TypedDict, total=False):
-    """Arguments of `read_dump` beside the step, as keywords."""
+    """Keyword arguments of `read_dump` other than the step."""
 
     format: str | None
     temperature: int | float | None
@@ -79,15 +79,15 @@ BatchLike = TokenBatch | str | Path
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
-    """Return the policy and batch of a function's arguments: checked, and loaded where they are paths.
+    """Return a policy and a batch, loaded if given as paths, and checked.
 
-    A batch that was made by hand, and so has no notes yet, gets those of what its own numbers say against it.
+    A batch without notes, such as one built by hand, gets the caveats that its numbers call for.
     """
     return read_logged(policy, batch)[:2]
 
 
 def read_logged(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch, Mapping[str, Any]]:
-    """Return `read_inputs` and the settings of the loss that the log says; none of a batch."""
+    """Return `read_inputs` and the loss settings recorded in the log; these are empty if `batch` is a TokenBatch."""
     policy = policy if isinstance(policy, Policy) else load_policy(policy)
     if not isinstance(batch, TokenBatch):
         dump = _read_one(batch, policy)
@@ -109,10 +109,10 @@ def read_rollouts(
     reward_key: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> TokenBatch:
-    """Read rollouts into a TokenBatch; arguments are those of `read_dump`, and `notes` say what reading assumed.
+    """Read rollouts into a TokenBatch whose `notes` list what reading assumed; for the arguments see `read_dump`.
 
-    step: the training step whose responses are kept. InputError where the log holds several and none is given, for
-    they were sampled by different policies: "all" takes them together all the same.
+    step: training step whose responses to keep, or "all". Steps were sampled by different policies, so if the log
+    holds several and `step` is None, InputError is raised.
     """
     how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
     return _read_one(path, policy, step, format=format, **how).batch
@@ -121,7 +121,7 @@ def read_rollouts(
 def _read_one(
     path: str | Path, policy: PolicyLike | None, step: int | Literal["all"] | None = None, **how: Any
 ) -> Dump:
-    """Read the responses of one training step, as `read_rollouts` says."""
+    """Read the responses of one training step; see `read_rollouts`."""
     dump = read_dump(path, policy, step=None if step == "all" else step, **how)
     steps = [] if dump.steps is None else dump.steps.unique().tolist()
     if step is None and len(steps) > 1:
@@ -145,20 +145,20 @@ def read_dump(
     reward_key: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Dump:
-    """Read the responses of one file, or of all files of a folder in order, which must then be of one format.
+    """Read the responses in a file, or in all files of a folder in order, which must share one format.
 
-    policy: whose tokenizer encodes rows of text, and whose vocabulary and context bound the ids; without one, rows
-        must hold ids and their size is not checked.
-    format: a name in READERS; None tells it by the columns of each file's first record.
-    step: keeps the responses of one training step, or of these; None keeps all.
-    temperature: that all responses were sampled at; None: what the log says of each, else 1.0.
-    reward_key: which entry is the reward, where the log's are dictionaries.
+    policy: its tokenizer encodes text, and its vocabulary and context length bound the ids. Without a policy, rows must
+        hold ids, whose range is not checked.
+    format: name in READERS; None detects it from the columns of each file's first record.
+    step: training step, or steps, whose responses to keep; None keeps all.
+    temperature: sampling temperature of all responses; None takes each response's from the log, else 1.0.
+    reward_key: entry to use as the reward, if the log's rewards are dictionaries.
     chat_template_kwargs: arguments of the chat template, such as {"enable_thinking": False}, for prompts that are
-        chats; they beat those of a row's own column of that name.
+        chats; they override a row's column of the same name.
 
-    Rows that hold no response, or none of whose tokens was trained, and those whose advantage is unknown where others'
-    is known (without any, whose reward is), are left out, and a note says how many. Raises InputError, naming file and
-    row, for anything that cannot be used, and for a step that is not there, naming those that are.
+    Rows are left out, and counted in a note, if they have no response or no trained token, or if their advantage is
+    unknown while others' are known (the same goes for rewards if no row has an advantage). Raises InputError, with file
+    and row, for unusable input, and for a missing step, with the steps that the log holds.
     """
     path, policy = Path(path), load_policy(policy) if isinstance(policy, str | Path) else policy
     steps = (step,) if isinstance(step, int) else step
@@ -175,22 +175,22 @@ def read_dump(
 
 @dataclass(frozen=True)
 class LogSteps:
-    """Which training steps a log holds, as it counts."""
+    """The training steps in a log, by the log's own numbers."""
 
     known: tuple[int, ...]
-    """Ascending, without steps all of whose rows the format leaves out; empty where the rows name none."""
+    """Step numbers in ascending order, without steps whose rows are all left out; empty if rows have no step."""
     first_step: int
-    """As `Dump.first_step`."""
+    """See `Dump.first_step`."""
     unfinished: int = 0
-    """Files that the trainer has not finished, which are left out."""
+    """Number of files left out because the trainer has not finished writing them."""
 
     def of_checkpoint(self, checkpoint: int) -> int:
-        """Return the number of the step that a checkpoint sampled, whether the log holds it or not."""
+        """Return the number of the step that a checkpoint sampled, even if it is not in the log."""
         return checkpoint + self.first_step
 
 
 def list_steps(path: Path, *, format: str | None = None) -> LogSteps:
-    """List a log's training steps; nothing is tokenized. Raises what `read_dump` raises where it cannot be read."""
+    """List a log's training steps without tokenizing. Raises the same errors as `read_dump`."""
     form, files, unfinished = _open(path, format)
     told = {file: _only_step(form, file) for file in files}
     unknown = {file: named for file, named in files.items() if told[file] is None}
@@ -207,12 +207,16 @@ def read_checkpoint_dump(
     prompts: int = 0,
     **how: Unpack[ReadingKeywords],
 ) -> Dump:
-    """Read the responses that a checkpoint sampled, as `select_checkpoint_step` selects them.
+    """Read the responses that a checkpoint sampled; see `select_checkpoint_step`.
 
-    Only those are tokenized and batched, so neither the length of a log nor what it grows by changes them.
-    checkpoint: how many steps it had taken. step: take that one instead, or all. prompts: where fewer of the
-    checkpoint's own have an advantage, and no step is given, those of as many earlier steps are read with them as it
-    takes, at most MOST_STEPS; a note of the kind "pooled" says so. how: other arguments of `read_dump`.
+    Only these are tokenized and batched, so other steps in the log, or added to it later, do not change them.
+
+    Args:
+        checkpoint: number of training steps that the checkpoint had taken.
+        step: step to read instead, or "all".
+        prompts: if `step` is None and fewer prompts than this have an advantage, earlier steps are added until enough
+            do, up to MOST_STEPS in total, with a note of kind "pooled".
+        how: other arguments of `read_dump`.
     """
     if step == "all":
         return read_dump(path, policy, **how)
@@ -228,7 +232,7 @@ def read_checkpoint_dump(
 
 
 def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int]], Dump], note: Note) -> Dump:
-    """Add earlier steps, the latest first, until so many prompts have an advantage. note: which step the dump is of."""
+    """Add earlier steps, latest first, until `prompts` prompts have an advantage. note: names the dump's step."""
     [own], alone = dump.steps.unique().tolist(), count_served(dump.batch)
     if alone >= prompts or not earlier:
         return dump
@@ -237,17 +241,15 @@ def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int
     first = next(served, earlier[0])
     chosen = [step for step in earlier if step >= first]
     taken = f"step {first} is" if len(chosen) == 1 else f"steps {first} to {chosen[-1]} are"
-    few = f"{alone} prompt{' has' if alone == 1 else 's have'} an advantage and {prompts} are wanted"
-    words = f"{taken} taken with step {own}, of which {few} (--step own takes it alone)"
+    few = f"{alone} prompt{' has' if alone == 1 else 's have'} an advantage, fewer than {prompts}"
+    words = f"{taken} added to step {own}, in which {few} (--step own takes it alone)"
     return read([*chosen, own]).with_note(note, note.kind).with_note(words, "pooled")
 
 
 def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None], int]:
-    """Return the format of a log's files, those that are finished, with the step that each is named after, and how many
-    are not.
-    """
+    """Return a log's format, its finished files with the step in each name, and the number of unfinished files."""
     if name is not None and name not in READERS:
-        raise InputError(f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}")
+        raise InputError(f"unknown rollout format {name!r}; use one of {', '.join(sorted(READERS))}")
     files = list_files(path)
     form = _find_format(path, files, name)
     finished = [file for file in files if form.is_finished(file)]
@@ -265,13 +267,13 @@ def _records(form: Format, files: Mapping[Path, int | None]) -> Iterator[Record]
 
 
 def _only_step(form: Format, file: Path) -> int | None:
-    """Return the training step of all rows of a native parquet file, if its statistics tell it; no row is read."""
+    """Return the training step shared by all rows of a native parquet file, from its statistics, if they have it."""
     known = parquet_values(file, "step") if form is NATIVE and file.suffix == ".parquet" else None
     return next(iter(known)) if known is not None and len(known) == 1 and {*map(type, known)} == {int} else None
 
 
 def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
-    """Return the format common to all files that hold a record."""
+    """Return the format shared by all files that hold a record."""
     found: tuple[Path, Format] | None = None
     for file in files:
         record = next(_first(file), None)
@@ -290,13 +292,13 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
         found = found or (file, form)
     if found is None:
         for _ in chain.from_iterable(map(read_records, files)):
-            pass  # says what is wrong with a line that is cut off
+            pass  # raises the error for a truncated line, if there is one
         raise InputError(f"{path} holds no rows; give at least one response")
     return found[1]
 
 
 def _first(file: Path) -> Iterator[Record]:
-    """Return at most one record; a file of tensors, which would be read whole, is recognised by its name."""
+    """Yield a file's records; if its suffix is in TOLD_BY_NAME, only the format's columns, as it would be read whole."""
     if file.suffix in TOLD_BY_NAME:
         yield Record(file, str(file), dict.fromkeys(TOLD_BY_NAME[file.suffix].needs))
     else:
@@ -304,10 +306,9 @@ def _first(file: Path) -> Iterator[Record]:
 
 
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
-    """Return the format whose columns the record has; near misses of native rows count as native, whose reader reports
-    them.
+    """Return the format whose columns the record has. Nearly native rows count as native; its reader reports errors.
 
-    Raises InputError that names the columns and the nearest format.
+    Raises InputError, naming the columns and the nearest format, if none fits.
     """
     names = set(record.columns)
     if record.path.suffix in TOLD_BY_NAME:
@@ -315,7 +316,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     if is_native(names) and (names & NATIVE_ALONE or not RL_LOGGING_BOARD.needs <= names):
         return formats["native"]
     fitting = [form for form in formats.values() if form.needs and form.needs <= names]
-    # A first row may lack the value of a column that the others have.
+    # The first row may hold nulls in columns that other rows fill.
     fitting = fitting or [form for form in formats.values() if form.needs and form.needs <= names | record.nulls]
     fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
     if fitting:

@@ -1,9 +1,9 @@
-"""NeMo-RL's train_data_step{N}.jsonl, a line per sample, its arrays padded to the longest of the step.
+"""NeMo-RL's train_data_step{N}.jsonl: a line per sample, with arrays padded to the step's longest sample.
 
-Validations stand beside it, as val_data_step{N}.jsonl: messages and rewards alone.
+Validations are in val_data_step{N}.jsonl in the same folder, with only messages and rewards.
 
-The batch is written in slices of one sample, so that each value is the one entry of a list: rewards [0.5], token_ids
-[[5, 6]]. Entry s of generation_logprobs, prev_logprobs and advantages is about token s.
+The batch is written in slices of one sample, so each value is a list of one entry: rewards [0.5], token_ids [[5, 6]].
+Entry s of generation_logprobs, prev_logprobs and advantages belongs to token s.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ PER_TOKEN = {
     "sampler_logprobs": "generation_logprobs",
 }
 UNRECORDED = (
-    "tokens to which the trainer gives a probability below 1/e have a generation_logprob of exactly 0: the sampler did "
-    "not record them, and they are taken as unknown"
+    "some tokens with a trainer probability below 1/e have a generation_logprob of exactly 0: the sampler did not "
+    "record them, so they are taken as unknown"
 )
 FORCED = (
-    "their prev_logprobs are all exactly 0: the run did not compute them (force_on_policy_ratio) and trained with a "
-    "ratio of 1, which is taken here too"
+    "their prev_logprobs are all exactly 0: the run did not compute them (force_on_policy_ratio) and trained with "
+    "ratio 1, which is used here too"
 )
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    rows = [_row(_unsliced(record)) for record in records]  # those of all steps tell whether it was forced
+    rows = [_row(_unsliced(record)) for record in records]  # whether the ratio was forced shows only over all steps
     trained = [row for row in rows if "old_logprobs" in row.columns]
     forced = bool(trained) and not any(any(row.columns["old_logprobs"]) for row in trained)
     for row in rows:
@@ -46,7 +46,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _unsliced(record: Record) -> Record:
-    """Return the record with its lists of one entry unpacked, if it is a slice of one sample."""
+    """Unpack the record's lists of one entry, if it is a slice of one sample."""
     ids = record.columns.get("token_ids")
     if not (isinstance(ids, list) and len(ids) == 1 and isinstance(ids[0], list)):
         return record
@@ -73,7 +73,7 @@ def _row(record: Record) -> Row:
 
 
 def _without_unrecorded(row: Row) -> Row:
-    """Drop the sampler's log-probabilities if they are all 0, that is, were not recorded."""
+    """Set the sampler's log-probability to None for tokens where it was not recorded."""
     own, sampler, kept = (row.columns.get(name) for name in ("logprobs", "sampler_logprobs", "response_mask"))
     if own is None or sampler is None or row.left_out is not None:
         return row
@@ -98,23 +98,24 @@ NEMO_RL = Format(
     rows=_rows,
     beside=(frozenset({"content", "rewards"}),),
     notes=(
-        "ratios are to NeMo-RL's prev_logprobs (the trainer's own, before the step), the denominator that it trains "
-        "with; its correction for the sampler's generation_logprobs is not applied",
-        "the log names no prompts: samples of a step with the same tokens before the first trained one are a group",
+        "ratios are relative to NeMo-RL's prev_logprobs (the trainer's own, before the step), as in training; its "
+        "correction for the sampler's generation_logprobs is not applied",
+        "the log does not identify prompts: samples of a step with the same tokens before the first trained one form a "
+        "group",
     ),
     answers=Answers(
         group="the same tokens before the first trained one, within a step, as NeMo-RL groups by the prompt",
         step=(
-            "the number in the file's name, from 1; `step_N` is the checkpoint after it; asynchronous runs sample "
-            "before (not in the log)"
+            "the number in the file name, from 1; `step_N` is the checkpoint after it; asynchronous runs sample "
+            "earlier (not in the log)"
         ),
         sampled="those that `token_loss_mask` keeps",
         logprobs=(
-            "`prev_logprobs`: the trainer's, at the sampling temperature, by which ratios are (all 0 where the "
-            "run did not compute them: ratio 1); `generation_logprobs`: the sampler's, exactly 0 where it "
-            "recorded none, which is taken as unknown where the trainer's is below −1"
+            "`prev_logprobs`: the trainer's, at the sampling temperature, denominator of the ratios (all 0 if the "
+            "run did not compute them: ratio 1); `generation_logprobs`: the sampler's; exactly 0 means not "
+            "recorded, and counts as unknown if the trainer's is below −1"
         ),
-        left_out="validations (`val_data_step{N}.jsonl` beside); samples whose `sample_loss_mask` is 0",
+        left_out="validations (`val_data_step{N}.jsonl`); samples whose `sample_loss_mask` is 0",
         checked="NeMo-RL 7ea279ab (2026-08-22): a writer after its source; 2026-11-27",
     ),
 )

@@ -1,8 +1,7 @@
-"""prime-rl's token exports: token_exports/step_{n}/rank_{r}.jsonl, a line per sequence, beside a marker STABLE.
+"""prime-rl's token exports: token_exports/step_{n}/rank_{r}.jsonl, a line per sequence, with a marker file STABLE.
 
-Every array is as long as token_ids and its entry s is about token s. A value that was not finite is null. loss_mask
-keeps the tokens of all three parts of the loss; rl_weights, where there are any, say which are the policy gradient's
-and how much they count.
+Every array is as long as token_ids, and entry s belongs to token s; non-finite values are null. loss_mask keeps the
+tokens of all three loss terms; rl_weights, if present, gives each token's weight in the policy-gradient term.
 """
 
 from __future__ import annotations
@@ -45,20 +44,21 @@ PRIME_RL = Format(
     ),
     rows=row_by_row(_row),
     notes=(
-        "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as trained",
-        "the log names no prompts: sequences of a step with the same tokens before the first trained one are a group",
+        "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as in training",
+        "the log does not identify prompts: sequences of a step with the same tokens before the first trained one form "
+        "a group",
     ),
     is_finished=_is_stable,
     answers=Answers(
         group="the same tokens before the first trained one, within a step",
         step=(
-            "`step`, from 1; `step_N` is the checkpoint after it; up to `max_off_policy_steps` older weights may "
+            "`step`, from 1; `step_N` is the checkpoint after it; weights up to `max_off_policy_steps` older may "
             "have sampled it (not in the log)"
         ),
         sampled="those that `loss_mask` keeps and whose `rl_weights` are not 0; the weights multiply advantages",
         logprobs=(
-            "`inference_logprobs`: vLLM's, by which ratios are, as trained; `trainer_logprobs`: the trainer's, at "
-            "the sampling temperature"
+            "`inference_logprobs`: vLLM's, denominator of the ratios, as in training; `trainer_logprobs`: the "
+            "trainer's, at the sampling temperature"
         ),
         left_out="files without a marker STABLE",
         checked="prime-rl 559b4477 (2026-08-21): a writer after its source; 2026-11-27",
