@@ -249,7 +249,7 @@ def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int
 def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None], int]:
     """Return a log's format, its finished files with the step in each name, and the number of unfinished files."""
     if name is not None and name not in READERS:
-        raise InputError(f"unknown rollout format {name!r}; use one of {', '.join(sorted(READERS))}")
+        raise InputError(f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}")
     files = list_files(path)
     form = _find_format(path, files, name)
     finished = [file for file in files if form.is_finished(file)]
@@ -298,7 +298,7 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
 
 
 def _first(file: Path) -> Iterator[Record]:
-    """Yield a file's records; if its suffix is in TOLD_BY_NAME, only the format's columns, as it would be read whole."""
+    """Yield a file's records; for a suffix in TOLD_BY_NAME, only its columns, as the file would be read whole."""
     if file.suffix in TOLD_BY_NAME:
         yield Record(file, str(file), dict.fromkeys(TOLD_BY_NAME[file.suffix].needs))
     else:

@@ -1,10 +1,10 @@
-"""prime-rl's traces: a stream of episodes, each a JSON object with traces of verifiers' message graph, and annotations.
+"""prime-rl's traces: a stream of episodes, JSON objects with traces of verifiers' message graph, and annotations.
 
-What becomes known of a trace later stands beside the stream: {trace_id, info, branches: [{index, advantages,
-trainer_logprobs, entropies}]}, a list as long as the branch's tokens in each, or as long as was trained of them, null
-where nothing is known; the newest counts. In a folder `traces` these are stream.jsonl, or numbered files of stream/
-(sealed: .jsonl.zst), and annotations/; or a folder step_N of each step, with train.jsonl, eval.jsonl and annotations/.
-Before that, episodes stood in rollouts/step_N/train/{all,effective}/traces.jsonl, those that were trained in both.
+Annotations add what becomes known of a trace later: {trace_id, info, branches: [{index, advantages, trainer_logprobs,
+entropies}]}. Each list has an entry per token of the branch, or of its trained part, null if unknown; the newest
+annotation counts. A folder `traces` holds stream.jsonl, or numbered files in stream/ (sealed: .jsonl.zst), and
+annotations/; or a folder step_N per step, with train.jsonl, eval.jsonl and annotations/. Older versions wrote episodes
+to rollouts/step_N/train/{all,effective}/traces.jsonl; trained ones are in both.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gradscope.rollouts.formats.base import EMPTY, EVALUATED, TORN, Answers, For
 from gradscope.rollouts.formats.verifiers_graph import node_paths, read_nodes, trace_rows
 
 STREAMS = ("advantages", "trainer_logprobs", "entropies")
-UNTRAINED = "no annotation of the trainer has them, though it has others"
-STALE = "older weights than those of the step before sampled them, or began to"
+UNTRAINED = "no annotation of the trainer covers them, though others are covered"
+STALE = "they were sampled, at least at first, with weights older than those of the previous step"
 
 
 def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
@@ -59,20 +59,20 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
 
 
 def _work(episode: Record) -> dict[str, Any]:
-    """Return the episode's kind of work: its run's or, within a training run, its own."""
+    """Return the `work` of the episode's run, or the run itself if it has none."""
     run = _object(episode, "run")
     return run["work"] if isinstance(run.get("work"), dict) else run
 
 
 def _is_trained(update: Record) -> bool:
-    """Return whether an annotation says that the trace was trained: the trainer's own, or a shipped cohort's."""
+    """Return whether an annotation marks the trace as trained: by the trainer's values, or as `effective`."""
     known = _object(update, "info").get("train")
     sent = isinstance(known, dict) and known.get("effective") is True
     return sent or any(branch.get("trainer_logprobs") for branch in need_objects(update, "branches"))
 
 
 def _is_stale(policy: Any, step: int | None) -> bool:
-    """Return whether a trace, or its beginning, was sampled with weights older than those of step − 1."""
+    """Return whether the weights that began sampling a trace are older than those of step − 1."""
     begun = policy.get("start") if isinstance(policy, dict) else None
     return isinstance(begun, int) and step is not None and begun < step - 1
 
@@ -83,7 +83,7 @@ def _traces(episode: Record) -> list[dict[str, Any]]:
 
 
 def _object(record: Record, name: str) -> dict[str, Any]:
-    """Return a JSON object of the record; an empty one if it is missing."""
+    """Return a JSON object of the record, or an empty one if it is missing."""
     value = record.columns.get(name)
     return value if isinstance(value, dict) else {}
 
@@ -91,12 +91,12 @@ def _object(record: Record, name: str) -> dict[str, Any]:
 def _id(record: Record, given: Any) -> str | int | None:
     """Return the trace's id."""
     if not isinstance(given, str | int | None):
-        raise InputError(f"{record.place}: the trace's id is {show(given)}; wanted is a text; leave the row out")
+        raise InputError(f"{record.place}: the trace's id is {show(given)}; give a string, or leave the row out")
     return given
 
 
 def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
-    """Merge the updates' per-token values into the trace's nodes; of scalars, the newest of each name."""
+    """Merge the updates' per-token values into the trace's nodes; return `info` with the newest value of each name."""
     nodes, info = read_nodes(record), dict(_object(record, "info"))
     paths = node_paths(nodes)
     for update in updates:
@@ -105,8 +105,8 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
             index = branch.get("index")
             if not isinstance(index, int) or not 0 <= index < len(paths):
                 raise InputError(
-                    f"{update.place}: branch {show(index)} is none of the {len(paths)} of {record.place}; give the "
-                    "traces and the annotations of one run"
+                    f"{update.place}: no branch {show(index)} among the {len(paths)} of {record.place}; give traces "
+                    "and annotations of the same run"
                 )
             for name in STREAMS:
                 _split_stream(update, name, branch.get(name), [nodes[place] for place in paths[index]])
@@ -118,20 +118,20 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
 
 
 def _split_stream(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
-    """Cut a stream into the nodes' sampled tokens, null where unknown; tokens past the trainer's cut-off count for
-    nothing.
+    """Distribute a stream over the nodes' sampled tokens, null if unknown; tokens past the trainer's cut-off get loss
+    weight 0.
     """
     if stream is None:
         return
     if not isinstance(stream, list):
-        raise InputError(f"{update.place}: `{name}` is {show(stream)}; wanted is a list, one entry per token")
+        raise InputError(f"{update.place}: `{name}` is {show(stream)}; give a list, one entry per token")
     start = 0
     for node in nodes:
         mask = _mask(node)
         own, start = stream[start : start + len(mask)], start + len(mask)
         values = [value for value, kept in zip(own, mask, strict=False) if kept]
         if len(own) < len(mask) and node.get(name):
-            continue  # another path has all of it
+            continue  # another path gave all of its values
         if any(value is not None for value in values):
             node[name] = values + [None] * (sum(map(bool, mask)) - len(values))
         if name == "trainer_logprobs" and len(own) < len(mask):
@@ -139,7 +139,7 @@ def _split_stream(update: Record, name: str, stream: Any, nodes: list[dict[str, 
 
 
 def _mask(node: dict[str, Any]) -> list[Any]:
-    """Return the node's sampled mask; anything but a list is refused together with the node's ids."""
+    """Return the node's mask; anything but a list is refused later, with the node's ids."""
     mask = node.get("mask")
     return mask if isinstance(mask, list) else []
 
@@ -152,25 +152,25 @@ PRIME_RL_TRACES = Format(
     rows=_rows,
     ends_torn=True,
     notes=(
-        "ratios are to the log-probabilities of the sampler, as prime-rl trains",
-        "each path of a trace's messages from the first to a last one is a response",
+        "ratios are relative to the sampler's log-probabilities, as in prime-rl's training",
+        "each path through a trace's messages, from a first to a last one, is a response",
     ),
     answers=Answers(
         group="the episode's `group.id`",
         step=(
-            "`trained_at_step`, else the work's `step`, from 1; `step_N` is the checkpoint after it; those that "
-            "older weights sampled (`policy`) are counted in a note"
+            "`trained_at_step`, else the work's `step`, from 1; `step_N` is the checkpoint after it; a note counts "
+            "responses sampled with older weights (`policy`)"
         ),
         sampled=(
-            "those that a node's `mask` keeps, in the first path that holds the node; none that the trainer cut off"
+            "those that a node's `mask` keeps, in the first path through the node; none that the trainer cut off"
         ),
         logprobs=(
-            "`logprobs` of the nodes: vLLM's, by which ratios are; `trainer_logprobs`: the trainer's; rounded to "
-            "four decimals"
+            "`logprobs` of the nodes: vLLM's, denominator of the ratios; `trainer_logprobs`: the trainer's; rounded "
+            "to four decimals"
         ),
         left_out=(
-            "evaluations of a training run; traces that were not trained, where others were; what is left out of "
-            "verifiers_graph; a last line cut off"
+            "evaluations of a training run; untrained traces, if others were trained; what verifiers_graph leaves "
+            "out; a truncated last line"
         ),
         checked=(
             "prime-rl 559b4477 (2026-08-21; `rollouts/`) and a later state (`traces/`): verifiers 0.4.0's own "

@@ -1,6 +1,6 @@
-"""verifiers' results.jsonl, a line per rollout of an environment: text, with a reward and without log-probabilities.
+"""verifiers' results.jsonl: a line per rollout of an environment, text with a reward but no log-probabilities.
 
-Written by its versions up to 0.3; later ones save traces. A rollout that failed has no completion, or an `error`.
+Written by versions up to 0.3; later ones save traces. A failed rollout has no completion, or an `error`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERIFIERS = Format(
     answers=Answers(
         group="`example_id`",
         step="none",
-        sampled="all of the text; no end-of-sequence token; several turns and tool calls are refused",
+        sampled="the whole text, without an end-of-sequence token; several turns and tool calls are refused",
         logprobs="none",
         left_out="rollouts that ended in an error",
         checked="verifiers 0.1.14: its own code; 2026-11-27",

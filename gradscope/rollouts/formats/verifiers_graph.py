@@ -1,9 +1,9 @@
-"""Traces of verifiers' message graph, a JSON object per rollout: nodes with the tokens that each message adds.
+"""Traces of verifiers' message graph: a JSON object per rollout, whose nodes hold the tokens that each message adds.
 
-A path from a root to a leaf is a sequence; one of a trace that forks is a response of its own, and a message that two
-paths share is trained in the first of them alone. `mask` is true where the policy sampled, and numbers per sampled
-token (`logprobs`, the sampler's, and what a trainer has annotated: `trainer_logprobs`, `reference_logprobs`,
-`advantages`, `entropies`) have an entry for each of these; `loss_weights` have one per token.
+Each path from a root to a leaf is a sequence. If a trace forks, each path is its own response, and a message shared by
+several paths is trained only in the first. `mask` is true for sampled tokens. The sampler's `logprobs` and a trainer's
+annotations (`trainer_logprobs`, `reference_logprobs`, `advantages`, `entropies`) have an entry per sampled token,
+`loss_weights` one per token.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Answers, Format, Row, need
 from gradscope.rollouts.formats.sequences import split_sequence
 
-FAILED = "they ended in an error: trainers leave them out, of their group too"
-OTHERS = "they are of an agent that is not trained"
-UNRESUMED = "the harness did not go on from them (an attempt to compact the messages)"
-NO_IDS = "their messages hold no token ids: the client that sampled them gave none"
+FAILED = "they ended in an error: trainers leave them out, also from their group"
+OTHERS = "they are from an agent that is not trained"
+UNRESUMED = "the harness did not continue from them (an attempt to compact the messages)"
+NO_IDS = "their messages hold no token ids: the client that sampled them returned none"
 
 PER_TOKEN = {
     "advantage": "advantages",
@@ -38,7 +38,7 @@ def trace_rows(
 ) -> Iterator[Row]:
     """Yield a row for each path of one trace.
 
-    group: what tells the prompt; None: the trace's task. stale: a remark, where older weights sampled it.
+    group: identifies the prompt; None: the trace's task. stale: remark to add if older weights sampled the trace.
     """
     nodes = read_nodes(record)
     reason = _reason_to_leave_out(record, nodes)
@@ -99,19 +99,19 @@ def read_nodes(record: Record) -> list[dict[str, Any]]:
     nodes = need(record, "nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
         raise InputError(
-            f"{record.place}: `nodes` is {show(nodes)}; wanted is a list of messages; leave the record out"
+            f"{record.place}: `nodes` is {show(nodes)}; give a list of messages, or leave the record out"
         )
     for place, node in enumerate(nodes):
         parent = node.get("parent")
         if not (parent is None or (isinstance(parent, int) and 0 <= parent < place)):
-            raise InputError(f"{record.place}: the parent of node {place} is {show(parent)}; wanted is an earlier node")
+            raise InputError(f"{record.place}: the parent of node {place} is {show(parent)}, not an earlier node")
     return nodes
 
 
 def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained: set[int]) -> dict[str, list[Any]]:
-    """Concatenate a path's ids, mask and per-token numbers; None where a number is unknown.
+    """Concatenate a path's ids, mask and per-token numbers, with None for unknown numbers.
 
-    trained: nodes of earlier paths, which are context here.
+    trained: nodes trained in earlier paths, which are only context here.
     """
     out: dict[str, list[Any]] = {"token_ids": [], "mask": [], "loss_weights": []}
     out |= {name: [] for name in set(PER_TOKEN.values())}
@@ -119,13 +119,13 @@ def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained:
         node = nodes[place]
         ids, mask = (node.get(name) or [] for name in ("token_ids", "mask"))
         if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask)):
-            raise InputError(f"{record.place}: node {place} has ids and a mask of other lengths; leave the record out")
+            raise InputError(f"{record.place}: the ids and mask of node {place} differ in length; leave the record out")
         out["token_ids"] += ids
         out["mask"] += [False] * len(mask) if place in trained else mask
         out["loss_weights"] += _loss_weights(record, place, node, len(mask))
         for name in set(PER_TOKEN.values()):
             out[name] += _align(record, place, name, node.get(name), mask)
-    # A message without credit beside others with it has none: 0, as verifiers reads it.
+    # As in verifiers, a message without credit gets 0 if other messages have credit.
     if any(value is not None for value in out["advantages"]):
         pairs = zip(out["advantages"], out["mask"], strict=True)
         out["advantages"] = [0.0 if value is None and kept else value for value, kept in pairs]
@@ -133,40 +133,40 @@ def _join(record: Record, nodes: list[dict[str, Any]], path: list[int], trained:
 
 
 def _align(record: Record, place: int, name: str, values: Any, mask: list[Any]) -> list[Any]:
-    """Place a number per sampled token among all of the node's tokens."""
+    """Expand a list with a number per sampled token to all of the node's tokens, with None for the others."""
     sampled = sum(bool(kept) for kept in mask)
     if not values:
         return [None] * len(mask)
     if not isinstance(values, list) or len(values) != sampled:
         raise InputError(
-            f"{record.place}: `{name}` of node {place} is {show(values)}; wanted is one for each of its {sampled} "
-            "sampled tokens"
+            f"{record.place}: `{name}` of node {place} is {show(values)}; give one for each of its {sampled} sampled "
+            "tokens"
         )
     known = iter(values)
     return [next(known) if kept else None for kept in mask]
 
 
 def _loss_weights(record: Record, place: int, node: dict[str, Any], length: int) -> list[Any]:
-    """Return each token's weight in the policy gradient; None if the trace does not say."""
+    """Return each token's weight in the policy gradient, None if it is not in the trace."""
     streams = node.get("loss_weights")
     stream = streams.get("rl") if isinstance(streams, dict) else None
     if stream is None:
         return [None] * length
     if not isinstance(stream, list) or len(stream) != length:
         raise InputError(
-            f"{record.place}: the loss weights `rl` of node {place} are {show(stream)}; wanted is one for each of its "
+            f"{record.place}: the loss weights `rl` of node {place} are {show(stream)}; give one for each of its "
             f"{length} tokens"
         )
     return stream
 
 
 def _group(record: Record) -> Any:
-    """Return the task's key or hash, which all its rollouts share."""
+    """Return the task's key or hash, shared by all its rollouts."""
     task = need(record, "task")
     found = next((task[name] for name in ("key", "hash") if task.get(name)), None) if isinstance(task, dict) else None
     if found is None:
         raise InputError(
-            f"{record.place}: `task` has no key and no hash; nothing tells which rollouts are of one prompt"
+            f"{record.place}: `task` has neither key nor hash, so the rollouts of one prompt cannot be identified"
         )
     return found
 
@@ -176,17 +176,17 @@ def _reward(record: Record) -> float | None:
     rewards = record.columns.get("rewards") or {}
     parts = [part for part in rewards.values() if part is not None] if isinstance(rewards, dict) else [rewards]
     if any(not isinstance(part, dict) for part in parts):
-        raise InputError(f"{record.place}: `rewards` is {show(rewards)}; wanted is {{name: {{score, weight}}, …}}")
+        raise InputError(f"{record.place}: `rewards` is {show(rewards)}; give {{name: {{score, weight}}, …}}")
     pairs = [(part.get("score"), part.get("weight", 1.0)) for part in parts]
     if not pairs or any(score is None for score, _ in pairs):
         return None
     if not all(isinstance(number, int | float) and abs(number) <= LARGEST for pair in pairs for number in pair):
-        raise InputError(f"{record.place}: `rewards` is {show(rewards)}; wanted are finite scores and weights")
+        raise InputError(f"{record.place}: `rewards` is {show(rewards)}; give finite scores and weights")
     return float(sum(score * weight for score, weight in pairs))
 
 
 def _temperature(record: Record) -> float | None:
-    """Return the temperature of the first call that names one."""
+    """Return the temperature of the first call that records one."""
     calls = record.columns.get("calls")
     for call in calls if isinstance(calls, list) else []:
         sampling = call.get("sampling") if isinstance(call, dict) else None
@@ -207,21 +207,21 @@ VERIFIERS_GRAPH = Format(
         "response_rewrites mm_token_type_id_map stop_condition is_completed"
     ),
     rows=lambda records, policy: (row for record in records for row in trace_rows(record)),
-    notes=("each path of a trace's messages from the first to a last one is a response",),
+    notes=("each path through a trace's messages, from a first to a last one, is a response",),
     answers=Answers(
         group="the task's `key`, else its `hash`",
         step="none",
         sampled=(
-            "those that a node's `mask` keeps, in the first path that holds the node, and whose `rl` loss weight, "
-            "where there is one, is not 0"
+            "those that a node's `mask` keeps, in the first path through the node, and whose `rl` loss weight, if "
+            "any, is not 0"
         ),
         logprobs=(
-            "`logprobs` of the nodes: the sampler's, by which ratios are; `trainer_logprobs`: the trainer's; "
+            "`logprobs` of the nodes: the sampler's, denominator of the ratios; `trainer_logprobs`: the trainer's; "
             "rounded to four decimals; the temperature is in `calls`"
         ),
         left_out=(
-            "traces that ended in an error, of agents that are not trained, or without token ids; attempts at "
-            "compaction that nothing follows"
+            "traces that ended in an error, come from untrained agents, or have no token ids; compaction attempts "
+            "that were not continued"
         ),
         checked="verifiers 0.4.0: its own code; 2026-11-27",
     ),

@@ -1,8 +1,8 @@
 """verl's trainer.rollout_data_dir: {step}.jsonl, a line per response: input, output, gts, score, step, extras.
 
-The default trainer (v1, from verl 0.8 on) adds `uid`, which is `{prompt}_{session}_{output}` there: one per response. A
-session of an agent may have several outputs; its last one's score is the session's, and counts once in its group. Where
-the batch is filled up, lines of a prompt `pad…` are no samples.
+The default trainer (v1, from verl 0.8 on) adds a `uid` per response, `{prompt}_{session}_{output}`. An agent's session
+may have several outputs; the last one's score is the session's and counts once in its group. Lines whose prompt is
+`pad…` are padding of the batch, not samples.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from gradscope.rollouts.formats.base import (
 )
 
 NAMES = {"prompt": "input", "response": "output", "reward": "score", "group": "uid"}
-# A key of any other kind is a whole one: `uid_sample_0_12` and `uid_sample_0_13` are two prompts.
+# Any other uid identifies a prompt as a whole: `uid_sample_0_12` and `uid_sample_0_13` are two prompts.
 KEY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_([0-9]+)_([0-9]+)")
 PADDING = re.compile(r"pad[0-9a-f]{32}_[0-9]+_[0-9]+")
-FILLED_UP = "verl filled up its batch with them: they are no samples"
+FILLED_UP = "they are padding of verl's batch, not samples"
 VALIDATED = (
-    "it has a column `reward` equal to its score, as verl writes of a validation (`validation_data_dir`), on which "
-    "nothing is trained"
+    "its column `reward` equals its score, as verl writes it for a validation (`validation_data_dir`), which is not "
+    "trained on"
 )
-PENALISED = "its reward is the score of its answer and the penalty of its length (`overlong_reward`)"
+PENALISED = "its reward is the answer's score plus the length penalty (`overlong_reward`)"
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -45,7 +45,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _with_step(file: list[Record]) -> list[Record]:
-    """Yield the lines with the step of their file's name, if none has its own."""
+    """Return the lines with the step from the file name, if no line has its own."""
     name = file[0].path.name.partition(".")[0]
     if not name.isdecimal() or any("step" in record.columns for record in file):
         return file
@@ -53,7 +53,7 @@ def _with_step(file: list[Record]) -> list[Record]:
 
 
 def _rows_of_file(file: list[Record]) -> Iterator[Row]:
-    """Yield the rows of one file, which holds the lines of one step."""
+    """Yield the rows of one file, that is, of one step."""
     keys = [_key(record) for record in file]
     last: dict[object, int] = defaultdict(int)
     for session, output in (key for key in keys if key is not None):
@@ -68,7 +68,7 @@ def _rows_of_file(file: list[Record]) -> Iterator[Row]:
 
 
 def _key(record: Record) -> tuple[tuple[int | None, str, int], int] | None:
-    """Return (step, prompt, session) and the output's number within the session; None for a uid that is a prompt's."""
+    """Return (step, prompt, session) and the output's number in the session; None if the uid identifies a prompt."""
     uid = record.columns.get("uid")
     match = KEY.fullmatch(uid) if isinstance(uid, str) else None
     return match and ((whole_number(record, "step"), match[1], int(match[2])), int(match[3]))
@@ -78,7 +78,7 @@ def _row(record: Record, has_penalty: bool) -> Row:
     step, uid = whole_number(record, "step"), record.columns.get("uid")
     if isinstance(uid, str) and PADDING.fullmatch(uid):
         return Row(record.place, {}, step, left_out=FILLED_UP)
-    if step == 0:  # of the validation before training, whose first step is 1
+    if step == 0:  # the validation before training; training starts at 1
         return Row(record.place, {}, step, left_out=EVALUATED)
     columns, remarks = pick(record, NAMES) | numbers_beside(record, ("step", "score", "uid", "request_id")), ()
     if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
@@ -91,8 +91,8 @@ def _row(record: Record, has_penalty: bool) -> Row:
 def _has_penalty(file: list[Record]) -> bool:
     """Return whether the length penalty still has to be added to `score`.
 
-    The older trainer writes the reward manager's extras over its own columns. Those of a scoring function that returns
-    a dictionary hold its `score`, without the penalty; those of one that returns a number hold it as `acc`.
+    In the older trainer, the reward manager's extras overwrite its own columns. If the scoring function returns a
+    dictionary, they include its `score`, without the penalty; if it returns a number, they include it as `acc`.
     """
     rows = [[_number(record, name) for name in ("overlong_reward", "score", "acc")] for record in file]
     if any(None in row[:2] for row in rows):
@@ -118,12 +118,12 @@ VERL = Format(
     ),
     answers=Answers(
         group="the prompt in `uid`, without session and output; else `uid`; without one, identical prompts of a step",
-        step="`step`, else the file's name: training steps from 1; asynchronous trainers' responses may be of earlier "
+        step="`step`, else the file name: training steps from 1; asynchronous trainers may have sampled with earlier "
         "checkpoints",
-        sampled="all of the text, a tool's output and other turns too (said where their marks are seen); no "
+        sampled="the whole text, including tool output and other turns (a note counts them if their marks show); no "
         "end-of-sequence token",
         logprobs="none",
-        left_out="what verl fills up its batch with; step 0, which is of a validation",
+        left_out="padding of verl's batch; step 0, a validation",
         checked="0.9.1: its default (v1) trainer's own code and the older trainer's, 2026-11-27",
     ),
 )
