@@ -161,9 +161,7 @@ PRIME_RL_TRACES = Format(
             "`trained_at_step`, else the work's `step`, from 1; `step_N` is the checkpoint after it; a note counts "
             "responses sampled with older weights (`policy`)"
         ),
-        sampled=(
-            "those that a node's `mask` keeps, in the first path through the node; none that the trainer cut off"
-        ),
+        sampled=("those that a node's `mask` keeps, in the first path through the node; none that the trainer cut off"),
         logprobs=(
             "`logprobs` of the nodes: vLLM's, denominator of the ratios; `trainer_logprobs`: the trainer's; rounded "
             "to four decimals"

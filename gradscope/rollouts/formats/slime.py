@@ -1,10 +1,10 @@
-"""Debug logs of slime and of miles, saved by torch: rollout data and train data, joined where both are there.
+"""Debug logs of slime and miles, saved by torch: rollout data and train data, joined if both are present.
 
 Rollout data: {rollout_id, samples: [{group_index, index, tokens, response_length, reward, loss_mask,
 rollout_log_probs, status, remove_sample, …}]}; train data: {rollout_id, samples: [{sample_index, tokens, loss_masks,
 log_probs, ref_log_probs, advantages, entropy, …}]}, or, in miles, a file per rank {rollout_id, rank, rollout_data:
-{tokens, response_lengths, loss_masks, sample_indices, log_probs, …}}, a list per column. All but tokens is about the
-response alone. The file's rollout_id is the training step; evaluations bear that of the step they came after.
+{tokens, response_lengths, loss_masks, sample_indices, log_probs, …}}, a list per column. All but tokens covers only the
+response. The file's rollout_id is the training step; an evaluation has the rollout_id of the step before it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ NAMES = {
     "reward": "reward",
     "response": "response",
 }
-UNTRAINED = "no train data has them, though there is train data of other samples"
+UNTRAINED = "no train data has them, though other samples have train data"
 TWICE = "another rank's train data has the same sample"
-STAGE = "their rank computed neither log-probabilities nor advantages (an earlier stage of the pipeline)"
-REMOVED = "the trainer removed them (`remove_sample`): its loss has no token of them"
-UNSCORED = "they were aborted, or failed, before they had a reward"
-NUCLEUS = "the trainer renormalised π over the tokens of the sampler's top-p; here it is over the whole vocabulary"
-STALE = "they hold tokens that older weights sampled than others of their step"
+STAGE = "their rank computed neither log-probabilities nor advantages (an earlier pipeline stage)"
+REMOVED = "the trainer removed them (`remove_sample`): none of their tokens is in its loss"
+UNSCORED = "they were aborted or failed before they had a reward"
+NUCLEUS = "the trainer renormalised π over the sampler's top-p tokens; here it is over the whole vocabulary"
+STALE = "some of their tokens were sampled with older weights than others of the step"
 AS_ONE = (
-    "their rewards are scaled by those of all samples of the step: slime's own rule where prompts have unequal numbers "
-    "of samples, or one rollout gave several"
+    "their rewards are scaled over all samples of the step: slime's own rule if prompts have unequal numbers of "
+    "samples, or one rollout gave several"
 )
-SIBLING = "another sample of the same rollout stands for its reward in the mean of the group, as in miles"
+SIBLING = "its reward counts in the group's mean through another sample of the same rollout, as in miles"
 Key = tuple[int | None, int | None, int, int]
 
 
@@ -83,9 +83,9 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _keyed(records: Iterable[Record]) -> Iterator[tuple[Record, Key]]:
-    """Yield each record with its sample's key: step, index, tokens, and a counter among equal ones.
+    """Yield each record with its sample's key: step, index, hash of the tokens, and a counter among equal ones.
 
-    One rollout may give several samples of the same index, which differ in their tokens.
+    One rollout may give several samples with the same index but different tokens.
     """
     seen: Counter[object] = Counter()
     for record in records:
@@ -99,13 +99,13 @@ def _keyed(records: Iterable[Record]) -> Iterator[tuple[Record, Key]]:
 def _check_whole(record: Record) -> None:
     if (whole_number(record, "cp_size") or 1) > 1:
         raise InputError(
-            f"{record.place}: the file holds one part of each sequence of {record.columns['cp_size']} (context "
-            "parallel); give the rollout data alone, or dump with a context parallel size of 1"
+            f"{record.place}: the file holds one of {record.columns['cp_size']} parts of each sequence (context "
+            "parallelism); give only the rollout data, or dump with a context-parallel size of 1"
         )
 
 
 def _is_evaluation(record: Record) -> bool:
-    """Return whether the file name marks an evaluation: eval_ before the id."""
+    """Return whether the file or folder name marks an evaluation: eval_ before the id."""
     step = record.columns.get("rollout_id")
     for part in (record.path.stem, *record.path.parent.parts[:-3:-1]):
         if step is not None and re.search(rf"(?<![0-9]){step}(?![0-9])", part):
@@ -114,7 +114,7 @@ def _is_evaluation(record: Record) -> bool:
 
 
 def _check_tokens(trained: list[tuple[Record, Key]], sampled: dict[Key, Record]) -> None:
-    """Raise InputError if a train-data sample has the index of one with other tokens."""
+    """Raise InputError if train data and rollout data have different tokens for the same index."""
     tokens: dict[object, set[int]] = {}
     for step, index, own, _ in sampled:
         tokens.setdefault((step, index), set()).add(own)
@@ -122,21 +122,21 @@ def _check_tokens(trained: list[tuple[Record, Key]], sampled: dict[Key, Record])
         if index is not None and own not in tokens.get((step, index), {own}):
             other = next(r for key, r in sampled.items() if key[:2] == (step, index))
             raise InputError(
-                f"{record.place}: `tokens` differ from those of {other.place}, which bears the same index; give "
-                "logs of one run"
+                f"{record.place}: `tokens` differ from those of {other.place}, which has the same index; give "
+                "logs of a single run"
             )
 
 
 def _join(trained: Record, sampled: Record | None) -> Record:
-    """Return the train data's columns, and the columns that only the rollout data have."""
+    """Return the train data's columns, plus those found only in the rollout data."""
     return Record(trained.path, trained.place, ({} if sampled is None else sampled.columns) | trained.columns)
 
 
 def _place_rewards(trained: list[Record]) -> None:
-    """Give each sample of train data its reward out of the whole batch's `raw_reward`, where no rollout data tell it.
+    """Take rewards that are missing without rollout data from the train data's `raw_reward` of the whole batch.
 
-    These are in the order of the rollout data: slime says each sample's place; miles sorts samples by index, and those
-    of one rollout share a reward.
+    It is in the order of the rollout data: slime records each sample's position; miles sorts samples by index, and
+    samples of one rollout share a reward.
     """
     steps: dict[int | None, list[Record]] = {}
     for record in trained:
@@ -153,7 +153,7 @@ def _place_rewards(trained: list[Record]) -> None:
 def _row(record: Record) -> Row:
     tokens, length, step = _tokens(record), _response_length(record), whole_number(record, "rollout_id")
     if not 0 <= length <= len(tokens):
-        raise InputError(f"{record.place}: `tokens` is {show(tokens)}, of which {length} are to be the response's")
+        raise InputError(f"{record.place}: `tokens` is {show(tokens)}, too short for a response of {length} tokens")
     start = len(tokens) - length
     row: dict[str, Any] = {"prompt_ids": tokens[:start], "response_ids": tokens[start:]} | pick(record, NAMES)
     labels = {"prompt_ids": "tokens", "response_ids": "tokens"} | NAMES
@@ -174,10 +174,10 @@ def _row(record: Record) -> Row:
 
 
 def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
-    """Scale the rewards as the trainer did where it did not group them by prompt.
+    """Scale rewards as the trainer did when it did not group them by prompt.
 
-    slime takes its groups by place, n after n, if there are as many samples as prompts × n, and else all of the step as
-    one. miles takes one reward of each rollout, however many samples it gave.
+    slime forms groups of n consecutive samples if there are prompts × n samples, otherwise a single group of the whole
+    step. miles counts one reward per rollout, however many samples it gave.
     """
     out = [*rows]
     by_step: dict[int | None, list[int]] = {}
@@ -203,7 +203,7 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
 
 
 def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
-    """Yield the rows, with a remark on those with tokens of weights older than their step's newest."""
+    """Yield the rows, with a remark on those with tokens sampled by weights older than the step's newest."""
     versions = [_versions(record) for record in records]
     newest: dict[int | None, int] = {}
     for row, own in zip(rows, versions, strict=True):
@@ -214,7 +214,7 @@ def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
 
 
 def _versions(record: Record) -> list[int]:
-    """Return the version numbers of the weights that sampled its parts."""
+    """Return the version numbers of the weights that sampled the parts of a response."""
     found = record.columns.get("weight_versions")
     found = found if isinstance(found, list) else []
     return [int(one) for one in found if isinstance(one, int | str) and str(one).isdecimal() and len(str(one)) < 20]
@@ -246,29 +246,29 @@ SLIME = Format(
     ),
     rows=_rows,
     notes=(
-        "ratios are to slime's log_probs (the trainer's own, before the step), where the log has them, else to its "
-        "rollout_log_probs; a run with --use-rollout-logprobs trained ratios to the latter: leave its train data out",
+        "ratios are relative to slime's log_probs (the trainer's own, before the step) if the log has them, otherwise "
+        "to its rollout_log_probs; a run with --use-rollout-logprobs trained with the latter: leave its train data out",
     ),
     answers=Answers(
         group=(
-            "`group_index` within a step, as both scale rewards; where prompts have unequal numbers of samples, "
-            "or one rollout gave several, slime scales by all samples of the step and miles by one reward of each "
-            "rollout, and so are they here"
+            "`group_index` within a step, as both scale rewards; if prompts have unequal numbers of samples, or one "
+            "rollout gave several, rewards are scaled as in the trainer: over all samples of the step in slime, with "
+            "one reward per rollout in miles"
         ),
         step=(
-            "the file's `rollout_id`, from 0; a checkpoint bears the id of the last one it was trained on, and "
-            "the next one is taken; asynchronous runs sample it before that step (`weight_versions`: a note "
-            "counts)"
+            "the file's `rollout_id`, from 0; a checkpoint has the id of the last one it was trained on, and the next "
+            "one is read; asynchronous runs sample before that step (a note counts these responses by "
+            "`weight_versions`)"
         ),
-        sampled="those that `loss_mask` keeps; all where there is none",
+        sampled="those that `loss_mask` keeps; all if there is none",
         logprobs=(
-            "`log_probs`: the trainer's, at the sampling temperature (renormalised over the tokens of top-p, if "
-            "that was on: a note counts), by which ratios are; `rollout_log_probs`: SGLang's"
+            "`log_probs`: the trainer's, at the sampling temperature (a note counts those renormalised over top-p "
+            "tokens), denominator of the ratios; `rollout_log_probs`: SGLang's"
         ),
         left_out=(
             "evaluations (`eval_…`); samples with images; removed samples (`remove_sample`); samples that were aborted "
-            "or failed before they had a reward; samples without train data, where others have some; another rank's "
-            "copies, and those of an earlier stage of the pipeline"
+            "or failed before they had a reward; samples without train data, if others have some; copies from other "
+            "ranks and earlier pipeline stages"
         ),
         checked=(
             "slime 624b824a (2026-08-21) and miles 31f1ca96 (2026-08-21): a writer after their source; 2026-11-27"

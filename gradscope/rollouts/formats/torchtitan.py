@@ -1,7 +1,7 @@
 """torchtitan's rollout recorder (experiments/rl): rollout_samples.jsonl, a line per rollout with its turns.
 
-A turn holds the whole prompt of its completion; where that continues the turn before, both are one sequence, as in
-torchtitan's training samples. Ids are there with the recorder's log_tensors, log-probabilities with its log_logprobs.
+A turn holds its completion and the whole prompt. If the prompt continues the previous turn, both form one sequence, as
+in torchtitan's training samples. The recorder's log_tensors adds ids, log_logprobs adds log-probabilities.
 """
 
 from __future__ import annotations
@@ -31,14 +31,12 @@ from gradscope.rollouts.formats.text import prompt_of, response_of
 
 UNSAMPLED = "a rollout of their group has no completion: torchtitan drops such groups before training"
 WITHOUT_IDS = (
-    "the log has no ids of them (give the recorder log_tensors), and what it has cannot be tokenized again: several "
+    "the log has no ids for them (set the recorder's log_tensors), and their text cannot be tokenized again: several "
     "turns, thoughts, tool calls, or an answer that was not parsed"
 )
-FLAT = (
-    "all advantages of their group are 0: torchtitan drops groups of equal rewards before training, unless told not to"
-)
+FLAT = "all advantages of their group are 0: by default, torchtitan drops groups of equal rewards before training"
 NEWER = "newer weights than those that began their group sampled some of their tokens"
-UNKNOWN_LOGPROB = "tokens without a finite log-probability by the sampler are dropped, as in torchtitan's loss"
+UNKNOWN_LOGPROB = "tokens whose log-probability by the sampler is not finite are dropped, as in torchtitan's loss"
 
 
 def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
@@ -48,7 +46,7 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
         if record.columns.get("is_validation") is True:
             yield Row(record.place, {}, left_out=EVALUATED)
         else:
-            # A run that resumed counts its groups, and begins its data, again, in the same file.
+            # A resumed run restarts its group numbers and its data, in the same file.
             prompt = str([turn.get("prompt_messages") for turn in _turns(record)[:1]])
             again = whole_number(record, "group_id"), prompt, whole_number(record, "rollout_id")
             groups.setdefault((*again[:2], seen[again]), []).append(record)
@@ -76,7 +74,7 @@ def _group_rows(number: int, group: list[Record]) -> Iterator[Row]:
 
 
 def _sequences(record: Record, columns: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Iterator[Row]:
-    """Yield a row per sequence of turns, each of whose prompts continues the turn before."""
+    """Yield a row per sequence of turns in which each prompt continues the previous turn."""
     sequences: list[dict[str, list]] = []
     before: list[int] = []
     for turn in _turns(record):
@@ -121,7 +119,7 @@ def _turns(record: Record) -> list[dict[str, Any]]:
 
 
 def _versions(record: Record, turn: dict[str, Any]) -> list[int]:
-    """Return the oldest and the newest weights that sampled a turn, by the optimizer steps that they had taken."""
+    """Return the oldest and newest weights that sampled a turn, as numbers of optimizer steps."""
     own = Record(record.path, record.place, turn)
     found = [whole_number(own, name) for name in ("min_policy_version", "max_policy_version")]
     return [version for version in found if version is not None]
@@ -130,7 +128,7 @@ def _versions(record: Record, turn: dict[str, Any]) -> list[int]:
 def _list(turn: Record, name: str) -> list[Any]:
     values = need(turn, name)
     if not isinstance(values, list):
-        raise InputError(f"{turn.place}: `{name}` is {show(values)}; wanted is a list, one entry per token")
+        raise InputError(f"{turn.place}: `{name}` is {show(values)}; give a list, one entry per token")
     return values
 
 
@@ -140,23 +138,23 @@ TORCHTITAN = Format(
     knows="status reward reward_breakdown advantage",
     rows=_rows,
     notes=(
-        "torchtitan's recorder keeps the lowest and the highest reward of each group alone, unless its filter says "
-        "otherwise: these are no sample of what was trained, though advantages are of whole groups",
-        "torchtitan's loss is at temperature 1 whatever the sampler's was (0.8 and top-p 0.95 unless set), and its "
-        "sampler's log-probabilities are too: π is that of the loss",
-        "ratios are to the sampler's completion_logprobs, as trained, where the log has them; at which later step "
-        "torchtitan trained on a response is not in the log",
+        "by default, torchtitan's recorder keeps only the rollouts with the lowest and highest reward of each group: "
+        "these are not a random sample of the training data, though advantages are those of whole groups",
+        "torchtitan's loss and its sampler's log-probabilities are at temperature 1, whatever the sampling temperature "
+        "(default 0.8, top-p 0.95): π is that of the loss",
+        "ratios are relative to the sampler's completion_logprobs, as in training, if the log has them; the later step "
+        "at which torchtitan trained on a response is not in the log",
     ),
     first_step=0,
     answers=Answers(
         group="`group_id` and the first prompt",
-        step="the oldest `min_policy_version` of the group: optimizer steps of the weights that sampled, from 0; "
-        "newer weights may have sampled later tokens (a note counts)",
-        sampled="all of the completions; not prompts and the environment's replies between; those without a finite "
+        step="the oldest `min_policy_version` of the group: optimizer steps of the sampling weights, from 0; newer "
+        "weights may have sampled later tokens (a note counts these responses)",
+        sampled="all completions, but not prompts or the environment's replies between them; tokens without a finite "
         "log π are dropped, as in the loss",
-        logprobs="`completion_logprobs`: vLLM's, at temperature 1, by which ratios are, as trained",
-        left_out="validations; groups with a rollout that has no completion; without ids, what cannot be tokenized "
-        "again",
+        logprobs="`completion_logprobs`: vLLM's, at temperature 1, denominator of the ratios, as in training",
+        left_out="validations; groups with a rollout that has no completion; without ids, text that cannot be "
+        "tokenized again",
         checked="0.3.0: its own code (that of b5bcd76c, 2026-08-21), 2026-11-27",
     ),
 )

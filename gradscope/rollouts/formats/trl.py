@@ -1,11 +1,11 @@
 """TRL's GRPOTrainer with log_completions: completions/completions_{step:05d}.parquet, a row per completion.
 
-Columns: step, prompt, completion, one per reward function and per extra that it logged, advantage. `step` is the
-trainer's global step when the file was written: the completions are those of the newest generation before it. An
-evaluation writes its own completions over those of its step; the trainer's state in a checkpoint beside tells where.
+Columns: step, prompt, completion, one per reward function and logged extra, advantage. `step` is the trainer's global
+step when the file was written; the completions are those of the newest generation before it. An evaluation overwrites
+the completions of its step with its own; the trainer state in a neighbouring checkpoint tells at which steps.
 
-A prompt is what the data set held, a string or messages, from TRL 1.15 on; before, it is the text of the prompt's ids
-without special tokens, of a chat too.
+From TRL 1.15 on, a prompt is the data set's string or messages; before, it is the prompt's ids decoded without special
+tokens, even for a chat.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from gradscope.rollouts.formats.base import (
 from gradscope.rollouts.formats.text import ends_with_opening, opening_of, prompt_of, response_of
 from gradscope.runs import parse_json_file
 
-REPEATED = "the file before holds the same generation (TRL writes the newest one at every logging step)"
-EVALUATION = "TRL evaluated at their step and wrote the evaluation's completions over those that it trained on"
+REPEATED = "the previous file holds the same generation (TRL writes the newest one at every logging step)"
+EVALUATION = "TRL evaluated at their step and overwrote the training completions with the evaluation's"
 MARKS_LOST = (
-    "the prompt is a chat without its special tokens (TRL to 1.14 wrote them so): the template's marks are lost, and "
-    "the ids are not those that were sampled"
+    "the prompt is a chat without its special tokens (as TRL up to 1.14 wrote it): the template's marks are lost, so "
+    "the ids differ from those in training"
 )
 MAYBE_LOST = (
-    "the prompt is a string without special tokens: if it was a chat (TRL to 1.14 wrote them so), the template's marks "
-    "are lost, and the ids are not those that were sampled"
+    "the prompt is a string without special tokens: if it was a chat (as TRL up to 1.14 wrote it), the template's "
+    "marks are lost, and the ids differ from those in training"
 )
 TWICE_BEGUN = (
-    "the prompt begins with what the tokenizer puts before it: TRL samples such a prompt with that token twice, here "
-    "it is there once"
+    "the prompt begins with the BOS token that the tokenizer adds: TRL samples such a prompt with that token twice, "
+    "here it occurs once"
 )
 
 
@@ -53,14 +53,14 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         for record in file:
             left_out = REPEATED if content == earlier else None
             step = whole_number(record, "step")
-            if step == 0 or step in evaluated:  # before the first step nothing is trained on
+            if step == 0 or step in evaluated:  # nothing is trained before the first step
                 left_out = EVALUATION
             yield _row(record, step, left_out, policy, opening)
         earlier = content
 
 
 def _row(record: Record, step: int | None, left_out: str | None, policy: Policy | None, opening: str | None) -> Row:
-    # TRL's reward columns bear any name and their weights are not in the file: the advantage is all that counts.
+    # Reward columns can have any name, and their weights are not in the file: only the advantage is usable.
     columns = {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
     columns |= numbers_beside(record, ("step", "advantage"))
     columns |= pick(record, {"advantage": "advantage", "chat_template_kwargs": "chat_template_kwargs"})
@@ -69,7 +69,7 @@ def _row(record: Record, step: int | None, left_out: str | None, policy: Policy 
 
 
 def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[str, ...]:
-    """Return remarks on a prompt that is a string."""
+    """Return remarks on a string prompt."""
     tokenizer = policy.tokenizer if policy else None
     if tokenizer is None:
         return ()
@@ -85,7 +85,7 @@ def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[st
 
 
 def _evaluated(folder: Path) -> frozenset[int]:
-    """Return the steps at which the trainer evaluated, by the newest checkpoint beside its folder `completions`."""
+    """Return the steps at which the trainer evaluated, from the newest checkpoint next to the folder `completions`."""
     states = folder.parent.glob("checkpoint-*/trainer_state.json") if folder.name == "completions" else ()
     states = sorted(states, key=lambda path: (len(path.parent.name), path))
     if not states:
@@ -93,7 +93,7 @@ def _evaluated(folder: Path) -> frozenset[int]:
     try:
         history = parse_json_file(states[-1]).get("log_history", [])
         return frozenset(e["step"] for e in history if "step" in e and any(n.startswith("eval_") for n in e))
-    except (OSError, ValueError, AttributeError, TypeError):  # not the trainer's: nothing is known
+    except (OSError, ValueError, AttributeError, TypeError):  # not a trainer state
         return frozenset()
 
 
@@ -105,21 +105,21 @@ TRL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
-        "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless flags say otherwise, and "
-        "truncated completions count, which mask_truncated_completions leaves out of TRL's loss",
-        "where TRL samples with vLLM, it weighs a response by the ratio of its own probability to vLLM's, and by 0 "
-        "where that is above 3 (vllm_importance_sampling_mode, sequence_mask unless set): neither is in the log, and "
-        "weights are without that correction",
-        "TRL's tools and chat template are not in the log: a chat goes through the policy's own template",
+        "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless set by flags, and truncated "
+        "completions count, even if mask_truncated_completions excluded them from TRL's loss",
+        "when TRL samples with vLLM, it weights a response by the ratio of its own probability to vLLM's, and by 0 if "
+        "the ratio exceeds 3 (default vllm_importance_sampling_mode, sequence_mask): neither is in the log, and "
+        "weights lack this correction",
+        "TRL's tools and chat template are not in the log: chats are rendered with the policy's own template",
     ),
     answers=Answers(
         group="identical prompts of a step",
         step="`step`: the optimizer steps taken when the file was written, from 1; an earlier checkpoint sampled it "
-        "where TRL steps several times on a generation (num_iterations, steps_per_generation)",
-        sampled="all of the text, in logs of TRL to 1.14 a tool's output too (said where its marks are seen); no "
-        "end-of-sequence token",
+        "if TRL takes several steps per generation (num_iterations, steps_per_generation)",
+        sampled="the whole text, in logs of TRL up to 1.14 including tool output (a note counts it if its marks show); "
+        "no end-of-sequence token",
         logprobs="none",
-        left_out="a file that repeats the generation of the one before; a step at which TRL evaluated",
+        left_out="a file that repeats the previous one's generation; a step at which TRL evaluated",
         checked="0.28.0, 1.9.2 and 1.16.0: their own code, trained for two steps, 2026-11-27",
     ),
 )

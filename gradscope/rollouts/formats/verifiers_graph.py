@@ -98,9 +98,7 @@ def node_paths(nodes: list[dict[str, Any]]) -> list[list[int]]:
 def read_nodes(record: Record) -> list[dict[str, Any]]:
     nodes = need(record, "nodes")
     if not isinstance(nodes, list) or not nodes or not all(isinstance(node, dict) for node in nodes):
-        raise InputError(
-            f"{record.place}: `nodes` is {show(nodes)}; give a list of messages, or leave the record out"
-        )
+        raise InputError(f"{record.place}: `nodes` is {show(nodes)}; give a list of messages, or leave the record out")
     for place, node in enumerate(nodes):
         parent = node.get("parent")
         if not (parent is None or (isinstance(parent, int) and 0 <= parent < place)):
