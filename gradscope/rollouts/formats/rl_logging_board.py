@@ -1,8 +1,8 @@
-"""RLLoggingBoard's JSONL, a line per response: text, each token's own text, and log-probabilities, without ids.
+"""RLLoggingBoard's JSONL: a line per response with its text, each token's text and log-probabilities, but no ids.
 
-{step, prompt, response, response_tokens, logprobs, ref_logprobs, values, token_rewards, reward}, as OpenRLHF writes it
-for the board (padded: prompts on the left, responses behind their end) and verl's forks do (cut to what is real).
-Tokens are decoded one by one, so that ids are found again by the text of all of them.
+{step, prompt, response, response_tokens, logprobs, ref_logprobs, values, token_rewards, reward}, as written for the
+board by OpenRLHF (prompts padded on the left, responses on the right) and by verl's forks (without padding). Tokens
+were decoded one by one, so their texts identify the ids.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ NAMES = {
     "ref_logprobs": "ref_logprobs",
     "response_ids": "response_tokens",
 }
-UNFOUND = "the text of some of their tokens is that of several ids, and the whole text is tokenized into others"
+UNFOUND = "the text of some of their tokens fits several ids, and tokenizing the whole text gives other tokens"
 INFERRED = (
-    "the text of some of their tokens is that of several ids (a part of a character, a word with or without the space "
-    "before it): they are taken as the whole text is tokenized"
+    "the text of some of their tokens fits several ids (part of a character, a word with or without its leading "
+    "space): the ids are those of the whole text, tokenized"
 )
 
 
 class _Tokens:
-    """Finds ids by the text of each token."""
+    """Finds token ids from the text of each token."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy, self._tokenizer = policy, policy.tokenizer
@@ -44,7 +44,7 @@ class _Tokens:
 
     @cached_property
     def _ids(self) -> dict[str, int | None]:
-        """Each text's id; None where several ids have it."""
+        """Each text's id, None if several ids have it."""
         found: dict[str, int | None] = {}
         for token in range(len(self._tokenizer)):
             text = self._text(token)
@@ -52,8 +52,8 @@ class _Tokens:
         return found
 
     def find(self, text: str, tokens: list[str]) -> tuple[list[int] | None, tuple[str, ...]]:
-        """Return the ids of tokens, with remarks: those that alone have each text, else those that the whole text
-        gives, if each has its token's text; None if neither does.
+        """Return the ids of tokens, and remarks. If several ids have a token's text, use those of the whole text,
+        tokenized, provided that each has its token's text; otherwise return None.
         """
         ids = [self._ids.get(token) for token in tokens]
         if None not in ids:
@@ -62,12 +62,12 @@ class _Tokens:
         return (ids, (INFERRED,)) if [*map(self._text, ids)] == tokens else (None, ())
 
     def unpadded(self, prompt: str) -> str:
-        """Return the prompt without what pads it on the left; a token that begins texts, too, may be no padding."""
+        """Return the prompt without left padding. A padding token that is also BOS may be genuine and is kept."""
         pads = "|".join(map(re.escape, self._padding - {self._tokenizer.bos_token, ""}))
         return re.sub(rf"\A(?:\s?(?:{pads}))+", "", prompt) if pads else prompt
 
     def length(self, tokens: list[str]) -> int:
-        """Return how many tokens there are up to the one that ends the response, before padding."""
+        """Return the response's length without padding, including the token that ends it."""
         end = len(tokens)
         while end and tokens[end - 1] in self._padding:
             end -= 1
@@ -110,16 +110,17 @@ RL_LOGGING_BOARD = Format(
     rows=_rows,
     notes=(
         FOUND_BY_TEXT,
-        "neither values nor token_rewards are read, of which PPO makes its advantages: γ, λ and what scales them are "
-        "not in the log",
+        "values and token_rewards, from which PPO computes advantages, are not read: γ, λ and the scaling are not in "
+        "the log",
     ),
     answers=Answers(
         group="identical prompts of a step",
-        step="`step`: the training step that the responses were for, from 1",
-        sampled="all to the token that ends a response, a tool's output and other turns too (said where their marks "
-        "are seen); padding is cut off",
-        logprobs="`logprobs`: the trainer's before the step, by which ratios are; `ref_logprobs`: the reference's",
-        left_out="responses whose tokens' text does not tell their ids",
+        step="`step`: the training step that used the responses, from 1",
+        sampled="all tokens through the one that ends the response, including tool output and other turns (a note "
+        "counts them if their marks show); padding is removed",
+        logprobs="`logprobs`: the trainer's before the step, denominator of the ratios; `ref_logprobs`: the "
+        "reference's",
+        left_out="responses whose ids cannot be found from their tokens' text",
         checked="the board cf56d5d9 (2025-02-20), the writer of OpenRLHF's pull request 658 and those of verl's forks: "
         "a writer after their source; 2026-11-27",
     ),

@@ -1,7 +1,7 @@
-"""rLLM's episodes, a JSON file each: {log}/episodes/train_step_{n}_epoch_{e}/episode_….json, of trajectories of steps.
+"""rLLM's episodes, one JSON file each: {log}/episodes/train_step_{n}_epoch_{e}/episode_….json.
 
-A step is one answer in its chat. The trainer's logger keeps text alone; where `Episode.to_dict` or `rllm eval` wrote,
-a step has the ids and the sampler's log-probabilities, too.
+An episode has trajectories, which have steps; a step is one answer in its chat. The trainer's logger keeps only text;
+`Episode.to_dict` and `rllm eval` also write ids and the sampler's log-probabilities.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradscope.rollouts.formats.text import prompt_of
 from gradscope.rollouts.formats.verifiers import FAILED
 
 UNTOLD = (
-    "the log has no ids of them, and what it has cannot be tokenized again: thoughts, tool calls, or a chat that does "
+    "the log has no ids for them, and their text cannot be tokenized again: thoughts, tool calls, or a chat that does "
     "not end in the answer"
 )
 UNNAMED = "default_traj_name"
@@ -40,12 +40,12 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
 
 
 def _task(record: Record) -> str:
-    """Return the task of an episode, whose id is {task}:{number of the rollout}."""
+    """Return the task of an episode, from its id {task}:{number of the rollout}."""
     return str(need(record, "episode_id" if "episode_id" in record.columns else "id")).split(":")[0]
 
 
 def _trajectory_rows(trajectory: Record, columns: dict[str, Any], number: int | None) -> Iterator[Row]:
-    """Yield a row per step; the trajectory's reward, without one its last step's, is that of each and counts once."""
+    """Yield a row per step. All have the trajectory's reward, or else its last step's, which counts once."""
     steps = need_objects(trajectory, "steps")
     rewards = [trajectory.columns.get("reward"), *(step.get("reward") for step in steps[-1:])]
     columns = columns | {"reward": next((reward for reward in rewards if reward is not None), None)}
@@ -62,7 +62,7 @@ def _trajectory_rows(trajectory: Record, columns: dict[str, Any], number: int | 
 
 
 def _text(step: Record) -> dict[str, Any] | None:
-    """Return prompt and response of a step; None where its chat does not tell what was sampled."""
+    """Return a step's prompt and response, or None if its chat does not tell what was sampled."""
     chat = need_objects(step, "chat_completions")
     answer = chat[-1] if chat else {}
     content, said = answer.get("content"), step.columns.get("model_response") or answer.get("content")
@@ -80,15 +80,15 @@ RLLM = Format(
     knows="training_step epoch episode_id id session_id task task_hash termination_reason metrics metadata info timing",
     rows=_rows,
     notes=(
-        "episodes that rLLM filtered or rejected after they were logged are here too: neither is in the log",
-        "tools and arguments of the chat template are not in the log: a chat goes through the policy's own template",
+        "episodes that rLLM filtered or rejected after logging are included: the log does not mark them",
+        "tools and chat-template arguments are not in the log: chats are rendered with the policy's own template",
     ),
     answers=Answers(
         group="the episode's task and the trajectory's name, within a step",
-        step="`training_step`, from 1; asynchronous trainers' responses may be of earlier checkpoints",
-        sampled="the answer of each step; as text without an end-of-sequence token",
-        logprobs="none; `logprobs` where ids are there: the sampler's",
-        left_out="validations (`val_step_…`); episodes without a step; without ids, thoughts and tool calls",
+        step="`training_step`, from 1; asynchronous trainers may have sampled with earlier checkpoints",
+        sampled="each step's answer; as text, without an end-of-sequence token",
+        logprobs="none; with ids, `logprobs`: the sampler's",
+        left_out="validations (`val_step_…`); episodes without a step; without ids, steps with thoughts or tool calls",
         checked="rLLM 9beb6e0f (2026-08-15): a writer after its source; 2026-11-27",
     ),
 )

@@ -1,7 +1,7 @@
 """ROLL's rollout_dump_data.step_{n}.jsonl: one line, a dictionary of lists with an entry per response.
 
-Responses were sampled from `messages`, through the chat template, wherever the data set has such a column; `prompt` is
-then another column of the data set, and without messages the text that was tokenized as it stands.
+If the data set has a column `messages`, responses were sampled from it through the chat template, and `prompt` is
+unrelated. Otherwise `prompt` is the text that was tokenized, without a template.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ def _row(record: Record, _policy: Policy | None) -> Row:
 
 
 def _prompt(record: Record) -> Any:
-    """Return the chat in `messages`, a JSON text or a list."""
+    """Return the chat in `messages`, a JSON string or a list."""
     given = record.columns["messages"]
     try:
         found = parse_json(given) if isinstance(given, str) else given
     except ValueError as error:
-        raise InputError(f"{record.place}: `messages` is {show(given)}; wanted is a chat, as JSON") from error
+        raise InputError(f"{record.place}: `messages` is {show(given)}; give a chat, as JSON") from error
     return prompt_of(Record(record.path, record.place, {"messages": found}), "messages")
 
 
 def _temperature(settings: Any) -> int | float | None:
-    """Return the temperature in the JSON text sampling_params; None if it has none."""
+    """Return the temperature in sampling_params, a JSON string or object; None if it has none."""
     try:
         found = parse_json(settings) if isinstance(settings, str) else settings
     except ValueError:
@@ -72,15 +72,15 @@ ROLL = Format(
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
-        "the log has scores before the trainer masked responses by length or difficulty: all of them count here",
+        "the log's scores precede the trainer's masking of responses by length or difficulty: all of them count here",
     ),
     answers=Answers(
-        group="identical prompts of a step, where ROLL takes them by place, `num_return_sequences` at a time",
+        group="identical prompts of a step; ROLL groups by position, `num_return_sequences` at a time",
         step=(
-            "`global_step`, from 0; `checkpoint-N` is the one after it, and the next one is taken; asynchronous "
-            "runs sample before (not in the log)"
+            "`global_step`, from 0; `checkpoint-N` is the checkpoint after step N, so step N + 1 is read; asynchronous "
+            "runs sample earlier (not in the log)"
         ),
-        sampled="all of the text; no end-of-sequence token",
+        sampled="the whole text; no end-of-sequence token",
         logprobs="none; the temperature is in `sampling_params`",
         left_out="none",
         checked="ROLL 8eb27cc2 (2026-08-19): a writer after its source; 2026-11-27",

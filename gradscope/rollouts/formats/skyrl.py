@@ -1,8 +1,8 @@
 """SkyRL's trainer.dump_data_batch: {export_path}/dumped_data/global_step_{N}_training_input.pkl, a padded batch.
 
-The trainer's own log-probabilities are `action_log_probs`, the sampler's `rollout_logprobs`; losses that optimize
-against the sampler's have no forward pass, and no `action_log_probs`. `loss_mask` keeps what is trained, an
-end-of-sequence token too that SkyRL itself puts behind a response that stopped without one.
+`action_log_probs` are the trainer's own log-probabilities, `rollout_logprobs` the sampler's; losses with ratios to the
+sampler's skip the trainer's forward pass, so `action_log_probs` are missing. `loss_mask` keeps the trained tokens,
+including an end-of-sequence token that SkyRL appends to responses that stopped without one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NAMES = {
     "ref_logprobs": "base_action_log_probs",
     "group": "policy_prompt_boundaries",
 }
-FILLED_UP = "SkyRL filled up its batch with them: they are no samples"
+FILLED_UP = "they are padding of SkyRL's batch, not samples"
 
 
 def _row(record: Record, policy: Policy | None) -> Row:
@@ -45,18 +45,18 @@ SKYRL = Format(
     knows="advantages returns values action_log_probs base_action_log_probs rollout_logprobs",
     rows=row_by_row(_row),
     notes=(
-        "ratios are to SkyRL's action_log_probs (the trainer's own, before the step), where it made them, else to its "
-        "rollout_logprobs; its corrections for the sampler's are not applied",
+        "ratios are relative to SkyRL's action_log_probs (the trainer's own, before the step) if the log has them, "
+        "otherwise to its rollout_logprobs; its corrections for the sampler's are not applied",
     ),
     answers=Answers(
-        group="the batch's `policy_prompt_boundaries`; without, identical prompts of a step",
-        step="the number in the file's name: training steps from 1; asynchronous trainers' responses may be of earlier "
+        group="the batch's `policy_prompt_boundaries`; otherwise identical prompts of a step",
+        step="the number in the file name: training steps from 1; asynchronous trainers may have sampled with earlier "
         "checkpoints",
-        sampled="those that `loss_mask` keeps, with an end-of-sequence token that SkyRL put there and trains on "
+        sampled="those that `loss_mask` keeps, including an end-of-sequence token that SkyRL appends and trains on "
         "(its sampler's log π is 0, which a note counts)",
-        logprobs="`action_log_probs`: the trainer's at its temperature, by which ratios are; `rollout_logprobs`: the "
-        "sampler's",
-        left_out="what SkyRL fills up its batch with; batches with images",
+        logprobs="`action_log_probs`: the trainer's, at its temperature, denominator of the ratios; "
+        "`rollout_logprobs`: the sampler's",
+        left_out="padding of SkyRL's batch; batches with images",
         checked="0.3.0: its own code (0.2.0 writes the same, 0.1.0's own code too), 2026-11-27",
     ),
 )

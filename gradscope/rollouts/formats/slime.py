@@ -153,7 +153,7 @@ def _place_rewards(trained: list[Record]) -> None:
 def _row(record: Record) -> Row:
     tokens, length, step = _tokens(record), _response_length(record), whole_number(record, "rollout_id")
     if not 0 <= length <= len(tokens):
-        raise InputError(f"{record.place}: `tokens` is {show(tokens)}, too short for a response of {length} tokens")
+        raise InputError(f"{record.place}: `tokens` is {show(tokens)}, but the response's length is {length}")
     start = len(tokens) - length
     row: dict[str, Any] = {"prompt_ids": tokens[:start], "response_ids": tokens[start:]} | pick(record, NAMES)
     labels = {"prompt_ids": "tokens", "response_ids": "tokens"} | NAMES
