@@ -1,19 +1,19 @@
-"""The summed gradients of intervals, prompt by prompt: shares with intervals, signal against noise, AdamW's metric.
+"""Summed gradients by interval and prompt: shares with confidence intervals, signal, noise; plain or in AdamW's metric.
 
-g_{p,a} is prompt p's part of G_a, the gradient of the loss over the tokens of interval a; G = Σ_a G_a. All numbers are
-inner products ⟨g_{p,a}, g_{q,b}⟩, one matrix [n·A, n·A] (`TokenJacobian.gram`), so that prompts can be redrawn without
-another backward pass. What sketches add to the error of shares, ratios, cosines with G, indices and signals is in their
-bounds; norms, noise and the cosines between intervals have none.
+g_{p,a} is prompt p's part of G_a, the gradient of the loss over the tokens of interval a; G = Σ_a G_a. All numbers
+derive from the inner products ⟨g_{p,a}, g_{q,b}⟩, one matrix [n·A, n·A] (`TokenJacobian.gram`), so prompts can be
+redrawn without another backward pass. Bounds on shares, ratios, cosines with G, indices and signals include the error
+of sketches; norms, noise and cosines between intervals have no bounds.
 
-**Shares, cosines and indices** have bounds from redrawn prompts. A redrawn batch has about twice the noise, which lifts
-squared norms and pulls shares towards those of the noise: so the percentiles are moved by the bootstrap's own bias, and
-widened as Student's t and the n/(n−1) of a variance ask at few prompts, and as a jackknife does (see
+**Shares, cosines and indices** have bounds from redrawn prompts. A redrawn batch has about twice the noise, which
+increases squared norms and pulls shares towards those of the noise. The percentiles are therefore shifted by the
+bootstrap's own bias and widened by Student's t, by the n/(n−1) of a variance, and to a jackknife's width (see
 `centred_bootstrap`).
-**Signal** is the unbiased estimate of ‖E G_a‖², n/(n−1)·(‖G_a‖² − Σ_p ‖g_{p,a}‖²), where prompts are draws of one
-distribution; it may be negative. **Noise** is that of E‖G_a − E G_a‖², so that signal + noise = ‖G_a‖² exactly; and the
-**signal fraction**, signal/‖G_a‖², is what the cosine with the G_a of another such batch is to be expected near. The
-bounds of these two are a jackknife over prompts with Student's t (a redrawn batch counts a prompt with itself, which
-biases a squared norm); the fraction's are signal's over this batch's ‖G_a‖².
+**Signal** is the unbiased estimate of ‖E G_a‖², n/(n−1)·(‖G_a‖² − Σ_p ‖g_{p,a}‖²), for prompts drawn from one
+distribution; it may be negative. **Noise** is the estimate of E‖G_a − E G_a‖², so that signal + noise = ‖G_a‖² exactly.
+The **signal fraction**, signal/‖G_a‖², is about the expected cosine with the G_a of another such batch. Bounds on
+signal are a jackknife over prompts with Student's t (a redrawn batch pairs a prompt with itself, which biases a squared
+norm); those on the fraction are signal's over this batch's ‖G_a‖².
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def gradient_rows(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Return rows per interval and for "all": see the module for what they are and what their bounds mean.
+    """Return rows per interval and for "all"; see the module for definitions and bounds.
 
     gradient_norm, ‖G_a‖ (no bounds); gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio, ‖G_a‖/‖G‖; cosine_with_all, of G_a and
     G; gradient_index, log₂ of its share of Σ_b ‖G_b‖² over its share of the tokens; signal, noise, signal_fraction.
-    gram: of all pairs of prompts, a row of weights per interval. tokens: counts by prompt and interval. NaN where an
-    interval has no token or no gradient, bounds with one prompt.
+    gram: of all pairs of prompts, with a row of weights per interval. tokens: counts by prompt and interval. Values are
+    NaN for intervals without tokens or gradient, bounds with a single prompt.
     """
     size, pairs, everyone = len(labels), gram.products, np.ones((1, len(tokens)))
     settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
@@ -80,17 +80,17 @@ def gradient_rows(
         )
     with np.errstate(invalid="ignore", divide="ignore"):
         fraction = numbers["signal"] / numbers["gradient_norm"][0] ** 2
-    # Noise is a variance, so that no signal exceeds the whole.
+    # Noise is a variance, so signal cannot exceed the whole.
     fraction = np.where(counts > 0, np.minimum(fraction, 1.0), np.nan)
     return join_rows([*parts, make_rows("signal_fraction", fraction, counts, unit="share", **everything, short=short)])
 
 
 def prompt_table(gram: Gram) -> pd.DataFrame:
-    """Return a row per prompt p, the one that drives the update most first: its part G_p of the summed gradient G.
+    """Return a row per prompt p on its part G_p of the summed gradient G, by descending share.
 
-    Columns: group; gradient_norm, ‖G_p‖; gradient_share, ⟨G_p, G⟩/‖G‖², which add up to 1 and may be negative;
-    share_error, the standard error that sketches give it, 0 of whole vectors; cosine_with_rest, of G_p and G − G_p.
-    NaN where there is no gradient.
+    Columns: group; gradient_norm, ‖G_p‖; gradient_share, ⟨G_p, G⟩/‖G‖², which sums to 1 and may be negative;
+    share_error, its standard error from sketches (0 for whole vectors); cosine_with_rest, of G_p and G − G_p. NaN
+    without a gradient.
     """
 
     def shares(pairs: Pairs, _: object) -> np.ndarray:
@@ -113,10 +113,10 @@ def prompt_table(gram: Gram) -> pd.DataFrame:
 
 
 def add_rollouts(prompts: pd.DataFrame, table: pd.DataFrame, batch: TokenBatch) -> pd.DataFrame:
-    """Add what the rollouts tell of each prompt of a `prompt_table`.
+    """Add columns on the rollouts of each prompt to a `prompt_table`.
 
-    Columns: responses, those with tokens; tokens; reward, the mean of its responses', where rewards are known; and
-    response and position of the token with the largest |w|·(1 − π), which a page links to.
+    Columns: responses, the number with tokens; tokens; reward, the mean over its responses, if known; and response and
+    position of the token with the largest |w|·(1 − π), which a page links to.
     """
     amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).abs()
     first = table.loc[amounts.groupby(table["group"]).idxmax(), ["group", "response", "position"]]
@@ -129,7 +129,7 @@ def add_rollouts(prompts: pd.DataFrame, table: pd.DataFrame, batch: TokenBatch) 
 
 
 def carriers(shares: pd.Series, part: float = 0.5) -> int:
-    """Return the least number of prompts whose shares add up to this part of the whole, which is 1.
+    """Return the least number of prompts whose shares sum to at least `part`; all shares sum to 1.
 
     >>> carriers(pd.Series([0.4, 0.3, 0.3, 0.2, -0.2]))
     2
@@ -140,10 +140,10 @@ def carriers(shares: pd.Series, part: float = 0.5) -> int:
 def signal_and_noise(
     grams: Float[np.ndarray, "k n n"], *, confidence: float = 0.95
 ) -> dict[str, Float[np.ndarray, "3 k"]]:
-    """gradient_norm, signal and noise of k groups of tokens, from the inner products of n prompts' gradients each.
+    """Compute gradient_norm, signal and noise of k groups of tokens, from inner products of n prompts' gradients.
 
-    Values, then bounds, which only signal has: leave-one-out jackknife, Student's t with n − 1 degrees of freedom, NaN
-    for too few prompts. Signal and noise are NaN for one.
+    Each is value, lower and upper bound. Only signal has bounds: leave-one-out jackknife, Student's t with n − 1
+    degrees of freedom; NaN for too few prompts. Signal and noise are NaN for a single prompt.
     """
     from scipy.stats import t
 
@@ -158,7 +158,7 @@ def signal_and_noise(
     out["noise"][0] = square - out["signal"][0]
     if short_of(n):
         return out
-    # Without prompt p: the sum over pairs of different prompts loses its row and its column.
+    # Without prompt p, the sum over pairs of different prompts loses a row and a column.
     diagonal = np.einsum("kpp->kp", grams)
     left = apart[:, None] - 2 * (grams.sum(2) - diagonal)
     signals = n**2 / ((n - 1) * (n - 2)) * left
@@ -169,7 +169,7 @@ def signal_and_noise(
 
 
 def cosine_matrix(pairs: Pairs) -> pd.DataFrame:
-    """Cosines between the G_a, a row and a column per interval, NaN where there is no gradient."""
+    """Return cosines between the G_a, a row and a column per interval; NaN without a gradient."""
     products = pairs.sum((0, 2))
     norms = np.sqrt(np.diag(products))
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -194,7 +194,7 @@ def _ratios(
 
 
 def _products(pairs: Pairs, weights: Float[np.ndarray, "r n"]) -> Float[np.ndarray, "r A A"]:
-    """⟨G_a, G_b⟩ of each draw of prompts."""
+    """Return ⟨G_a, G_b⟩ for each draw of prompts."""
     size = pairs.shape[1]
     out = np.empty((len(weights), size, size))
     for a in range(size):
@@ -204,14 +204,14 @@ def _products(pairs: Pairs, weights: Float[np.ndarray, "r n"]) -> Float[np.ndarr
 
 
 def _own_blocks(pairs: Pairs) -> Float[np.ndarray, "A1 n n"]:
-    """⟨g_{p,a}, g_{q,a}⟩ of each interval and, last, of all together."""
+    """Return ⟨g_{p,a}, g_{q,a}⟩ of each interval and, last, of all together."""
     return np.concatenate([np.einsum("paqa->apq", pairs), pairs.sum((1, 3))[None]])
 
 
 def _widen(
     found: Float[np.ndarray, "3 k"], error: Float[np.ndarray, " k"], confidence: float
 ) -> Float[np.ndarray, "3 k"]:
-    """Return value and bounds, those farther out by an error that is independent of what they are for."""
+    """Return value and bounds, widened by an independent error."""
     from scipy.stats import norm
 
     value, reach = found[0], norm.ppf((1 + confidence) / 2) * error

@@ -1,4 +1,4 @@
-"""What the parts of a diagnosis take, in forward passes over the batch, and which of them fit into some minutes."""
+"""Estimate the cost of a diagnosis's parts in forward passes over the batch, and fit them into a time limit."""
 
 from __future__ import annotations
 
@@ -14,45 +14,43 @@ from gradscope.updates import StepSettings
 
 TOKENS, SUMS, STEPS, COMPARISON = "tokens", "summed gradients", "one optimizer step", "comparing token weightings"
 STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
-"""Part → stage of a run; the others are of the summed gradients."""
+"""Part → stage of a run; all other parts belong to the summed gradients."""
 
 
 @dataclass(frozen=True)
 class Minutes:
-    """A budget for gradients and steps, by the wall clock; costs are in forward passes over the batch."""
+    """Wall-clock budget for gradients and steps; costs are in forward passes over the batch."""
 
     limit: int | float | None
     """None: no limit."""
     pass_seconds: float = 0.0
-    """Seconds of a forward pass, where there is a limit to keep to."""
+    """Seconds per forward pass; needed only with a limit."""
     watch: Stopwatch = field(default_factory=Stopwatch)
-    """Counts since the diagnosis began."""
+    """Started when the diagnosis began."""
 
     @property
     def left(self) -> float:
-        """Forward passes that still fit."""
+        """Number of forward passes that still fit."""
         if self.limit is None:
             return inf
         return max(0.0, 60 * self.limit - self.watch.seconds()) / max(self.pass_seconds, 1e-9)
 
     @property
     def deadline(self) -> float | None:
-        """The minutes' end on the clock of `time.monotonic`; None: there is none."""
+        """End of the budget on the clock of `time.monotonic`; None without a limit."""
         return None if self.limit is None else monotonic() + 60 * self.limit - self.watch.seconds()
 
     def fit_influence(self, cost: float, wanted: int, *, tokens: int, least: float) -> int | None:
-        """Return tokens of the step whose movement is split by source, fewer than wanted where that on all takes too
-        long.
+        """Return for how many tokens the step's movement can be split by source, at most `wanted`; None if for none.
 
-        cost: forward passes for all tokens. least: tokens of a prompt, for whole ones are taken; None: not even one
-        fits.
+        cost: forward passes for all tokens. least: tokens of a prompt, since whole prompts are taken.
         """
         budget = wanted if self.left == inf else min(wanted, int(tokens * self.left / cost))
         return None if budget < min(wanted, least) else budget
 
 
 def update_cost(num_passes: int = 1) -> float:
-    """Return the forward passes that `apply_update` with so many optimizer steps takes."""
+    """Return the forward passes that `apply_update` takes with this many optimizer steps."""
     return 2 + (1 + BACKWARD) * num_passes
 
 
@@ -64,8 +62,10 @@ def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_interv
 
 
 def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: bool = False) -> float:
-    """Return the most forward passes that `compare` takes for this many rows of weights, two for a weighting of two
-    steps; by default for the weightings that it compares where none are named. metric: whether AdamW's is known.
+    """Return an upper bound on the forward passes of `compare`.
+
+    rows: of weights, two for a weighting of two steps; by default those of the weightings compared by default. metric:
+    whether AdamW's is known.
     """
     gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     real = (rows + 1) * update_cost() * take_steps
@@ -76,11 +76,10 @@ def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: boo
 def part_costs(
     policy: Policy, settings: DiagnosisSettings, step: StepSettings, *, sums: float, metric: bool
 ) -> dict[str, float]:
-    """Return what is made of rollouts with weights → forward passes over the batch that take as long, in the order of a
-    run.
+    """Return the cost of each part of a diagnosis with weights, in forward passes over the batch, in order of a run.
 
-    Keys are `SUMS`, of the plain ones, and those of `PARTS`. policy: it may be without weights. sums: of the summed
-    gradients once, as planned. metric: AdamW's is known, and the table's norms are in it.
+    Keys are `SUMS`, for the plain sums, and those of `PARTS`. policy: may be without weights. sums: planned cost of the
+    summed gradients, once. metric: whether AdamW's is known, and the table's norms are in it.
     """
     s, intervals = settings, len(settings.edges) - 1
     size = sum(parameter.numel() for parameter in policy.model.parameters())

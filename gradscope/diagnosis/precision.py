@@ -1,4 +1,4 @@
-"""How much of an interval of confidence is due to the sample of tokens, and what a larger one would buy."""
+"""Estimate how much of a confidence interval is due to the sample of tokens, and how a larger one would narrow it."""
 
 from __future__ import annotations
 
@@ -18,41 +18,39 @@ from gradscope.resampling import Resampling, Seed
 NORMAL = 1.959964
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
 FEWEST = 8
-"""Measured tokens of an interval that was sampled, below which their spread says nothing."""
+"""Fewest measured tokens of a sampled interval for an estimate of their spread."""
 NEARLY_ALL = 0.9
-"""Part of the variance above which what the prompts leave cannot be told from nothing."""
+"""Fraction of the variance above which the prompts' own part cannot be distinguished from 0."""
 LITTLE = 0.1
-"""Part of the variance below which a larger sample is not worth its time."""
+"""Fraction of the variance below which a larger sample is not worthwhile."""
 
 
 @dataclass(frozen=True)
 class SamplingError:
-    """How sampling affects one headline number of a sampled table: the lowest interval's share of Σ‖w·g‖² or,
-    unweighted, mean ‖g‖."""
+    """Effect of sampling on the headline number of a sampled table: the lowest interval's share of Σ‖w·g‖² or, without
+    weights, its mean ‖g‖."""
 
     quantity: str
-    """In words, with the interval."""
+    """Description, including the interval."""
     value: float
     lower: float
     upper: float
     """95 %, over prompts and tokens; NaN with one prompt."""
     standard_error: float
-    """That of the sample alone: of other tokens of the same responses."""
+    """Standard error due to the sample alone: over other tokens of the same responses."""
     part: float
-    """Share of the variance behind lower and upper that is due to the sample; the rest is the prompts'. NaN with
-    one."""
+    """Share of the variance behind lower and upper that is due to the sample; the rest is the prompts'. NaN with one
+    prompt."""
     measured: int
-    """Tokens."""
+    """Number of measured tokens."""
     tokens: int
 
     def width(self, times: float) -> float:
-        """Return the factor on the interval's width from so many times the measured tokens; infinity: with all
-        measured.
-        """
+        """Return the factor on the interval's width with `times` as many measured tokens; infinity: all of them."""
         return float(np.sqrt(1 - self.part + self.part * self._shrink(times)))
 
     def _shrink(self, times: float) -> float:
-        """Variance of the sample with so many times the tokens, over that of this one; 0 with all."""
+        """Return the variance of a sample `times` as large, relative to this one's; 0 with all tokens."""
         fraction = self.measured / self.tokens
         return max(0.0, (1 / (times * fraction) - 1) / (1 / fraction - 1))
 
@@ -65,10 +63,10 @@ class SamplingError:
         return f"{said} [{self.lower:.3g}, {self.upper:.3g}]. {self.of_interval('this interval')}"
 
     def of_interval(self, which: str) -> str:
-        """Say how much of its interval the sample makes, and what more tokens would do to it; which: that interval."""
+        """Say how much of the interval named `which` is due to the sample, and how more tokens would narrow it."""
         if not np.isfinite(self.part):
             return f"Too few tokens were measured to say how much more of them would narrow {which}."
-        if self.part > NEARLY_ALL:  # an estimate: the prompts' own part is not known to be nothing
+        if self.part > NEARLY_ALL:  # an estimate: the prompts' own part need not be 0
             return f"Nearly all of the variance of {which} is the sample of tokens': more would narrow it."
         said = f"{self.part:.0%} of the variance of {which} is the sample of tokens', the rest the prompts'"
         if self.part < LITTLE:
@@ -90,7 +88,7 @@ def sampling_error(
 ) -> SamplingError | None:
     """Compute the sampling error of the lowest interval with measured tokens; None if all or none were measured.
 
-    shares: rows of `token_shares`, where they are known.
+    shares: rows of `token_shares`, if known.
     """
     probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
     if probabilities is None or not measured.any():
@@ -123,7 +121,7 @@ def sampling_error(
 
 
 def judge_sample(measurement: TableMeasurement, table: pd.DataFrame) -> str | None:
-    """Say how much a measurement's sample leaves open; None where every token was measured."""
+    """Describe the sampling error of a measurement; None if every token was measured."""
     rng = np.random.default_rng(measurement.settings.seed)
     error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
     return None if error is None else error.in_words()
@@ -135,10 +133,10 @@ def design_variances(
     interval: np.ndarray,
     num_intervals: int,
 ) -> Float[np.ndarray, " A"]:
-    """Variance over samples of the same tokens of each interval's estimated Σ values; values: NaN where not measured.
+    """Return the sampling variance of each interval's estimated Σ values; values: NaN where not measured.
 
-    Hájek's for samples of fixed size, n/(n − 1) Σ (1 − p)(value/p − B)² over the measured, with B the mean of value/p
-    weighted by 1 − p. NaN where fewer than FEWEST of an interval's tokens that chance has drawn are measured.
+    Hájek's estimator for samples of fixed size, n/(n − 1) Σ (1 − p)(value/p − B)² over measured tokens, with B the mean
+    of value/p weighted by 1 − p. NaN if fewer than FEWEST of an interval's measured tokens were drawn at random.
     """
     out = np.zeros(num_intervals)
     for a in range(num_intervals):
@@ -156,6 +154,6 @@ def design_variances(
 
 
 def _part(error: float, lower: float, upper: float) -> float:
-    """Return share of the variance behind the bounds that this standard error explains; at most 1."""
+    """Return the share of the variance behind the bounds that this standard error explains, at most 1."""
     whole = (upper - lower) / (2 * NORMAL)
     return float(np.minimum(1.0, (error / whole) ** 2)) if whole > 0 else np.nan

@@ -1,4 +1,4 @@
-"""How far the headline would move, had the rollouts been sampled at another temperature than the one assumed."""
+"""Recompute the headline at other sampling temperatures than the one assumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gradscope.rollouts import TokenBatch
 
 Number = int | float
 TRIED = (0.6, 0.7, 1.0)
-"""Temperatures that rollouts are usually sampled at."""
+"""Usual sampling temperatures."""
 EACH = 100
 """Tokens measured per interval at each temperature."""
 
@@ -31,11 +31,11 @@ def try_temperatures(
     seed: Seed = 0,
     temperatures: Sequence[Number] = TRIED,
 ) -> pd.DataFrame:
-    """Compute the lowest interval's share of tokens and of energy at other temperatures, a row each.
+    """Compute the lowest interval's share of tokens and of energy at several temperatures, a row each.
 
-    table: of the batch at the temperature assumed, which is not measured again; at each other one, a sample of `EACH`
-    tokens per interval is, and the bounds cover its error. Columns: temperature; token_share and squared_share with
-    _lower and _upper, as of `token_shares`.
+    table: of the batch at the assumed temperature, which is not measured again; at other temperatures, a sample of
+    `EACH` tokens per interval is measured, and bounds include its error. Columns: temperature; token_share and
+    squared_share with _lower and _upper, as in `token_shares`.
     """
     labels, rows = interval_labels(settings.edges), []
     sample = MeasureSettings(tokens_per_interval=EACH, seed=settings.seed, loss=settings.loss, self_check=False)
@@ -55,12 +55,12 @@ def try_temperatures(
 
 
 def temperature_cost(batch: TokenBatch, intervals: int) -> float:
-    """Forward passes over the batch that trying them takes: a measured token is about three of its response's."""
+    """Return the cost in forward passes over the batch: a measured token takes about three of its response's."""
     return len(TRIED) * (1 + 3 * EACH * intervals / int(batch.response_mask.any(1).sum()))
 
 
 def temperature_words(tried: pd.DataFrame, label: str) -> str:
-    """Say how far the headline moves."""
+    """Describe the headline at each temperature."""
     columns = {"squared_share": "value", "squared_share_lower": "lower", "squared_share_upper": "upper"}
     shares = tried[list(columns)].rename(columns=columns)
     pairs = zip(shares.iterrows(), tried["temperature"], strict=True)

@@ -1,15 +1,15 @@
-"""What a token table says of dominance: whose squared norms, against which share of the tokens, where, and where not.
+"""Measure dominance in a token table: shares of squared norms against shares of tokens, by interval and by kind.
 
-The **dominance index** of an interval is log₂(its share of Σ‖w·g‖² / its share of the tokens): bits above proportional.
-0: its tokens weigh as much as any; 1: twice as much; it cannot exceed −log₂(share of the tokens). Beside it stands the
-index that (1−π) alone predicts, of Σ(w·(1−π))²: what is left if every token's norm were its 1−π times one constant
-(Prop. 4.2 of arXiv:2505.12929 up to a factor √2, at the logits). Their difference is what the network adds.
+The **dominance index** of an interval is log₂(its share of Σ‖w·g‖² / its share of the tokens), in bits. 0: proportional
+to its tokens; 1: twice that; it cannot exceed −log₂(share of the tokens). The predicted index uses Σ(w·(1−π))² instead,
+as if every token's norm were 1−π times one constant (Prop. 4.2 of arXiv:2505.12929 up to a factor √2, at the logits).
+Their difference is the network's contribution.
 
-Σ‖w·g‖², of single tokens, knows no cancellation: it is not the summed gradient, whose shares `gradients` has.
-Where a sample of an interval's tokens was measured, a measured one counts for 1 / p of them, p its sampling probability
-(`gradients.sample`): with equal chances, the sum is the count of the tokens times the mean over the measured ones.
-Intervals of 95 % cover the choice of prompts and of the tokens that were measured. `resampling` says what they are, and
-how many prompts and measured tokens it takes to have one; `PromptSums.short_of` what there is too little of.
+Σ‖w·g‖² sums over single tokens, without cancellation; for shares of the summed gradient see `gradients`. In a sampled
+interval, each measured token counts for 1 / p tokens, p being its sampling probability (`gradients.sample`); with equal
+probabilities, the sum is the number of tokens times the mean over measured ones. 95 % intervals cover the choice of
+prompts and of measured tokens. `resampling` defines them and the prompts and measured tokens they require;
+`PromptSums.short_of` says which are lacking.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
 Number = int | float
 PRINTABLE = 10
-"""Fewest measured tokens for a kind of token to get its own row."""
+"""Fewest measured tokens for a kind of token to have its own row."""
 OTHER = "other"
 Matrix = Float[np.ndarray, "n A"]
 
@@ -60,20 +60,20 @@ class PromptSums:
     """Sums over the tokens of each prompt and interval, [prompts, intervals]."""
 
     tokens: Matrix
-    """Counts."""
+    """Number of tokens."""
     measured: Matrix
-    """Number of them with a known norm."""
+    """Number of tokens with a known norm."""
     squares: Matrix
-    """Σ‖w·g‖²/p over the measured ones, p their sampling probability, or 1 where all of an interval have the same."""
+    """Σ‖w·g‖²/p over measured tokens, p being their sampling probability, or 1 if equal throughout an interval."""
     predicted: Matrix
-    """Σ(w·(1−π))² over all."""
+    """Σ(w·(1−π))² over all tokens."""
     expected: Matrix | None = None
-    """Σp over all; None: p is 1."""
+    """Σp over all tokens; None: p is 1."""
     worth: Float[np.ndarray, " A"] | None = None
-    """What each interval's sample is worth for Σ‖w·g‖², where one was drawn; see `resampling.sample_worth`."""
+    """`resampling.sample_worth` of each interval's sample for Σ‖w·g‖²; None without a sample."""
 
     def short_of(self) -> list[Shortage | None]:
-        """Return what the shares of Σ‖w·g‖² lack for an interval, by interval."""
+        """Return, by interval, what a confidence interval on the share of Σ‖w·g‖² lacks."""
         reached, worth, measured = (self.squares > 0).sum(0), self._worth_of_shares(), self.measured.sum(0)
         prompts = reached if self.worth is None else ((self.predicted > 0) & (self.tokens > 0)).sum(0)
         return [short_of(*each) for each in zip(prompts, worth, measured.astype(int), reached, strict=True)]
@@ -84,7 +84,7 @@ class PromptSums:
         return worth_of_shares(self.predicted.sum(0), self.worth)
 
     def drawn(self) -> Float[np.ndarray, " A"] | None:
-        """Return how many tokens were measured of each interval; infinity: all of it."""
+        """Return the number of measured tokens by interval, infinity if all were; None without a sample."""
         return None if self.worth is None else np.where(np.isinf(self.worth), np.inf, self.measured.sum(0))
 
 
@@ -110,7 +110,7 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
     measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)
     if probabilities is None and known.all():
         return PromptSums(tokens, measured, total(squares), predicted)
-    if probabilities is None:  # a choice of tokens that was given: as if drawn with equal chances
+    if probabilities is None:  # tokens chosen by the user: treated as drawn with equal probabilities
         with np.errstate(invalid="ignore"):
             chances = (measured.sum(0) / tokens.sum(0))[table["interval"].to_numpy(np.int64)]
         worth = sample_worth(amounts, chances, table["interval"].to_numpy(np.int64), num_intervals)
@@ -127,12 +127,12 @@ def token_shares(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Compute per interval token_share, squared_share (of Σ‖w·g‖²) and predicted_share (of Σ(w·(1−π))²).
+    """Compute by interval token_share, squared_share (of Σ‖w·g‖²) and predicted_share (of Σ(w·(1−π))²).
 
-    And dominance_index, predicted_index and added_index, their difference (bits; see the module); and largest_share, in
-    which share of the redrawn batches the interval's squared_share is the largest of all (it has no bounds). NaN where
-    an interval has no token, all shares of Σ‖w·g‖² where one has tokens and none is measured, bounds where
-    `PromptSums.short_of` prompts or measured tokens, or too few prompts have tokens of the interval.
+    Also dominance_index, predicted_index and their difference added_index (bits; see the module), and largest_share:
+    the fraction of redrawn batches in which the interval has the largest squared_share (without bounds). NaN: values of
+    intervals without tokens; all shares of Σ‖w·g‖² if an interval has tokens but none measured; and bounds if
+    `PromptSums.short_of` names a shortage, or too few prompts have tokens of the interval.
     """
 
     each = sums.tokens if sums.expected is None else sums.expected
@@ -184,7 +184,7 @@ def token_shares(
 
 
 def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
-    """Compute the mean norm of the unweighted token gradients by layer and interval, logits first.
+    """Compute mean norms of the unweighted token gradients by layer and interval, logits first.
 
     Columns: quantity (logit_grad_norm, act_grad_norm.0, …, param_grad_norm), then those of `intervals.summarize`.
     """
@@ -192,7 +192,7 @@ def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0,
     parts, settings = [], {"resampling": Resampling(seed, resamples=resamples), "edges": edges}
     drawn = sampling_probabilities(table)
     for name in (LOGITS, *layers, PARAMETERS):
-        # At the logits every token is measured.
+        # At the logits, every token is measured.
         own = settings | {"probabilities": None if name == LOGITS else drawn, "sizes": table[LOGITS]}
         part = summarize(table[name], table["interval"], table["group"], **own)
         part.insert(0, "quantity", name)
@@ -208,14 +208,14 @@ def shares_by(
     seed: Seed = 0,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Compute where Σ‖w·g‖² is: a row per value of each driver of `add_drivers`.
+    """Compute shares of Σ‖w·g‖²: a row per value of each driver of `add_drivers`.
 
     Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper: simultaneous 95 % confidence bounds on all of a driver's shares, since the largest
-    is picked. A measured token counts for as many as `scaled_squares` says. The square columns are NaN
-    where weights or norms are unknown. special: the tokenizer's special tokens, as decoded.
+    squared_lower, squared_upper. Bounds are simultaneous 95 % bounds on all of a driver's shares, since the largest is
+    picked. Measured tokens are scaled as in `scaled_squares`. Square columns are NaN if weights or norms are unknown.
+    special: the tokenizer's special tokens, as decoded.
 
-    A row has at least `PRINTABLE` measured tokens: rarer kinds become "other", and there are fewer classes.
+    A row has at least `PRINTABLE` measured tokens: rarer kinds become "other", and the number of classes is reduced.
     """
     squares, drawn = scaled_squares(table), sampling_probabilities(table)
     amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
@@ -250,7 +250,7 @@ def shares_by(
 
 
 def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
-    """Compute which modules hold this batch's Σ‖w·g‖²: a row per group of `measure(module_groups=True)`; None without.
+    """Compute shares of Σ‖w·g‖² by module group; None unless measured with `measure(module_groups=True)`.
 
     Columns: module, a group of `policy.module_groups`; parameter_share, of the measured parameters; squared_share; and
     low_share, of the sum over the tokens of the lowest interval alone.
@@ -273,13 +273,13 @@ def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """Return ‖w·g‖² of each measured token times the number of tokens it stands for; NaN for the others."""
+    """Return ‖w·g‖² of each measured token times the number of tokens it represents; NaN for the others."""
     squares = weighted_norms(table) ** 2
     return squares * stands_for(table, ~np.isnan(squares))
 
 
 def total_squares(table: pd.DataFrame) -> float:
-    """Return Σ‖w·g‖² over all tokens (estimated from a sample with known chances, if one was drawn)."""
+    """Return Σ‖w·g‖² over all tokens (estimated, if a sample with known probabilities was drawn)."""
     sampled = sampling_probabilities(table) is not None
     return float(np.nansum(scaled_squares(table) if sampled else weighted_norms(table) ** 2))
 
@@ -291,10 +291,10 @@ def add_weighted_norms(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
-    """Add weighted_norm_estimate where some tokens were measured and others not; the same table otherwise.
+    """Add weighted_norm_estimate if some tokens were measured and others not; otherwise return the table unchanged.
 
-    ‖w·g‖ where it is known; elsewhere |w|·‖e − π‖ times the ratio of the two sums over the measured tokens of the
-    interval, each of which counts for as many as `stands_for` says.
+    This is ‖w·g‖ if known, and otherwise |w|·‖e − π‖ times the ratio of the two quantities' sums over the interval's
+    measured tokens, scaled by `stands_for`.
     """
     if not {"weighted_norm", "weight", LOGITS} <= {*table}:
         return table
@@ -310,7 +310,7 @@ def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
-    """Return the n measured tokens with the largest ‖w·g‖, in descending order: where the gradient's norm spikes.
+    """Return the n measured tokens with the largest ‖w·g‖, in descending order.
 
     Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of `total_squares`.
     """
@@ -321,7 +321,7 @@ def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
 
 
 def bound_margins(table: pd.DataFrame, vocab_size: int) -> BoundMargins:
-    """Compare every token's `logit_grad_norm` with √(N/(N−1))·(1−π) and √2·(1−π); a norm that is NaN is left out."""
+    """Compare every token's `logit_grad_norm` with √(N/(N−1))·(1−π) and √2·(1−π), ignoring NaN."""
     import torch
 
     known = table[table[LOGITS].notna()]

@@ -1,4 +1,4 @@
-"""Token weightings inside TRL's GRPOTrainer, by overriding; Reweight (Eq. 4) and Lopti (Alg. 1): arXiv:2505.12929."""
+"""Token weightings for TRL's GRPOTrainer, by method overrides; Reweight (Eq. 4), Lopti (Alg. 1): arXiv:2505.12929."""
 
 from __future__ import annotations
 
@@ -18,40 +18,46 @@ from gradscope.objective import ORDERS, StepRule, Weighting, check_weighting, ma
 Number = int | float
 
 _ADDITIVE = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-"""Metrics of TRL that are means over all tokens of what a pass has for its own tokens and 0 for the others."""
+"""TRL's metrics that are means over all tokens of a quantity that is 0 for tokens outside the current pass."""
 
 
 class ReweightLoptiMixin:
     """Put before GRPOTrainer, or before your own subclass of it: `class Mine(ReweightLoptiMixin, GRPOTrainer)`.
 
-    reweight_alpha: α of Reweight; None: off. Â becomes [α·π_old + 1 − α]·Â by token, with TRL's own
-    `old_per_token_logps` or, where TRL keeps none because the batch is on-policy, the current log-probabilities.
-    lopti_eta: η of Lopti; None: off. Each optimizer step of TRL becomes two: all micro-batches with the tokens of π_old
-    < η, clip, step; then all of them again with the others, clip, step. Both go by the same π_old, tokens outside a
-    pass have neither a policy nor a KL gradient in it, and each pass keeps the loss's own denominators, which count all
-    tokens. lopti_order "high-first" turns the passes around. With both None every update is GRPOTrainer's, bit for bit.
+    With no argument given, every update is GRPOTrainer's, bit for bit.
 
-    With Lopti a step trains its two groups before the next step comes: L1 H1 L2 H2, the reading of the paper's text,
-    not the authors' sweep L1 L2 H1 H2. The two steps of a pair have one learning rate: the schedule advances, and
-    global_step counts, once per pair. A pass without any token takes no step. Callbacks see on_pre_optimizer_step and
-    on_optimizer_step for each; `grad_norm` in the log is the last pass's, `lopti/grad_norm_low` (or `_high`) the
-    first's, before clipping; `lopti/tokens_low`, `lopti/tokens_high` count tokens per step, and `loss` is the sum of
-    both passes. `kl` and the means of `clip_ratio` are of all tokens, as in TRL. `total_flos` does not count the second
-    pass. Evaluation splits nothing.
+    With Lopti, each step trains both of its groups before the next step: L1 H1 L2 H2, following the paper's text, not
+    the authors' sweep L1 L2 H1 H2. The two steps of a pair share one learning rate: the schedule and global_step
+    advance once per pair. A pass without tokens takes no step. Callbacks get on_pre_optimizer_step and
+    on_optimizer_step for each pass. In the log, `grad_norm` is the last pass's and `lopti/grad_norm_low` (or `_high`)
+    the first's, before clipping; `lopti/tokens_low` and `lopti/tokens_high` count tokens per step, and `loss` is the
+    sum over both passes. `kl` and the means of `clip_ratio` are over all tokens, as in TRL. `total_flos` omits the
+    second pass. Evaluation is not split.
 
-    Refused with InputError: for both, TRL's trainers with another loss (GMPOTrainer, RLOOTrainer), ratios of whole
-    sequences (importance_sampling_level="sequence") and loss_type "vespo"; for Lopti further DeepSpeed, FSDP, fp16,
-    LOMO, several processes, the entropy bonus and an auxiliary loss (they would count twice), top_entropy_quantile and
-    off_policy_mask_threshold (their tokens change between passes).
-    weighting: instead of both, any weighting of one optimizer step, as `gradscope compare` takes it ("cispo",
-    "top-entropy:q=0.1", "FILE.py:NAME"). Its w_t take the place of the policy part's of TRL's loss, under TRL's own
-    denominators; the KL part stays. Thresholds (quantiles, covariances) are of the micro-batch's tokens, as that of
-    TRL's top_entropy_quantile is of its micro-batches. Nothing is left to be clipped, so that `clip_ratio` is 0 in the
-    log. Refused for it: a loss_type other than grpo, bnpo, dr_grpo and dapo, top_entropy_quantile,
-    off_policy_mask_threshold, and a KL part that use_bias_correction_kl multiplies by the ratio.
-    vLLM's importance weights multiply the changed advantages, as they do TRL's own; a weighting that itself is made of
-    the sampler's log-probabilities is refused beside them. `use_liger_kernel` is not refused:
-    in TRL 1.16 it changes layers and not the loss.
+    vLLM's importance weights multiply the changed advantages, as they do TRL's own. `use_liger_kernel` is allowed: in
+    TRL 1.16 it changes layers, not the loss.
+
+    Args:
+        reweight_alpha: α of Reweight; None: off. Each token's Â becomes [α·π_old + 1 − α]·Â, with TRL's own
+            `old_per_token_logps` or, if TRL keeps none because the batch is on-policy, the current log-probabilities.
+        lopti_eta: η of Lopti; None: off. Each optimizer step of TRL becomes two: all micro-batches with the tokens of
+            π_old < η, clip, step; then all of them again with the other tokens, clip, step. Both use the same π_old.
+            Tokens outside a pass contribute neither a policy nor a KL gradient to it, and each pass keeps the loss's
+            own denominators, which count all tokens.
+        lopti_order: "low-first", or "high-first" for the reverse order.
+        weighting: Instead of these, any weighting of one optimizer step, as for `gradscope compare` ("cispo",
+            "top-entropy:q=0.1", "FILE.py:NAME"). Its w_t replace those of the policy part of TRL's loss, with TRL's own
+            denominators; the KL part stays. Thresholds (quantiles, covariances) are over the micro-batch's tokens, like
+            TRL's top_entropy_quantile. Nothing is clipped, so `clip_ratio` is 0 in the log.
+
+    Raises:
+        InputError: for unsupported settings. With any method: TRL's trainers with another loss (GMPOTrainer,
+            RLOOTrainer), ratios of whole sequences (importance_sampling_level="sequence") and loss_type "vespo". With
+            Lopti also DeepSpeed, FSDP, fp16, LOMO, several processes, the entropy bonus and an auxiliary loss (they
+            would count twice), top_entropy_quantile and off_policy_mask_threshold (their tokens change between passes).
+            With `weighting` also a loss_type other than grpo, bnpo, dr_grpo and dapo, top_entropy_quantile,
+            off_policy_mask_threshold, a KL part that use_bias_correction_kl multiplies by the ratio, and vLLM's
+            importance weights if the weighting itself uses the sampler's log-probabilities.
     """
 
     def __init__(
@@ -80,8 +86,8 @@ class ReweightLoptiMixin:
         _refuse_unsupported(self)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run TRL's step; with Lopti the first pass's backward and, on the last micro-batch, the optimizer step and
-        second pass.
+        """Run TRL's step; with Lopti, the first pass's backward pass and, on the last micro-batch, its optimizer step
+        and the second pass.
         """
         if self.lopti_eta is None:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -98,7 +104,7 @@ class ReweightLoptiMixin:
         return loss
 
     def _finish_pair(self, model: Any, num_items_in_batch: Any, first: str, second: str) -> Tensor:
-        """Step on the first pass's gradient, then compute the second pass's in its place; return its loss."""
+        """Step on the first pass's gradient, then compute the second pass's gradient; return the latter's loss."""
         window, counts = self._lopti_window, torch.stack(self._lopti_counts).sum(0).tolist()
         self._lopti_window, self._lopti_counts = [], []
         count = dict(zip(("low", "high"), counts, strict=True))
@@ -107,7 +113,7 @@ class ReweightLoptiMixin:
             metrics[f"lopti/tokens_{name}"].append(float(count[name]))
         loss = torch.zeros((), device=self.accelerator.device)
         if not count[first]:
-            model.zero_grad()  # None, not 0: an optimizer steps on a gradient of 0, and decays and coasts
+            model.zero_grad()  # None, not 0: on a gradient of 0 an optimizer would still apply decay and momentum
         if not count[second]:
             for name in _ADDITIVE:
                 metrics[name] += [0.0] * (len(window) if name in metrics else 0)
@@ -124,7 +130,7 @@ class ReweightLoptiMixin:
         return loss
 
     def _step_first(self, model: Any, name: str) -> None:
-        """Do what Trainer does between the last micro-batch and the next step, but for schedule and counters."""
+        """Do what Trainer does between the last micro-batch and the next step, except for schedule and counters."""
         norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
         norm = self._get_grad_norm(model, grad_norm=norm)
         self._metrics["train"][f"lopti/grad_norm_{name}"].append(float(norm))
@@ -146,15 +152,15 @@ class ReweightLoptiMixin:
         """Compute TRL's loss with advantages (and, in a pass of Lopti, the reference) changed by token."""
         if self.weighting is None and self.reweight_alpha is None and self._lopti_pass is None:
             return super()._compute_loss(model, inputs)
-        # π_old may be known only from the loss's own forward pass, so that the advantages come after it. If a release
-        # of TRL looked at them before, the loss would be NaN.
+        # π_old may only be known from the loss's own forward pass, so advantages are set after it. If a release of TRL
+        # used them earlier, the loss would be NaN.
         changed = inputs | {"advantages": torch.full_like(inputs["advantages"], float("nan"))}
         change = self._change if self.weighting is None else self._weigh
         self._on_logprobs = lambda logprobs, entropies: change(inputs, changed, logprobs, entropies)
         loss = super()._compute_loss(model, changed)
         if self._on_logprobs is not None:
             self._on_logprobs = None
-            raise RuntimeError("TRL's loss asked for no log-probabilities; this integration is made for trl 1.16")
+            raise RuntimeError("TRL's loss requested no log-probabilities; this integration is made for trl 1.16")
         if self._lopti_pass is not None:
             metrics = self._metrics["train"]
             for name in _ADDITIVE:
@@ -172,7 +178,7 @@ class ReweightLoptiMixin:
     def _weigh(
         self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"], entropies: Tensor | None
     ) -> None:
-        """Set advantages to the weighting's w_t at ratio 1, where TRL's policy loss has the slope −Â."""
+        """Set advantages to the weighting's w_t, and the ratio to 1, so that TRL's policy loss has the slope −Â."""
         known = {"entropy": entropies, "sampler_logprobs": inputs.get("sampling_per_token_logps")}
         old, settings = inputs.get("old_per_token_logps", logprobs), trl_settings(self.args).loss
         tokens = (logprobs, old, _by_token(inputs["advantages"], logprobs), _response_mask(inputs))
@@ -182,19 +188,19 @@ class ReweightLoptiMixin:
     def _change(
         self, inputs: dict[str, Any], changed: dict[str, Any], logprobs: Float[Tensor, "B C"], entropies: Tensor | None
     ) -> None:
-        """Set the advantages of Reweight and of the current pass, by π_old."""
+        """Set the advantages for Reweight and the current pass, by π_old."""
         old = inputs.get("old_per_token_logps", logprobs)
         advantages = _by_token(inputs["advantages"], logprobs)
         advantages = self.rule.advantages(advantages, old)
         if self._lopti_pass is not None:
             chosen = self._choose(inputs, old)
             advantages = advantages.masked_fill(~chosen, 0.0)
-            if "ref_per_token_logps" in inputs:  # a token that is its own reference has no KL and no gradient of it
+            if "ref_per_token_logps" in inputs:  # with itself as reference, a token has no KL and no KL gradient
                 changed["ref_per_token_logps"] = torch.where(chosen, inputs["ref_per_token_logps"], logprobs)
         changed["advantages"], changed["old_per_token_logps"] = advantages, old
 
     def _choose(self, inputs: dict[str, Any], old: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
-        """Return the tokens of the pass; in the first one, the micro-batch is kept for the second."""
+        """Return the tokens of the pass; in the first pass, keep the micro-batch for the second."""
         chosen = dict(self.rule.groups(old, _response_mask(inputs)))
         if not self._lopti_replays:
             self._lopti_window.append(inputs | {"old_per_token_logps": old})
@@ -221,7 +227,7 @@ def _goes_by_sampler(weighting: Weighting) -> bool:
 
 
 def _refuse_unsupported(trainer: Any) -> None:
-    """Raise InputError for settings under which the methods would not be what their names say."""
+    """Raise InputError for settings under which the methods would not do what their names say."""
     args, methods = trainer.args, {"reweight_alpha": trainer.reweight_alpha, "lopti_eta": trainer.lopti_eta}
     methods["weighting"] = trainer.weighting
     given = [name for name, value in methods.items() if value is not None]
@@ -230,7 +236,7 @@ def _refuse_unsupported(trainer: Any) -> None:
     owners = [kind for kind in type(trainer).__mro__ if "_compute_loss" in vars(kind)]
     others = [kind.__name__ for kind in owners if kind.__module__.startswith("trl.") and kind.__name__ != "GRPOTrainer"]
     if others:
-        raise InputError(f"{given[0]} does not work with {others[0]}, whose loss is another; leave one of the two out")
+        raise InputError(f"{given[0]} does not work with {others[0]}, whose loss differs; leave one of the two out")
     reasons = {
         f"importance_sampling_level={args.importance_sampling_level!r}": args.importance_sampling_level != "token",
         "loss_type='vespo'": args.loss_type == "vespo",

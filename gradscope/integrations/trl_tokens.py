@@ -1,4 +1,4 @@
-"""What a trainer's own forward and backward pass says of each token of an optimizer step, by probability interval."""
+"""Collect each token's numbers from a trainer's own forward and backward passes, by probability interval."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from gradscope.intervals import assign_intervals
 Number = int | float
 Column = Float[np.ndarray, " n"]
 MEANS = {"clipped_share": "clipped", "masked_share": "masked", "mismatch": "mismatch", "entropy": "entropy"}
-"""Number → the column of `StepTokens` that it is the mean of, over an interval's tokens."""
+"""Metric → the column of `StepTokens` that it averages over an interval's tokens."""
 
 
 BINS = np.linspace(0, 1, 21)
-"""Of π_old, for histograms."""
+"""Histogram edges for π_old."""
 
 
 @dataclass
 class SeenBatch:
-    """What a trainer computed on the way to one micro-batch's loss, [B, C] over completions, on its device."""
+    """Tensors that a trainer computed for one micro-batch's loss, [B, C] over completions, on its device."""
 
     inputs: Inputs
     logprob: Tensor
@@ -34,11 +34,11 @@ class SeenBatch:
     log_sum_squares: Tensor
     """log Σ_j π_j²."""
     clipped: Tensor | None = None
-    """Whether the loss's clip holds the token's ratio; [B, C] or [B, 1]; None: it has no clip, or one of its own."""
+    """Whether the loss clips the token's ratio; [B, C] or [B, 1]; None: no clip, or an unknown one."""
     kept_by_masks: list[Tensor] = field(default_factory=list)
-    """Masks that the loss was multiplied by, beside that of the completion; [B, C] or [B, 1]."""
+    """Masks that multiply the loss, apart from the completion's; [B, C] or [B, 1]."""
     slope: Tensor | None = None
-    """∂loss/∂ log π as it came back; None: not yet."""
+    """∂loss/∂ log π from the backward pass; None: not yet known."""
 
     @property
     def kept(self) -> Bool[Tensor, "B C"]:
@@ -47,11 +47,11 @@ class SeenBatch:
 
     @property
     def old(self) -> Tensor:
-        """log π_old; where the trainer keeps none by token, log π."""
+        """log π_old, or log π if the trainer keeps no log π_old per token."""
         return self.inputs.get("old_per_token_logps", self.logprob)
 
     def masked(self) -> Tensor | None:
-        """Return which tokens a mask or a sampler correction of 0 takes out; None: the loss has neither."""
+        """Return which tokens a mask or a sampler correction of 0 removes; None if the loss has neither."""
         factors = [*self.kept_by_masks]
         if "importance_sampling_ratio" in self.inputs:
             factors.append(self.inputs["importance_sampling_ratio"])
@@ -61,24 +61,24 @@ class SeenBatch:
 
 @dataclass(frozen=True)
 class StepTokens:
-    """The kept tokens of one process's part of a step, [n] in float64; NaN: not known."""
+    """Kept tokens of one process's part of a step, [n] in float64; NaN: unknown."""
 
     logprob: Column
     old: Column
     """log π_old."""
     entropy: Column
     amount: Column
-    """|∂loss/∂ log π|·‖e − π‖: the size of the token's part of the gradient at its own logits, up to 1/T."""
+    """|∂loss/∂ log π|·‖e − π‖: norm of the token's gradient at its own logits, up to 1/T."""
     clipped: Column
     masked: Column
     mismatch: Column
     """|log π_old − log π_sampler|."""
     part: Int[np.ndarray, " n"]
-    """Micro-batch, row and place of the token in it."""
+    """Micro-batch, row and position of the token."""
     row: Int[np.ndarray, " n"]
     place: Int[np.ndarray, " n"]
     prompt: Int[np.ndarray, " n"]
-    """Number of its prompt in this part of the step."""
+    """Index of its prompt in this part of the step."""
 
     @property
     def probs(self) -> Column:
@@ -86,7 +86,7 @@ class StepTokens:
         return np.exp(self.old).clip(0, 1)
 
     def sums(self, edges: Sequence[Number]) -> Float[np.ndarray, "K intervals"]:
-        """Sum by interval of π_old: tokens, amounts, then per mean of MEANS its values and how many are known."""
+        """Sum by interval of π_old: tokens, amounts, then for each metric of MEANS its values and their number."""
         intervals = assign_intervals(self.probs, edges)
 
         def by_interval(values: Column) -> np.ndarray:
@@ -113,7 +113,7 @@ class StepTokens:
 
 
 def numbers_of(sums: Float[np.ndarray, "K intervals"], names: Sequence[str]) -> dict[str, float]:
-    """Return the numbers that `StepTokens.sums`, added up over processes, make; NaN where there is nothing to share."""
+    """Compute metrics from `StepTokens.sums`, added over processes; NaN for 0/0."""
     tokens, amounts, *rest = sums
     with np.errstate(invalid="ignore", divide="ignore"):
         found = {"token_share": tokens / tokens.sum(), "logit_grad_share": amounts / amounts.sum()}
@@ -122,7 +122,7 @@ def numbers_of(sums: Float[np.ndarray, "K intervals"], names: Sequence[str]) -> 
 
 
 def step_tokens(parts: Sequence[SeenBatch]) -> StepTokens:
-    """Collect the kept tokens of a step's micro-batches, whose slopes have come back."""
+    """Collect the kept tokens of a step's micro-batches, once their slopes are known."""
     columns = [_columns(part) for part in parts]
     places = [part.kept.nonzero().cpu().numpy() for part in parts]
     joined = np.concatenate(columns, axis=1)
@@ -135,12 +135,12 @@ def step_tokens(parts: Sequence[SeenBatch]) -> StepTokens:
 
 
 def logit_grad_norms(logprob: Column, log_sum_squares: Column) -> Column:
-    """Return ‖e − π‖ = √(1 − 2π + Σπ²) from log π and log Σπ² as a trainer has them, in float32.
+    """Return ‖e − π‖ = √(1 − 2π + Σπ²) from a trainer's float32 log π and log Σπ².
 
-    Near π = 1 the terms cancel; the norm then lies between 1 − π and √2·(1 − π) (Prop. 4.2 of arXiv:2505.12929), where
-    it is held.
+    Near π = 1 the terms cancel, so the result is clipped to its bounds 1 − π and √2·(1 − π) (Prop. 4.2 of
+    arXiv:2505.12929).
 
-    >>> logit_grad_norms(np.log([0.5]), np.log([0.375])).round(6).tolist()  # of ½, ¼, ¼: √(½² + ¼² + ¼²)
+    >>> logit_grad_norms(np.log([0.5]), np.log([0.375])).round(6).tolist()  # for ½, ¼, ¼: √(½² + ¼² + ¼²)
     [0.612372]
     """
     rest = np.maximum(-np.expm1(logprob), 0.0)
@@ -149,7 +149,7 @@ def logit_grad_norms(logprob: Column, log_sum_squares: Column) -> Column:
 
 
 def _columns(part: SeenBatch) -> Float[np.ndarray, "8 n"]:
-    """Return the columns of a micro-batch's kept tokens that go to the CPU, in one transfer."""
+    """Return the columns of a micro-batch's kept tokens, moved to the CPU in one transfer."""
     sampler = part.inputs.get("sampling_per_token_logps")
     mismatch = None if sampler is None else (part.old - sampler).abs()
     known = (part.logprob, part.old, part.entropy, part.log_sum_squares, part.slope)
@@ -158,7 +158,7 @@ def _columns(part: SeenBatch) -> Float[np.ndarray, "8 n"]:
 
 
 def _number_prompts(parts: Sequence[SeenBatch]) -> list[Int[np.ndarray, " B"]]:
-    """Number equal prompts alike, in all micro-batches, from 0 on."""
+    """Number equal prompts alike across micro-batches, from 0."""
     numbers: dict[tuple[int, ...], int] = {}
     found = []
     for part in parts:
@@ -169,7 +169,7 @@ def _number_prompts(parts: Sequence[SeenBatch]) -> list[Int[np.ndarray, " B"]]:
 
 
 def _spread(values: Any, like: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:
-    """Return a column that broadcasts, or is not known (None: NaN), as float32 [B, C]."""
+    """Broadcast a column, or NaN for an unknown one (None), to float32 [B, C]."""
     if values is None:
         return torch.full_like(like, float("nan"), dtype=torch.float32)
     return values.float().expand_as(like)

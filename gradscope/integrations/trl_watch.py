@@ -1,4 +1,4 @@
-"""Methods of a trainer that are looked at from outside while it trains, by several at once."""
+"""Wrap a trainer's methods during training, for several observers at once."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""Makes of a trainer's method one that looks at its arguments or its result."""
+"""Turns a trainer's method into one that also observes its arguments or result."""
 WATCHED = "_gradscope_watched"
-"""Attribute of a trainer: its lookers' wrappers, and what it had itself of these methods."""
+"""Attribute of a trainer: the observers' wrappers, and the instance's own versions of these methods."""
 
 
 def watch(trainer: Any, looker: object, wrappers: Mapping[str, Wrapper] | None = None) -> None:
-    """Put the wrappers around the trainer's methods of these names, in place of the looker's earlier ones; None: none.
+    """Wrap the trainer's methods of these names, replacing the looker's earlier wrappers; None removes them.
 
-    Every other looker's stay, and with the last one gone the trainer is as it was.
+    Wrappers of other lookers stay; once the last is removed, the trainer is as before.
     """
     lookers, own = vars(trainer).setdefault(WATCHED, ({}, {}))
     for name, method in own.items():

@@ -1,4 +1,4 @@
-"""While TRL trains: what it trains on goes into a log that loses nothing, written by a process beside it."""
+"""Write the batches of a TRL run to a lossless log, from a separate process."""
 
 from __future__ import annotations
 
@@ -29,39 +29,38 @@ COLUMNS = {
     **{"rewards": "reward", "old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs"},
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
-"""TRL's tensor, or `rewards` [B] of the writer, → what rows call it; from tool_mask on, not every run has them."""
+"""TRL's tensor, or the writer's `rewards` [B] → name in rows; those from tool_mask on are optional."""
 
 
 class RolloutWriter(TrainerCallback):
-    """Write the responses of every `every`-th optimizer step, from the first one on, as native rollouts.
+    """Write the responses of every `every`-th optimizer step, starting with the first, as native rollouts.
 
         trainer.add_callback(RolloutWriter(trainer))
 
-    A file per step, `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on of
-    further processes), with a row per response of what the trainer trained on: ids of prompt and response, the mask of
-    tools, reward, advantages, old, reference and sampler log-probabilities as far as TRL keeps them, the factors that
-    correct for the sampler, step, process, micro-batch, temperature, the trainer's own gradient norm before clipping,
-    and by how much the loss scales the response's terms; the loss's settings are in the file's metadata. `gradscope
-    diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs no more. Identical prompts of a step are a
-    group.
+    Each step gets a file `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on
+    for further processes), with a row per response: ids of prompt and response, tool mask, reward, advantages, old,
+    reference and sampler log-probabilities if TRL keeps them, the correction factors for the sampler, step, process,
+    micro-batch, temperature, the trainer's gradient norm before clipping, and the loss's scale of the response's terms.
+    The loss's settings are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts
+    OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a group.
 
-    Nothing about the training changes, bit for bit, and no weight is looked at, so it works under DDP, FSDP and
-    DeepSpeed. A step's tensors are copied to the CPU; all else is done by a process of its own. Where that process
-    dies, or is a minute behind, one warning says so and training goes on without. A new run in the same folder removes
-    the files that are there, a resumed one those of later steps.
+    Training stays bit-identical, and weights are not read, so it works under DDP, FSDP and DeepSpeed. A step's tensors
+    are copied to the CPU; a separate process does the rest. If that process dies or falls a minute behind, there is one
+    warning and training continues without it. A new run in the same folder removes existing files; a resumed run
+    removes those of later steps.
 
     Args:
         trainer: GRPOTrainer, or a subclass that keeps its loss.
-        every: None: no step but those of `spike`.
-        text: also write the text of prompt and response. Ids alone can be decoded by who has the tokenizer: whoever
-            gets the files gets the prompts.
-        spike: also write a step whose gradient norm is not finite, or above this many times the median of those before
-            it, of which there must be five.
-        spikes: how many such steps at most.
+        every: None: only the steps of `spike`.
+        text: Also write the text of prompt and response. Even without text, anyone with the tokenizer can decode the
+            ids.
+        spike: Also write a step whose gradient norm is not finite, or above this many times the median of the previous
+            ones, of which there must be five.
+        spikes: Largest number of such steps.
 
     Raises:
-        InputError: for another trainer, one with a loss of its own, and for losses that rows cannot say: those that
-            `trl_settings` refuses, RLOO's, weightings and Lopti; for numbers out of range.
+        InputError: if the trainer is not supported or has its own loss, rows cannot express the loss (those that
+            `trl_settings` refuses, RLOO's, weightings and Lopti), or a number is out of range.
     """
 
     def __init__(
@@ -76,31 +75,31 @@ class RolloutWriter(TrainerCallback):
         if every is not None and every < 1:
             raise InputError(f"every is {every}; give 1 or more, or None for spikes alone")
         if spike is not None and not 1 < spike < math.inf:
-            raise InputError(f"spike is {spike}; give how many times the median a norm must be, such as 3")
+            raise InputError(f"spike is {spike}; give a multiple of the median norm above 1, such as 3")
         if every is None and spike is None:
-            raise InputError("every is None and so is spike, so no step would be written; give one of the two")
+            raise InputError("every and spike are both None, so no step would be written; give one of the two")
         if spikes < 1:
             raise InputError(f"spikes is {spikes}; give 1 or more")
         loss = step_loss(trainer)
         if not isinstance(loss, GRPOLoss):
-            raise InputError("RLOO's ratio is one of a whole response, which rows cannot say; write GRPOTrainer's")
+            raise InputError("RLOO's ratio is of a whole response, which rows cannot express; write GRPOTrainer's")
         for name in ("weighting", "lopti_eta"):
             if getattr(trainer, name, None) is not None:
-                raise InputError(f"the trainer has a {name}, which rows cannot say; leave one of the two out")
+                raise InputError(f"the trainer has a {name}, which rows cannot express; leave one of the two out")
         self.trainer, self.every, self.text, self.spike, self.spikes = trainer, every, text, spike, spikes
         self.loss = loss
         self.folder = Path(trainer.args.output_dir) / "gradscope" / "rollouts"
         self.steps: list[int] = []
         """Steps handed to the writer since training began."""
         self.seconds = self.cpu_seconds = 0.0
-        """Spent inside the calls of this callback since training began, wall time and this thread's CPU time."""
+        """Wall time and CPU time of the training thread spent in this callback since training began."""
         self.process_seconds = math.nan
-        """CPU time of the thread and the process that write, once training has ended."""
+        """CPU time of the writing thread and process, once training has ended."""
         self._due, self._window = False, []
         self._norm: Any = None
-        """The step's, where the trainer tells it: a number, or a tensor of it."""
+        """The step's gradient norm, a number or a tensor, if the trainer provides it."""
         self._rewards: torch.Tensor | None = None
-        """Of the newest generation, by reward function."""
+        """Rewards of the newest generation, by reward function."""
         self._spikes: Spikes | None = None
         self._process: RowWriter | None = None
 
@@ -121,7 +120,7 @@ class RolloutWriter(TrainerCallback):
         wall, cpu = time.perf_counter(), time.thread_time()
         window, self._window = self._window, []
         if window:
-            # Before it is known whether the step is written: processes add up together, and norms may differ by a bit.
+            # Before deciding whether to write: processes must all take part, and their norms may differ by rounding.
             num_tokens = self._count_tokens(window)
             spiked = self._spikes is not None and self._norm is not None and self._spikes.tell(float(self._norm))
             if (spiked or self._due) and num_tokens:
@@ -163,7 +162,7 @@ class RolloutWriter(TrainerCallback):
         return watched
 
     def _add_rewards(self, generate: Callable[..., Any]) -> Callable[..., Any]:
-        """Put each response's reward beside what is trained on, where it goes through TRL's shuffle with it."""
+        """Add each response's reward to the inputs, so that TRL shuffles it with them."""
 
         def generated(*args: Any, **keywords: Any) -> Any:
             self._rewards = None
@@ -178,7 +177,7 @@ class RolloutWriter(TrainerCallback):
         return generated
 
     def _count_tokens(self, window: list[Inputs]) -> int:
-        """Count the tokens that the step trains on, in all processes."""
+        """Count the tokens that the step trains on, over all processes."""
         masks = (p["completion_mask"] * p["tool_mask"] if "tool_mask" in p else p["completion_mask"] for p in window)
         count = sum(int(mask.sum()) for mask in masks)
         if self.trainer.accelerator.num_processes == 1:
@@ -187,9 +186,9 @@ class RolloutWriter(TrainerCallback):
         return int(self.trainer.accelerator.gather(torch.tensor([count], device=device)).sum())
 
     def _hand_over(self, window: list[Inputs], num_tokens: int, step: int) -> None:
-        """Copy the step's tensors, and let them be written."""
+        """Copy the step's tensors and queue them for writing."""
         if any("pixel_values" in part for part in window):
-            warnings.warn("gradscope: rollouts are not written: they hold images, and rows hold tokens", stacklevel=2)
+            warnings.warn("gradscope: rollouts are not written: they contain images, rows only tokens", stacklevel=2)
             self.every = self.spike = None
             return
         if self._process is None:

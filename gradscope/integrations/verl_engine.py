@@ -1,12 +1,12 @@
-"""An engine of verl (0.9.1) that takes Lopti's two optimizer steps per mini-batch (Alg. 1, arXiv:2505.12929).
+"""Engine for verl (0.9.1) that takes Lopti's two optimizer steps per mini-batch (Alg. 1, arXiv:2505.12929).
 
     VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl,gradscope.integrations.verl_engine \\
     VERL_ENGINE_VENDOR=gradscope python -m verl.trainer.main_ppo ... \\
         +actor_rollout_ref.actor.policy_loss.lopti_eta=0.5     (and the rest as in gradscope.integrations.verl)
 
-verl keeps its engines in a registry by model type, strategy, device and vendor, and lets VERL_ENGINE_VENDOR choose the
-vendor; where a vendor has none, as for the critic, verl's own is taken. Without `lopti_eta` the engine is verl's, step
-for step. With it only FSDP is served (strategies fsdp and fsdp2).
+verl registers its engines by model type, strategy, device and vendor, and VERL_ENGINE_VENDOR selects the vendor; if the
+vendor has no engine, as for the critic, verl uses its own. Without `lopti_eta`, this engine does exactly what verl's
+does. With it, only FSDP is supported (strategies fsdp and fsdp2).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ except ImportError as error:
 class LoptiPasses:
     """Put before an engine of verl: `class Mine(LoptiPasses, FSDPEngineWithLMHead)`.
 
-    Each mini-batch is trained twice, all its micro-batches with the tokens of one group and then of the other, each
-    with its own clipping and optimizer step, both against the batch's one π_old. The policy, KL and entropy terms are
-    of the group's tokens, divided by verl's counts of the whole mini-batch over all processes. A pass without any token
-    in any process takes no step. The learning rate's schedule advances as ever, once for both steps.
+    Each mini-batch is trained twice: all its micro-batches with the tokens of one group, then with those of the other,
+    each with its own clipping and optimizer step, and both with the batch's π_old. The policy, KL and entropy terms
+    cover the group's tokens, divided by verl's counts of the whole mini-batch over all processes. A pass without tokens
+    in any process takes no step. The learning rate schedule advances once for both steps.
 
-    In verl's log, means of both passes; `grad_norm` is the last pass's, `lopti/grad_norm_low` and `_high` are each
-    one's, before clipping, `lopti/tokens_low` and `_high` the counts of tokens over all processes. The auxiliary loss
-    of a mixture of experts, which the model adds itself, would count in both passes.
+    verl's log shows means over both passes; `grad_norm` is the last pass's, `lopti/grad_norm_low` and `_high` are each
+    pass's norm before clipping, and `lopti/tokens_low` and `_high` count tokens over all processes. The auxiliary loss
+    of a mixture of experts, which the model itself adds, would count in both passes.
     """
 
     def train_batch(self, data: Any, loss_function: Any) -> dict[str, Any]:
-        """Train verl's batch once per pass. Raises InputError if the passes would not add up to the whole loss."""
+        """Train verl's batch once per pass. Raises InputError if the passes would not sum to the whole loss."""
         config = loss_function.keywords.get("config") if isinstance(loss_function, partial) else None
         settings = None if config is None else config.get("policy_loss", None)
         eta = None if settings is None else settings.get("lopti_eta", None)
@@ -72,7 +72,7 @@ class LoptiPasses:
         return int(count)
 
     def _pass(self, data: Any, loss_function: Any, eta: float, name: str) -> dict[str, Any]:
-        """Take one of verl's optimizer steps on the pass's tokens."""
+        """Take one of verl's optimizer steps, on the pass's tokens."""
         token = RUNNING_PASS.set(name)
         try:
             output = super().train_batch(data, pass_loss(loss_function, eta=eta, name=name))
@@ -91,7 +91,7 @@ class LoptiFSDPEngine(LoptiPasses, FSDPEngineWithLMHead):
 
 
 def _joined(metrics: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the metrics of two passes as if their micro-batches were of one; `grad_norm` is the last."""
+    """Merge the metrics of two passes as if their micro-batches belonged to one; `grad_norm` is the last."""
     joined: dict[str, Any] = {}
     for one in metrics:
         append_to_dict(joined, {key: value for key, value in one.items() if key != "grad_norm"})

@@ -1,6 +1,6 @@
-"""Token weightings, with Lopti's passes, as changes to verl's own functions (Eq. 4 and Alg. 1, arXiv:2505.12929).
+"""Token weightings and Lopti's passes as modifications of verl's functions (Eq. 4 and Alg. 1, arXiv:2505.12929).
 
-Nothing here imports verl: its functions and configuration come in as arguments.
+This module does not import verl: its functions and configuration are passed as arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradscope.errors import InputError
 from gradscope.objective import LossSettings, StepRule, check_weighting, make_weighting, weigh_step
 
 RUNNING_PASS: ContextVar[str | None] = ContextVar("RUNNING_PASS", default=None)
-"""Name of the pass that the engine is taking; None outside Lopti's two."""
+"""Name of the engine's current pass; None outside Lopti's two."""
 
 
 def check_methods(settings: Any) -> None:
@@ -27,12 +27,12 @@ def check_methods(settings: Any) -> None:
             raise InputError("weighting is given beside reweight_alpha or lopti_eta; give one of them")
         weighting = make_weighting(settings.weighting)
         if weighting.alpha_and_eta is not None:
-            raise InputError(f"weighting is {settings.weighting}; give reweight_alpha and lopti_eta, or none of them")
+            raise InputError(f"weighting is {settings.weighting}; give reweight_alpha and lopti_eta instead, or none")
         check_weighting(weighting, entropy=False, sampler_logprobs=False)  # verl's policy losses get neither
     if settings.lopti_pass not in (None, "low", "high"):
         raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low or high for that group alone, or null: both")
     if settings.lopti_pass is not None and settings.lopti_eta is None:
-        raise InputError(f"lopti_pass is {settings.lopti_pass} without lopti_eta, which parts the groups; give both")
+        raise InputError(f"lopti_pass is {settings.lopti_pass} without lopti_eta, which splits the groups; give both")
 
 
 def changed_policy_loss(
@@ -45,21 +45,19 @@ def changed_policy_loss(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """Call `vanilla`, a policy loss of verl, with the advantages that `config.policy_loss` asks for; tensors are [B,
-    T].
+    """Call `vanilla`, a policy loss of verl, with the advantages given by `config.policy_loss`; tensors are [B, T].
 
-    With `reweight_alpha`, Â becomes [α·π_old + 1 − α]·Â. With `lopti_pass` "low" only tokens of π_old < `lopti_eta`
-    keep their advantage, with "high" only the others: a token of advantage 0 has no gradient and is still counted,
-    so the denominator of every `loss_agg_mode` stays. With `weighting` the slope of each token is the weighting's
-    w_t, thresholds over the micro-batch's tokens; verl's metrics stay those of its own loss. Without any of them,
-    vanilla gets what it would have got. Raises InputError for a `lopti_eta` without `lopti_pass` where no engine
-    takes the passes.
+    With `reweight_alpha`, Â becomes [α·π_old + 1 − α]·Â. With `lopti_pass` "low", only tokens with π_old < `lopti_eta`
+    keep their advantage, with "high" only the others; a token of advantage 0 has no gradient but is still counted, so
+    that the denominator of every `loss_agg_mode` is unchanged. With `weighting`, each token's slope is the weighting's
+    w_t, with thresholds over the micro-batch's tokens; verl's metrics stay those of its own loss. With none of them,
+    vanilla is called unchanged. Raises InputError for a `lopti_eta` without `lopti_pass` if no engine takes the passes.
     """
     settings = config.policy_loss
     alpha, eta, only = settings.reweight_alpha, settings.lopti_eta, settings.lopti_pass
     if eta is not None and only is None and RUNNING_PASS.get() is None:
         raise InputError(
-            f"lopti_eta is {eta}, and verl's engine takes one pass; use strategy fsdp or fsdp2 and start verl with "
+            f"lopti_eta is {eta}, but verl's engine takes one pass; use strategy fsdp or fsdp2 and start verl with "
             "VERL_ENGINE_VENDOR=gradscope and "
             "VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl,gradscope.integrations.verl_engine"
         )
@@ -86,7 +84,7 @@ def _clips(config: Any) -> LossSettings:
 
 
 def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, name: str) -> Tensor:
-    """Return the mask of pass `name`'s tokens, by `StepRule.groups`; tensors [B, T], or nested with rows of equal
+    """Return the mask of pass `name`'s tokens, by `StepRule.groups`; tensors are [B, T], or nested with the same row
     lengths.
     """
     if not response_mask.is_nested:
@@ -98,9 +96,9 @@ def pass_mask(old_log_prob: Tensor, response_mask: Tensor, *, eta: int | float, 
 
 
 def pass_loss(loss_function: Callable[..., Any], *, eta: int | float, name: str) -> Callable[..., Any]:
-    """Compute verl's loss of a micro-batch, restricted to the response tokens of pass `name`.
+    """Return verl's loss of a micro-batch, restricted to the response tokens of pass `name`.
 
-    Policy, KL and entropy term are all of these tokens, and divided by counts that verl took of the whole mini-batch.
+    Policy, KL and entropy terms cover these tokens only, divided by verl's counts of the whole mini-batch.
     """
 
     def loss(*, model_output: Any, data: Any, **keywords: Any) -> Any:

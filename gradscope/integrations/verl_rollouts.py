@@ -1,26 +1,26 @@
-"""Inside verl (0.9.1): what its trainers train on becomes native rollouts, which lose nothing.
+"""Write what verl's (0.9.1) trainers train on as lossless native rollouts.
 
     VERL_USE_EXTERNAL_MODULES=gradscope.integrations.verl_rollouts python -m verl.trainer.main_ppo ...
 
-A file per training step, `CHECKPOINTS/gradscope/rollouts/step_000012.parquet`, CHECKPOINTS being verl's
+Each training step gets a file `CHECKPOINTS/gradscope/rollouts/step_000012.parquet`, where CHECKPOINTS is verl's
 `trainer.default_local_dir`. Settings are environment variables:
 
 - GRADSCOPE_ROLLOUTS: another folder for the files;
-- GRADSCOPE_ROLLOUTS_EVERY=10: write every tenth step, from the first one on; none: spikes alone; by default, each;
-- GRADSCOPE_ROLLOUTS_SPIKE=3: also write a step whose gradient norm is above 3 times the median of those before it, or
-  not finite; GRADSCOPE_ROLLOUTS_SPIKES=10: at most ten of these, as is the default;
-- GRADSCOPE_ROLLOUTS_TEXT=1: also write the text of prompt and response; by default, ids alone, which whoever has the
+- GRADSCOPE_ROLLOUTS_EVERY=10: write every tenth step, starting with the first (default: every step); none: only spikes;
+- GRADSCOPE_ROLLOUTS_SPIKE=3: also write a step whose gradient norm is above 3 times the median of the previous ones, or
+  not finite; GRADSCOPE_ROLLOUTS_SPIKES=10: at most ten of these (the default);
+- GRADSCOPE_ROLLOUTS_TEXT=1: also write the text of prompt and response; by default only ids, which anyone with the
   tokenizer can decode.
 
-The hook is `_update_actor` of verl's trainers, which runs on the driver once for each batch that the actor is trained
-on and at no other time; there alone the step's number, the configuration and the batch as it goes to the actor are
-together: `compute_advantage` has neither ids nor step, and is called before a critic's warm-up is told from training,
-`compute_data_metrics` has no log-probabilities in the default trainer. The trainers are found when verl loads them;
-nothing else of verl is loaded. What verl computes stays as it is, and no weights are looked at, so that FSDP, Megatron
-and the others are all the same.
+The hook is `_update_actor` of verl's trainers, which runs on the driver exactly once for each batch that the actor is
+trained on. Only there are the step's number, the configuration and the actor's batch available together:
+`compute_advantage` has neither ids nor step and also runs during a critic's warm-up, and `compute_data_metrics` has no
+log-probabilities in the default trainer. The hook is installed when verl loads its trainers, and loads nothing else of
+verl. verl's computation is unchanged and weights are not read, so that FSDP, Megatron and others make no difference.
 
-The default trainer ("sync" and both asynchronous modes) and the older one (`trainer.use_v1=false`) are served.
-Settings, and losses that rows cannot say (`verl_writer.verl_loss`), are refused in one line when verl starts.
+Both the default trainer ("sync" and both asynchronous modes) and the older one (`trainer.use_v1=false`) are supported.
+Invalid settings, and losses that rows cannot express (`verl_writer.verl_loss`), are refused in one line when verl
+starts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ except ImportError as error:
     raise ImportError("gradscope.integrations.verl_rollouts works inside verl: pip install verl==0.9.1") from error
 
 TRAINERS = {"verl.trainer.ppo.v1.trainer_base": "PPOTrainer", "verl.trainer.ppo.ray_trainer": "RayPPOTrainer"}
-"""Module → its trainer."""
+"""Module → name of its trainer."""
 
 
 class TrainerFinder(MetaPathFinder):
-    """Finds the modules of verl's trainers as Python does, and puts a writer into each once it is loaded."""
+    """Import hook that adds a writer to each of verl's trainers once its module is loaded."""
 
     def find_spec(self, name: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path, target) if name in TRAINERS else None
@@ -62,7 +62,7 @@ class TrainerFinder(MetaPathFinder):
 
 
 def _check_loss(validate: Any) -> Any:
-    """Let verl's own check of its configuration, with which it starts, also look at the loss."""
+    """Extend verl's check of its configuration at startup to the loss."""
 
     @wraps(validate)
     def validated(config: Any, *args: Any, **keywords: Any) -> Any:
@@ -74,7 +74,7 @@ def _check_loss(validate: Any) -> Any:
 
 
 def _or_exit(function: Any, *args: Any) -> Any:
-    """Call it; of what a user can mend say one line and end."""
+    """Call the function; on an InputError, print one line and exit with status 2."""
     try:
         return function(*args)
     except InputError as error:

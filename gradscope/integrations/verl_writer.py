@@ -1,6 +1,6 @@
-"""What verl's trainers train on, on their driver, as native rows; `verl_rollouts` puts it into verl.
+"""Write what verl's trainers train on, from their driver, as native rows; `verl_rollouts` installs it in verl.
 
-Nothing here imports verl: its trainer, batch and configuration come in as arguments.
+This module does not import verl: its trainer, batch and configuration are passed as arguments.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ COLUMNS = {
     **{"ref_log_prob": "ref_logprobs", "rollout_log_probs": "sampler_logprobs"},
     "rollout_is_weights": "sampler_correction",
 }
-"""verl's tensor [B, R] → what rows call it; from the fourth on, not every run has them."""
+"""verl's tensor [B, R] → name in rows; those from the fourth on are optional."""
 SCORES = ("token_level_scores", "rm_scores")
-"""verl's names of the score that each token was given; the first that is there counts."""
+"""verl's names for the tokens' scores; the first present one is used."""
 FOLDER, EVERY, TEXT = "GRADSCOPE_ROLLOUTS", "GRADSCOPE_ROLLOUTS_EVERY", "GRADSCOPE_ROLLOUTS_TEXT"
 SPIKE, SPIKES = "GRADSCOPE_ROLLOUTS_SPIKE", "GRADSCOPE_ROLLOUTS_SPIKES"
 VARIABLES = (FOLDER, EVERY, TEXT, SPIKE, SPIKES)
 """Environment variables."""
-CANNOT_SAY = "which rows of rollouts cannot say"
+CANNOT_SAY = "which rows of rollouts cannot express"
 IMAGES = "multi_modal_inputs"
 FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], "uid")
-"""What is taken from the store of the default trainer's batches."""
+"""Fields read from the store of the default trainer's batches."""
 
 
 def verl_loss(config: Any) -> LossSettings:
-    """Return the settings of the loss that verl's actor trains, of verl's whole configuration.
+    """Return the settings of the actor's loss, from verl's whole configuration.
 
-    Raises InputError for a loss that rows cannot say, naming the setting.
+    Raises InputError for a loss that rows cannot express, naming the setting.
     """
     actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
     mode, correction = policy.get("loss_mode", "vanilla"), config.algorithm.get("rollout_correction", None)
@@ -54,7 +54,7 @@ def verl_loss(config: Any) -> LossSettings:
     if bypass or mode == "bypass_mode":
         _check_bypass(correction if bypass else policy.rollout_correction)
     elif mode not in ("vanilla", "gradscope"):
-        raise InputError(f"actor.policy_loss.loss_mode is {mode}, {CANNOT_SAY}; they can say vanilla")
+        raise InputError(f"actor.policy_loss.loss_mode is {mode}, {CANNOT_SAY}; use vanilla")
     for name in ("lopti_eta", "weighting"):
         if policy.get(name, None) is not None:
             raise InputError(f"actor.policy_loss.{name} is {policy.get(name)}, {CANNOT_SAY}; leave one of the two out")
@@ -63,10 +63,10 @@ def verl_loss(config: Any) -> LossSettings:
     if (config.get("distillation", None) or {}).get("enabled", False):
         raise InputError(f"distillation.enabled is true, a loss {CANNOT_SAY}; switch one of the two off")
     if actor.use_kl_loss and actor.kl_loss_type not in ("low_var_kl", "k3"):
-        raise InputError(f"actor.kl_loss_type is {actor.kl_loss_type}, {CANNOT_SAY}; they can say low_var_kl")
+        raise InputError(f"actor.kl_loss_type is {actor.kl_loss_type}, {CANNOT_SAY}; use low_var_kl")
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
         raise InputError(
-            "actor.loss_scale_factor is null, so that seq-mean-token-sum-norm divides by each micro-batch's width, "
+            "actor.loss_scale_factor is null, so seq-mean-token-sum-norm divides by each micro-batch's width, "
             f"{CANNOT_SAY}; give a number"
         )
     several = actor.ppo_mini_batch_size < config.data.train_batch_size
@@ -90,10 +90,11 @@ def _check_bypass(correction: Any) -> None:
 def response_divisors(
     actor: Any, kept: Float[Tensor, " B"], counted: Float[Tensor, " B"], *, mini_batch: int, processes: int
 ) -> Float[Tensor, " B"]:
-    """Return what the loss divides each response's summed terms by, of the mean over the batch's mini-batches.
+    """Return the divisor of each response's summed terms in the mean over the batch's mini-batches.
 
-    kept, counted: tokens of each response that its mask keeps, and that verl counts for token-mean. mini_batch:
-    responses to an optimizer step, of which each of the processes, that have equal runs of the batch, takes its part.
+    kept, counted: number of each response's tokens that its mask keeps, and that verl counts for token-mean.
+    mini_batch: responses per optimizer step, split evenly among processes, each of which has a consecutive part of the
+    batch.
     """
     size = len(kept)
     steps = size // mini_batch
@@ -113,23 +114,23 @@ def response_divisors(
 
 @dataclass(frozen=True)
 class WriterSettings:
-    """Which steps of verl's are written, where, and whether as text, too."""
+    """Which of verl's steps to write, where, and whether with text."""
 
     folder: Path | None = None
     """None: gradscope/rollouts in the folder of verl's checkpoints (trainer.default_local_dir)."""
     every: int | None = 1
-    """None: no step but those of `spike`."""
+    """None: only the steps of `spike`."""
     text: bool = False
     spike: float | None = None
-    """Also a step whose gradient norm is not finite, or above this many times the median of those before it."""
+    """Also write steps whose gradient norm is not finite, or above this many times the median of the previous ones."""
     spikes: int = 10
-    """Such steps at most."""
+    """Largest number of such steps."""
 
 
 def read_settings(environment: Mapping[str, str]) -> WriterSettings:
-    """Return what environment variables ask for. Raises InputError for a value or a name that means nothing."""
+    """Read the settings from environment variables. Raises InputError for an invalid value or an unknown name."""
     if strange := sorted(name for name in environment if name.startswith(FOLDER) and name not in VARIABLES):
-        raise InputError(f"{strange[0]} is no setting; known are {', '.join(VARIABLES)}")
+        raise InputError(f"{strange[0]} is not a setting; give one of {', '.join(VARIABLES)}")
     folder, spike = environment.get(FOLDER), environment.get(SPIKE)
     if folder is not None and (not folder or Path(folder).is_file()):
         raise InputError(f"{FOLDER} is {folder!r}, which is not a folder; give one, or leave it out")
@@ -140,50 +141,50 @@ def read_settings(environment: Mapping[str, str]) -> WriterSettings:
     if (text := environment.get(TEXT, "0")) not in ("0", "1"):
         raise InputError(f"{TEXT} is {text!r}; give 1 or 0")
     if spike is not None and not 1 < _to_float(spike) < math.inf:
-        raise InputError(f"{SPIKE} is {spike!r}; give how many times the median a norm must be, such as 3")
+        raise InputError(f"{SPIKE} is {spike!r}; give a multiple of the median norm above 1, such as 3")
     every = None if numbers[EVERY] == "none" else int(numbers[EVERY])
     spike = None if spike is None else float(spike)
     return WriterSettings(folder and Path(folder), every, text == "1", spike, int(numbers[SPIKES]))
 
 
 def put_into(trainer: type, writer: VerlWriter) -> None:
-    """Let the writer look at each update of the actor, by replacing two methods of a trainer of verl's."""
+    """Pass each update of the actor to the writer, by wrapping two methods of one of verl's trainers."""
     update_actor, shutdown = trainer._update_actor, trainer._shutdown_dump_executor
 
     @wraps(update_actor)
     def watched(self: Any, batch: Any, *args: Any, **keywords: Any) -> Any:
         writer.take(self, batch)
         found = update_actor(self, batch, *args, **keywords)
-        # The default trainer fills the metrics that it is given, the older one returns them.
+        # The default trainer fills the metrics passed to it, the older one returns them.
         given = (*args, *keywords.values())
         writer.updated(self, given[0] if given else found.meta_info["metrics"])
         return found
 
     @wraps(shutdown)
     def drained(self: Any) -> None:
-        shutdown(self)  # verl's own place to wait for what it writes in the background
+        shutdown(self)  # where verl waits for its own background writes
         writer.close()
 
     trainer._update_actor, trainer._shutdown_dump_executor = watched, drained
 
 
 class VerlWriter:
-    """Writes the batches of a verl trainer's steps; its `take` is called before each update of the actor."""
+    """Writer of a verl trainer's batches; `take` is called before each update of the actor."""
 
     def __init__(self, settings: WriterSettings) -> None:
         self.settings = settings
         self.folder: Path | None = None
         self.steps: list[int] = []
-        """Steps handed to the process that writes."""
+        """Steps handed to the writing process."""
         self.seconds = 0.0
-        """Wall time of the driver in here."""
+        """Wall time of the driver spent here."""
         self._spikes = None if settings.spike is None else Spikes(settings.spike, settings.spikes)
         self._updates: list[_Update] = []
-        """Of the step that is under way."""
+        """Updates of the current step."""
         self._process: RowWriter | None = None
 
     def take(self, trainer: Any, batch: Any) -> None:
-        """Copy what the trainer's actor is about to be updated with: a DataProto, or the metadata of a stored batch."""
+        """Copy the batch of the actor's next update: a DataProto, or the metadata of a stored batch."""
         start, step = time.perf_counter(), int(trainer.global_steps)
         self._updates = [update for update in self._updates if update.step == step]
         if self.folder is None:
@@ -196,7 +197,7 @@ class VerlWriter:
         self.seconds += time.perf_counter() - start
 
     def updated(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
-        """Hand the step over, once its last update is done. metrics: verl's of the update."""
+        """Queue the step for writing once its last update is done. metrics: verl's, of the update."""
         start = time.perf_counter()
         if self._updates:
             norms = metrics.get("actor/grad_norm")
@@ -206,7 +207,7 @@ class VerlWriter:
         self.seconds += time.perf_counter() - start
 
     def close(self) -> None:
-        """Let everything be written."""
+        """Wait until everything is written."""
         if self._process is not None:
             self._process.close()
             self._process = None
@@ -234,13 +235,13 @@ class VerlWriter:
         self.steps.append(step)
 
     def _has_images(self, trainer: Any, batch: Any) -> bool:
-        """Return whether prompts hold images; warn of the first."""
+        """Return whether prompts contain images; if so, warn."""
         if getattr(trainer, "processor", None) is None:
             return False
         given = batch.non_tensor_batch.get(IMAGES, ()) if hasattr(batch, "batch") else _stored(batch, [IMAGES])[IMAGES]
         if not any(len(one) for one in (given.tolist() if hasattr(given, "tolist") else given)):
             return False
-        warnings.warn("gradscope: rollouts of prompts with images are not written: rows hold tokens", stacklevel=3)
+        warnings.warn("gradscope: rollouts of prompts with images are not written: rows hold only tokens", stacklevel=3)
         return True
 
 
@@ -253,7 +254,7 @@ def _to_float(text: str) -> float:
 
 @dataclass
 class _Update:
-    """A batch that the actor was updated with, copied."""
+    """Copy of a batch that the actor was updated with."""
 
     step: int
     part: Part
@@ -262,7 +263,7 @@ class _Update:
     num_steps: int
     """Optimizer steps."""
     norm: float | None = None
-    """verl's gradient norm, the mean of its steps'."""
+    """verl's gradient norm, averaged over its steps."""
 
 
 def _make_update(trainer: Any, batch: Any) -> _Update:
@@ -286,13 +287,13 @@ def _make_update(trainer: Any, batch: Any) -> _Update:
 
 
 def _num_processes(workers: Any) -> int:
-    """Return how many processes verl divides the actor's batch among."""
+    """Return the number of processes that share the actor's batch."""
     ranks = workers._dispatch_info.get("actor") or workers._query_dispatch_info("actor")
     return max(ranks) + 1
 
 
 def _from_padded(data: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray], slice]:
-    """Return the tensors of a DataProto, the ids of its prompts and responses with their masks, and all its rows."""
+    """Return the tensors of a DataProto, the ids and masks of its prompts and responses, and a slice of all rows."""
     tensors = data.batch
     width = tensors["prompts"].shape[1]
     mask = to_array(tensors["attention_mask"])
@@ -304,7 +305,7 @@ def _from_padded(data: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray]
 
 
 def _from_store(batch: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray], np.ndarray]:
-    """Return the same of a batch in TransferQueue, whose tensors are nested, and which of its rows are no padding."""
+    """Return the same for a batch in TransferQueue, whose tensors are nested, and which of its rows are not padding."""
     data = _stored(batch, FIELDS)
     groups = np.array(data["uid"].tolist()).astype(str)
     tensors = {name: data[name] for name in FIELDS if name != "uid" and name in data}
@@ -320,7 +321,7 @@ def _from_store(batch: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray]
 
 
 def _stored(batch: Any, fields: Any) -> Any:
-    """Take fields of a batch from TransferQueue, which the trainer that made it has loaded."""
+    """Read fields of a batch from TransferQueue, which its trainer has already loaded."""
     import transfer_queue
 
     return transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*fields])

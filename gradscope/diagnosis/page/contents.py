@@ -1,4 +1,4 @@
-"""A diagnosis as a page with its tables, and as files."""
+"""Lay out a diagnosis as a page with its tables, and write it to files."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class Report:
-    """A page, and the tables that travel with it."""
+    """Page with its tables."""
 
     page: Page
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
     """By file name, relative to the page."""
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the page alone, without links to its tables; its path."""
+        """Write the page alone, without links to its tables; return its path."""
 
         def alone(block: Block | None) -> Block | None:
             block = replace(block, code="") if isinstance(block, Figure) else block
@@ -58,8 +58,8 @@ def make_report(
 ) -> Report:
     """Lay out one checkpoint's diagnosis as a page.
 
-    policy, batch: those that were diagnosed; the viewer shows their prompts. facts: how the results were made; notes:
-    what has to be known beside what the diagnosis says itself, such as how the rollouts were read.
+    policy, batch: the diagnosed ones; the viewer shows their prompts. facts: how the results were made. notes: added to
+    the diagnosis's own, such as how the rollouts were read.
     """
     from gradscope.diagnosis.page.sections import Sheets, make_lead, make_sections  # which load matplotlib
 
@@ -82,7 +82,7 @@ def make_report(
 
 
 def _as_evidence(finding: Told) -> Finding | None:
-    """Return a finding as the page has it: of that which the first screen states already, its basis alone."""
+    """Return a finding for the page; for the one stated on the first screen, only its basis."""
     if finding.kind == "dominance_raw":
         return Finding(finding.detail) if finding.detail else None
     return Finding(finding.brief or finding.statement, finding.detail, finding.tone)
@@ -100,12 +100,12 @@ def write_report(folder: str | Path, report: Report) -> Path:
 
 @dataclass(frozen=True, repr=False)
 class TokenViewer:
-    """The page's viewer by itself: shown in a notebook, or written as a page that fetches nothing."""
+    """The page's token viewer by itself, shown in a notebook or written as a self-contained page."""
 
     page: Page
 
     def to_html(self, path: str | Path) -> Path:
-        """Write the page; its path."""
+        """Write the page; return its path."""
         return write_page(Path(path), self.page)
 
     def __repr__(self) -> str:
@@ -130,8 +130,8 @@ def viewer(
 ) -> TokenViewer:
     """Show a token table response by response, each token shaded by its numbers; a notebook displays it.
 
-    table: of `measure`. batch: the rollouts, for their rewards and, with the policy's tokenizer, their prompts.
-    movement: `movement_table` of one step. Raises InputError for a table that holds nothing to shade by.
+    table: result of `measure`. batch: the rollouts, for rewards and, with the policy's tokenizer, prompts. movement:
+    `movement_table` of one step. Raises InputError if the table has no column to shade by.
     """
     shown = table if "weight" not in table or PARAMETERS not in table else add_weighted_norms(table)
     if movement is not None:
@@ -146,7 +146,7 @@ def viewer(
     shown, shade = add_estimated_norms(shown), "weighted_norm"
     shade = "weighted_norm_estimate" if "weighted_norm_estimate" in shown else shade
     made = Viewer(shown, prompts=prompts, rewards=rewards, reward_parts=parts, shade=shade, first=first)
-    viewer_data(made)  # refused here, not when it is shown
+    viewer_data(made)  # raise errors now, not when it is shown
     return TokenViewer(Page(title, viewer=made))
 
 

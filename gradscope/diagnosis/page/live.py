@@ -1,4 +1,4 @@
-"""Lay out what was seen of a training while it runs as one page: shares by step, and the largest tokens as text."""
+"""Lay out a running training as one page: shares by step, and the largest tokens as text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def make_live_report(
     """Lay out a training's steps as a page.
 
     steps: a row per step and interval: step, interval (its label), token_share, logit_grad_share, clipped_share,
-    masked_share, mismatch, entropy; NaN: not known. largest: tokens of recent steps. found: the verdict on them.
+    masked_share, mismatch, entropy; NaN: unknown. largest: tokens of recent steps. found: verdict on these steps.
     """
     from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
     from gradscope.diagnosis.plots import plot_steps
@@ -30,15 +30,15 @@ def make_live_report(
     tokens = sheets.table(
         "largest",
         largest,
-        "Tokens of recent steps with the largest |w|·‖e − π‖, by their share of their step's sum; before: the text "
-        "that they go on with; slope: ∂loss/∂ log π, negative where the step shall make the token more probable.",
+        "Tokens of recent steps with the largest |w|·‖e − π‖, by their share of their step's sum; before: the "
+        "preceding text; slope: ∂loss/∂ log π, negative if the loss makes the token more probable.",
         [name for name in shown if name in largest],
     )
     numbers = sheets.table("numbers", steps, "Every number of every step.", folded=True)
     meaning = (
-        "|w|·‖e − π‖ is the size of a token's part of the gradient at its own logits, w its weight in the trainer's "
-        "own loss, e − π the gradient of its log π. What the network adds on the way to the parameters, and what "
-        "cancels between tokens, is not in it."
+        "|w|·‖e − π‖ is the norm of a token's gradient at its own logits: w is its weight in the trainer's "
+        "own loss, e − π the gradient of its log π. It excludes the network's contribution between logits and "
+        "parameters, and cancellation between tokens."
     )
     sections = (
         Section("steps", "Over the steps", (drawn, Definition("gradient at the logits", meaning))),

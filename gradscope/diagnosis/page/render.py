@@ -1,4 +1,4 @@
-"""Render a page as one HTML file that fetches nothing, with all text escaped and figures and data inside."""
+"""Render a page as one self-contained HTML file, with all text escaped."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gradscope.diagnosis.page.viewer import viewer_data
 from gradscope.runs import write_text
 
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
-"""Text alternative of a finding's colour."""
+"""Text alternative for a finding's colour."""
 
 
 def write_page(path: str | os.PathLike, page: Page) -> Path:
@@ -31,9 +31,9 @@ def write_page(path: str | os.PathLike, page: Page) -> Path:
 
 
 def render(page: Page) -> str:
-    """Render the page as one HTML file that fetches nothing; the same page gives the same text.
+    """Render the page as one self-contained HTML file; the same page gives the same text.
 
-    Whatever text it holds stays text. Raises InputError for a viewer that cannot be shown.
+    All text is escaped. Raises InputError for a viewer that cannot be shown.
     """
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -46,7 +46,7 @@ def render(page: Page) -> str:
         lstrip_blocks=True,
     )
     number = count(1)
-    # The viewer's first: on paper it puts every response on the page, and then all that is folded unfolds.
+    # The viewer's script comes first: for print, it adds every response to the page before folded parts unfold.
     script = "".join(_template(name) for name in (["viewer.js"] if page.viewer is not None else []) + ["page.js"])
     html = environment.get_template("page.html.jinja").render(
         page=page,
@@ -60,7 +60,7 @@ def render(page: Page) -> str:
         cells=table_cells,
         link=lambda figure: quote(figure.csv),
     )
-    # Half of a surrogate pair, as broken tokens can hold, has no UTF-8.
+    # Lone surrogates, which broken tokens can contain, cannot be encoded as UTF-8.
     return html.encode("utf-8", "replace").decode("utf-8")
 
 

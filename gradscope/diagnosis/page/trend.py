@@ -22,7 +22,7 @@ FOLLOWED = {
     ("token_share", "none"): "The share of the tokens with {}",
     ("added_index", "raw"): "The gradient energy of tokens with {} over what (1−π)² alone predicts",
 }
-"""Statistic and metric → words of the sentences on the first interval."""
+"""Statistic and metric → subject of the sentence on the first interval."""
 
 
 def make_trend_report(
@@ -33,10 +33,10 @@ def make_trend_report(
     facts: Mapping[str, str] | None = None,
     title: str = "gradscope: over training",
 ) -> Report:
-    """Lay out the statistics of several checkpoints as a page, or of a single one while a run has no more.
+    """Lay out the statistics of one or several checkpoints as a page.
 
-    trend: the statistics of each, one below the other, with a column `step` and, where it is known, `other_step`: True
-    where its rollouts were sampled by a different checkpoint, which is drawn hollow and said first. links: words and
+    trend: the checkpoints' statistics, concatenated, with a column `step` and, if known, `other_step`: whether the
+    rollouts were sampled by a different checkpoint; such steps are drawn hollow and named in a warning. links: text and
     file, relative to this page, of each checkpoint's own page.
     """
     from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
@@ -51,7 +51,7 @@ def make_trend_report(
         "trend_drawn",
         lambda: plot_trend(trend, labels),
         f"Headline numbers at {which}; bands are 95 % over redrawn "
-        "prompts, of the rollouts that each checkpoint was diagnosed on; hollow: of another step's; crosses: of too "
+        "prompts of each checkpoint's rollouts; hollow: rollouts of another step; crosses: too "
         "few prompts or tokens for an interval.",
         again=redraw(plot_trend, csv("trend"), repr(labels)),
     )
@@ -85,18 +85,18 @@ class Change:
     statistic: str
     metric: str
     first: pd.Series
-    """Its row at the earlier checkpoint, whose name is the step."""
+    """Row at the earlier checkpoint, named by the step."""
     last: pd.Series
     verdict: Verdict
-    """MORE: it rose; LESS: it fell; UNDECIDED; UNKNOWN: an interval is not known."""
+    """MORE: it rose; LESS: it fell; UNDECIDED; UNKNOWN: an interval is missing."""
 
 
 def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change | None]]:
-    """Return each followed number's change from the first to the last checkpoint, and its largest change between
-    neighbours.
+    """Return each followed number's change from the first to the last checkpoint, and its largest change from one
+    checkpoint to the next.
 
-    The second is the largest change from one checkpoint to the next; None of two checkpoints alone. A verdict takes
-    intervals of 95 % that do not overlap, for they are of different rollouts.
+    The latter is None for fewer than three checkpoints. A verdict requires that the 95 % intervals do not overlap,
+    since the rollouts differ.
     """
     ends, found = {trend["step"].min(), trend["step"].max()}, []
     for statistic, metric in FOLLOWED:
