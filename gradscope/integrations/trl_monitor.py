@@ -339,7 +339,7 @@ class TokenMonitor(TrainerCallback):
         """Warn once why steps are skipped."""
         if not self._warned:
             self._warned = True
-            warnings.warn(f"gradscope: steps are not looked at: {reason}", stacklevel=4)
+            warnings.warn(f"gradscope: steps are skipped: {reason}", stacklevel=4)
 
     def _weigh(self) -> None:
         """Set ∂loss/∂ log π of a step's extra passes, from the loss in the trainer's settings."""

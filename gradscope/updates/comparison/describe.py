@@ -48,13 +48,13 @@ def signal_sentence(comparison: Comparison) -> str:
         return f"Of {n} prompts no signal can be told from noise; give at least {FEWEST} with unequal rewards."
     found = f"plain GRPO's signal to noise is {value:.3f}{in_brackets(lower, upper, '{:.3f}'.format)} for one prompt"
     if lower > 0:
-        return f"The update has a signal: {found}, so that both are equal at about {_prompts(value)} prompts."
+        return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
     if upper <= 0:
-        return f"No signal is seen on these {n} prompts: {found}."
-    needed = f"Signal equals noise at {_prompts(upper)} prompts at the earliest."
+        return f"These {n} prompts show no signal: {found}."
+    needed = f"Signal equals noise at {_prompts(upper)} prompts or more."
     if ceil(1 / upper) <= n:
         needed = "They are too few to say how many would be needed."
-    return f"On these {n} prompts the update's signal cannot be told from 0: {found}. {needed}"
+    return f"On these {n} prompts the update's signal cannot be distinguished from 0: {found}. {needed}"
 
 
 def gain_sentence(comparison: Comparison) -> str:
