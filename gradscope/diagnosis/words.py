@@ -135,7 +135,7 @@ def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
 
 
 def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) -> Finding:
-    """are: the numbers, as the predicate of a sentence."""
+    """Judge dominance in one sentence; are: the numbers, as its predicate."""
     low, kind = d.labels[0], f"dominance_{metric}"
     index, share = d.pick("dominance_index", metric, low), d.pick("squared_share", metric, low)
     they = f"tokens with {name_interval(low)}"

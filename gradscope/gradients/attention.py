@@ -230,17 +230,16 @@ def _try(model: nn.Module) -> bool:
     AttentionInterface.register(STRIPS, _attend)
     AttentionMaskInterface.register(STRIPS, _find_band)
     ids = torch.arange(8, device=next(model.parameters()).device)[None] % model.config.get_text_config().vocab_size
-    with torch.autocast(ids.device.type, enabled=False):
-        plain = model(input_ids=ids, use_cache=False).logits
-        try:
-            model.config._attn_implementation = STRIPS
-            strips = model(input_ids=ids, use_cache=False).logits
-        except torch.OutOfMemoryError:
-            raise
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another kind of attention
-            return False
-        finally:
-            model.config._attn_implementation = "eager"
+    plain = model(input_ids=ids, use_cache=False).logits
+    try:
+        model.config._attn_implementation = STRIPS
+        strips = model(input_ids=ids, use_cache=False).logits
+    except torch.OutOfMemoryError:
+        raise
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):  # another kind of attention
+        return False
+    finally:
+        model.config._attn_implementation = "eager"
     tolerance = TOLERANCE if plain.dtype in (torch.float32, torch.float64) else 0.1
     return bool(((strips - plain).abs().max() <= tolerance * plain.abs().max()).item())
 
