@@ -177,7 +177,7 @@ def test_prime_rls_traces_that_were_not_trained_are_left_out_and_the_newest_anno
     dump = read_dump(out)
     assert len(dump.batch) == 2
     assert any("2 of 5 rows left out: no annotation" in note for note in dump.notes)
-    assert any("1 of 5 rows left out: they are of an evaluation" in note for note in dump.notes)
+    assert any("1 of 5 rows left out: they are from an evaluation" in note for note in dump.notes)
     pairs = zip(values(dump, dump.logprobs, 1), SAMPLES[1].trainer, SAMPLES[1].mask, strict=True)
     assert all(found == wanted - 1.0 for found, wanted, keep in pairs if keep)
 

@@ -40,7 +40,7 @@ FROM_REWARDS = (
 EMPTY = "the response is empty"
 UNKNOWN = "the {} is unknown (null, NaN or infinite)"
 TORN = "the last line of the file was cut off while being written"
-RESIZED = "their text gives another number of tokens than the log states"
+RESIZED = "their text gives a different number of tokens than the log states"
 MASKED_OUT = "the trainer's mask keeps no token of them"
 MADE_AGAIN = "the run was resumed before their step, which it repeated later in the log"
 ROUTED = (
@@ -48,12 +48,12 @@ ROUTED = (
     "chooses its own, so log π and gradients may come from other experts"
 )
 IMAGES = "their prompts contain images, video or sound, which the log represents only by ids"
-EVALUATED = "they are of an evaluation"
+EVALUATED = "they are from an evaluation"
 
 
 @dataclass(frozen=True)
 class Row:
-    """A response, with the columns of the native format and of EXTRAS."""
+    """A response, with columns named as in the native format and EXTRAS."""
 
     place: str
     columns: dict[str, Any]
@@ -62,16 +62,16 @@ class Row:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Column → its name in the file, for error messages."""
     left_out: str | None = None
-    """Why the row is left out; None if it is not. The `reward` of a left-out row still counts in the mean and standard
-    deviation of its `group`, as in the trainer; set neither if it did not count there."""
+    """Why the row is left out; None if it is not. If a left-out row has `reward` and `group`, its reward still counts
+    in the group's mean and standard deviation; set neither if the trainer did not count it."""
     remarks: tuple[str, ...] = ()
     """Remarks on this response; notes count the responses with each remark."""
     is_counted: bool = True
-    """Whether its reward counts in its group; False for all but a session's last output."""
+    """Whether its reward counts in its group; False for all outputs of a session except the last."""
     loss: Mapping[str, Any] | None = None
-    """Settings of its training loss, if recorded in its file."""
+    """Settings of the training loss, if its file records them."""
     length: int | None = None
-    """Length of the response according to the log; a remark reports if the text has another length."""
+    """Length of the response according to the log; a remark reports a different length of the text."""
 
     def label(self, name: str) -> str:
         """Return the column's name in the file."""
@@ -93,25 +93,25 @@ class ReadingOptions:
 
 
 EXTRAS = ("entropy", "logprobs", "clipped")
-"""Columns of a Row with a value per response token that only a `Dump` has."""
+"""Per-token columns of a Row that only a `Dump` keeps."""
 
 
 @dataclass(frozen=True)
 class Answers:
-    """Facts about a format in a phrase each: a row of the table in docs/formats."""
+    """Facts about a format, a phrase each; they fill a row of the table in docs/formats."""
 
     group: str
     """Which responses form a group."""
     step: str
-    """What the log's step counts, and from which number; see `Format.first_step` for the step of a checkpoint."""
+    """What the log's step counts, and its first value; see `Format.first_step` for the step of a checkpoint."""
     sampled: str
-    """Which tokens count as sampled: the mask, tool output, an added end-of-sequence token."""
+    """Which tokens count as sampled: the mask, tool output, an inserted end-of-sequence token."""
     logprobs: str
-    """Whose log-probabilities the log holds, under which names and at which temperature."""
+    """Whose log-probabilities the log holds, under which names, and at which temperature."""
     left_out: str
     """Which rows are left out, besides empty, fully masked and unrewarded ones."""
     checked: str
-    """The versions whose logs were tested, how these were made (by its own code or after its source), and when."""
+    """Versions tested, how their logs were made (by the trainer's code, or by a writer after its source), and when."""
 
 
 @dataclass(frozen=True)
@@ -143,16 +143,16 @@ class Format:
 
 
 def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:
-    """Implement `Format.rows` for a format with a record per response."""
+    """Make `Format.rows` for a format with one record per response."""
     return lambda records, policy: (make(record, policy) for record in records)
 
 
 def list_by_list(
     make: Callable[[Record, Policy | None], Row], needs: Sequence[str], takes: Sequence[str]
 ) -> Callable[..., Iterator[Row]]:
-    """Implement `Format.rows` for records that are dictionaries of lists with an entry per response.
+    """Make `Format.rows` for records that are dictionaries of lists with an entry per response.
 
-    needs: columns in every record; takes: optional columns.
+    needs: required columns; takes: optional columns.
     """
 
     def rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -183,28 +183,28 @@ def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Itera
 
 
 def pick(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the record's columns among those named: {native name: name in the file}."""
+    """Rename columns by {native name: name in the file}; those that the record lacks are skipped."""
     return {native: record.columns[own] for native, own in names.items() if own in record.columns}
 
 
 def numbers_beside(record: Record, known: Collection[str]) -> dict[str, Any]:
-    """Return the record's numbers under other names than these, as the column `reward_parts`; nothing without."""
+    """Return {"reward_parts": the record's numeric columns outside `known`}; {} if there are none."""
     parts = {name: v for name, v in record.columns.items() if name not in known and isinstance(v, int | float)}
     return {"reward_parts": parts} if parts else {}
 
 
 def need(record: Record, name: str) -> Any:
-    """Return the record's column. Raises InputError if it is missing."""
+    """Return a required column. Raises InputError if it is missing."""
     if name not in record.columns:
         raise InputError(f"{record.place}: no `{name}`, which every record of this format has; leave the record out")
     return record.columns[name]
 
 
 def need_objects(record: Record, name: str) -> list[dict[str, Any]]:
-    """Return the record's list of objects. Raises InputError if it is missing or something else."""
+    """Return a required column that is a list of objects. Raises InputError otherwise."""
     values = need(record, name)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise InputError(f"{record.place}: `{name}` is {show(values)}; wanted is a list of objects")
+        raise InputError(f"{record.place}: `{name}` is {show(values)}; give a list of objects")
     return values
 
 

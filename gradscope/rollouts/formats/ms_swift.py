@@ -1,8 +1,8 @@
 """ms-swift's completions.jsonl: a line per logging call, a dictionary of lists with an entry per completion.
 
-Each call rewrites the newest generation, as does the end of training; evaluations are written under their step.
-Megatron's lines number steps by those completed before (`gen_step`), others by those completed after (`step`). On ray,
-a line is a single completion with a reward but no advantage.
+Every logging call, and the end of training, writes the newest generation again. Evaluations are logged under the
+current training step. Megatron numbers a generation by the steps completed before it (`gen_step`), the other trainers
+by those completed after it (`step`). With Ray, each line is a single completion, with a reward but no advantage.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from gradscope.rollouts.formats.text import prompt_of, response_of
 NEEDS = ("prompt", "completion", "advantages")
 TAKES = ("step", "gen_step", "num_turns")
 REPEATED = "an earlier line holds the same generation (ms-swift writes the newest one at every logging step)"
-EVALUATION = "they belong to an evaluation: the line before is from training at the same step"
+EVALUATION = "they are from an evaluation: the previous line is from training at the same step"
 LAST_TURN = (
     "it had several turns (num_turns), but the log holds only the last: the tokens of earlier ones, which were also "
     "trained, are missing"
 )
 PLACEHOLDER = re.compile(r"\[(-?[0-9]{1,9}) \* ([0-9]{1,9})\]")
-"""Placeholder of an image, a video or a sound: an id and a repeat count."""
+"""Placeholder for an image, a video or audio: a token id and a repeat count."""
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -68,7 +68,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 
 def _made_again(lines: list[Record]) -> set[int]:
-    """Return the lines from a step onwards that a resumed run wrote again later."""
+    """Return the indices of lines whose steps a resumed run logged again later."""
     again, before, seen = set(), None, []
     for record in lines:
         step = _line_step(record)
@@ -80,7 +80,7 @@ def _made_again(lines: list[Record]) -> set[int]:
 
 
 def _line_step(record: Record) -> int | None:
-    """Return the step of a line, for lists that of the first entry."""
+    """Return a line's step; that of its first entry if the line holds lists."""
     first = {name: v[0] if isinstance(v, list) and v else v for name, v in record.columns.items() if "step" in name}
     known = {name: v for name, v in first.items() if name in TAKES and not isinstance(v, list)}
     return _step(Record(record.path, record.place, known))
@@ -105,7 +105,7 @@ def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
 
 
 def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
-    """Raise InputError for a prompt with an image, which the log represents by a placeholder and a count."""
+    """Raise InputError if the prompt contains an image, video or audio, which the log holds only as a placeholder."""
     tokenizer = policy.tokenizer if policy else None
     if tokenizer is None or not isinstance(prompt, str):
         return
@@ -114,7 +114,7 @@ def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
         token = int(found[1])
         if token < 0 or (token in tokenizer.added_tokens_decoder and token not in usual):
             raise InputError(
-                f"{place}: `prompt` holds {found[0]}, which stands for {found[2]} tokens of an image, video or sound; "
+                f"{place}: `prompt` holds {found[0]}, a placeholder for {found[2]} tokens of an image, video or sound; "
                 "gradscope measures only text: give a log without such prompts"
             )
 
@@ -127,17 +127,17 @@ MS_SWIFT = Format(
     rows=_rows,
     notes=(
         RETOKENISED,
-        "the end-of-sequence token that closed a response is not in the log, and not among its tokens",
+        "the log lacks the end-of-sequence token of a response, so it is not among the measured tokens",
     ),
     answers=Answers(
         group="identical prompts of a step",
-        step="`step`, the optimizer steps taken when the line was written, from 1; Megatron's `gen_step` plus 1; an "
-        "earlier checkpoint sampled it where several steps are taken on a generation",
-        sampled="all of the text; of several turns the last one (a note counts them); no end-of-sequence token",
+        step="`step`, the optimizer steps taken when the line was written, from 1; Megatron's `gen_step` plus 1; if "
+        "several steps are taken on one generation, an earlier checkpoint sampled it",
+        sampled="all of the text; only the last of several turns (a note counts them); no end-of-sequence token",
         logprobs="none",
-        left_out="a generation that a line before holds; evaluations, and step 0; what a resumed run made again; "
-        "entries without prompt or completion",
-        checked="4.6.0: its trainer's own code, trained for two steps (Megatron's and ray's after the source), "
+        left_out="generations already logged; evaluations and step 0; steps that a resumed run repeated; entries "
+        "without prompt or completion",
+        checked="4.6.0: its own code, trained for two steps (Megatron's and Ray's: a writer after the source), "
         "2026-11-27",
     ),
 )

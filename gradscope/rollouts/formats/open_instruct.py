@@ -1,8 +1,8 @@
-"""open-instruct's save_traces: {run}_rollouts_{shard:06d}.jsonl, a line per response, ids and log-probabilities.
+"""open-instruct's save_traces: {run}_rollouts_{shard:06d}.jsonl, a line per response with ids and log-probabilities.
 
-prompt_idx counts the samples of a step in groups of the configured size, also where truncated ones were filtered out
-before: then one index stands for several prompts. What a tool said has log-probabilities of exactly 0, and an
-end-of-sequence token that was put into an empty response has NaN. {run}_metadata.jsonl beside it describes the run.
+prompt_idx is a sample's index within its step, divided by the configured group size. It does not account for truncated
+samples that were filtered out, so one prompt_idx can cover several prompts. Tool output has log-probabilities of
+exactly 0; the end-of-sequence token inserted into an empty response has NaN. {run}_metadata.jsonl describes the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES = {
 
 
 ABOUT = frozenset({"run_name", "model_name"})
-"""Columns of the run's metadata."""
+"""Columns of the metadata file."""
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
@@ -43,7 +43,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         rows.append((Row(record.place, columns, step, NAMES), sample))
     if len(runs) > 1:
         first, second = sorted(map(str, runs.values()))[:2]
-        raise InputError(f"{first} and {second} are of two runs, which number their steps alike; give the files of one")
+        raise InputError(f"{first} and {second} are from two runs with step numbers of their own; give one run")
     for at, (row, sample) in enumerate(rows):
         stale = newest.get((row.step, sample), at) != at
         yield Row(row.place, {}, row.step, left_out=MADE_AGAIN) if stale else row
@@ -56,24 +56,24 @@ OPEN_INSTRUCT = Format(
     rows=_rows,
     beside=(ABOUT,),
     notes=(
-        "the log-probabilities are the sampler's: ratios are to these, where the trainer may have recomputed its own",
-        "the log has no mask: a tool's output, if there was any, counts as sampled",
+        "the log-probabilities are the sampler's and ratios use them; the trainer may have used its own, recomputed",
+        "the log has no mask: tool output, if any, counts as sampled",
     ),
     first_step=0,
     answers=Answers(
         group="`prompt_idx` and the prompt's tokens, within a step",
         step=(
-            "`step`, from 0; `step_N` is the checkpoint after N of them, and vLLM may lag behind it (not in the log)"
+            "`step`, from 0; `step_N` is the checkpoint after N steps; vLLM's weights may be older (not in the log)"
         ),
         sampled=(
-            "the whole response, a tool's output too (log π exactly 0: a note counts); of an empty one the "
-            "end-of-sequence token that was put there (log π NaN, unknown)"
+            "the whole response, including tool output (log π exactly 0; a note counts it); for an empty response, "
+            "the inserted end-of-sequence token (log π NaN, unknown)"
         ),
         logprobs=(
-            "`logprobs`: vLLM's processed ones, at the sampling temperature, by which ratios are; the trainer's "
-            "own, if it computed them, are not in the log"
+            "`logprobs`: vLLM's processed ones, at the sampling temperature; ratios use them, since the trainer's own "
+            "are not in the log"
         ),
-        left_out="samples that a resumed run made again: the last one counts; several runs in a folder are refused",
+        left_out="samples that a resumed run repeated (the last one counts); several runs in a folder are refused",
         checked="open-instruct e6c3044a (2026-08-20): a writer after its source; 2026-11-27",
     ),
 )

@@ -1,4 +1,4 @@
-"""Records that hold prompt and response as one sequence of ids, with a mask of the tokens that were trained."""
+"""Records that hold prompt and response as one sequence of ids, with a mask of the trained tokens."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import MASKED_OUT, Row, need
 
 OTHER_PARTS = (
-    "some of their tokens count nothing in the policy gradient (cut off, or of another part of the loss, such as "
-    "cross-entropy or distillation) and are dropped"
+    "tokens outside the policy gradient (cut off, or in another term of the loss, such as cross-entropy or "
+    "distillation) are dropped"
 )
-WEIGHTED = "the trainer weights their tokens in the policy gradient: the advantage of each is multiplied by its weight"
+WEIGHTED = "the trainer weights tokens in the policy gradient: each advantage is multiplied by its token's weight"
 
 
 def split_sequence(
@@ -27,25 +27,26 @@ def split_sequence(
     length: int | None = None,
     weights: str | None = None,
 ) -> Row:
-    """Return the row of a sequence, whose response starts at the first token that the mask keeps.
+    """Split a sequence into prompt and response, which starts at the first token kept by the mask.
 
-    ids, mask: names of these columns; per_token: {native name: name in the file} of columns as long as the ids, of
-    which one without any value is not given; columns: what else is known; length: of the sequence, the rest is padding.
-    weights: name of a column of what each token counts in the policy gradient, 0 for those of other parts of the loss.
+    ids, mask: names of these columns. per_token: {native name: name in the file} of columns with a value per id; one
+    that is all null is omitted. columns: further columns of the row. length: tokens before padding starts. weights:
+    column with each token's weight in the policy gradient, 0 for tokens of other loss terms.
     """
     given = {name: need(record, name) for name in (ids, mask)}
     per_token = {**per_token, **({} if weights is None else {"weight": weights})}
     given |= {name: record.columns[name] for name in per_token.values() if name in record.columns}
     for name, values in given.items():
         if not isinstance(values, list):
-            raise InputError(f"{record.place}: `{name}` is {show(values)}; wanted is a list, one entry per token")
+            raise InputError(f"{record.place}: `{name}` is {show(values)}; give a list with one entry per token")
         if len(values) != len(given[ids]):
             raise InputError(
-                f"{record.place}: `{name}` has {len(values)} entries for {len(given[ids])} tokens; wanted is one each"
+                f"{record.place}: `{name}` has {len(values)} entries for {len(given[ids])} tokens; give one each"
             )
-    if length is not None and not 0 < length <= len(given[ids]):
-        raise InputError(f"{record.place}: a length of {length} for {len(given[ids])} tokens; wanted is 1 to as many")
-    end = len(given[ids]) if length is None else length
+    count = len(given[ids])
+    end = count if length is None else length
+    if length is not None and not 0 < length <= count:
+        raise InputError(f"{record.place}: the length is {length} for {count} tokens; give 1 to {count}")
     kept, remarks = given[mask][:end], ()
     weight = given.get(weights, [])[:end]
     if any(value is not None for value in weight):
@@ -70,7 +71,7 @@ def split_sequence(
 
 
 def _scaled(values: list[Any], weights: list[Any]) -> list[Any]:
-    """Multiply each value by its weight; non-numbers are left for the reader to report."""
+    """Multiply each value by its weight; non-numbers stay for the reader to report."""
     number = int | float
     return [
         v * w if isinstance(v, number) and isinstance(w, number) else v for v, w in zip(values, weights, strict=True)

@@ -1,4 +1,4 @@
-"""Prompts and responses that a log holds as text or as chat messages."""
+"""Prompts and responses logged as text or as chat messages."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def prompt_of(record: Record, name: str) -> Any:
-    """Return the prompt: a string, or a chat without the nulls that parquet fills in.
+    """Return the prompt: a string, or a chat without nulls from parquet.
 
-    A chat that ends in an assistant's turn is refused: trainers add a new turn to it, gradscope keeps it open.
+    Raises InputError for a chat that ends with an assistant's turn: trainers open a new turn after it, whereas
+    gradscope continues it.
     """
     prompt = need(record, name)
     if not isinstance(prompt, list):
@@ -58,30 +59,30 @@ TOOL_OUTPUT = re.compile(
     r"</?(tool_response|tool_result|tool_output|function_results?|function_response|interpreter|information|observation)>"
     r"|\[TOOL_RESULTS\]"
 )
-"""Marks that chat templates and tool environments put around a tool's answer; a tool call is the policy's own."""
+"""Tags that chat templates and tool environments put around tool output; tool calls are the policy's own tokens."""
 SHOWS_TOOLS = (
-    "its text shows a tool's output, which the log has no mask for: these tokens count as sampled, though the trainer "
+    "its text shows a tool's output, which the log does not mask: these tokens count as sampled, though the trainer "
     "left them out of its loss"
 )
 
 
 SHOWS_TURNS = (
-    "its text shows the opening of another answer: of several turns all tokens count as sampled, though the trainer "
-    "left those between its answers out of its loss"
+    "its text shows the opening of another answer: the tokens of all turns count as sampled, though the trainer left "
+    "those between the policy's own out of its loss"
 )
 THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")
-"""What a template adds to the opening of an answer with or without thinking."""
+"""Thinking tags that a template may append when it opens an answer."""
 
 
 def opening_of(policy: Policy | None) -> str | None:
-    """Return the template's opening of an answer without special tokens, such as `assistant`; None if there is none."""
+    """Return how the chat template opens an answer, without special tokens (`assistant`); None without a template."""
     tokenizer = policy.tokenizer if policy else None
     if getattr(tokenizer, "chat_template", None) is None:
         return None
     chat, how = [{"role": "user", "content": ""}], {"tokenize": False, **(policy.chat_template_kwargs or {})}
     try:
         closed, opened = (tokenizer.apply_chat_template(chat, add_generation_prompt=o, **how) for o in (False, True))
-    except Exception:  # a template is a program: it may raise anything, and this one is for other chats
+    except Exception:  # a template is a program, may raise anything, and may not accept this chat
         return ""
     text = opened.removeprefix(closed) if opened.startswith(closed) else ""
     for token in tokenizer.all_special_tokens:
@@ -90,14 +91,14 @@ def opening_of(policy: Policy | None) -> str | None:
 
 
 def ends_with_opening(prompt: str, opening: str) -> bool:
-    """Return whether a prompt without special tokens ends like one written by a template."""
+    """Return whether a prompt without special tokens ends with the template's opening of an answer."""
     return THOUGHT.sub("", prompt).rstrip().endswith(opening)
 
 
 def others_in(response: Any, opening: str | None, special: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return remarks on text by somebody else in a response: a tool's output, or several turns.
+    """Return remarks on a response that contains tool output or several turns.
 
-    opening: what `opening_of` gives; on a line of its own it begins another answer. special: tokens that may be in it.
+    opening: result of `opening_of`; on a line of its own it starts another turn. special: special tokens to ignore.
     """
     if not isinstance(response, str):
         return ()

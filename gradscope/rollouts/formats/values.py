@@ -1,4 +1,4 @@
-"""The values of one row, checked: whatever a TokenBatch could not hold is refused with the row's place in the file."""
+"""Parse and check the values of one row; an error names the row's place in the file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gradscope.runs import parse_json
 ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
 LARGEST_ID = 2**31
-"""Ids beyond this belong to no vocabulary."""
+"""No vocabulary has an id this large."""
 
 
 def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int]]:
-    """Return the ids of prompt and response, encoded if they are text, and checked against the policy's vocabulary."""
+    """Return the ids of prompt and response, checked against the policy's vocabulary; text is tokenized."""
     if "prompt_ids" in row.columns and "response_ids" in row.columns:
         return _check_ids(row, "prompt_ids", policy), _check_ids(row, "response_ids", policy)
     if "prompt" in row.columns and "response" in row.columns:
@@ -53,14 +53,14 @@ def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
         position, token = next((at, i) for at, i in enumerate(ids) if not 0 <= i < limit)
         bound = f"0 to {limit - 1}" + ("" if size is None else ", the policy's vocabulary")
         raise InputError(
-            f"{row.place}: `{row.label(name)}` holds {token} at position {position}, wanted {bound}; were these ids "
+            f"{row.place}: `{row.label(name)}` holds {token} at position {position}; give ids of {bound}; were these "
             "made with another tokenizer?"
         )
     return ids
 
 
 def is_templated(row: Row) -> bool:
-    """Return whether the prompt's ids come from the chat template."""
+    """Return whether the prompt is a chat that the template tokenizes."""
     return not {"prompt_ids", "response_ids"} <= row.columns.keys() and isinstance(row.columns.get("prompt"), list)
 
 
@@ -79,7 +79,7 @@ def _encode(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[l
 
 
 def _template_kwargs(row: Row) -> dict[str, Any]:
-    """Return the row's own arguments of the chat template (an object or its JSON), without parquet's nulls."""
+    """Return the row's chat template arguments (an object or its JSON), without nulls from parquet."""
     given = row.columns.get("chat_template_kwargs", {})
     if isinstance(given, str):
         with suppress(ValueError):
@@ -95,7 +95,7 @@ def _template_kwargs(row: Row) -> dict[str, Any]:
 def parse_response(
     row: Row, prompt_ids: list[int], response_ids: list[int], group: int, kept: np.ndarray, options: ReadingOptions
 ) -> Response:
-    """Return all that a row says about its response, lists as long as it; None, or NaN at a token, if unknown."""
+    """Return the row's response. Per-token lists have its length; unknown values are None, or NaN at a token."""
     advantage = row.columns.get("advantage")
     if isinstance(advantage, list):
         advantage = parse_per_token(row, "advantage", kept)
@@ -146,9 +146,9 @@ def _loss_scale(row: Row) -> float | None:
 
 
 def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> float | None:
-    """Return the row's reward or, of a dictionary, the entry that the options name; None if unknown.
+    """Return the row's reward or, if it is a dictionary, the entry named by the options; None if unknown.
 
-    needed: without it, a dictionary of which none is named is no error.
+    needed: False accepts a dictionary although the options name no entry.
     """
     reward = row.columns.get("reward")
     if not isinstance(reward, dict):
@@ -168,7 +168,7 @@ def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> f
 
 
 def _reward_parts(row: Row) -> dict[str, float]:
-    """Return the finite numbers of the row's `reward_parts`, or of a reward that is a dictionary."""
+    """Return the finite numbers in the row's `reward_parts` or, without that column, in a dictionary of rewards."""
     parts = row.columns.get("reward_parts", row.columns.get("reward"))
     if "reward_parts" in row.columns and not isinstance(parts, dict):
         raise InputError(f"{row.place}: `reward_parts` is {show(parts)}; give a dictionary of numbers")
@@ -177,7 +177,7 @@ def _reward_parts(row: Row) -> dict[str, float]:
 
 
 def parse_mask(row: Row, length: int) -> np.ndarray:
-    """Return which response tokens are kept, [length] of bool; all of them if the row has no mask."""
+    """Return the response mask as bool [length]; all True if the row has none."""
     if "response_mask" not in row.columns:
         return np.ones(length, dtype=bool)
     mask, name = row.columns["response_mask"], row.label("response_mask")
@@ -188,7 +188,7 @@ def parse_mask(row: Row, length: int) -> np.ndarray:
 
 
 def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
-    """Return log-probabilities per response token, at most 0 and NaN where unknown; None if the row has none."""
+    """Return each response token's log-probability, clipped to at most 0, NaN if unknown; None without the column."""
     if name not in row.columns:
         return None
     values = np.array(parse_per_token(row, name, kept))
@@ -204,9 +204,10 @@ def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
 
 
 def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
-    """Return a number per response token, NaN where it is null or not finite; dropped tokens' values are not checked.
+    """Return a number per response token, NaN where it is null or not finite.
 
-    Raises InputError for what is no list of numbers as long as the response, and a kept one beyond ±LARGEST.
+    Raises InputError unless the column is a list of numbers of the response's length, and those of kept tokens are
+    within ±LARGEST.
     """
     values, label = row.columns[name], row.label(name)
     if not isinstance(values, list) or not set(map(type, values)) <= {int, float, bool, type(None)}:
