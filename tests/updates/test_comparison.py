@@ -458,7 +458,7 @@ def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
     batch = make_batch(case.policy, lengths=(5, 4) * 4, prompt_lengths=(3, 4) * 4, temperature=0.7)
     found = compare(case.policy, batch, [ByPosition()], settings=settle(step=None), optimizer_state=case.state)
     gains = found.table.set_index("method")["gain"]
-    assert np.isfinite(gains["grpo"]) and np.isnan(gains["by-position"]) and "minus that" not in describe(found)
+    assert np.isfinite(gains["grpo"]) and np.isnan(gains["by-position"]) and "minus GRPO's" not in describe(found)
 
 
 def test_a_sample_of_norms_stands_for_all(case):

@@ -1,4 +1,4 @@
-"""Describe a comparison in words and a text table, including what one batch cannot show."""
+"""Describe a comparison in words and a text table, including the limits of a single batch."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from gradscope.resampling import FEWEST, in_brackets
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
-ONE_BATCH = """No number of one batch is known to predict how well a run ends.
+ONE_BATCH = """No number from one batch is known to predict how well a run ends.
 This describes one batch: which gradients each weighting enlarges, how far it turns the update, and whether the update
-stands out from what other prompts would have given."""
-RECORD = """How far to trust it, by a trial named beforehand on two embedded policies (10 checkpoints, 4 weightings):
-the sign of the difference was that of the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
-over checkpoints; correlation .69 [.16, .88]; without any one of three of them its interval reaches below 0). That is no
-more than the number of optimizer steps tells: to expect more of Lopti and the random split, which take two, and less of
-the others is right in 31 of 40. Whether it tells at which checkpoint one weighting earns more is not known."""
-"""Of figures/prediction_scores.csv (analyses/paper/prediction.py)."""
+stands out from the noise between prompts."""
+RECORD = """How far to trust it: in a preregistered trial on the two embedded policies (10 checkpoints, 4 weightings),
+the difference had the same sign as the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
+over checkpoints; correlation .69 [.16, .88], whose interval reaches below 0 without any one of three checkpoints).
+The number of optimizer steps does no worse: expecting more of Lopti and the random split, which take two, and less of
+the others is right in 31 of 40. Whether the gain tells at which checkpoint a weighting earns more is unknown."""
+"""From figures/prediction_scores.csv (analyses/paper/prediction.py)."""
 WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards. Thresholds over the batch
 (quantiles of entropy, covariances), random draws and, for directions, the update itself are held fixed."""
 
 
 def describe(comparison: Comparison) -> str:
-    """Return the whole description: what was compared, duplicates, numbers, signal, gains, notes and limitations."""
+    """Return the whole description: design, duplicates, numbers, signal, gains, notes and limitations."""
     parts = [
         _design(comparison),
         _same(comparison),
@@ -45,7 +45,7 @@ def signal_sentence(comparison: Comparison) -> str:
     value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
     n = comparison.num_prompts
     if not np.isfinite(lower):
-        return f"Of {n} prompts no signal can be told from noise; give at least {FEWEST} with unequal rewards."
+        return f"{n} prompts are too few to tell signal from noise; give at least {FEWEST} with unequal rewards."
     found = f"plain GRPO's signal to noise is {value:.3f}{in_brackets(lower, upper, '{:.3f}'.format)} for one prompt"
     if lower > 0:
         return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
@@ -64,16 +64,16 @@ def gain_sentence(comparison: Comparison) -> str:
         return ""
     rows = table[(table["same_as"] == "") & table["gain"].notna()].set_index("method")
     [own, *others] = [f"{name} {cell}" for name, cell in zip(rows.index, _gains(rows), strict=True)]
-    told = f"; minus that, {', '.join(others)}" if others else ""
+    told = f"; minus GRPO's: {', '.join(others)}" if others else ""
     return (
-        "Gain in expected reward of one AdamW step (two, where a weighting takes two) on prompts that it has not seen, "
-        "to first order and as if the policy itself had sampled all responses, each step made from one half of the "
-        f"prompts and judged on the other: {own}{told}.\n{RECORD}"
+        "First-order gain in expected reward of one AdamW step (two, if the weighting takes two) on unseen prompts, as "
+        "if the policy itself had sampled all responses; each step is made from one half of the prompts and judged on "
+        f"the other: {own}{told}.\n{RECORD}"
     )
 
 
 def _gains(rows: pd.DataFrame) -> list[str]:
-    """Return plain's own gain, then the others' differences to it."""
+    """Return plain GRPO's gain, then the other weightings' differences from it."""
     return _plain(rows[:1], "gain", ".4f") + _plain(rows[1:], "gain_difference", ".4f")
 
 
@@ -91,7 +91,7 @@ def _design(c: Comparison) -> str:
 def _same(c: Comparison) -> str:
     same = c.table[c.table["same_as"] != ""]
     groups = [f"{', '.join(own['method'])}: the same as {name}" for name, own in same.groupby("same_as", sort=False)]
-    return "On this batch these have the weights of another up to rounding:\n" + "\n".join(groups) if groups else ""
+    return "On this batch these weightings equal another up to rounding:\n" + "\n".join(groups) if groups else ""
 
 
 def _numbers(c: Comparison) -> str:
