@@ -1,4 +1,4 @@
-"""Scripts that reproduce the paper's figures, and the benchmarks."""
+"""Scripts that reproduce the paper's figures, and benchmarks."""
 
 import os
 

@@ -1,11 +1,11 @@
-"""All figures and tables, redrawn from what the repository keeps of runs and measurements.
+"""Redraw all figures and tables from the runs and measurements in the repository.
 
     python -m analyses.figures [--out figures] [--scale cpu] [--only fig4 fig6]
 
-Without a scale: what analyses/runs.toml lists in `drawn`, that of scale cpu in OUT, another in OUT/SCALE. Trains
-nothing, loads no policy, and needs no network. What each of them is, and how it differs from the paper, is said at the
-top of its script; `python -m analyses.paper.NAME` draws one alone and prints its numbers. One whose runs are not there
-is left out and named at the end, with exit status 2.
+By default those listed in `drawn` of analyses/runs.toml: scale cpu goes to OUT, another one to OUT/SCALE. Nothing is
+trained, no policy is loaded, and no network is needed. Each script begins with what it draws and how that differs from
+the paper; `python -m analyses.paper.NAME` draws one alone and prints its numbers. Figures whose runs are missing are
+skipped and named at the end, with exit status 2.
 """
 
 from __future__ import annotations
@@ -33,17 +33,15 @@ SCRIPTS = (
     *("base_policy", "kinds", "batch_sizes", "layer_constants", "cost_growth"),
     *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )
-"""Modules of analyses/paper with Options(out, scale) and main(options), in the order in which they are drawn."""
+"""Modules of analyses/paper with Options(out, scale) and main(options), in drawing order."""
 BOTH = ("rates", "prediction")
-"""Modules that draw both embedded policies in one figure, with Options(out); drawn at scale cpu."""
+"""Modules with Options(out) that draw both embedded policies in one figure, at scale cpu."""
 
 MAIN_SCALE = "cpu"
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures")
     scale: str | None = None
     """The scale of analyses/runs.toml whose runs are drawn, in OUT."""
@@ -52,7 +50,7 @@ class Options:
 
 
 def draw_one(name: str, scale: str, out: Path) -> str | None:
-    """Run a script without its prints; the line of its complaint where what it draws is not there."""
+    """Run a script without its output; return its complaint if its data are missing."""
     script = importlib.import_module(f"analyses.paper.{name}")
     try:
         with matplotlib.rc_context(), contextlib.redirect_stdout(io.StringIO()):
@@ -65,7 +63,7 @@ def draw_one(name: str, scale: str, out: Path) -> str | None:
 
 
 def main(options: Options) -> int:
-    """Run the scripts; 2 if some found nothing to draw, else 0."""
+    """Run the scripts; return 2 if data were missing, else 0."""
     wanted = tuple(dict.fromkeys(map(drawn_as, options.only)))
     known = (*SCRIPTS, *BOTH) if options.scale in (None, MAIN_SCALE) else SCRIPTS
     if unknown := [name for name in wanted if name not in known]:

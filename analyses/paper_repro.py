@@ -1,10 +1,10 @@
-"""paper_repro.md from its text and the figures' CSVs: numbers of runs are looked up, not typed.
+"""Make paper_repro.md from its template and the figures' CSVs: numbers of runs are looked up, not typed.
 
     python -m analyses.paper_repro [--figures figures] [--out paper_repro.md]
 
 The text is paper_repro.md.jinja beside this file. In it {{ number("fig4_accuracy", "sampled", variant="grpo") }} is one
 cell of figures/fig4_accuracy.csv, `interval` a mean with its interval, `contrast` a difference with its interval, its p
-and its seeds. A lookup that finds no row, or several, is an error: a number has one place.
+and its seeds. A lookup that finds no row, or several, is an error.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ TEMPLATE = Path(__file__).with_name("paper_repro.md.jinja")
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     figures: Path = Path("figures")
     """Folder of the CSVs."""
     out: Path = Path("paper_repro.md")
@@ -41,7 +39,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Numbers:
-    """What the text calls: cells of the CSVs in a folder, as words."""
+    """Functions for the template: cells of the CSVs in a folder, as words."""
 
     folder: Path
 
@@ -50,7 +48,7 @@ class Numbers:
         return {}
 
     def rows(self, file: str, /, **where: Any) -> pd.DataFrame:
-        """The rows of file.csv whose columns have these values. Raises InputError for an unknown file or column."""
+        """Return the rows of file.csv with these values. Raises InputError for an unknown file or column."""
         path = self.folder / f"{file}.csv"
         if file not in self._tables:
             if not path.is_file():
@@ -64,42 +62,42 @@ class Numbers:
         return table
 
     def row(self, file: str, /, **where: Any) -> pd.Series:
-        """The only one. Raises InputError for none or several."""
+        """Return the only such row. Raises InputError for none or several."""
         table = self.rows(file, **where)
         if len(table) != 1:
             raise InputError(f"{self.folder / file}.csv has {len(table)} rows with {where}; the text needs exactly one")
         return table.iloc[0]
 
     def value(self, file: str, column: str, /, **where: Any) -> float:
-        """One cell, as a number."""
+        """Return one cell as a number."""
         row = self.row(file, **where)
         if column not in row:
             raise InputError(f"{self.folder / file}.csv has no column {column!r}; it has {', '.join(row.index)}")
         return float(row[column])
 
     def word(self, file: str, column: str, /, **where: Any) -> str:
-        """One cell as it stands."""
+        """Return one cell unchanged."""
         return str(self.row(file, **where)[column])
 
     def number(self, file: str, column: str, /, *, digits: int = 2, **where: Any) -> str:
-        """One cell to `digits` decimals."""
+        """Return one cell to `digits` decimals."""
         return decimal(self.value(file, column, **where), digits)
 
     def percent(self, file: str, column: str, /, *, digits: int = 1, **where: Any) -> str:
-        """One cell, a share, in per cent."""
+        """Return one cell, a share, in percent."""
         return decimal(100 * self.value(file, column, **where), digits)
 
     def count(self, file: str, column: str, /, **where: Any) -> str:
-        """One cell, a whole number, with commas."""
+        """Return one cell, a whole number, with commas."""
         return f"{round(self.value(file, column, **where)):,}"
 
     def scientific(self, file: str, column: str, /, **where: Any) -> str:
-        """One cell of any size to two digits: 8.7e-5."""
+        """Return one cell to two significant digits: 8.7e-5."""
         digits, power = f"{self.value(file, column, **where):.1e}".split("e")
         return f"{digits}e{int(power)}"
 
     def each(self, form: Callable[..., str], file: str, column: str, /, **where: Any) -> str:
-        """One cell of each interval of π, from [0, ¼) to [¾, 1], with slashes between."""
+        """Return one cell per interval of π, from [0, ¼) to [¾, 1], separated by slashes."""
         known = set(self.rows(file)["interval"].astype(str))
         labels = interval_labels() if interval_labels()[0] in known else range(len(interval_labels()))
         return " / ".join(form(file, column, interval=label, **where) for label in labels)
@@ -107,7 +105,7 @@ class Numbers:
     def extremes(
         self, file: str, column: str, /, *, without: Mapping[str, Any] = MappingProxyType({}), **where: Any
     ) -> str:
-        """The least and the largest of some cells; `without`: but those of these rows."""
+        """Return the least and the largest of some cells, except those of the rows `without`."""
         table = self.rows(file, **where)
         for name, value in without.items():
             table = table[table[name].astype(str) != str(value)]
@@ -123,17 +121,17 @@ class Numbers:
         signed: bool = False,
         **where: Any,
     ) -> str:
-        """A mean with its interval, or the mean alone where there is none (one seed)."""
+        """Return a mean with its interval, or alone without one (one seed)."""
         mean, lower, upper = (self.value(file, column, **where) for column in columns)
         return with_interval(mean, lower, upper, digits, signed=signed)
 
     def told(self, file: str, /, **where: Any) -> str:
-        """How many of the rows are told from 0 by their interval; one without an interval is not: `50 of 256`."""
+        """Count the rows whose interval excludes 0; a row without an interval does not count: `50 of 256`."""
         rows = self.rows(file, **where)
         return f"{((rows['lower'] > 0) | (rows['upper'] < 0)).sum()} of {len(rows)}"
 
     def contrast(self, file: str, variant: str, baseline: str, *, digits: int = 3, **where: Any) -> str:
-        """A paired difference: `+.031 [−.012, .074], p = .21, 6 seeds`; p is Holm's."""
+        """Return a paired difference: `+.031 [−.012, .074], p = .21, 6 seeds`, with Holm's p."""
         row = self.row(file, variant=variant, baseline=baseline, **where)
         seeds = int(row["seeds"])
         if not seeds:
@@ -144,16 +142,16 @@ class Numbers:
         return f"{words}, {p_words(row['p_holm'])}, {seeds} seeds"
 
     def seeds_needed(self, file: str, variant: str, baseline: str, /, effect: float, claims: int, **where: Any) -> str:
-        """How many seeds would tell a true difference of this size from 0, by the spread of those that there are."""
+        """Return the seeds needed to detect a true difference of this size, given the spread of those that exist."""
         seeds = seeds_to_tell(effect, self.row(file, variant=variant, baseline=baseline, **where), claims=claims)
         return "not known" if math.isnan(seeds) else f"{seeds:,.0f}"
 
     def p(self, file: str, /, **where: Any) -> str:
-        """Holm's p of a row: `p = .21`."""
+        """Return a row's p after Holm's correction: `p = .21`."""
         return p_words(self.value(file, "p_holm", **where))
 
     def verdict(self, file: str, variant: str, baseline: str, **where: Any) -> str:
-        """What the difference allows to say: higher, lower, no difference shown, or that one seed shows nothing."""
+        """Return the verdict on a difference: higher, lower, no difference shown, or one seed shows nothing."""
         row = self.row(file, variant=variant, baseline=baseline, **where)
         if int(row["seeds"]) < 2:
             return "one seed decides nothing" if int(row["seeds"]) else "not run"
@@ -163,7 +161,7 @@ class Numbers:
 
 
 def decimal(value: float, digits: int) -> str:
-    """As the text writes numbers: no zero before the point, a true minus.
+    """Format a number as the text does: no zero before the point, a true minus.
 
     >>> decimal(0.391, 2), decimal(-0.0312, 3), decimal(12.25, 1), decimal(-0.001, 2)
     ('.39', '−.031', '12.2', '.00')
@@ -176,7 +174,7 @@ def decimal(value: float, digits: int) -> str:
 
 
 def p_words(p: float) -> str:
-    """As the text writes a p; no claim was made where it is NaN.
+    """Format a p-value as the text does; NaN means that no claim was made.
 
     >>> p_words(0.2134), p_words(0.0421), p_words(0.0004), p_words(float("nan"))
     ('p = .21', 'p = .042', 'p < .001', 'no claim')
@@ -187,7 +185,7 @@ def p_words(p: float) -> str:
 
 
 def with_interval(mean: float, lower: float, upper: float, digits: int, *, signed: bool) -> str:
-    """`.53 [.47, .58]`; signed: with a plus before what is above 0.
+    """Format `.53 [.47, .58]`; signed: with a plus for positive values.
 
     >>> with_interval(0.031, -0.012, 0.074, 3, signed=True)
     '+.031 [−.012, .074]'
@@ -197,7 +195,7 @@ def with_interval(mean: float, lower: float, upper: float, digits: int, *, signe
 
 
 def render(figures: Path, template: Path = TEMPLATE) -> str:
-    """The page. Raises InputError where the text asks for a number that is not there."""
+    """Render the page. Raises InputError if the text asks for a missing number."""
     import jinja2
 
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
@@ -209,7 +207,6 @@ def render(figures: Path, template: Path = TEMPLATE) -> str:
 
 
 def main(options: Options) -> None:
-    """Write the page."""
     write_text(options.out, render(options.figures))
 
 

@@ -2,11 +2,11 @@
 
     python -m analyses.reproduce --scale cpu|certain|words|gpu|paper [--only fig4 ...] [--jobs N] [--dry-run]
 
-analyses/runs.toml lists the runs. Each is a process of one thread, N side by side, or several that `accelerate launch`
-starts, where the scale's `launch` says so (paper: four GPUs). What a run leaves for the figures goes to analyses/runs,
-the rest stays below runs/. Start it again whenever it has been stopped: finished runs are passed over, the others go on
-from their newest checkpoint, and so do runs that failed. The repository holds the runs of scale certain and what is
-made of scale cpu: to make them anew, and to draw figures from one's own, set GRADSCOPE_RUNS to another folder, for both
+analyses/runs.toml lists the runs. Each is a one-threaded process, N side by side, or several processes started by
+`accelerate launch` if the scale's `launch` says so (paper: four GPUs). A run's data for the figures go to
+analyses/runs, the rest stays below runs/. The command can be stopped and repeated: finished runs are skipped, all
+others, including failed ones, resume from their newest checkpoint. The repository holds the runs of scale certain and
+those made of scale cpu; to remake them, and draw figures from your own, set GRADSCOPE_RUNS to another folder for both
 commands.
 """
 
@@ -34,21 +34,19 @@ from gradscope.runs import worker_context
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     scale: str = "cpu"
-    """One of the scales of analyses/runs.toml."""
+    """A scale of analyses/runs.toml."""
     only: tuple[str, ...] = ()
-    """Figures or tables, such as fig4: only the runs that they are drawn from; none: all runs."""
+    """Figures or tables, such as fig4, whose runs to make; none: all runs."""
     jobs: int | None = None
-    """Runs side by side; none: one for each core, or one at a time where each takes several processes."""
+    """Runs side by side; none: one per core, or one at a time if each takes several processes."""
     dry_run: bool = False
-    """Make nothing: say which runs there are and which are finished, and whether settings, data, reference answers
-    and batches are in order (analyses/common/dry_run.py)."""
+    """Make nothing; list the runs and which are finished, and check settings, data, reference answers and batches
+    (analyses/common/dry_run.py)."""
 
 
 def count_jobs(options: Options) -> int:
-    """How many runs go side by side."""
+    """Return how many runs go side by side."""
     if options.jobs is not None:
         return options.jobs
     if launch_of(options.scale).get("processes", 1) > 1:
@@ -57,7 +55,7 @@ def count_jobs(options: Options) -> int:
 
 
 def choose(options: Options) -> list[Run]:
-    """The runs that are asked for, in the order in which they are made; a figure may need measurements alone."""
+    """Return the requested runs in the order in which they are made; none if a figure needs only measurements."""
     runs = list_runs(options.scale)
     if options.only:
         wanted = {pair for figure in options.only for pair in needs(figure, options.scale)}
@@ -66,7 +64,7 @@ def choose(options: Options) -> list[Run]:
 
 
 def choose_measurements(options: Options) -> list[Measurement]:
-    """What is asked for and not measured yet; not one that comes after a run or a measurement that is not finished."""
+    """Return the requested, missing measurements whose runs and earlier measurements are finished."""
     wanted = set(map(drawn_as, options.only))
     known = list_measurements(options.scale)
     unfinished = {f"{run.track}/{run.variant}" for run in list_runs(options.scale) if not is_finished(run)}
@@ -81,7 +79,7 @@ def choose_measurements(options: Options) -> list[Measurement]:
 
 
 def make_all(todo: Mapping[str, Callable[[], object]], jobs: int, unit: str) -> list[str]:
-    """Do what has a name side by side; a line for each that failed. One that fails holds up no other."""
+    """Make all items side by side; returns a line for each failure, which does not stop the others."""
     failed = []
     with ProcessPoolExecutor(jobs, worker_context(), _begin, (os.getpid(),)) as pool:
         names = {pool.submit(do): name for name, do in todo.items()}
@@ -97,7 +95,7 @@ def make_all(todo: Mapping[str, Callable[[], object]], jobs: int, unit: str) -> 
 
 
 def _complaint(job: Future) -> str | None:
-    """The line of an error that the machine or the input can cause; any other is a bug and flies."""
+    """Return the line of an error caused by the machine or the input; other errors are bugs and propagate."""
     try:
         job.result()
     except (InputError, DivergedError, SyncError, OSError) as error:
@@ -108,7 +106,7 @@ def _complaint(job: Future) -> str | None:
 
 
 def _begin(parent: int) -> None:
-    """A worker has one thread, draws no bars, and ends with its parent."""
+    """Set up a worker: one thread, no progress bars, and it ends with its parent."""
     import torch
     from transformers.utils import logging
 

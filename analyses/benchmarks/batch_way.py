@@ -1,10 +1,10 @@
-"""Trace a batch's way through `measure` and `diagnose` by the files that it enters.
+"""Trace a batch's way through `measure` and `diagnose` by the files it enters.
 
     python analyses/benchmarks/batch_way.py [--list]
 
-Functions count in the order of their first call, once each, as someone reads them who follows the execution; loops
-therefore add nothing. A return is a step into a file that was entered and left before. `--list` prints the way itself.
-For what a batch should go through only once (COUNTED), every call counts.
+Each function counts once, in the order of first calls, as a reader would meet it; loops add nothing. A return is a step
+back into a file that was left before. `--list` prints the way itself. For work that a batch should go through only once
+(COUNTED), every call counts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ COUNTED = ("check_batch", "find_caveats", "note_logged", "micro_batches")
 
 
 def trace(call: Callable[[], object]) -> tuple[object, Counter[CodeType]]:
-    """Return the call's result, and how often every function of gradscope was called, in the order of first calls."""
+    """Return the call's result, and how often each function of gradscope was called, in the order of first calls."""
     seen: Counter[CodeType] = Counter()
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -40,7 +40,7 @@ def trace(call: Callable[[], object]) -> tuple[object, Counter[CodeType]]:
 
 
 def describe(name: str, seen: Counter[CodeType], *, way: bool) -> str:
-    """Summarize in one line how many files, functions, returns and calls; `way`: list the files in order below it."""
+    """Summarize files, functions, returns and calls in one line; `way` lists the files below it."""
     steps = [file for file, _ in groupby(Path(code.co_filename).relative_to(PACKAGE).as_posix() for code in seen)]
     calls = {own: sum(count for code, count in seen.items() if code.co_name == own) for own in COUNTED}
     line = f"{name}: {len(set(steps))} files, {len(seen)} functions, {len(steps) - len(set(steps))} returns; "

@@ -1,8 +1,8 @@
-"""Count lines of code by room: without blank lines, comments and docstrings.
+"""Count lines of code by room, without blank lines, comments and docstrings.
 
     python analyses/benchmarks/code_lines.py [REPOSITORY]
 
-A room is a folder of gradscope/, analyses/ or tests/; files beside the folders stand under the folder's own name.
+A room is a folder of gradscope/, analyses/ or tests/; files outside these folders count under the parent's name.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def code_lines(source: str) -> int:
 
 
 def count(repository: Path) -> Counter[str]:
-    """Lines of code of every room, such as "gradscope/gradients"."""
+    """Return the lines of code of each room, such as "gradscope/gradients"."""
     lines: Counter[str] = Counter()
     for top in ("gradscope", "analyses", "tests"):
         for path in (p for end in ("py", "pyi") for p in (repository / top).rglob(f"*.{end}")):

@@ -1,13 +1,13 @@
-"""Memory and time of each Jacobian product on one response, against the response's length.
+"""Measure memory and time of each Jacobian product on one response, against its length.
 
     python -m analyses.benchmarks.long_responses --out figures/benchmark_long_responses.csv
 
 Policy M of `token_gradients` with random weights; one response of n tokens, of which the first 64 are the prompt. The
-norm is the exact one of the last token. Peak memory is the most that the profiler records beyond the policy; time is
-CPU time of one thread, in a separate run. `plain`, for short responses, is vjp with plain attention and a single graph.
+exact norm is that of the last token. Peak memory is the profiler's maximum above the policy's; time is CPU time of one
+thread, from a separate run. `plain`, only for short responses, is vjp with plain attention and a single graph.
 
-The floor is the least number of FLOPs of the product, at the speed of a large matrix product just before it: a forward
-pass with causal attention, without recomputation; for jvp and vjp three of them; for `norm` also `gradient_flops`.
+The floor is the product's minimum number of FLOPs at the speed of a large matrix product measured just before: one
+forward pass with causal attention and no recomputation, three for jvp and vjp, and `gradient_flops` more for `norm`.
 """
 
 from __future__ import annotations
@@ -43,16 +43,14 @@ from gradscope.rollouts import Response, collate
 
 PROMPT = 64
 PLAIN = 4096
-"""Tokens from which on the plain way is left out: its memory grows with their square."""
+"""Length from which plain attention is skipped: its memory is quadratic."""
 LONG = 16_384
-"""Tokens from which on only statistics and norms are measured, for the time that the others take."""
+"""Length from which only statistics and norms are measured, because of the others' time."""
 EVERYTHING = 1 << 60
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the benchmark."""
-
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384)
     products: tuple[str, ...] = ("statistics", "norm", "jvp", "vjp", "plain")
     out: Path | None = None
@@ -60,7 +58,7 @@ class Options:
 
 
 def make_product(name: str, length: int) -> Callable[[], object]:
-    """One product on one response, made ready."""
+    """Prepare one product on one response."""
     policy = make_policy("M")
     policy.model.config.max_position_embeddings = length
     ids = torch.randint(0, SIZES["M"]["vocab_size"], (length,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -78,7 +76,7 @@ def make_product(name: str, length: int) -> Callable[[], object]:
 
 
 def floor_flops(name: str, length: int) -> float:
-    """The least number of FLOPs of a product."""
+    """Return the minimum number of FLOPs of a product."""
     shape, n = ModelShape.of(make_policy("M").model), length - 1  # the last token has no successor
     pairs = 2 * shape.layers * shape.query_width * n * (n - 1)  # those of the future, which no attention has to see
     if name == "norm":
@@ -87,7 +85,7 @@ def floor_flops(name: str, length: int) -> float:
 
 
 def table(options: Options) -> pd.DataFrame:
-    """A row for each product and length."""
+    """Return a row per product and length."""
     rows = []
     for length in options.lengths:
         for name in options.products:
@@ -111,7 +109,7 @@ def table(options: Options) -> pd.DataFrame:
 
 @paper_style()
 def draw(table: pd.DataFrame) -> Figure:
-    """Memory and time against length, a line for each product; dashed: its floor."""
+    """Draw memory and time against length, a line per product; dashed: its floor."""
     figure, axes = new_panels(2, width=3.2, height=2.6)
     for ax, (column, label) in zip(axes, {"peak_mb": "peak memory, MB", "cpu_s": "CPU seconds"}.items(), strict=True):
         for name, rows in table.groupby("product", sort=False):

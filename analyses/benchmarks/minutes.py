@@ -1,12 +1,11 @@
-"""Tries whether `gradscope diagnose --minutes N` takes N minutes, and how much and how truly it then knows.
+"""Check whether `gradscope diagnose --minutes N` takes N minutes, and how much and how reliably it measures then.
 
     python -m analyses.benchmarks.minutes MODEL ROLLOUTS --minutes 10 --seeds 0 1 2 3 4 \
         --truth EXHAUSTIVE/data/statistics.csv --name "SmolLM2-135M-Instruct, 16 prompts"
 
-A row per seed: minutes asked and taken by the wall clock (the whole command, loading included), CPU minutes, the load
-of the machine, prompts looked at, tokens measured (`each`: in the interval that has fewest), memory at most, and each
-interval's share of the gradient energy with its bounds. `held`: how many of these shares' bounds enclose what a
-diagnosis of every token found.
+A row per seed: minutes requested and taken by the wall clock (whole command, loading included), CPU minutes, machine
+load, prompts used, tokens measured (`each`: in the interval with the fewest), peak memory, and each interval's share of
+the gradient energy with its bounds. `held`: how many of these intervals contain the share measured on every token.
 """
 
 from __future__ import annotations
@@ -32,24 +31,22 @@ SHARE = "squared_share"
 
 @dataclass(frozen=True)
 class Options:
-    """What to run."""
-
     model: Annotated[str, tyro.conf.Positional]
     rollouts: Annotated[Path, tyro.conf.Positional]
     minutes: float = 10.0
     seeds: tuple[int, ...] = (0,)
     truth: Path | None = None
-    """statistics.csv of a diagnosis of every token."""
+    """statistics.csv of a diagnosis with every token measured."""
     name: str | None = None
-    """What the table calls the policy and the batch; none: the model."""
+    """Name of policy and batch in the table; none: the model's."""
     threads: int = 2
     work: Path = Path("work/minutes")
-    """Where the diagnoses are written."""
+    """Folder for the diagnoses."""
     out: Path = TABLE
 
 
 def diagnose(options: Options, seed: int) -> dict[str, Any]:
-    """Run the command once; return what it took and found."""
+    """Run the command once; return its cost and results."""
     folder = options.work / f"seed-{seed}"
     shutil.rmtree(folder, ignore_errors=True)
     own = {"OMP_NUM_THREADS": str(options.threads), "OMP_WAIT_POLICY": "PASSIVE"}

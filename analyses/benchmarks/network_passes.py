@@ -1,9 +1,9 @@
-"""Count what `measure` and `diagnose` ask of the network: positions that go forward, by a hook; and CPU seconds.
+"""Count the positions that `measure` and `diagnose` send forward through the network, and their CPU seconds.
 
     python analyses/benchmarks/network_passes.py [ROLLOUTS]
 
-ROLLOUTS: of the embedded policy, such as those of `gradscope demo`; none: its ten questions are sampled here. A
-response that is scored alone counts with its own length, a micro-batch with its padding.
+ROLLOUTS come from the embedded policy, for example those of `gradscope demo`; by default its ten questions are sampled
+here. A response scored alone counts with its own length, a micro-batch with its padding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import gradscope
 
 
 def count(model: nn.Module, call: Callable[[], object]) -> tuple[object, int, float]:
-    """Return the call's result, positions × passes that went forward in it, and its CPU seconds."""
+    """Return the call's result, the number of positions sent forward during it, and its CPU seconds."""
     positions = 0
 
     def note(_module: nn.Module, _arguments: tuple[Any, ...], given: dict[str, Any], _output: Any) -> None:

@@ -1,4 +1,4 @@
-"""`gradscope measure` and `diagnose` on policies of the sizes that people train: seconds, memory, passes of each stage.
+"""Measure seconds, memory and forward passes of `gradscope measure` and `diagnose` by stage on policies of real size.
 
     python -m analyses.benchmarks.real_size make 0.5b work/0.5b --dtype bfloat16 --state
     python -m analyses.benchmarks.real_size run work/0.5b --limit 12 -- \
@@ -7,18 +7,18 @@
         diagnose MODEL --rollouts ROLLOUTS --optimizer-state STATE --out OUT
     python -m analyses.benchmarks.real_size plan 7b --dtype bfloat16 --flops 2.7e13
 
-`make` writes a policy with random weights (see real_size_policy), responses that it sampled itself and, with --state,
-the AdamW state of its run. `run` starts what stands after `--`, with MODEL, ROLLOUTS, STATE and OUT in the place of
-what was made and of a fresh folder, watches it ten times a second, and kills it above the limit. `plan` writes down
-what `gradscope diagnose --plan` says of a size that does not fit here. Each replaces its own rows of the table: a row
-per stage, with "whole" for all of them together.
+`make` writes a policy with random weights (see real_size_policy), responses sampled from it and, with --state, an AdamW
+state. `run` starts the command after `--`, with MODEL, ROLLOUTS, STATE and OUT replaced by these files and a fresh
+folder, samples its memory ten times a second, and kills it above the limit. `plan` records the output of `gradscope
+diagnose --plan` for a size that does not fit on this machine. Each replaces its own rows of the table: one per stage,
+and "whole" for all together.
 
     seconds, cpu_seconds, forward_passes    of a stage without the stages within it
     anonymous_gib                           memory that no file backs, of all processes together, at most in the stage
     resident_gib                            with what of files is mapped, which the system takes back when it needs room
     device_gib                              allocated on a GPU at most
 
-Linux alone: memory is read from /proc. The clock is of `real_size_stages`.
+Linux only: memory is read from /proc. `real_size_stages` is the clock.
 """
 
 from __future__ import annotations
@@ -49,30 +49,30 @@ from gradscope.errors import InputError
 TABLE = Path("figures/benchmark_real_size.csv")
 WHOLE = "whole"
 EVERY = 0.1
-"""Seconds between two looks at the memory."""
+"""Seconds between samples of the memory."""
 MADE = "made.json"
-"""In a folder of `make`: of what size it is."""
+"""File in `make`'s folder that names the size."""
 GIB = 2**30
 DEFAULT = {"prompts": 4, "responses": 4, "prompt_length": 100, "response_length": 128}
 
 
 @dataclass(frozen=True)
 class Make:
-    """Write a policy with random weights, what it sampled and, if asked for, its optimizer's state."""
+    """Write a policy with random weights, responses sampled from it and, with --state, an optimizer state."""
 
     size: Annotated[Size, tyro.conf.Positional]
     folder: Annotated[Path, tyro.conf.Positional]
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the weights."""
+    """Precision of the weights."""
     state: bool = False
-    """Also an AdamW state."""
+    """Also write an AdamW state."""
     prompts: int = DEFAULT["prompts"]
     responses: int = DEFAULT["responses"]
-    """To each prompt."""
+    """Responses per prompt."""
     prompt_length: int = DEFAULT["prompt_length"]
     response_length: int = DEFAULT["response_length"]
     device: str | None = None
-    """That samples."""
+    """Device that samples."""
 
     def run(self) -> None:
         _check_lengths(self)
@@ -90,19 +90,19 @@ class Make:
 
 @dataclass(frozen=True)
 class Run:
-    """Run what stands after -- on what was made, under a watch."""
+    """Run the command after -- on these files and watch it."""
 
     folder: Annotated[Path, tyro.conf.Positional]
-    """Of `make`."""
+    """`make`'s folder."""
     limit: float = 12.0
     """GiB of anonymous memory above which the command is killed."""
     name: str | None = None
-    """Of the run in the table; none: its command and the arguments that are not of its files."""
+    """Name of the run in the table; none: the command with the arguments that are not paths."""
     threads: int = 1
-    """Of torch."""
+    """torch threads."""
     out: Path = TABLE
     arguments: tyro.conf.Suppress[tuple[str, ...]] = ()
-    """After the two dashes."""
+    """The command after --."""
 
     def run(self) -> None:
         if not self.arguments:
@@ -132,7 +132,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """Write down what `gradscope diagnose --plan` says of a size, without weights."""
+    """Record the output of `gradscope diagnose --plan` for a size, without weights."""
 
     size: Annotated[Size, tyro.conf.Positional]
     dtype: Literal["float32", "bfloat16", "float16", "upcast"] = "bfloat16"
@@ -141,7 +141,7 @@ class Plan:
     memory: int = 20 << 30
     """Bytes for summed gradients."""
     tokens_per_interval: int | None = None
-    """Measured tokens of each interval of π; none: every token."""
+    """Measured tokens per interval of π; none: every token."""
     prompts: int = DEFAULT["prompts"]
     responses: int = DEFAULT["responses"]
     prompt_length: int = DEFAULT["prompt_length"]
@@ -181,18 +181,18 @@ class Plan:
 
 @dataclass
 class Watched:
-    """What was seen of a command from outside."""
+    """Measurements of a command from outside."""
 
     status: int
-    """As the shell has it; negative: of a signal."""
+    """The shell's exit status; negative for a signal."""
     killed: bool
-    """By the watch, above the limit."""
+    """Whether the watch killed it above the limit."""
     started: float
-    """On the monotonic clock, as are the samples."""
+    """On the monotonic clock, like the samples."""
     seconds: float
     cpu_seconds: float
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    """(when, anonymous bytes, resident bytes), of the command and all that it started."""
+    """(time, anonymous bytes, resident bytes) of the command and its descendants."""
 
     @property
     def ending(self) -> str:
@@ -200,7 +200,7 @@ class Watched:
 
 
 def watch(command: Sequence[str], log: Path, *, limit: int, threads: int = 1) -> Watched:
-    """Run a command to its end, or until it and what it started hold more anonymous bytes than the limit."""
+    """Run a command until it ends, or until its processes hold more anonymous bytes than the limit."""
     if not Path("/proc/self/status").is_file():
         raise InputError("memory is read from /proc, which this system lacks; run it on Linux")
     own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "MPLBACKEND": "Agg"}
@@ -235,7 +235,7 @@ def watch(command: Sequence[str], log: Path, *, limit: int, threads: int = 1) ->
 
 
 def _memory(process: int) -> tuple[int, int]:
-    """(anonymous, resident) bytes of a process and all below it."""
+    """Return (anonymous, resident) bytes of a process and its descendants."""
     try:
         family = [process, *(child.pid for child in psutil.Process(process).children(recursive=True))]
     except psutil.NoSuchProcess:
@@ -245,7 +245,7 @@ def _memory(process: int) -> tuple[int, int]:
 
 
 def _status(process: int) -> dict[str, int]:
-    """Sizes in /proc/PID/status, in bytes; none of a process that is gone."""
+    """Return the sizes in /proc/PID/status in bytes; {} if the process has ended."""
     try:
         lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -255,7 +255,7 @@ def _status(process: int) -> dict[str, int]:
 
 
 def stage_rows(watched: Watched, events: Path) -> list[dict[str, Any]]:
-    """A row for each stage in the order of their beginnings, and one for all."""
+    """Return a row per stage, in the order in which they began, and one for all."""
     lines = events.read_text(encoding="utf-8").splitlines() if events.is_file() else []
     marks = [json.loads(line) for line in lines if line.endswith("}")]
     end = watched.started + watched.seconds
@@ -276,7 +276,7 @@ def stage_rows(watched: Watched, events: Path) -> list[dict[str, Any]]:
 
 
 def _peaks(before: dict[str, Any], samples: Sequence[tuple[float, int, int]], device: int) -> dict[str, float]:
-    """The largest of what a row has and of these samples; NaN where a stage was too short to be seen."""
+    """Return the maxima over a row and these samples; NaN for a stage too short to be sampled."""
     found = {"anonymous_gib": [s[1] / GIB for s in samples], "resident_gib": [s[2] / GIB for s in samples]}
     found["device_gib"] = [device / GIB] if device else []
     return {name: max([*values, before.get(name, float("nan"))], key=_or_least) for name, values in found.items()}
@@ -287,7 +287,7 @@ def _or_least(value: float) -> float:
 
 
 def append_rows(file: Path, rows: list[dict[str, Any]]) -> None:
-    """Add rows to the table in place of those of the same run."""
+    """Replace the rows of the same run in the table."""
     keys = ["size", "weights", "kind", "run", "machine"]
     table = pd.DataFrame(rows)
     if file.is_file():
@@ -300,7 +300,7 @@ def append_rows(file: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def processor() -> str:
-    """What computes: the GPU's name if there is one, else the processor's."""
+    """Return the name of the GPU or, without one, of the processor."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

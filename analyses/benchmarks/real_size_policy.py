@@ -1,10 +1,10 @@
-"""Policies of the sizes that people train, with random weights that have spread probabilities, and what goes with them.
+"""Policies of real size with random weights and spread probabilities, their rollouts and optimizer state.
 
-A checkpoint is written shard by shard, a block at a time, so that making one takes no more memory than a block and the
-embeddings. Matrices have a standard deviation of 1/√inputs, with which the blocks drown what a tied table adds of the
-last token itself: at .6/√inputs it is repeated for ever. The last norm is so large that logits have a standard
-deviation of 1.6·√(2 log vocabulary): the gaps between the likeliest tokens are then of the same size at every
-vocabulary, and of the tokens that the policy samples about .4, .2, .2 and .3 have π in the four intervals.
+A checkpoint is written shard by shard, so making one needs no more memory than a block and the embeddings. Matrices
+have a standard deviation of 1/√inputs, at which the blocks outweigh the last token's own embedding, which a tied table
+adds to the logits; at .6/√inputs the last token is repeated forever. The last norm is scaled so that logits have a
+standard deviation of 1.6·√(2 log vocabulary): the gaps between the likeliest tokens are then the same at every
+vocabulary size, and about .4, .2, .2 and .3 of the sampled tokens have π in the four intervals.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ SHAPES: dict[Size, dict[str, Any]] = {
 """Configurations: Qwen2.5's 0.5B, 1.5B, 7B and 32B, Llama-3's 8B, and two of Qwen2's kind for tests."""
 EMBEDDING_SD, BLOCK_SD, SPREAD = 0.02, 1.0, 1.6
 STATE_STEPS = 100
-"""That the optimizer has taken."""
+"""Steps in the optimizer's state."""
 
 
 def make_config(size: Size, dtype: torch.dtype = torch.float32, **changes: int) -> Any:
-    """The configuration, as transformers saves it; changes: of the size's numbers."""
+    """Return the configuration as transformers saves it, with `changes` to the size's numbers."""
     from transformers import AutoConfig
 
     settings = SHAPES[size] | changes
@@ -76,7 +76,7 @@ def make_config(size: Size, dtype: torch.dtype = torch.float32, **changes: int) 
 def write_checkpoint(
     folder: Path, size: Size, dtype: torch.dtype = torch.float32, *, seed: int = 0, **changes: int
 ) -> None:
-    """A folder that transformers loads, in shards of a block each; without a tokenizer."""
+    """Write a folder that transformers loads, one shard per block, without a tokenizer."""
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,9 +96,9 @@ def write_checkpoint(
 
 
 def write_state(file: Path, size: Size, *, seed: int = 1) -> None:
-    """AdamW's state dict for the policy, in float32, as torch saves it after some steps; 8 bytes a parameter on disk.
+    """Write the policy's AdamW state dict in float32, as torch saves it; 8 bytes a parameter on disk.
 
-    The moments are drawn in a file beside it, which takes as much room for a while, and no memory.
+    The moments are drawn in a temporary file of the same size instead of in memory.
     """
     generator, state, drawn = torch.Generator().manual_seed(seed), {}, file.with_suffix(".moments")
     shapes = [p.shape for _, p in _outline(make_config(size)).named_parameters()]
@@ -135,9 +135,9 @@ def write_rollouts(
     device: str | None = None,
     seed: int = 2,
 ) -> None:
-    """Responses that the policy itself sampled at temperature 1 to random prompts; half of each prompt's get a reward.
+    """Write responses sampled from the policy at temperature 1 to random prompts; half of each prompt's are rewarded.
 
-    policy_folder: None writes random ids in place of responses, for plans, which do not look at weights.
+    policy_folder: None writes random ids as responses, for plans, which use no weights.
     """
     generator, vocab = torch.Generator().manual_seed(seed), SHAPES[size]["vocab_size"]
     asked = torch.randint(10, vocab, (prompts, prompt_length), generator=generator)
@@ -163,7 +163,7 @@ def _own_dtype(folder: Path) -> str:
 
 
 def _outline(config: Any) -> nn.Module:
-    """The model without memory for a weight."""
+    """Build the model without memory for weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -171,7 +171,7 @@ def _outline(config: Any) -> nn.Module:
 
 
 def _shards(model: nn.Module) -> list[dict[str, torch.Size]]:
-    """Names and shapes of what goes into one file: each block, and before and after them each matrix of the ends."""
+    """Return the names and shapes in each file: one per block, and one per embedding or head matrix."""
     shards: dict[str, dict[str, torch.Size]] = {}
     for name, parameter in model.named_parameters():
         parts = name.split(".layers.")
@@ -192,7 +192,7 @@ def _draw(name: str, shape: torch.Size, config: Any, generator: torch.Generator)
 
 
 def interval_counts(file: Path, policy_folder: Path) -> Iterator[int]:
-    """How many response tokens of the rollouts have π in each of the four intervals."""
+    """Count the rollouts' response tokens with π in each of the four intervals."""
     from gradscope.objective import batch_statistics
     from gradscope.rollouts import read_rollouts
 

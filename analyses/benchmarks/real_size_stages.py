@@ -1,8 +1,8 @@
-"""`gradscope` with a clock: python -m analyses.benchmarks.real_size_stages EVENTS ARGUMENTS OF GRADSCOPE …
+"""Run `gradscope` with a clock: python -m analyses.benchmarks.real_size_stages EVENTS ARGUMENTS OF GRADSCOPE …
 
-Writes a line of JSON to EVENTS whenever a stage of the work begins or ends: the stage that goes on from then, seconds
-of the system's monotonic clock and of CPU, how many times the network has been run forward so far, and the most memory
-that a GPU held since the line before, in bytes. A stage within another is no part of that one.
+Whenever a stage begins or ends, a line of JSON goes to EVENTS: the stage that continues from then, monotonic and CPU
+seconds, the number of forward passes so far, and the GPU's peak memory in bytes since the previous line. A nested stage
+is not part of the outer one.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ STAGES = {
     "gradscope.diagnosis:make_report": "report",
     "gradscope.diagnosis:write_report": "report",
 }
-"""Function or method, by the module where its caller finds it → the stage that its calls count as."""
+"""{(module of the caller, function or method): stage that its calls count as}."""
 
 
 class Clock:
-    """Writes down which stage is going on."""
+    """Records which stage is running."""
 
     def __init__(self, file: Path) -> None:
         self._out, self._open, self._passes = file.open("a", encoding="utf-8"), [REST], 0
         self._write()
 
     def staged(self, call: Callable[..., Any], stage: str) -> Callable[..., Any]:
-        """The same call, as that stage."""
+        """Wrap the call as a stage."""
 
         @functools.wraps(call)
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -64,7 +64,7 @@ class Clock:
         return timed
 
     def count(self, module: Any, _args: Any) -> None:
-        """A hook of all modules: whole networks count."""
+        """Count forward passes of whole networks, as a global module hook."""
         # Looked up in its class: a module finds its attributes slowly.
         self._passes += hasattr(type(module), "set_input_embeddings") and module.base_model is module
 
@@ -78,7 +78,7 @@ class Clock:
 
 
 def _most_on_device() -> int:
-    """Bytes that a GPU held at most since this was asked last; 0 without one."""
+    """Return the GPU's peak bytes since the last call; 0 without a GPU."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return 0
@@ -97,7 +97,7 @@ def main(events: str, *arguments: str) -> None:
 
 
 def watch(clock: Clock) -> Callable[[list[str]], None]:
-    """Import gradscope's command line with the clock in it."""
+    """Import gradscope's command line and instrument it."""
     from torch.nn.modules.module import register_module_forward_pre_hook
 
     from gradscope.cli import main as gradscope

@@ -1,12 +1,12 @@
-"""What `RolloutWriter` costs a training with TRL, and that it changes no weight.
+"""Measure what `RolloutWriter` adds to a TRL training run, and check that it changes no weight.
 
     python -m analyses.benchmarks.rollout_writer --steps 100
     python -m analyses.benchmarks.rollout_writer SMOLLM2 --task word-problems-plain --steps 100 --prompts 4 --tokens 48
 
-Trains once without the writer and once with it, from the same weights and seed, and adds a row to the table: seconds of
-both runs; of the second the wall and CPU time inside the writer's calls in the training thread, the CPU time of what
-writes beside it (thread and process, its start included), and both as shares: calls_share of the run's wall time,
-cpu_share of all CPU time. same: whether all weights ended bit-equal.
+Trains without and with the writer, from the same weights and seed, and adds a row to the table: seconds of both runs;
+for the second, wall and CPU time of the writer's calls in the training thread, CPU time of the writing thread and
+process (startup included), and both as shares: calls_share of the run's wall time, cpu_share of all CPU time. same:
+whether the final weights are bit-equal.
 """
 
 from __future__ import annotations
@@ -34,17 +34,15 @@ from gradscope.tasks import get_task
 
 @dataclass(frozen=True)
 class Options:
-    """What to train."""
-
     model: Annotated[str, tyro.conf.Positional] = "embedded"
     task: str = "knights-knaves-compact"
     steps: int = 100
     prompts: int = 8
     """Prompts per optimizer step."""
     responses: int = 8
-    """Of each prompt."""
+    """Responses per prompt."""
     tokens: int = 400
-    """Most in a response."""
+    """Maximum tokens per response."""
     temperature: float = 0.7
     text: bool = False
     threads: int = 1
@@ -56,19 +54,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Trained:
-    """A training with a callback, or without."""
+    """Results of a training run with or without a callback."""
 
     wall: float
     """Seconds."""
     cpu: float
-    """Seconds of this process and of those that it waited for."""
+    """Seconds of this process and its finished children."""
     callback: Any
     weights: dict[str, torch.Tensor]
-    """At the end."""
+    """Final weights."""
 
 
 def train(options: Options, folder: Path, make_callback: Callable[[Any], Any] | None = None) -> Trained:
-    """Train with TRL; make_callback: of the trainer."""
+    """Train with TRL; make_callback takes the trainer."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
@@ -126,7 +124,7 @@ def main(options: Options) -> None:
 
 
 def add_row(row: dict[str, Any], out: Path) -> None:
-    """Add a row to the table, and print it."""
+    """Add a row to the table and print it."""
     table = pd.DataFrame([row])
     if out.is_file():
         table = pd.concat([pd.read_csv(out), table], ignore_index=True)

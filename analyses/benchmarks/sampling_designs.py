@@ -1,20 +1,20 @@
-"""Which tokens to measure where not all can be: designs compared at equal cost on tables that are known in full.
+"""Compare designs for sampling the tokens to measure, at equal cost, on tables in which every token is known.
 
     python -m analyses.benchmarks.sampling_designs [--out figures --tables FOLDER]
 
-Two small policies answer questions, every token of their responses is measured, and samples are drawn from these
-tables again and again; a larger sample of a draw holds its smaller ones. Cost is what the engine's backward passes
-carry: the sum of the prefixes of the measured tokens. The designs, with as many tokens of each interval:
+Two small policies answer questions, every response token is measured, and samples are drawn from these tables
+repeatedly; within a draw, larger samples contain the smaller ones. Cost is the sum of the measured tokens' prefixes,
+which the backward passes traverse. The designs, with equally many tokens per interval:
 
 stratified    equal chances within the interval
 weighted      by |w|·‖e − π‖ alone, with a quarter of the size the same for all
 proportional  half by |w|·‖e − π‖ and half by ‖e − π‖, with the same quarter: the default (gradscope.gradients.sample)
 
-Of the share of Σ‖w·g‖² by interval, the mean ‖g‖ by interval and the dominance index (bits): bias and root mean square
-error over draws of tokens, the first two relative to the truth, the tokens of the whole table. sampling_designs.csv has
-them by interval; the picture shows the root mean square over intervals. sampling_designs_coverage.csv: prompts are
-redrawn from the table, too, then tokens; how often intervals of 95 % hold the truth, and how wide they are beside the
-spread of the number, with every token measured and with samples.
+For the share of Σ‖w·g‖² and the mean ‖g‖ by interval, and the dominance index (bits), sampling_designs.csv has bias and
+root mean square error over draws of tokens, the first two relative to the whole table's values. The picture shows the
+root mean square over intervals. For sampling_designs_coverage.csv prompts are redrawn from the table and then tokens:
+how often 95 % intervals contain the truth, and their width relative to the statistic's spread, with every token
+measured and with samples.
 """
 
 from __future__ import annotations
@@ -62,29 +62,27 @@ STATISTICS = {
     "mean_norm": ("mean ‖g‖", "relative"),
     "dominance_index": ("dominance index", "bits"),
 }
-"""In words, and what their errors are."""
+"""Title, and unit of the error."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the comparison."""
-
     out: Path = Path("figures")
     tables: Path | None = None
-    """Folder that keeps the full token tables, puzzles.parquet and sums.parquet; made there where they are missing."""
+    """Folder of the full token tables, puzzles.parquet and sums.parquet; missing ones are made."""
     questions: int = 64
-    """Of each policy, with 8 responses each."""
+    """Questions per policy, with 8 responses each."""
     draws: int = 2000
     each: tuple[int, ...] = (5, 10, 20, 40, 80, 160)
-    """Tokens measured of each interval."""
+    """Tokens measured per interval."""
     redraws: int = 600
-    """Of prompts and tokens, for the coverage."""
+    """Draws of prompts and tokens, for the coverage."""
     covered: int = 100
-    """Tokens of each interval there."""
+    """Tokens measured per interval, for the coverage."""
 
 
 def full_table(name: str, options: Options) -> pd.DataFrame:
-    """Every token of a policy's responses, measured, with the length of its prefix."""
+    """Measure every token of a policy's responses; adds the length of each token's prefix."""
     path = None if options.tables is None else options.tables / f"{name}.parquet"
     if path is not None and path.is_file():
         return pd.read_parquet(path)
@@ -102,7 +100,7 @@ def full_table(name: str, options: Options) -> pd.DataFrame:
 
 
 def sizes_of(table: pd.DataFrame) -> dict[str, np.ndarray]:
-    """q of every token by design."""
+    """Return q of every token by design."""
     interval = table["interval"].to_numpy(np.int64)
     norms, weights = table[LOGITS].to_numpy(np.float64), table["weight"].to_numpy(np.float64)
     sizes = {name: token_sizes(name, interval, norms, weights) for name in ("stratified", "proportional")}
@@ -114,7 +112,7 @@ def sizes_of(table: pd.DataFrame) -> dict[str, np.ndarray]:
 def statistics_of(
     counts: np.ndarray, totals: Callable[[np.ndarray], np.ndarray], squares: np.ndarray, norms: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """By interval; totals: of values of the tokens."""
+    """Compute the statistics by interval; totals sums values over tokens."""
     whole = totals(squares)
     shares = whole / whole.sum()
     with np.errstate(divide="ignore"):  # no token with a weight was drawn
@@ -123,7 +121,7 @@ def statistics_of(
 
 
 def compare(table: pd.DataFrame, options: Options) -> pd.DataFrame:
-    """Bias and root mean square error of each statistic: a row per design, size, statistic and interval."""
+    """Compute bias and root mean square error: a row per design, size, statistic and interval."""
     interval = table["interval"].to_numpy(np.int64)
     counts = np.bincount(interval, minlength=INTERVALS)
     columns = weighted_norms(table) ** 2, table[PARAMETERS].to_numpy(np.float64)
@@ -156,14 +154,14 @@ def compare(table: pd.DataFrame, options: Options) -> pd.DataFrame:
 def make_totals(
     interval: np.ndarray, taken: np.ndarray, probabilities: np.ndarray
 ) -> Callable[[np.ndarray], np.ndarray]:
-    """How a sample estimates sums over an interval's tokens: as gradscope.intervals.summarize does."""
+    """Return how a sample estimates sums over an interval's tokens, as in gradscope.intervals.summarize."""
     own, scale = interval[taken], 1.0 / probabilities[taken]
     factor = np.bincount(interval, probabilities, minlength=INTERVALS) / np.bincount(own, minlength=INTERVALS)
     return lambda values: factor * np.bincount(own, values[taken] * scale, minlength=INTERVALS)
 
 
 def cover(table: pd.DataFrame, options: Options) -> pd.DataFrame:
-    """How often 95 % intervals hold the truth where the table is the whole world: a row per design and statistic."""
+    """Measure the coverage of 95 % intervals if the table is the population: a row per design and statistic."""
     truth = estimate(table, None)
     groups = {group: rows for group, rows in table.reset_index(drop=True).groupby("group").indices.items()}
     labels, found = list(groups), {design: [] for design in ("every token", "stratified", "proportional")}
@@ -192,7 +190,7 @@ def cover(table: pd.DataFrame, options: Options) -> pd.DataFrame:
 
 
 def estimate(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple[str, str], np.ndarray]:
-    """Value, lower and upper of each statistic and interval, as gradscope reports them."""
+    """Return value, lower and upper of each statistic and interval, as gradscope reports them."""
     labels = interval_labels()
     rows = token_shares(sum_by_prompt(table, INTERVALS), labels, seed=rng, resamples=400)
     rows = rows[rows["statistic"].isin(["squared_share", "dominance_index"])]
@@ -208,7 +206,7 @@ def estimate(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """(errors, coverage), each with a column `policy`."""
+    """Return (errors, coverage), each with a column `policy`."""
     errors, coverage = {}, {}
     for name in POLICIES:
         full = full_table(name, options)
@@ -218,7 +216,7 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 @paper_style()
 def draw(errors: pd.DataFrame, coverage: pd.DataFrame) -> Figure:
-    """A column of panels per policy: the error of each statistic against cost, and the coverage."""
+    """Draw a column of panels per policy: each statistic's error against cost, and the coverage."""
     figure, axes = new_panels(8, width=3.4, height=1.9)
     panels = iter(axes)
     for name, words in STATISTICS.items():
@@ -241,7 +239,7 @@ def draw(errors: pd.DataFrame, coverage: pd.DataFrame) -> Figure:
 
 
 def _label_ticks(axis: Axis, ticks: tuple[float, ...]) -> None:
-    """Those of these that lie inside, and no others."""
+    """Label the ticks within the axis limits only."""
     low, high = axis.get_view_interval()
     axis.set_ticks([], minor=True)
     inside = [tick for tick in ticks if low <= tick <= high]
@@ -249,7 +247,7 @@ def _label_ticks(axis: Axis, ticks: tuple[float, ...]) -> None:
 
 
 def _draw_coverage(ax: Axes, policy: str, coverage: pd.DataFrame) -> None:
-    """A point per interval and design."""
+    """Draw a point per interval and design."""
     for place, name in enumerate(STATISTICS):
         for shift, design in enumerate(("every token", "stratified", "proportional")):
             own = coverage[(coverage["statistic"] == name) & (coverage["design"] == design)]

@@ -1,10 +1,10 @@
-"""How often do sketches of summed gradients say truly how far they err, on policies of the sizes that people train?
+"""How well calibrated are the error estimates of sketched gradient sums, on policies of real size?
 
     python -m analyses.benchmarks.real_size make 30m work/30m
     python -m analyses.benchmarks.summed_gradients work/30m --sketches 200
 
-The intervals' gradients of every prompt are made whole and then sketched so many times with other random numbers: how
-often do exact shares, norms, cosines and signals lie within 1.96 of a sketch's own standard errors?
+The intervals' gradients of every prompt are computed whole, then sketched repeatedly with different random numbers. How
+often do the exact shares, norms, cosines and signals lie within 1.96 of a sketch's own standard errors?
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Coverage:
 
 
 def _load(folder: Path, dtype: str | None) -> tuple[Policy, TokenBatch, Tensor]:
-    """Policy, rollouts and −advantage / num_tokens of the tokens of each interval, [A, B, S]."""
+    """Return policy, rollouts, and −advantage / num_tokens of each interval's tokens, [A, B, S]."""
     policy = load_policy(folder / "policy", dtype=dtype)
     batch = read_rollouts(folder / "rollouts.jsonl", policy)
     logprobs = TokenJacobian(policy, batch).statistics.logprob
@@ -92,7 +92,7 @@ def _pairs(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def _statistics(pairs: np.ndarray, products: np.ndarray) -> np.ndarray:
-    """Shares, norms over the whole's, cosines with it, and signals, of each interval."""
+    """Return each interval's share, norm relative to the whole, cosine with the whole, and signal."""
     own = np.einsum("paqa->apq", pairs)
     squares, whole, along = np.diag(products), products.sum(), products.sum(1)
     signals = signal_and_noise(own)["signal"][0]

@@ -1,12 +1,12 @@
-"""Time of an exact token gradient's norm: gradscope against every alternative and against the floor, interleaved.
+"""Time the exact norm of a token's gradient: gradscope against every alternative and the FLOP floor, interleaved.
 
     python -m analyses.benchmarks.token_gradients --out figures/benchmark_token_gradients.csv
 
-CPU time (of one thread) per response token; medians over rounds in which the methods measure sequences in turn, in one
-process: gradscope eight together, the others the first few of these, one after the other, as none of them gains by
-more. Ratios are medians of the rounds' own. Policies come from a configuration with random weights: S =
-Qwen2, hidden 128, 4 layers, vocabulary 512, tied; M = hidden 512, 8 layers, vocabulary 8000, tied. Sequences of T
-tokens, the first quarter of each the prompt. Methods:
+CPU time of one thread per response token; medians over rounds in which the methods take turns in one process: gradscope
+measures eight sequences together, the others the first few of these one by one, since batching helps none of them.
+Ratios are medians of each round's ratio. Policies have random weights: S = Qwen2, hidden 128, 4 layers, vocabulary 512,
+tied; M = hidden 512, 8 layers, vocabulary 8000, tied. The first quarter of each sequence of T tokens is the prompt.
+Methods:
 
     batch loop      one autograd.grad a token on the graph of a batch of eight: what people write first (a few tokens)
     sequence loop   the same on one sequence's graph at a time
@@ -16,12 +16,11 @@ tokens, the first quarter of each the prompt. Methods:
     gradscope       TokenGradientMeter by backward rules, in the groups that it makes itself; both yield every layer's
                     activation gradient as well
 
-The floor is the least that an exact norm takes (`gradscope.gradients.gradient_flops`: the activation
+The floor is the minimum number of FLOPs of an exact norm (`gradscope.gradients.gradient_flops`: the activation
 gradients' backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix
-product, measured in every round. A meter is made once for a policy, before the rounds (`setup_s`, for any number of
-sequences). Every method's norms are held against the sequence loop's. Peak memory is what a method allocates at most
-beside the policy on one sequence (gradscope and the batch loop: some tokens of each of eight), by the profiler's
-records.
+product, measured in every round. A meter is built once per policy before the rounds (`setup_s`). Every method's norms
+are compared with the sequence loop's. Peak memory is the most a method allocates beyond the policy on one sequence
+(gradscope and the batch loop: some tokens of each of eight), according to the profiler.
 """
 
 from __future__ import annotations
@@ -60,20 +59,18 @@ HEADS = {
 DIGITS = {"ms_per_token": 3, "ms_min": 3, "ms_max": 3, "peak_mb": 0, "ratio": 2, "fraction_of_floor": 2, "setup_s": 2}
 METHODS = ("batch loop", "sequence loop", "vmap", "opacus", "graph", "gradscope")
 OUTSIDE = ("sequence loop", "vmap", "opacus")
-"""Methods whose best is the alternative."""
+"""Methods outside gradscope, of which the best is the alternative."""
 LOOP_TOKENS = 4
 """Tokens that the batch loop measures."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the benchmark."""
-
     sizes: tuple[str, ...] = ("S", "M")
     lengths: tuple[int, ...] = (64, 128, 256)
     rounds: int = 3
     sequences: int = 8
-    """That gradscope measures in a round; the others measure half of them, at size M one."""
+    """Sequences that gradscope measures in a round; the others measure half of them, at size M one."""
     methods: tuple[str, ...] = METHODS
     memory: bool = True
     """Also measure peak memory."""
@@ -125,7 +122,7 @@ def vmap_of_grad(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
 
 
 def opacus_ghost(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
-    """One token a sample: a sequence is repeated 8 times, each copy's loss is another token's."""
+    """Make each token a sample: a sequence is repeated 8 times, and each copy's loss is one token's."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
     policy.model.train()  # Opacus' hooks look away otherwise; there is no dropout in this model.
@@ -160,12 +157,12 @@ def measure_with(meter: TokenGradientMeter, ids: Tensor, targets: Tensor) -> Ten
 
 @dataclass(frozen=True)
 class Method:
-    """One way to measure, made ready for a policy."""
+    """A way to measure, prepared for a policy."""
 
     run: Callable[[Tensor, Tensor], Tensor]
     """(sequences [B, T], targets [m]) → norms [B · m]."""
     setup: float
-    """CPU seconds that making it ready took."""
+    """CPU seconds of preparation."""
 
 
 def make_method(name: str, size: str, probe: Tensor) -> Method:
@@ -185,23 +182,23 @@ def make_method(name: str, size: str, probe: Tensor) -> Method:
 
 
 def draw_sequences(size: str, length: int, count: int) -> tuple[Tensor, Tensor]:
-    """(ids [count, length], indices of the response tokens)."""
+    """Return (ids [count, length], indices of the response tokens)."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, SIZES[size]["vocab_size"], (max(count, 8), length), generator=generator)
     return ids[:count], torch.arange(length // 4, length)
 
 
 def work_of(name: str, size: str, length: int, sequences: int) -> tuple[Tensor, Tensor]:
-    """What a method measures in a round."""
+    """Return the tokens that a method measures in a round."""
     few = 1 if size == "M" else max(1, sequences // 2)
     ids, targets = draw_sequences(size, length, {"batch loop": 8, "gradscope": sequences}.get(name, few))
     return ids, targets[:: len(targets) // LOOP_TOKENS] if name == "batch loop" else targets
 
 
 def peak_memory(name: str, size: str, length: int) -> float:
-    """MB that a method holds at most beside the policy, by the records of every allocation.
+    """Return a method's peak MB beyond the policy, from the records of every allocation.
 
-    Of at most the first and last eight tokens: what is held grows with the prefix, not with the number of tokens.
+    It measures at most the first and last eight tokens: memory grows with the prefix, not with the number of tokens.
     """
     ids, targets = work_of(name, size, length, 8 if name == "gradscope" else 1)
     if name != "batch loop":
@@ -211,7 +208,7 @@ def peak_memory(name: str, size: str, length: int) -> float:
 
 
 def allocated_peak(call: Callable[[], object]) -> int:
-    """Bytes that the call's allocations on the CPU reach at most, above what was there before."""
+    """Return the peak bytes that the call allocates on the CPU, above those allocated before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         call()
     records = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -223,7 +220,7 @@ def allocated_peak(call: Callable[[], object]) -> int:
 
 
 def product_speed() -> float:
-    """FLOPs per CPU second of a large float32 matrix product."""
+    """Return the FLOPs per CPU second of a large float32 matrix product."""
     a, b = torch.randn(2, 1024, 1024).unbind()
     seconds = []
     for _ in range(5):
@@ -234,7 +231,7 @@ def product_speed() -> float:
 
 
 def benchmark(size: str, length: int, options: Options) -> pd.DataFrame:
-    """One row per method: ms per token (median), spread, ratio to gradscope, floor, MB, largest relative error."""
+    """Return a row per method: ms per token (median), spread, ratio to gradscope, floor, MB, largest relative error."""
     work = {name: work_of(name, size, length, options.sequences) for name in options.methods}
     methods = {name: make_method(name, size, work[name][0][0]) for name in options.methods}
     times, norms, speeds = {name: [] for name in methods}, {}, []
@@ -269,7 +266,7 @@ def benchmark(size: str, length: int, options: Options) -> pd.DataFrame:
 
 
 def largest_error(name: str, size: str, norms: Tensor, work: tuple[Tensor, Tensor]) -> float:
-    """Over a few tokens of the first sequence, against the sequence loop."""
+    """Return the largest error over a few tokens of the first sequence, relative to the sequence loop."""
     ids, targets = work
     some = torch.arange(0, len(targets), max(1, len(targets) // LOOP_TOKENS))
     reference = loop_on_sequence(make_policy(size, tied=name != "opacus"), ids[:1], targets[some])
@@ -277,7 +274,7 @@ def largest_error(name: str, size: str, norms: Tensor, work: tuple[Tensor, Tenso
 
 
 def describe(table: pd.DataFrame) -> str:
-    """What the ratios come to."""
+    """Describe the ratios in words."""
     by = table.set_index("method")
     outside = by.loc[[m for m in OUTSIDE if m in by.index]]
     if outside.empty:

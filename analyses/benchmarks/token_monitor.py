@@ -1,14 +1,14 @@
-"""What `TokenMonitor` costs a training with TRL, and that it changes no weight.
+"""Measure what `TokenMonitor` adds to a TRL training run, and check that it changes no weight.
 
     python -m analyses.benchmarks.token_monitor --steps 100
     python -m analyses.benchmarks.token_monitor SMOLLM2 --task word-problems-plain --steps 100 --prompts 2 --tokens 32
 
-Trains without the monitor and with it, from the same weights and seed, and adds a row to the table: seconds of both
-runs (`--alone`: of the second only); of the second, wall and CPU time inside the monitor's calls in the training
-thread, and what Σπ² adds to TRL's head: every call of the head in training is made twice more on the same tensors, with
-Σπ² and without, one after the other in turns, and head_cpu is the difference; these calls are in no other number.
-calls_share: of the run's wall time; cpu_share: the CPU time of calls and head over that of the run. same: whether all
-weights ended bit-equal.
+Trains without and with the monitor, from the same weights and seed, and adds a row to the table: seconds of both runs
+(`--alone`: only of the second); for the second, wall and CPU time of the monitor's calls in the training thread, and
+the cost of Σπ² in TRL's head. For the latter, every call of the head is repeated twice on the same tensors, with and
+without Σπ² in alternating order; head_cpu is the difference, and these calls count nowhere else. calls_share is
+relative to the run's wall time; cpu_share is the CPU time of calls and head over the run's. same: whether the final
+weights are bit-equal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class MonitorOptions(Options):
 
 @contextmanager
 def timed_head(seconds: dict[str, float]) -> Iterator[None]:
-    """Add up what Σπ² costs in TRL's head, `squares`, and what finding that out costs, `replay` and `replay_wall`."""
+    """Sum the cost of Σπ² in TRL's head, `squares`, and of measuring it, `replay` and `replay_wall`."""
     from trl.trainer import utils
 
     own = utils._ChunkedLogProbFunction

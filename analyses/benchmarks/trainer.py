@@ -1,10 +1,10 @@
-"""Time of the trainer: a step against TRL's GRPOTrainer, Lopti's training against plain, and a step by its parts.
+"""Time the trainer: a step against TRL's GRPOTrainer, Lopti's optimizer steps against plain ones, and parts of a step.
 
     python -m analyses.benchmarks.trainer --out figures/benchmark_trainer.csv
 
-CPU time (of one thread) and wall time; medians over rounds in which everything compared does one step, in turn, in one
-process; a first step of each is not counted. Ratios are medians of the rounds' own. Policies: "embedded" has the shape
-of the policy embedded-certain, "large" hidden 256, 4 layers, vocabulary 32,000; both Qwen2, tied, float32.
+CPU time of one thread and wall time; medians over rounds in which each contender takes one step in turn in one process;
+the first step does not count. Ratios are medians of each round's ratio. Policies: "embedded" has the shape of
+embedded-certain; "large" hidden 256, 4 layers, vocabulary 32,000; both Qwen2, tied, float32.
 
     trl      gradscope's whole step, logging included, over that of TRL (transformers' generate, no gradient
              checkpointing, no bfloat16), per response token, each at the best of the micro-batch sizes: the same
@@ -63,21 +63,19 @@ OURS, TRL = "gradscope", "TRL"
 SETTINGS = ((0.0, 1), (0.001, 2))
 """KL coefficient and optimizer steps per batch; the second is the preset's."""
 LOW_SHARES = (0.2, 0.3, 0.4)
-"""Shares of low-probability tokens that η is set to give."""
+"""Shares of low-probability tokens, at which η is set."""
 PARTS = ("sampling", "old", "reference", "training", REST)
 DIGITS = 3
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the benchmark."""
-
     comparisons: tuple[Literal["trl", "lopti", "parts"], ...] = ("trl", "lopti", "parts")
     policies: tuple[Literal["embedded", "large", "puzzles"], ...] = ("puzzles", "embedded", "large")
     micro_batches: tuple[int, ...] = (4, 8, 16)
-    """Responses in one forward pass that both trainers try."""
+    """Micro-batch sizes that both trainers try."""
     lopti_micro_batch: int = 8
-    """The same, for Lopti and plain."""
+    """Micro-batch size for Lopti and plain."""
     rounds: int = 5
     out: Path | None = None
     """CSV to write."""
@@ -86,7 +84,7 @@ class Options:
 def compare_trainers(
     workload: TrainConfig, folder: Path, *, rounds: int, micro_batches: tuple[int, ...], names: tuple[str, ...]
 ) -> pd.DataFrame:
-    """A row per trainer and micro-batch size."""
+    """Return a row per trainer and micro-batch size."""
     config = replace(workload, steps=rounds + 1, trackers=(), device="cpu")
     make = {OURS: our_loop, TRL: trl_loop}
     loops, lengths = {}, {(name, micro): [] for micro in micro_batches for name in names}
@@ -105,14 +103,14 @@ def compare_trainers(
 
 
 def summarise(steps: list[dict[str, Seconds]]) -> dict[str, float]:
-    """Medians over the counted steps, with the range of the CPU time; CPU seconds by part."""
+    """Return medians over the counted steps, the range of the CPU time, and CPU seconds by part."""
     cpu, wall = np.array([sum(step.values()) for step in steps]).T
     row = {"cpu_s": np.median(cpu), "cpu_min": cpu.min(), "cpu_max": cpu.max(), "wall_s": np.median(wall)}
     return row | {f"cpu_{p}": np.median([step[p][0] for step in steps]) for p in PARTS if p in steps[0]}
 
 
 def add_ratio(table: pd.DataFrame, steps: dict[Any, list[dict[str, Seconds]]]) -> pd.DataFrame:
-    """`cpu_ratio` and `wall_ratio` per response token: gradscope's best micro-batch size over TRL's best."""
+    """Add `cpu_ratio` and `wall_ratio` per response token: gradscope's best micro-batch size over TRL's best."""
     best = table.loc[table.groupby("method").cpu_s.idxmin()].set_index("method")
     rounds = zip(*(steps[name, best.micro_batch[name]] for name in (OURS, TRL)), strict=True)
     over = np.median([sum(ours.values()) / sum(theirs.values()) for ours, theirs in rounds], axis=0)
@@ -122,7 +120,7 @@ def add_ratio(table: pd.DataFrame, steps: dict[Any, list[dict[str, Seconds]]]) -
 
 
 def time_parts(preset: TrainConfig, folder: Path, *, rounds: int) -> pd.DataFrame:
-    """A row for plain and for Lopti: whole steps of the trainer, by part."""
+    """Time whole training steps by part, a row for plain and for Lopti."""
     plain = replace(preset, steps=rounds + 1, trackers=(), device="cpu")
     configs = {"plain": plain, "Lopti": replace(plain, lopti_eta=0.5)}
     lengths: dict[str, list[int]] = {name: [] for name in configs}
@@ -172,7 +170,7 @@ def compare_lopti(config: TrainConfig, shares: Sequence[float], *, rounds: int) 
 
 
 def all_tables(options: Options, folder: Path) -> Iterator[pd.DataFrame]:
-    """One comparison after the other."""
+    """Run all comparisons."""
     sizes = [size for size in SIZES if size.name in options.policies]
     if "trl" in options.comparisons and importlib.util.find_spec("trl") is None:
         print(INSTALL_TRL)

@@ -1,4 +1,4 @@
-"""What the trainer's benchmark runs: policies, prompts, and the loops of gradscope and of TRL that train on them."""
+"""Policies, prompts and training loops (gradscope's and TRL's) for the trainer's benchmark."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from gradscope.trainer import TrainConfig, get_preset, train
 from gradscope.trainer.learner import Learner
 
 Loop = Callable[[Callable[[], None]], None]
-"""Calls what it is given between two of its steps."""
+"""Calls its argument between two of its steps."""
 
 
 @dataclass(frozen=True)
 class Size:
-    """A policy's shape, and a batch for it."""
+    """A policy's shape and its batch."""
 
     name: str
     vocab: int
@@ -43,7 +43,7 @@ class Size:
 
     @property
     def config(self) -> Any:
-        """EOS lies outside the vocabulary: it is never sampled."""
+        """Return a configuration whose EOS lies outside the vocabulary and is never sampled."""
         from transformers import Qwen2Config
 
         return Qwen2Config(
@@ -68,7 +68,7 @@ SIZES = (
 
 
 class SameQuestions:
-    """A task that asks the same questions in every step."""
+    """A task that asks the same questions at every step."""
 
     def __init__(self, name: str, questions: list[Question], reward: Callable[[str, Question], float]) -> None:
         self.name, self.asked, self.reward = name, {str(q.prompt): q for q in questions}, reward
@@ -78,7 +78,7 @@ class SameQuestions:
 
 
 def random_workload(size: Size, folder: Path) -> TrainConfig:
-    """Prompts of random words for a policy of random weights; rewarded is the share of even words in the response."""
+    """Make prompts of random words for a random policy; the reward is a response's share of even words."""
     rng = np.random.default_rng(0)
     prompts = [" ".join(f"w{i}" for i in row) for row in rng.integers(1, size.vocab, (size.questions, size.prompt))]
 
@@ -97,7 +97,7 @@ def random_workload(size: Size, folder: Path) -> TrainConfig:
 
 
 def puzzle_workload() -> TrainConfig:
-    """The preset kk-embedded of embedded-certain, one step's puzzles, and a rate that leaves lengths alone."""
+    """Return kk-embedded's preset of embedded-certain, one step's puzzles, and a rate too small to change lengths."""
     preset = get_preset("kk-embedded")
     task = get_task(preset.task)
     puzzles = draw_questions(task, preset.questions_per_step, seed=0, people=preset.people)
@@ -108,7 +108,7 @@ def puzzle_workload() -> TrainConfig:
 
 
 def save_policy(size: Size, folder: Path) -> Path:
-    """Random weights and a tokenizer of the words w1, w2, …"""
+    """Save random weights and a tokenizer of the words w1, w2, …"""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
@@ -125,7 +125,7 @@ _logged: ContextVar[Callable[[dict[str, Any]], None]] = ContextVar("logged")
 
 
 def our_loop(config: TrainConfig, folder: Path, lengths: list[int]) -> Loop:
-    """`lengths` gets the number of response tokens of each step. Run inside `telling_steps`."""
+    """Train with gradscope inside `telling_steps`; `lengths` gets the number of response tokens of each step."""
 
     def loop(pass_on: Callable[[], None]) -> None:
         def logged(record: dict[str, Any]) -> None:
@@ -140,8 +140,10 @@ def our_loop(config: TrainConfig, folder: Path, lengths: list[int]) -> Loop:
 
 @contextmanager
 def telling_steps() -> Iterator[None]:
-    """Let each of our loops know when a step is logged: a callback of the trainer would have its tokens scored before
-    its update."""
+    """Call back each of our loops when its step is logged.
+
+    A callback of the trainer would make it score the tokens before its update.
+    """
     log = Journal.log
 
     def told(journal: Journal, record: dict[str, Any]) -> None:
@@ -153,7 +155,7 @@ def telling_steps() -> Iterator[None]:
 
 
 def our_parts() -> dict[tuple[type, str], Any]:
-    """For `parts_of`; a batch's only optimizer step scores its tokens itself."""
+    """Return the methods for `parts_of`; a batch's only optimizer step scores its own tokens."""
     return {
         (HFSampler, "sample"): "sampling",
         (Learner, "statistics"): "old",
@@ -164,7 +166,7 @@ def our_parts() -> dict[tuple[type, str], Any]:
 
 @contextmanager
 def finishing() -> Iterator[None]:
-    """Let every response count as finished: gradscope refuses to train on a batch all of which was cut off."""
+    """Count every response as finished: gradscope refuses to train on a batch of truncated responses only."""
     sample = HFSampler.sample
 
     def finished(*args: Any, **settings: Any) -> list[list[Sample]]:
@@ -175,7 +177,7 @@ def finishing() -> Iterator[None]:
 
 
 def trl_loop(config: TrainConfig, folder: Path, lengths: list[int]) -> Loop:
-    """TRL's GRPOTrainer with the same settings."""
+    """Train with TRL's GRPOTrainer under the same settings."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
     from trl import GRPOTrainer
@@ -238,7 +240,7 @@ def _trl_config(config: TrainConfig, folder: Path) -> Any:
 
 
 def trl_parts() -> dict[tuple[type, str], Any]:
-    """For `parts_of`; clipping and the optimizer, which are not in training_step, count as rest."""
+    """Return the methods for `parts_of`; clipping and the optimizer, outside training_step, count as rest."""
     from trl import GRPOTrainer
 
     def scored(trainer: Any, model: Any, *_: Any, **__: Any) -> str:

@@ -1,4 +1,4 @@
-"""Training loops in one process that take turns, a step each, and where the time of their steps goes."""
+"""Run training loops in turns, a step each, in one process, and time the parts of their steps."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ REST = "rest"
 
 
 class Turns:
-    """Runs loops that call `pass_on` between two of their steps: each does one step, then the next loop does one.
+    """Runs loops that call `pass_on` between their steps, so that they take turns of one step.
 
-    Each loop has a thread, of which one runs at a time: so the process's CPU time is that of the loop whose turn it is.
-    What a loop does up to its first `pass_on`, loading and warming up, is not counted.
+    Each loop has its own thread, and only one runs at a time, so the process's CPU time belongs to that loop. Loading
+    and warm-up, before the first `pass_on`, do not count.
     """
 
     def __init__(self, loops: Mapping[str, Callable[[Callable[[], None]], None]]) -> None:
-        """loops: by name; each is called with the function that passes the turn on."""
+        """loops: {name: function}, each called with the function that passes the turn on."""
         self.loops, self.left = loops, list(loops)
         self.turn, self.changed = self.left[0], threading.Condition()
         self.steps: dict[str, list[dict[str, Seconds]]] = {name: [] for name in loops}
-        """Of each loop, the seconds of each counted step by part; together they are the whole step."""
+        """For each loop, the seconds of each counted step by part; parts add up to the step."""
         self._begun: set[str] = set()
         self._start()
 
     def run(self) -> dict[str, list[dict[str, Seconds]]]:
-        """`steps`, when all loops have come to their end; what a loop raises is raised when the others have."""
+        """Return `steps` when all loops have ended; then re-raise the first error of a loop."""
         with ThreadPoolExecutor(len(self.loops)) as pool:
             for future in [pool.submit(self._run_loop, name) for name in self.loops]:
                 future.result()
@@ -43,7 +43,7 @@ class Turns:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What is done in here belongs to that part of the step, and to none around it."""
+        """Attribute the time spent inside to this part of the step, and not to an enclosing one."""
         self._count()
         self._open.append(name)
         try:
@@ -91,15 +91,15 @@ class Turns:
 
 
 def read_clocks() -> Seconds:
-    """CPU seconds of this process and wall seconds, since some moment."""
+    """Return CPU seconds of this process and wall seconds, from an arbitrary origin."""
     return np.array([time.process_time(), time.perf_counter()])
 
 
 @contextmanager
 def parts_of(turns: Turns, methods: Mapping[tuple[type, str], str | Callable[..., str]]) -> Iterator[None]:
-    """While inside, each call of these methods is a part of its step: of that name, or the one that its arguments have.
+    """Time each call of these methods as a part of its step; the part's name may depend on the arguments.
 
-    methods: (class, name of the method) → the part.
+    methods: {(class, method name): part}.
     """
 
     def wrapped(original: Callable, part: str | Callable[..., str]) -> Callable:

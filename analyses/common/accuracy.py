@@ -1,6 +1,7 @@
-"""Accuracy by number of people: the runs' beside the paper's (Fig. 4, Table 7), and what differs between methods.
+"""Accuracy by number of people: our runs beside the paper's (Fig. 4, Table 7), and differences between methods.
 
-A run counts as one number per level: its last three judged checkpoints averaged, as in the paper. The seed is the unit.
+A run counts as one number per level, the mean of its last three judged checkpoints, as in the paper. The seed is the
+unit.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ KINDS = ("sampled", "greedy")
 UNTRAINED, HERE = "untrained", "here"
 PAPER_PEOPLE = ("3", "4", "5", "6", "7", "all")
 Paper = Mapping[str, Mapping[str, Sequence[float]]]
-"""Model → variant → as the paper prints them: accuracies for 3, 4, 5, 6, 7 people, average; gain in % if it has one."""
+"""{model: {variant: accuracies for 3 to 7 people, average, and gain in % if any, as the paper prints them}}."""
 
 
 def accuracy_by_people(tests: pd.DataFrame, steps: Sequence[int] | None = None) -> pd.DataFrame:
-    """A row per run and level ("2", …, "all"): variant, label, seed, level, sampled (avg@k) and greedy accuracy.
+    """Return a row per run and level ("2", …, "all"): variant, label, seed, level, sampled (avg@k) and greedy accuracy.
 
     steps: see `last_checkpoints`.
     """
@@ -36,7 +37,7 @@ def accuracy_by_people(tests: pd.DataFrame, steps: Sequence[int] | None = None) 
 
 
 def sampled_name(tests: pd.DataFrame) -> str:
-    """The column of sampled accuracy: avg@k, whatever k was. Raises InputError if there are several, or none."""
+    """Return the column of sampled accuracy, avg@k. Raises InputError unless there is exactly one."""
     names = [name for name in tests if re.fullmatch(r"avg@\d+", name)]
     if len(names) != 1:
         raise InputError(f"the runs' tests have {', '.join(names) or 'no avg@k'}; judge all of them with one k")
@@ -44,7 +45,7 @@ def sampled_name(tests: pd.DataFrame) -> str:
 
 
 def average(accuracy: pd.DataFrame) -> pd.DataFrame:
-    """A row per variant and level of `accuracy_by_people`: seeds, and mean and 95 % t interval of both accuracies.
+    """Return a row per variant and level: seeds, and mean and 95 % t interval of both accuracies.
 
     Columns: variant, label, level, seeds, then KIND, KIND_lower, KIND_upper for sampled and greedy.
     """
@@ -57,7 +58,7 @@ def average(accuracy: pd.DataFrame) -> pd.DataFrame:
 
 
 def untrained(scale: str, track: str) -> pd.DataFrame:
-    """`average`'s rows of the policy before training, at the test's temperature; none where it was not measured."""
+    """Return the untrained policy's rows of `average` at the test's temperature; none if it was not measured."""
     if track != "puzzles" or not has_untrained(scale):
         return pd.DataFrame()
     found = read_untrained(scale)
@@ -66,7 +67,7 @@ def untrained(scale: str, track: str) -> pd.DataFrame:
 
 
 def beside_paper(means: pd.DataFrame, paper: Paper) -> pd.DataFrame:
-    """The means with the paper's numbers, a column per model of its; levels that only one of both has are NaN there."""
+    """Add a column per model of the paper to the means; NaN at levels that only one of the two has."""
     table = means
     for model, rows in paper.items():
         found = [
@@ -83,11 +84,11 @@ def beside_paper(means: pd.DataFrame, paper: Paper) -> pd.DataFrame:
 
 
 def lay_out(table: pd.DataFrame, contrasts: pd.DataFrame, paper: Paper) -> pd.DataFrame:
-    """`beside_paper`'s table as the paper prints it: a row per policy and method, a column per number of people.
+    """Lay out `beside_paper`'s table as in the paper: a row per policy and method, a column per number of people.
 
-    Ours are sampled accuracies, the mean ± half of the 95 % interval; "average" is over all puzzles of the test, which
-    may have fewer of one number of people than of another. The last column is what the average gains on the
-    baseline's: ours at the same seeds (`compare_by_people`'s `relative`), the paper's as printed.
+    Our entries are sampled accuracies, the mean ± half of the 95 % interval. "average" is over all test puzzles, of
+    which there may be fewer for some numbers of people. The last column is the average's gain over the baseline: ours
+    at the same seeds (`compare_by_people`'s `relative`), the paper's as printed.
     """
     over_all = contrasts[(contrasts["family"] == "claims") & (contrasts["of"] == "all")].set_index("variant")
     columns = {HERE: "sampled"} | {model: f"paper {model}" for model in paper}
@@ -109,7 +110,7 @@ def lay_out(table: pd.DataFrame, contrasts: pd.DataFrame, paper: Paper) -> pd.Da
 
 
 def levels_of(table: pd.DataFrame) -> list[str]:
-    """The levels of a table, by number of people; "all" is the last."""
+    """Return a table's levels by number of people, "all" last."""
     levels = table["level"].unique()
     return [levels[place] for place in np.argsort(_people(levels))]
 
@@ -124,10 +125,10 @@ def _plus_minus(value: float, half: float) -> str:
 
 
 def compare_by_people(accuracy: pd.DataFrame, variants: Sequence[str], baseline: str) -> pd.DataFrame:
-    """`differences_by_people`, corrected; three families of rows.
+    """Return `differences_by_people` in three families of rows, each corrected.
 
-    The figure's claims: the difference of sampled accuracy over all puzzles, and its slope, by how much it grows with
-    each person more (a least-squares line per seed). No claims: the difference at each level, and the greedy one.
+    The figure's claims are the difference in sampled accuracy over all puzzles and its slope per person (a
+    least-squares line per seed). The differences at each level, and those in greedy accuracy, are no claims.
     """
     return correct_families(differences_by_people(accuracy, variants, baseline))
 
@@ -135,8 +136,8 @@ def compare_by_people(accuracy: pd.DataFrame, variants: Sequence[str], baseline:
 def differences_by_people(accuracy: pd.DataFrame, variants: Sequence[str], baseline: str) -> pd.DataFrame:
     """Each variant against the baseline, paired over seeds: a row per variant and question.
 
-    Columns: family, of (what is compared), those of `differences`, and relative (the difference over the baseline's
-    mean at the same seeds).
+    Columns: family, of (the quantity), those of `differences`, and relative (difference over the baseline's mean at
+    these seeds).
     """
     pairs = [(variant, baseline) for variant in variants]
     whole = accuracy[accuracy["level"] == "all"]
@@ -153,20 +154,20 @@ def differences_by_people(accuracy: pd.DataFrame, variants: Sequence[str], basel
 
 
 def correct_families(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows with Holm's correction within each `family`, which stands first."""
+    """Apply Holm's correction within each `family`, which becomes the first column."""
     table = pd.concat([holm(own) for _, own in rows.groupby("family", sort=False)], ignore_index=True)
     return table[["family", "of", *table.columns.drop(["family", "of"])]]
 
 
 def baseline_means(found: pd.DataFrame, table: pd.DataFrame, value: str) -> list[float]:
-    """For each row of `differences`, the baseline's mean at the seeds compared; NaN if none was or it is 0."""
+    """Return the baseline's mean at the seeds of each row of `differences`; NaN without seeds or if it is 0."""
     wide = table.pivot(index="seed", columns="variant", values=value)
     pairs = zip(found["variant"], found["baseline"], strict=True)
     return [wide.reindex(columns=pair).dropna()[pair[1]].mean() or np.nan for pair in pairs]
 
 
 def slopes(accuracy: pd.DataFrame) -> pd.DataFrame:
-    """A row per run: the slope of its sampled accuracy over the number of people, in accuracy per person."""
+    """Return a row per run: the slope of its sampled accuracy per person."""
     rows = []
     for (variant, seed), own in accuracy[accuracy["level"] != "all"].groupby(["variant", "seed"], sort=False):
         slope = np.polyfit(own["level"].astype(float), own["sampled"], 1)[0] if len(own) > 1 else np.nan
@@ -175,7 +176,7 @@ def slopes(accuracy: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_accuracy(ax: Axes, table: pd.DataFrame, kind: str = "sampled") -> Axes:
-    """Each method's accuracy by number of people with its interval, side by side; untrained: a bar of neutral ink."""
+    """Draw each method's accuracy by number of people with its interval; `untrained` is a bar in neutral ink."""
     drawn = table.dropna(subset=kind)
     levels = levels_of(drawn)
     methods = [variant for variant in drawn["variant"].unique() if variant != UNTRAINED]
@@ -195,13 +196,13 @@ def draw_accuracy(ax: Axes, table: pd.DataFrame, kind: str = "sampled") -> Axes:
 
 
 def within_shares(ax: Axes) -> None:
-    """No axis of accuracies beyond 0 and 1, where t intervals of few seeds reach: those are cut there."""
+    """Clip the axes to [0, 1], which t intervals of few seeds exceed."""
     low, high = ax.get_ylim()
     ax.set_ylim(max(low, -0.02), min(high, 1.02))
 
 
 def draw_layout(ax: Axes, layout: pd.DataFrame) -> Axes:
-    """`lay_out`'s table as text, methods in their colours; a rule above each policy's rows."""
+    """Draw `lay_out`'s table as text in the methods' colours, with a rule above each policy."""
     colors = {label: COLORS[variant] for variant, label in labels().items()}
     texts = [name for name in layout if name in ("policy", "method", "seeds")]
     lefts = dict(zip(texts, (0.0, 0.195, 0.375), strict=True))

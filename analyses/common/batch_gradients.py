@@ -1,8 +1,8 @@
-"""A batch's gradient by intervals of π, prompt by prompt, raw and in AdamW's metric: shares, cosines, signal and noise.
+"""One batch's gradient by interval of π and prompt, raw and in AdamW's metric: shares, cosines, signal and noise.
 
-The parts are those of a diagnosis (`gradients` and `tokens` of `gradscope.diagnosis` say what each number is), without
-exact norms of single tokens: Σ‖w·g‖² of each prompt and interval is estimated by ‖Σ z·w·g‖² with random signs
-z = ±1, which has that mean, with the same signs in both metrics. So all is backward passes: two of each interval.
+The parts are those of a diagnosis (`gradients` and `tokens` of `gradscope.diagnosis` define each number), but without
+exact norms of single tokens: Σ‖w·g‖² of each prompt and interval is estimated by ‖Σ z·w·g‖² with random signs z = ±1,
+the same in both metrics, whose expectation it is. So all of it takes two backward passes per interval.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradscope.updates import old_intervals
 LABELS = interval_labels(EDGES)
 Tables = dict[str, pd.DataFrame]
 HELD = 1 << 62
-"""Bytes for vectors: all of them, of a small policy."""
+"""Bytes for vectors; all those of a small policy fit."""
 
 
 def measure_batch(
@@ -38,13 +38,14 @@ def measure_batch(
     generator: torch.Generator,
     micro_batch_size: int = 8,
 ) -> Tables:
-    """Four tables of one batch, whose old_logprobs and advantages are known.
+    """Return four tables of one batch with known old_logprobs and advantages.
 
-    metric: of AdamW's update; None: the raw gradients alone. generator: draws the signs. The tables:
-    gradients, by metric (raw, adamw) and interval (0, …, "all"): those of `gradient_table`;
-    cosines, by metric and pair of intervals: those of `cosine_table`;
+    metric: AdamW's; None: raw gradients only. generator: draws the signs. The policy is left unchanged.
+
+    gradients, by metric (raw, adamw) and interval (0, …, "all"): see `gradient_table`;
+    cosines, by metric and pair of intervals: see `cosine_table`;
     tokens, by interval: tokens, token_share, predicted_share (of Σ(w·(1−π))²), entropy (mean, nats);
-    batches: prompts, served (with an advantage other than 0), responses, tokens, entropy. The policy is as it was.
+    batches: prompts, served (with an advantage other than 0), responses, tokens, entropy.
     """
     passes = {"micro_batch_size": micro_batch_size}
     found = batch_statistics(policy.model, batch, device=policy.device, **passes)
@@ -76,11 +77,11 @@ def measure_batch(
 
 
 def gradient_table(gram: Gram, sums: PromptSums) -> pd.DataFrame:
-    """A row per interval (0, …) and for "all", in one metric; NaN where undefined.
+    """Return a row per interval (0, …) and for "all", in one metric; NaN where undefined.
 
     gradient_norm, ‖G_a‖; gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio; cosine_with_all; gradient_index; signal and noise,
-    which add up to ‖G_a‖²; signal_fraction, signal/‖G_a‖²; signal_to_noise, that of ONE prompt (the prompts' number
-    times smaller than signal/noise of the sum); squared_share, of Σ‖w·g‖², and dominance_index.
+    which add up to ‖G_a‖²; signal_fraction, signal/‖G_a‖²; signal_to_noise of ONE prompt (signal/noise of the sum over
+    the number of prompts); squared_share, of Σ‖w·g‖², and dominance_index.
     """
     rows = _widen(gradient_rows(gram, sums.tokens, LABELS, metric="raw", seed=None))
     shares = _widen(token_shares(sums, LABELS, seed=None))[["squared_share", "dominance_index"]]
@@ -90,11 +91,11 @@ def gradient_table(gram: Gram, sums: PromptSums) -> pd.DataFrame:
 
 
 def cosine_table(pairs: Pairs) -> pd.DataFrame:
-    """A row per pair of intervals, interval < other and each with itself: their cosine, and what of it is signal.
+    """Return a row per pair of intervals (interval ≤ other): their cosine and its signal part.
 
-    cosine: of G_a and G_b. signal_product: ⟨E G_a, E G_b⟩ estimated without bias, n/(n−1)·Σ_{p≠q} ⟨g_{p,a}, g_{q,b}⟩,
-    which for a = b is `gradient_table`'s signal. The cosine of two signals is signal_product over the root of the
-    product of both signals, and tells of the policy what `cosine`, which noise pulls towards 0, tells of a batch.
+    cosine: of G_a and G_b. signal_product: the unbiased estimate n/(n−1)·Σ_{p≠q} ⟨g_{p,a}, g_{q,b}⟩ of ⟨E G_a, E G_b⟩;
+    for a = b it is `gradient_table`'s signal. signal_product over the root of both signals estimates the cosine of the
+    signals, a property of the policy; `cosine`, which noise pulls towards 0, is a property of the batch.
     """
     n, size = pairs.shape[:2]
     apart = pairs.sum((0, 2)) - np.einsum("papb->ab", pairs)
@@ -108,7 +109,7 @@ def cosine_table(pairs: Pairs) -> pd.DataFrame:
 
 
 def by_prompt(J: TokenJacobian, weights: Float[Tensor, "R K"]) -> Float[Tensor, "n R P"]:
-    """The sums of each prompt's weighted token gradients."""
+    """Return each prompt's sum of weighted token gradients."""
     prompt = J.kept(J.batch.group_ids[:, None].expand_as(J.batch.input_ids))
     rows = weights * (prompt == J.prompts[:, None])[:, None]
     return J.vjp(rows.flatten(0, 1)).rows.unflatten(0, rows.shape[:2])
@@ -129,12 +130,12 @@ def _describe(batch: TokenBatch, entropy: Float[Tensor, "B S"], prompts: int) ->
 
 
 def _sum_blocks(values: Tensor, blocks: Sequence[Int[Tensor, " b"]]) -> Float[np.ndarray, "n A"]:
-    """[A, B, S] summed over each block's rows and all columns."""
+    """Sum [A, B, S] over each block's rows and all columns."""
     return np.stack([values[:, rows].double().sum((1, 2)).numpy() for rows in blocks])
 
 
 def _widen(rows: pd.DataFrame) -> pd.DataFrame:
-    """A row per interval's number ("all" last, if there), a column per statistic."""
+    """Return a row per interval ("all", if present, last) and a column per statistic."""
     wide = rows.pivot(index="interval", columns="statistic", values="value")
     wide = wide.reindex([name for name in (*LABELS, "all") if name in wide.index])
     wide.index = pd.Index([LABELS.index(name) if name in LABELS else name for name in wide.index])

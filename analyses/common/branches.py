@@ -1,7 +1,7 @@
-"""Short branches off GRPO runs: from one checkpoint, optimizer state and all, some steps of each method.
+"""Short branches from GRPO checkpoints: a few steps of each method from the same weights and optimizer state.
 
-The runs are the track `origins` of analyses/runs.toml, of a scale's policy; the checkpoints are those after STEPS. A
-replicate trains on puzzles of its own, which every method shares. Below runs/, made once; what was interrupted goes on.
+The runs are the track `origins` of analyses/runs.toml for a scale's policy; branches start at the checkpoints STEPS.
+All methods of a replicate share its puzzles. Branches are kept below runs/ and are resumed if interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ REPLICATES, LENGTH = 4, 10
 
 @dataclass(frozen=True)
 class Origin:
-    """A checkpoint from which branches go."""
+    """A checkpoint from which branches start."""
 
     scale: str
     seed: int
@@ -31,24 +31,24 @@ class Origin:
 
     @property
     def run(self) -> Path:
-        """The folder of its run."""
+        """Folder of its run."""
         return WORK / self.scale / TRACK / "grpo" / f"seed{self.seed}"
 
     @property
     def folder(self) -> Path:
-        """The checkpoint, or the untrained policy."""
+        """Folder of the checkpoint, or of the untrained policy."""
         if self.step == 0:
             return Path(find_checkpoint(configure(self.scale, TRACK, "grpo").model))
         return self.run / "checkpoints" / f"step-{self.step:06d}"
 
     @property
     def weights(self) -> str:
-        """What tells it from another run's: the first digits of the hash of its weights."""
+        """First digits of the weights' hash, which tell it from another run's checkpoint."""
         return weights_hash(self.folder)[:12]
 
 
 def list_origins(scale: str) -> Iterator[Origin]:
-    """All of a scale, the untrained policy once; trains their runs first where they are not there."""
+    """Return all origins of a scale, the untrained policy once; trains missing runs first."""
     untrained = True
     for run in list_runs(scale):
         if run.track == TRACK:
@@ -60,7 +60,7 @@ def list_origins(scale: str) -> Iterator[Origin]:
 
 
 def take_branch(origin: Origin, variant: str, replicate: int, steps: int) -> Path:
-    """The checkpoint so many steps of a method later."""
+    """Return the checkpoint after this many steps of a method."""
     place = f"{origin.step}-{variant}-{replicate}-{steps}"
     out = origin.run.parent.parent / "branches" / f"seed{origin.seed}" / place
     config = replace(

@@ -1,8 +1,8 @@
-"""One colour and one kind of line for each variant of analyses/runs.toml, alike in all figures.
+"""One colour and line style per variant of analyses/runs.toml, the same in all figures.
 
-The four main variants have colours of Okabe and Ito's palette, told apart by colour-blind eyes; a control has one that
-differs from all it is drawn beside. The sweeps go from light to dark through the colour of their middle. REINFORCE++
-with a method has the method's colour, dashed.
+The four main variants have colours of Okabe and Ito's colour-blind safe palette; a control's colour differs from all it
+is drawn beside. Sweeps go from light to dark through the colour of their middle. REINFORCE++ with a method has the
+method's colour, dashed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What runs of several seeds can tell: means with t intervals, paired differences, Holm's correction for many of them.
+"""Statistics over seeds: means with t intervals, paired differences, and Holm's correction.
 
 The seed is the unit: two variants at one seed start from the same weights and see the same questions, so they are
-compared seed by seed. A difference is claimed where its p, corrected over all claims of a figure, is below .05.
+compared seed by seed. A difference is claimed if its p, corrected over all claims of a figure, is below .05.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ LEVEL = 0.95
 
 
 def mean_interval(values: Sequence[float] | pd.Series | np.ndarray) -> tuple[float, float, float]:
-    """Mean and the 95 % t interval of it over seeds; the interval is NaN for one seed, and where all seeds are alike.
+    """Return mean and 95 % t interval over seeds; the interval is NaN for one seed and if all seeds are alike.
 
     >>> mean_interval([1.0, 2.0, 3.0])
     (2.0, -0.484..., 4.484...)
@@ -30,7 +30,7 @@ def mean_interval(values: Sequence[float] | pd.Series | np.ndarray) -> tuple[flo
 
 
 def vary(values: Sequence[float] | pd.Series | np.ndarray) -> bool:
-    """Whether there are several values that differ beyond rounding: else a t test knows no spread, and p would be 0.
+    """Return whether values differ beyond rounding; else a t test has no spread, and p would be 0.
 
     >>> vary([0.98, 0.98]), vary([0.5]), vary([0.98, 0.96])
     (False, False, True)
@@ -40,7 +40,7 @@ def vary(values: Sequence[float] | pd.Series | np.ndarray) -> bool:
 
 
 def summarize(table: pd.DataFrame, value: str, by: Sequence[str] = ("variant", "label")) -> pd.DataFrame:
-    """A row per group of `by`, in order of appearance: seeds, mean, lower, upper of `value` over its rows."""
+    """Return a row per group of `by`, in order of appearance: seeds, and mean, lower and upper of `value`."""
     rows = []
     for key, group in table.groupby(list(by), sort=False):
         mean, lower, upper = mean_interval(group[value])
@@ -51,16 +51,16 @@ def summarize(table: pd.DataFrame, value: str, by: Sequence[str] = ("variant", "
 
 
 def compare(table: pd.DataFrame, value: str, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """`differences` with Holm's correction over all pairs given: p_holm, and differs (p_holm below .05)."""
+    """Return `differences` with Holm's correction over all pairs: p_holm, and differs (p_holm below .05)."""
     return holm(differences(table, value, pairs))
 
 
 def differences(table: pd.DataFrame, value: str, pairs: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """Paired differences of `value` over seeds: a row per pair (variant, baseline).
+    """Return paired differences of `value` over seeds: a row per pair (variant, baseline).
 
-    table: a row per variant and seed. Columns: variant, baseline, seeds (that both have), difference (mean), lower,
-    upper (95 % t interval, for this pair alone), p (two-sided paired t test). Below two seeds, and where the difference
-    is the same at every seed, there is no interval and no p.
+    table: a row per variant and seed. Columns: variant, baseline, seeds (common to both), difference (mean), lower,
+    upper (95 % t interval for this pair alone), p (two-sided paired t test). With fewer than two seeds, or the same
+    difference at every seed, there is no interval and no p.
     """
     wide = table.pivot(index="seed", columns="variant", values=value)
     rows = []
@@ -78,9 +78,9 @@ def differences(table: pd.DataFrame, value: str, pairs: Sequence[tuple[str, str]
 
 
 def seeds_to_tell(difference: float, row: Mapping[str, float], *, claims: int = 1, power: float = 0.8) -> float:
-    """Seeds with which a true difference would be told from 0 so often, by the spread of a row of `differences`.
+    """Return the seeds needed to detect a true difference with this power, given the spread of a row of `differences`.
 
-    Two-sided paired t test at .05 / claims, the strictest step of Holm's correction. NaN where the row has no interval.
+    Two-sided paired t test at .05 / claims, the strictest step of Holm's correction. NaN if the row has no interval.
     """
     if not spread(row) > 0:
         return np.nan
@@ -89,9 +89,9 @@ def seeds_to_tell(difference: float, row: Mapping[str, float], *, claims: int = 
 
 
 def smallest_told(row: Mapping[str, float], *, claims: int = 1, power: float = 0.8) -> float:
-    """The smallest true difference that these seeds would tell from 0 with this power; tested as in `seeds_to_tell`.
+    """Return the smallest true difference that these seeds detect with this power; tested as in `seeds_to_tell`.
 
-    NaN where the row has no interval, and where no difference of ten standard deviations would do.
+    NaN if the row has no interval, or if ten standard deviations would not do.
     """
     if not spread(row) > 0:
         return np.nan
@@ -102,7 +102,7 @@ def smallest_told(row: Mapping[str, float], *, claims: int = 1, power: float = 0
 
 
 def power_of(difference: float, spread: float, seeds: int, *, claims: int = 1) -> float:
-    """How often so many seeds tell a true difference from 0, by its standard deviation over seeds.
+    """Return the power of this many seeds for a true difference, given its standard deviation over seeds.
 
     Tested as in `seeds_to_tell`.
     """
@@ -110,21 +110,21 @@ def power_of(difference: float, spread: float, seeds: int, *, claims: int = 1) -
 
 
 def half_width(spread: float, seeds: int, level: float = LEVEL) -> float:
-    """Half of the t interval of a mean difference over seeds, by its standard deviation over them."""
+    """Return half of the t interval of a mean difference, given its standard deviation over seeds."""
     return float(stats.t.ppf((1 + level) / 2, seeds - 1) * spread / np.sqrt(seeds))
 
 
 def spread(row: Mapping[str, float] | pd.DataFrame) -> float | pd.Series:
-    """Standard deviation over seeds of the differences behind a row of `differences`, or behind each."""
+    """Return the standard deviation over seeds of the differences behind each row of `differences`."""
     quantile = stats.t.ppf((1 + LEVEL) / 2, row["seeds"] - 1)
     return (row["upper"] - row["lower"]) / 2 * np.sqrt(row["seeds"]) / quantile
 
 
 def holm(claims: pd.DataFrame) -> pd.DataFrame:
-    """The claims with p_holm and differs, from their column p; a p that is NaN is no claim and corrects nothing.
+    """Add p_holm and differs to the claims, from their column p; a NaN p is no claim and does not count.
 
-    The k-th smallest of m times m − k + 1, and no smaller than the one before (statsmodels' multipletests says the
-    same, but collects garbage in each call, which takes longer than all the rest).
+    The k-th smallest p is multiplied by m − k + 1 and is at least as large as the one before (as in statsmodels'
+    multipletests, whose garbage collection in every call takes longer than all the rest).
     """
     ordered = claims["p"].dropna().sort_values()
     steps = (ordered * np.arange(len(ordered), 0, -1)).cummax().clip(upper=1.0)
@@ -133,7 +133,7 @@ def holm(claims: pd.DataFrame) -> pd.DataFrame:
 
 
 def tell_seeds(seeds: Iterable[int]) -> str:
-    """How many seeds several numbers rest on; a number without any is left out.
+    """Say how many seeds several numbers rest on; numbers without seeds are skipped.
 
     >>> tell_seeds([6, 3, 0]), tell_seeds([3, 3]), tell_seeds([1])
     ('3 to 6 seeds', '3 seeds', '1 seed')

@@ -10,17 +10,17 @@ from analyses.common.colors import COLORS, LINES
 from gradscope.plots import finish
 
 EMA = 0.95
-"""The paper's (Fig. 4): an exponential mean keeps so much of what was at each step."""
+"""Decay of the exponential moving average, as in the paper's Fig. 4."""
 BAND = f"exponential means ({EMA}); line: mean over seeds, band: ± 1 standard deviation over seeds"
-"""What a figure of such curves must say."""
+"""Required caption of such curves."""
 
 
 def smooth(metrics: pd.DataFrame, value: str, *, ema: float = EMA) -> pd.DataFrame:
-    """The exponential mean of each run's `value` over its steps, then mean and standard deviation over seeds.
+    """Return the exponential moving average of each run's `value`, as mean and standard deviation over seeds.
 
-    metrics: of `read_metrics`, or any with the columns variant, label, seed, step. Returns a row per variant and step:
-    variant, label, step, seeds (that reached it), mean, sd (NaN for one seed). The weights of a step and those before
-    it are normalised: the first steps are not drawn towards 0.
+    metrics: as from `read_metrics`, with columns variant, label, seed and step. Returns a row per variant and step:
+    variant, label, step, seeds (that reached it), mean, sd (NaN for one seed). Weights are normalised, so that the
+    first steps are not pulled towards 0.
     """
     frames = []
     for (variant, label), runs in metrics.groupby(["variant", "label"], sort=False):
@@ -33,16 +33,16 @@ def smooth(metrics: pd.DataFrame, value: str, *, ema: float = EMA) -> pd.DataFra
 
 
 def on_common_seeds(metrics: pd.DataFrame) -> pd.DataFrame:
-    """The runs of the seeds that every variant has: means over unlike seeds would differ by the seeds' luck alone."""
+    """Return the runs at the seeds that every variant has, since means over different seeds differ by chance."""
     variants = metrics.groupby("seed")["variant"].transform("nunique")
     return metrics[variants == metrics["variant"].nunique()]
 
 
 def draw_curves(ax: Axes, curves: pd.DataFrame, *, ylabel: str) -> Axes:
-    """A line with its band per variant of `smooth`'s table, named with its seeds; the axes keep the numbers.
+    """Draw a line with its band per variant of `smooth`'s table, named with its seeds; the axes keep the numbers.
 
-    A line that lies under another one shows at its edges: the first is the broadest. Where runs diverged, the name says
-    how many reached the last step.
+    The first lines are the broadest, so that one below another still shows. If runs diverged, the name says how many
+    reached the last step.
     """
     widths = np.linspace(2.4, 1.0, curves["variant"].nunique())
     for (variant, own), width in zip(curves.groupby("variant", sort=False), widths, strict=True):

@@ -1,4 +1,4 @@
-"""Word problems dealt to training, validation or the test, which therefore have none in common."""
+"""Word problems dealt to training, validation or test, which share none."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from gradscope.tasks.word_problems import LEVELS, draw_problem
 
 
 def fifth_of(text: str) -> int:
-    """In which fifth of all problems this one is, 0 to 4, by a hash of its words."""
+    """Return a problem's fifth, 0 to 4, by a hash of its words."""
     return zlib.crc32(text.encode()) % 5
 
 
 class _Dealt:
-    """The problems of some fifths, as `word-problems` asks and grades them."""
+    """Problems of some fifths, asked and graded like `word-problems`."""
 
     def __init__(self, name: str, *fifths: int) -> None:
         self.name, self.fifths, self.task = name, fifths, get_task("word-problems")
 
     def questions(self, n: int | None, *, seed: int) -> list[Question]:
-        """n different problems, whose level cycles through LEVELS."""
+        """Return n different problems, whose level cycles through LEVELS."""
         if n is None:
             raise_no_number(self.name)
         rng, dealt = random.Random(seed), {}

@@ -1,11 +1,11 @@
-"""Whether the runs of a scale could start: configurations, data, batches, prompts; nothing is trained.
+"""Check whether a scale's runs could start: configurations, data, batches and prompts. Nothing is trained.
 
     python -m analyses.common.dry_run [--scale paper] [--only fig4 ...] [--out unverified.csv]
 
-Each data set is read once: its files, its questions, and whether its own answers earn all that can be earned. Then
-each track: its variants' settings, the first batch, steps, prompts as tokens where the policy's tokenizer is here.
-Data that are absent are named, with what to put where, and are no failure; what is there and not in order is one (exit
-2). How it differs from a run: no weights, no model hub, no GPU.
+Each data set is read once: its files, its questions, and whether its reference answers earn the full reward. Then each
+track: its variants' settings, the first batch, steps, and, if the policy's tokenizer is here, prompts as tokens.
+Missing data are named with where to put them and are no failure; invalid data are (exit status 2). Unlike a run it uses
+no weights, no model hub and no GPU.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from gradscope.tasks import Question, draw_questions, get_task
 from gradscope.trainer import Questions, TrainConfig
 
 ABOUT = 0.05
-"""A number of steps that is about another's differs by no more than this share of it."""
+"""Largest relative difference between approximately equal numbers of steps."""
 
 
 @dataclass(frozen=True)
 class DryRun:
-    """What `dry_run` found."""
+    """Result of `dry_run`."""
 
     checks: list[Check]
     unverified: pd.DataFrame
-    """A row per reference answer that is not verified: file, row, answer, why."""
+    """A row per unverified reference answer: file, row, answer, reason."""
 
     @property
     def table(self) -> pd.DataFrame:
@@ -58,7 +58,7 @@ class DryRun:
         return pd.DataFrame([vars(check) for check in self.checks])
 
     def named(self, state: State) -> list[Check]:
-        """The checks of this state."""
+        """Return the checks with this state."""
         return [check for check in self.checks if check.state == state]
 
     def __str__(self) -> str:
@@ -69,9 +69,9 @@ class DryRun:
 
 
 def dry_run(scale: str, *, only: Sequence[str] = (), progress: bool = True) -> DryRun:
-    """Look at everything that the scale's runs need, or those of some figures.
+    """Check everything that a scale's runs need, or those of some figures.
 
-    Raises InputError for a scale or a figure that there is not, and for settings that cannot be.
+    Raises InputError for an unknown scale or figure, and for invalid settings.
     """
     runs = list_runs(scale)
     if only:
@@ -97,14 +97,14 @@ def dry_run(scale: str, *, only: Sequence[str] = (), progress: bool = True) -> D
 
 
 def datasets_of(run: Run) -> list[DataSet]:
-    """What a run trains on and is tested with, as far as it lies in files."""
+    """Return the data files that a run trains on and is tested with."""
     parts = [(run.config.task, run.config.data)]
     parts += [(part.task, part.data) for part in run.test.parts().values()]
     return [DataSet(task, tuple(data)) for task, data in parts if data]
 
 
 def check_track(runs: Sequence[Run], read: dict[DataSet, list[Question]]) -> Iterator[Check]:
-    """A track's runs, its batches, and its prompts to the policy."""
+    """Check a track's runs, its batches and its prompts."""
     first, track = runs[0], runs[0].track
     variants = list({run.variant: run.config for run in runs}.items())
     seeds = sorted({run.seed for run in runs})
@@ -127,7 +127,7 @@ def _test_questions(part: Any, read: dict[DataSet, list[Question]]) -> list[Ques
 
 
 def check_batch(run: Run, variants: Sequence[tuple[str, TrainConfig]]) -> tuple[Check, list[Question]]:
-    """The first batch, optimizer steps of a batch by variant, and steps of the run against the paper's."""
+    """Check the first batch, optimizer steps per batch by variant, and the run's steps against the paper's."""
     config, track = run.config, run.track
     try:
         source = Questions(get_task(config.task), config)
@@ -156,13 +156,13 @@ def check_batch(run: Run, variants: Sequence[tuple[str, TrainConfig]]) -> tuple[
 
 
 def _optimizer_steps(config: TrainConfig) -> int:
-    """On one batch of responses: Lopti takes two where others take one."""
+    """Return the optimizer steps on a batch of responses; Lopti takes two for others' one."""
     mini_batches = math.ceil(config.num_responses / config.mini_batch_size)
     return mini_batches if config.rule.lopti_eta is None else 2 * mini_batches
 
 
 def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
-    """The prompts as the policy's tokenizer encodes them; in characters where it is not here."""
+    """Encode the prompts with the policy's tokenizer; without one, count characters."""
     model = run.config.model
     if not questions:
         return Check(run.track, "prompts", "absent", "no questions")
@@ -180,7 +180,7 @@ def check_prompts_of(run: Run, questions: Sequence[Question]) -> Check:
 
 @cache
 def _policy_without_weights(model: str) -> Policy | None:
-    """What encodes prompts and knows the context; None where the model is not a folder here."""
+    """Return a policy that encodes prompts and knows its context; None if the model is not a local folder."""
     if not (Path(EMBEDDED.get(model, model)) / "config.json").is_file():
         return None
     policy = outline_policy(model)
@@ -189,17 +189,15 @@ def _policy_without_weights(model: str) -> Policy | None:
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     scale: str = "paper"
     only: tuple[str, ...] = ()
-    """Figures or tables: only what their runs need; none: all."""
+    """Figures or tables whose runs to check; none: all."""
     out: Path | None = None
-    """CSV of the reference answers that are not verified, a row each."""
+    """CSV of the unverified reference answers, a row each."""
 
 
 def main(options: Options) -> None:
-    """Print what was found. Raises InputError, after that, if something that is there is not in order."""
+    """Print the results. Then raises InputError if anything present is invalid."""
     found = dry_run(options.scale, only=options.only)
     print(found)
     if options.out is not None:

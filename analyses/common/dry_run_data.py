@@ -1,4 +1,4 @@
-"""Whether the questions that runs train on and are tested with are there, and whether their own answers earn all."""
+"""Check that the questions for training and test are there, and that their reference answers earn the full reward."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ from gradscope.tasks.math import verifies
 
 State = Literal["ok", "absent", "fails"]
 ALL_RIGHT = 3.0
-"""What a right answer in good format earns on puzzles."""
+"""Reward of a right, well-formatted answer to a puzzle."""
 KIND_OF_FILE = {
     "knights-knaves": "puzzles as in kk/3ppl/train.parquet (names, statements, solution, quiz)",
     "math-plain": "problems in verl's layout (prompt, a chat of one message; reward_model.ground_truth)",
 }
-"""What a task's files hold, for those who have to put one there."""
+"""Contents of a task's files, for whoever has to provide one."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What was looked at, and what came of it."""
+    """A check and its result."""
 
     subject: str
     """A data set or a track."""
     what: str
     state: State
-    """absent: not there, or not told without it; fails: there, and not as it has to be."""
+    """"absent": missing, or unknown because something is missing; "fails": present but invalid."""
     detail: str
 
 
 @dataclass(frozen=True)
 class DataSet:
-    """Questions of a task in files."""
+    """A task's questions in files."""
 
     task: str
     data: tuple[str, ...]
@@ -52,7 +52,7 @@ class DataSet:
 
 
 def check_files(dataset: DataSet) -> Check:
-    """Whether every pattern means a file; what is to be put where, if not."""
+    """Check that every pattern matches a file; if not, say what to put where."""
     missing = []
     for pattern in dataset.data:
         try:
@@ -67,7 +67,7 @@ def check_files(dataset: DataSet) -> Check:
 
 
 def check_questions(dataset: DataSet) -> tuple[Check, list[Question]]:
-    """Every row as a question; how many there are by level, and how long their prompts."""
+    """Read every row as a question; count them by level and measure their prompts."""
     try:
         questions = draw_questions(get_task(dataset.task), None, seed=0, files=dataset.data)
     except InputError as error:
@@ -78,21 +78,21 @@ def check_questions(dataset: DataSet) -> tuple[Check, list[Question]]:
 
 
 def lengths(questions: Sequence[Question]) -> str:
-    """How long the prompts are, in characters."""
+    """Return the prompts' lengths in characters."""
     sizes = [len(text_of(question)) for question in questions]
     return f"prompts of {min(sizes):,} to {max(sizes):,} characters, median {statistics.median(sizes):,.0f}"
 
 
 def text_of(question: Question) -> str:
-    """The prompt without a template."""
+    """Return the prompt without a template."""
     prompt = question.prompt
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt)
 
 
 def check_answers(dataset: DataSet, rows: int, *, progress: bool) -> tuple[Check, pd.DataFrame]:
-    """The reference answers of all rows as responses: right by the task's reward; of math also by math-verify alone.
+    """Grade the reference answers of all rows by the task's reward; those of math also by math-verify alone.
 
-    The table has a row for each that is not: file, row, answer, and why.
+    The table has a row for each wrong one: file, row, answer and reason.
     """
     puzzles = dataset.task.startswith("knights-knaves")
     told = _answers_to_puzzles(dataset) if puzzles else _answers_to_problems(dataset)
@@ -117,11 +117,11 @@ def check_answers(dataset: DataSet, rows: int, *, progress: bool) -> tuple[Check
 
 
 Told = tuple[str, Question, list[tuple[str, str]]]
-"""Where a row is, its question, and its reference answers, each with a response that gives it."""
+"""Place of a row, its question, and its reference answers, each with a response that gives it."""
 
 
 def _answers_to_puzzles(dataset: DataSet) -> Iterator[Told]:
-    """The text of the solution that each row has, as the end of a response."""
+    """Return each row's solution as the end of a response."""
     task, rows = get_task(dataset.task), read_rows(dataset.data, ("reward_model",))
     for puzzle, (place, row) in zip(read_puzzles(*dataset.data), rows, strict=True):
         try:
@@ -132,7 +132,7 @@ def _answers_to_puzzles(dataset: DataSet) -> Iterator[Told]:
 
 
 def _answers_to_problems(dataset: DataSet) -> Iterator[Told]:
-    """Every answer that is right by the row, boxed."""
+    """Return every correct answer, boxed."""
     task = get_task(dataset.task)
     for place, row in read_rows(dataset.data, ("prompt", "reward_model")):
         question = task.question(place, row)

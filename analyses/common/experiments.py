@@ -1,4 +1,4 @@
-"""The runs that analyses/runs.toml lists: which there are, with which settings, and which a figure needs."""
+"""The runs that analyses/runs.toml lists: their settings, and which figure needs which."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from gradscope.trainer import TrainConfig, get_preset
 
 FILE = Path(__file__).parents[1] / "runs.toml"
 RUNS = Path(os.environ.get("GRADSCOPE_RUNS") or Path(__file__).parents[1] / "runs")
-"""What is kept of the runs, and what figures are drawn from: the repository's, or one's own."""
+"""Folder of what is kept of runs, and of the figures' data: the repository's or the user's."""
 WORK = Path("runs")
-"""Where runs are made, whole: with checkpoints and optimizer states."""
+"""Folder of whole runs, with checkpoints and optimizer states."""
 
 
 @dataclass(frozen=True)
 class Test:
-    """How a checkpoint is judged: greedily and by samples, on questions that no training draws."""
+    """How a checkpoint is judged: greedily and by samples, on questions that training never draws."""
 
     task: str
     temperature: float
     max_new_tokens: int
     checkpoints: int
-    """The newest so many are judged."""
+    """Number of newest checkpoints to judge."""
     questions: int | None = None
-    """How many; None: all that the files of `data` hold."""
+    """Number of questions; None: all in `data`'s files."""
     samples: int = 0
-    """Sampled responses to each question; one more is greedy."""
+    """Sampled responses per question, in addition to a greedy one."""
     kept: int | None = None
-    """Of how many of the questions the responses are kept; None: of all."""
+    """Number of questions whose responses are kept; None: all."""
     people: tuple[int, ...] = ()
     data: tuple[str, ...] = ()
     benchmarks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Name → what is different of the above: several sets of questions, each a level of the results under its name."""
+    """{name: changes to the above}: several sets of questions, each a level of the results."""
 
     def parts(self) -> dict[str | None, Test]:
-        """What is asked together: each benchmark by its name, or the whole test under None."""
+        """Questions that are asked together: {benchmark: questions}, or {None: the whole test}."""
         whole = replace(self, benchmarks={})
         parts = {name: replace(whole, **_tuples(changes)) for name, changes in self.benchmarks.items()}
         return parts or {None: whole}
@@ -58,17 +58,17 @@ class Run:
     config: TrainConfig
     test: Test
     launch: Mapping[str, Any] = field(default_factory=dict)
-    """The scale's, see `launch_of`."""
+    """The scale's `launch`; see `launch_of`."""
 
     @property
     def place(self) -> Path:
-        """Its folder, below RUNS and below WORK alike."""
+        """Its folder, relative to RUNS and to WORK."""
         return Path(self.scale) / self.track / self.variant / f"seed{self.seed}"
 
 
 @cache
 def read() -> dict[str, Any]:
-    """The file, as it is. Raises InputError if it is no TOML."""
+    """Parse the file. Raises InputError if it is not TOML."""
     try:
         return tomllib.loads(FILE.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
@@ -76,32 +76,31 @@ def read() -> dict[str, Any]:
 
 
 def check_scale(scale: str) -> None:
-    """Raises InputError for an unknown scale."""
+    """Raise InputError for an unknown scale."""
     if scale not in (scales := read()["scales"]):
         raise InputError(f"no scale is called {scale!r}; give one of {', '.join(scales)}")
 
 
 def labels() -> dict[str, str]:
-    """Variant → its name in figures, in the order in which figures show them."""
+    """Return {variant: its name in figures}, in the figures' order."""
     return {name: _has(variant, f"variant {name}", "label")["label"] for name, variant in read()["variants"].items()}
 
 
 def list_runs(scale: str) -> list[Run]:
-    """The scale's runs, in the order in which they are made. Raises InputError for an unknown scale."""
+    """Return the scale's runs in the order in which they are made. Raises InputError for an unknown scale."""
     check_scale(scale)
     return [run for track in read()["scales"][scale]["tracks"] for run in _runs_of(scale, track)]
 
 
 def test_of(scale: str, track: str) -> Test:
-    """How the track's runs are judged."""
+    """Return how the track's runs are judged."""
     return next(run.test for run in list_runs(scale) if run.track == track)
 
 
 def needs(figure: str, scale: str) -> list[tuple[str, str]]:
-    """The (track, variant) pairs of a scale that a figure, or what is measured for it, is made from.
+    """Return the scale's (track, variant) pairs that a figure, or its measurements, needs.
 
-    A page's own name does for that of what draws it: fig7 for fig7_8. Raises InputError for a scale or a figure that
-    is unknown.
+    A page's name stands for its figure: fig7 for fig7_8. Raises InputError for an unknown scale or figure.
     """
     check_scale(scale)
     figure, figures = drawn_as(figure), read()["figures"]
@@ -118,27 +117,27 @@ def needs(figure: str, scale: str) -> list[tuple[str, str]]:
 
 
 def drawn_as(page: str) -> str:
-    """The name under which a page of the paper is drawn: fig7 is a part of fig7_8."""
+    """Return the figure that contains a page of the paper: fig7_8 for fig7."""
     return next((name for name, drawn in read().get("pages", {}).items() if page in drawn), page)
 
 
 def launch_of(scale: str) -> dict[str, Any]:
-    """On what the scale's runs are made, where the file says: processes of each, sharded or not."""
+    """Return the scale's `launch`, if any: processes per run, sharded or not."""
     return read()["scales"][scale].get("launch", {})
 
 
 def of_the_paper(scale: str, track: str) -> dict[str, int]:
-    """What the paper says of its own run of this track: about how many steps, and optimizer steps of a batch."""
+    """Return the paper's approximate number of steps of this track, and its optimizer steps per batch."""
     return _track(scale, track).get("paper", {})
 
 
 def tracks_of(kind: str, scale: str) -> list[str]:
-    """The scale's tracks that have this name, or are of this kind."""
+    """Return the scale's tracks of this name or kind."""
     return [track for track in read()["scales"][scale]["tracks"] if kind in (track, _track(scale, track).get("kind"))]
 
 
 def _track(scale: str, track: str) -> dict[str, Any]:
-    """A track's table, filled up, settings too, from the one that it is `like`. InputError where something lacks."""
+    """Return a track's table, filled up from the track named in `like`. Raises InputError for gaps."""
     table = read()["scales"][scale]["tracks"][track]
     if "like" in table:
         where, _, name = table["like"].rpartition("/")
@@ -148,7 +147,7 @@ def _track(scale: str, track: str) -> dict[str, Any]:
 
 
 def _has(table: dict[str, Any], place: str, *names: str) -> dict[str, Any]:
-    """The table. Raises InputError where it lacks one of the names."""
+    """Return the table. Raises InputError unless it has all of the names."""
     if absent := [name for name in names if name not in table]:
         raise InputError(f"{FILE}: {place} has no {absent[0]!r}")
     return table
@@ -166,9 +165,9 @@ def _runs_of(scale: str, track: str) -> Iterator[Run]:
 
 
 def configure(scale: str, track: str, variant: str) -> TrainConfig:
-    """The settings of a variant in a track: the preset, the track's settings, the variant's, and the track's own of it.
+    """Return the settings of a variant in a track: the preset, the track's, the variant's, the track's for the variant.
 
-    Raises InputError for a variant, a track or a setting that there is not.
+    Raises InputError for an unknown variant, track or setting.
     """
     tracks, variants = read()["scales"][scale]["tracks"], read()["variants"]
     if track not in tracks or variant not in variants:
@@ -181,7 +180,7 @@ def configure(scale: str, track: str, variant: str) -> TrainConfig:
 
 
 def _arguments(kind: type, table: dict[str, Any], place: str) -> dict[str, Any]:
-    """The table as arguments of a dataclass. Raises InputError for a name that it does not have."""
+    """Return the table as arguments of a dataclass. Raises InputError for an unknown name."""
     known = [each.name for each in fields(kind)]
     if unknown := [name for name in table if name not in known]:
         raise InputError(f"{FILE}, {place}: {unknown[0]!r} is no setting; give some of {', '.join(known)}")
@@ -189,5 +188,5 @@ def _arguments(kind: type, table: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _tuples(table: dict[str, Any]) -> dict[str, Any]:
-    """TOML has lists where settings have tuples."""
+    """Convert TOML's lists to tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in table.items()}

@@ -1,8 +1,7 @@
-"""A policy in training, which the measurements of updates share: 40 GRPO steps of a scale's, with checkpoints.
+"""A policy in training, shared by the measurements of updates: 40 GRPO steps of a scale's policy, with checkpoints.
 
-The run is the track in-training of analyses/runs.toml. It is made once and lies in a folder that the repository does
-not keep; started again, it goes on where it was. Each checkpoint has its optimizer's state: a step is taken as the run
-would have.
+The run is the track in-training of analyses/runs.toml. It is made once, in a folder outside the repository, and resumed
+if interrupted. Each checkpoint has its optimizer's state, so that a step is taken as the run would have taken it.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ PLACE = ("in-training", "grpo")
 """Track and variant."""
 RUN = WORK.joinpath("cpu", *PLACE, "seed0")
 FRESH = 10_000
-"""Seeds from here on draw batches that the run was not trained on."""
+"""First seed for batches that the run was not trained on."""
 
 
 @dataclass(frozen=True)
@@ -39,24 +38,24 @@ class Moment:
     step: int
     policy: Policy
     reference: Policy
-    """As it was before training."""
+    """The untrained policy."""
     optimizer_state: dict[str, Any]
-    """AdamW's `state_dict()`, as it was saved."""
+    """AdamW's saved `state_dict()`."""
     config: TrainConfig
 
     @property
     def step_settings(self) -> StepSettings:
-        """The run's own optimizer step."""
+        """Settings of the run's own optimizer step."""
         config = self.config
         return StepSettings("adamw", config.learning_rate, config.weight_decay, max_grad_norm=config.max_grad_norm)
 
     @property
     def resources(self) -> Resources:
-        """Its micro-batches, and any amount of memory."""
+        """Its micro-batches, and unlimited memory."""
         return Resources(1 << 62, micro_batch=self.config.micro_batch_size)
 
     def sample(self, questions: int, *, seed: int, responses: int = 8) -> TokenBatch:
-        """A GRPO batch as the run samples it, with advantages, π_old (the policy's own) and π_ref."""
+        """Sample a GRPO batch as the run does, with advantages, π_old (the policy's own) and π_ref."""
         config, task = self.config, get_task(self.config.task)
         rows = rollout_rows(
             self.policy,
@@ -75,9 +74,9 @@ class Moment:
 
 
 def moments(scale: str = "cpu", *, run: Path | None = None, last: int | None = None) -> list[Moment]:
-    """The checkpoints of the scale's run, oldest first, or only the `last` ones.
+    """Return the checkpoints of the scale's run, oldest first, or only the `last` ones; trains them first if missing.
 
-    run: its folder, where it is not that of analyses/reproduce.py. Trains first where they are not there yet.
+    run: its folder, if not that of analyses/reproduce.py.
     """
     config = configure(scale, *PLACE)
     run = run or WORK.joinpath(scale, *PLACE, "seed0")
@@ -99,5 +98,5 @@ def moments(scale: str = "cpu", *, run: Path | None = None, last: int | None = N
 
 
 def pool(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    """Tables of several batches, one below the other, with their number in a column `batch`."""
+    """Concatenate tables of several batches, numbered in a column `batch`."""
     return pd.concat([table.assign(batch=number) for number, table in enumerate(tables)], ignore_index=True)

@@ -1,4 +1,4 @@
-"""One training run from its settings to what the repository keeps of it: train, judge checkpoints, keep little.
+"""Make one training run: train, judge checkpoints, and keep a small part in the repository.
 
     RUNS/SCALE/TRACK/VARIANT/seedN/
         config.json         as the trainer wrote it
@@ -7,9 +7,9 @@
         test.csv            a row per judged checkpoint and level: the table of `evaluate`
         responses.parquet   the last checkpoint's answers to the test's questions, or to so many of them (Test.kept)
 
-A part of the work is done where its file is; a run whose responses.parquet is there is finished. Where the scale's
-`launch` says several processes, `accelerate launch` starts this module in each of them to train; where it says
-`weights_kept`, a finished run leaves no more in WORK than the weights of so many checkpoints.
+Work whose file exists is not repeated; a run with responses.parquet is finished. If the scale's `launch` sets several
+processes, `accelerate launch` starts this module in each of them to train; with `weights_kept`, a finished run leaves
+in WORK only the weights of that many checkpoints.
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ from gradscope.trainer import OPTIMIZER, TrainConfig, list_checkpoints, step_of,
 
 LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"
-"""Between `train_launched` and its processes: what to train, and how it ended."""
+"""Files for the processes of `train_launched`: what to train, and how it ended."""
 ALONE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
-"""Of `accelerate launch`, which guesses with a warning what is not said; precision is the configuration's."""
+"""Options of `accelerate launch` that it would otherwise guess with a warning; precision comes from the
+configuration."""
 KEPT = ["group", "level", "response", "reward", "correct", "format_ok", "finished", "greedy"]
-"""Columns of responses.parquet, beside tokens and logprob."""
+"""Columns of responses.parquet besides tokens and logprob."""
 
 
 def is_finished(run: Run) -> bool:
-    """Whether the repository has all that it keeps of the run."""
+    """Return whether the repository has everything that it keeps of the run."""
     return (RUNS / run.place / LAST).is_file()
 
 
 def make(run: Run) -> Run:
-    """Train, or go on, judge the newest checkpoints, and keep what figures need."""
+    """Train or resume, judge the newest checkpoints, and keep what figures need."""
     work, kept = WORK / run.place, RUNS / run.place
     several = run.launch.get("processes", 1) > 1
     ended = train_launched(run.config, work, **run.launch) if several else train_here(run.config, work)
@@ -79,7 +80,7 @@ def make(run: Run) -> Run:
 
 
 def clear(work: Path, weights: int) -> None:
-    """Remove a run's checkpoints but the newest so many, and AdamW's moments, twice the weights, of those."""
+    """Remove all but the run's newest checkpoints, and AdamW's moments (twice the weights) of these."""
     checkpoints = list_checkpoints(work)
     for checkpoint in checkpoints[: len(checkpoints) - weights]:
         shutil.rmtree(checkpoint)
@@ -88,9 +89,9 @@ def clear(work: Path, weights: int) -> None:
 
 
 def train_here(config: TrainConfig, work: Path) -> str:
-    """Train, or go on, and say how it ended.
+    """Train or resume, and say how the run ended.
 
-    A run that diverges is a result: its checkpoints up to there are judged, and manifest.json says how it ended.
+    Divergence is a result: the checkpoints up to there are judged, and manifest.json says how the run ended.
     """
     try:
         train(config, work, resume=True, progress=False)
@@ -102,9 +103,9 @@ def train_here(config: TrainConfig, work: Path) -> str:
 
 
 def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: bool, **_about: Any) -> str:
-    """The same in so many processes, each with its GPU and the whole weights (DDP).
+    """Do the same in several processes, each with its own GPU and the whole weights (DDP).
 
-    Raises InputError with the first complaint of a process, and where the policy fits a GPU in shards alone.
+    Raises InputError with a process's first complaint, and if the policy fits a GPU only in shards.
     """
     if sharded:
         raise InputError(f"{config.model} needs shards of its weights on these GPUs, which the trainer does not make")
@@ -121,7 +122,7 @@ def train_launched(config: TrainConfig, work: Path, *, processes: int, sharded: 
 
 
 def be_launched(work: str, folder: str, parent: str) -> None:
-    """What each process of `train_launched` does. It ends with its parent."""
+    """Train in one process of `train_launched`; it ends with its parent."""
     end_with(int(parent))
     settings = json.loads(Path(folder, CONFIG).read_text(encoding="utf-8"))
     config = TrainConfig(**{name: tuple(v) if isinstance(v, list) else v for name, v in settings.items()})
@@ -132,16 +133,16 @@ def be_launched(work: str, folder: str, parent: str) -> None:
 
 
 def describe(work: Path) -> dict[str, Any]:
-    """The trainer's manifest without the machine's paths, and the machine."""
+    """Return the trainer's manifest without this machine's paths, and the machine."""
     manifest = json.loads((work / "manifest.json").read_text(encoding="utf-8"))
     del manifest["model"]
     return manifest | describe_machine()
 
 
 def judge(model: str | Path, test: Test, *, engine: str = "hf", dtype: str | None = None) -> Evaluation:
-    """The policy's answers to the test's questions, which are the same for every policy.
+    """Evaluate the policy on the test's questions, which are the same for every policy.
 
-    engine, dtype: what samples (hf or vllm), and the precision of the policy (None: `load_policy`'s choice).
+    engine, dtype: the sampler (hf or vllm), and the policy's precision (None: `load_policy`'s choice).
     """
     policy = load_policy(str(model), dtype=dtype)
     with closing(make_sampler(engine, policy, batch_size=256, progress=False)) as sampler:
@@ -149,7 +150,7 @@ def judge(model: str | Path, test: Test, *, engine: str = "hf", dtype: str | Non
 
 
 def ask(policy: Policy, test: Test, sampler: Sampler) -> Evaluation:
-    """The policy's answers to one set of questions."""
+    """Evaluate the policy on one set of questions."""
     task = get_task(test.task)
     questions = draw_questions(task, test.questions, seed=0, people=test.people, files=test.data)
     return evaluate(
@@ -164,7 +165,7 @@ def ask(policy: Policy, test: Test, sampler: Sampler) -> Evaluation:
 
 
 def join(parts: Mapping[str | None, Evaluation]) -> Evaluation:
-    """Benchmarks as levels of one evaluation: of each the row for all its questions, under its name."""
+    """Make benchmarks levels of one evaluation: the row for all questions of each, under its name."""
     if None in parts:
         return parts[None]
     frames = [(part.table[part.table["level"] == "all"], part.scores, part.responses) for part in parts.values()]
@@ -173,7 +174,7 @@ def join(parts: Mapping[str | None, Evaluation]) -> Evaluation:
 
 
 def keep_responses(responses: pd.DataFrame, questions: int | None) -> pd.DataFrame:
-    """The text and grades of so many questions' responses, with their number of tokens and summed log π in nats."""
+    """Return text, grade, number of tokens and summed log π (nats) of the kept questions' responses."""
     if questions is not None:
         responses = responses[responses["group"] < questions]
     logprobs = responses["old_logprobs"]
@@ -181,13 +182,13 @@ def keep_responses(responses: pd.DataFrame, questions: int | None) -> pd.DataFra
 
 
 def read_metrics(file: Path) -> pd.DataFrame:
-    """A row per step of metrics.jsonl, what has an entry per pass by its mean."""
+    """Return a row per step of metrics.jsonl; entries per pass become their mean."""
     lines = pd.read_json(file, lines=True).to_dict("records")
     return pd.DataFrame([scalars(line) for line in lines])
 
 
 def write(table: pd.DataFrame, file: Path) -> None:
-    """A file that is there is whole."""
+    """Write atomically."""
     with replacing(file) as beside:
         if file.suffix == ".parquet":
             table.to_parquet(beside, index=False, compression="zstd")

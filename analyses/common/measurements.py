@@ -1,11 +1,10 @@
-"""Measurements: what is asked of a policy once, and kept in slim tables that figures are drawn from.
+"""Measurements of policies, made once and kept in slim tables from which figures are drawn.
 
     python -m analyses.common.measurements [NAME ...] [--scale cpu]
 
-makes those of analyses/runs.toml that are not there yet (all of them, if none is named), one after the other on one
-thread. A module that measures has a function ``measure(out)``, which leaves its tables in the folder `out`; a script
-that draws reads them with `read_table` and loads no policy. One that was interrupted goes on after its last finished
-part when it is started again.
+makes the missing ones among those named (default: all of analyses/runs.toml), one after the other on one thread. A
+module that measures has a function ``measure(out)``, which writes its tables into the folder `out`; a script that draws
+reads them with `read_table` and loads no policy. An interrupted measurement resumes after its last finished part.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from gradscope.errors import InputError
 from gradscope.runs import MANIFEST, library_versions, read_json, replacing, write_text
 
 MEASURED = "measured"
-"""Beside a scale's tracks, below RUNS."""
+"""Folder below RUNS, beside a scale's tracks."""
 PARTS = ".parts"
 
 
@@ -41,20 +40,20 @@ class Measurement:
 
     name: str
     module: str
-    """Has `measure(out: Path)`, with a keyword `scale` where it is for several."""
+    """Module with `measure(out: Path)`, which takes a keyword `scale` if it serves several."""
     after: tuple[str, ...]
-    """TRACK/VARIANT of the runs whose checkpoints it reads, and other measurements that it needs."""
+    """TRACK/VARIANT of the runs whose checkpoints it reads, and measurements that it needs."""
     figures: tuple[str, ...]
-    """What is drawn from it."""
+    """Figures drawn from it."""
     scales: tuple[str, ...]
     seeds: tuple[int, ...] = ()
-    """Of the runs whose checkpoints it reads; none: it says so itself."""
+    """Seeds of the runs whose checkpoints it reads; none: the module decides."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further keywords of `measure`."""
+    """Further keywords for `measure`."""
 
 
 def list_measurements(scale: str = "cpu") -> list[Measurement]:
-    """Those of a scale, in the file's order. Raises InputError for an unknown scale."""
+    """Return a scale's measurements in the file's order. Raises InputError for an unknown scale."""
     check_scale(scale)
     entries = read().get("measurements", {})
     found = [
@@ -71,26 +70,26 @@ def list_measurements(scale: str = "cpu") -> list[Measurement]:
 
 
 def make_measurement(measurement: Measurement, scale: str = "cpu") -> None:
-    """Measure, or go on, and keep the tables."""
+    """Measure, or resume, and keep the tables."""
     measure = importlib.import_module(measurement.module).measure
     settings = {"scale": scale} if len(measurement.scales) > 1 else {}
     measure(folder(measurement.name, scale), **settings, **measurement.settings)
 
 
 def folder(name: str, scale: str = "cpu") -> Path:
-    """Where a measurement's tables lie."""
+    """Return the folder of a measurement's tables."""
     return RUNS / scale / MEASURED / name
 
 
 def is_measured(name: str, scale: str = "cpu") -> bool:
-    """Whether all of its tables are there."""
+    """Return whether all of its tables exist."""
     return (folder(name, scale) / MANIFEST).is_file()
 
 
 def part(out: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
-    """A part of a measurement: made, or read where an interrupted measurement has made it.
+    """Make a part of a measurement, or read it if an interrupted measurement has made it.
 
-    A name stands for one table: what is asked for under it must not change before the measurement is finished.
+    A name stands for one table, so its inputs must not change before the measurement is finished.
     """
     file = out / PARTS / f"{name}.parquet"
     if not file.is_file():
@@ -101,9 +100,9 @@ def part(out: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame
 
 
 def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
-    """Write tables under their names (.csv, or .parquet for many rows), then manifest.json: what made them, and facts.
+    """Write tables under their names (.csv, or .parquet for many rows), then manifest.json with provenance and facts.
 
-    CSVs have all digits. A folder with a manifest is whole; its parts are removed.
+    CSVs have all digits. A folder with a manifest is complete; its parts are removed.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
@@ -123,13 +122,13 @@ def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
 
 
 def write_manifest(out: Path, columns: Mapping[str, Iterable[str]], **facts: Any) -> None:
-    """Say that a measurement is whole: what made it, facts, and the columns of its tables, by the tables' names."""
+    """Mark a measurement as complete: provenance, facts, and the columns of each table."""
     facts["columns"] = {name: [str(column) for column in of_table] for name, of_table in columns.items()}
     write_text(out / MANIFEST, json.dumps(describe_machine() | facts, indent=2) + "\n")
 
 
 def describe_machine() -> dict[str, Any]:
-    """Versions, commit and processor of a measurement made now."""
+    """Return versions, commit and processor."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.is_file() else None
     command, here = ["git", "describe", "--always", "--dirty"], Path(__file__).parent
@@ -139,7 +138,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
-    """A table of a measurement. Raises InputError where it is damaged or not there, with the command that makes it."""
+    """Read a measurement's table. Raises InputError with the command that makes it if it is damaged or missing."""
     file = folder(name, scale) / table
     if not file.is_file():
         raise InputError(f"{file} is not there; {_remedy(name, scale)}")
@@ -151,7 +150,7 @@ def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
 
 
 def _remedy(name: str, scale: str) -> str:
-    """How to get its tables. One with a manifest passes for measured, and must go first."""
+    """Say how to make the tables. A folder with a manifest counts as measured, so it has to be removed first."""
     scales = read()["measurements"][name]["scales"]
     if scale not in scales:
         return f"{name} is measured at scale {' and '.join(scales)} alone"
@@ -161,7 +160,7 @@ def _remedy(name: str, scale: str) -> str:
 
 
 def read_facts(name: str, *, scale: str = "cpu") -> dict[str, Any]:
-    """The manifest of a measurement. Raises InputError where it is damaged or not there."""
+    """Read a measurement's manifest. Raises InputError with the command that makes it if it is damaged or missing."""
     facts = read_json(folder(name, scale) / MANIFEST)
     if not facts:
         raise InputError(f"{folder(name, scale)} has no {MANIFEST} that can be read; {_remedy(name, scale)}")

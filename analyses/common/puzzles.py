@@ -1,4 +1,4 @@
-"""Compact Knights & Knaves puzzles dealt to training, validation or the test, which therefore have none in common."""
+"""Compact Knights & Knaves puzzles dealt to training, validation or test, which share none."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from gradscope.tasks.knights_knaves import Puzzle, compact_prompt, generate_puzz
 from gradscope.tasks.knights_knaves_wording import Statement, compact_text
 
 PATIENCE = 20_000
-"""Draws without a new puzzle after which all with so many people are dealt: the rarest comes once in some 600 draws."""
+"""Draws without a new puzzle after which a number of people counts as used up; the rarest puzzle comes once in some
+600."""
 
 
 def fifth_of(statements: Sequence[Statement]) -> int:
-    """In which fifth of all puzzles it is, 0 to 4, whatever the people are called."""
+    """Return a puzzle's fifth, 0 to 4, whatever the people's names."""
     return zlib.crc32(compact_prompt(statements).encode()) % 5
 
 
 def is_for_test(statements: Sequence[Statement]) -> bool:
-    """One fifth of all puzzles."""
+    """Return whether a puzzle is in the test's fifth."""
     return fifth_of(statements) == 0
 
 
 def named_prompt(statements: Sequence[Statement], names: Sequence[str]) -> str:
-    """The compact wording with these names.
+    """Return the compact wording with these names.
 
     >>> named_prompt([("lying", 1), ("lying", 0)], ["Luke", "Ava"])
     'Luke: Ava is a knave.\\nAva: Luke is a knave.\\n<think>'
@@ -35,15 +36,15 @@ def named_prompt(statements: Sequence[Statement], names: Sequence[str]) -> str:
 
 
 class _Dealt:
-    """The puzzles of some fifths, with canonical names or, `named`, with names of the data set's drawn for each."""
+    """Puzzles of some fifths, with canonical names or, if `named`, names drawn from the data set's for each."""
 
     def __init__(self, name: str, *fifths: int, named: bool = False) -> None:
         self.name, self.fifths, self.named, self.task = name, fifths, named, get_task("knights-knaves-compact")
 
     def questions(self, n: int, *, seed: int, people: tuple[int, ...] = (2, 3, 4)) -> list[Question]:
-        """n different puzzles, whose number of people cycles; a number whose puzzles are all dealt is left out.
+        """Return n different puzzles with a cycling number of people; a number whose puzzles are used up is skipped.
 
-        Raises InputError where there are not so many.
+        Raises InputError if there are not enough.
         """
         rng, dealt, levels, vain = random.Random(seed), {}, list(people), 0
         while len(dealt) < n:
@@ -61,7 +62,7 @@ class _Dealt:
         return list(dealt.values())
 
     def question(self, puzzle: Puzzle) -> Question:
-        """The puzzle in this task's words."""
+        """Return the puzzle in this task's words."""
         if not self.named:
             return self.task.question(puzzle)
         answer = {"names": puzzle.names, "solution": puzzle.solution}

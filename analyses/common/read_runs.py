@@ -1,7 +1,7 @@
-"""What the repository keeps of the runs, as tables: a row per step, per judged checkpoint, per response.
+"""The repository's runs as tables: a row per step, per judged checkpoint, or per response.
 
-Every table has the columns track, variant, label and seed. Runs that are not there are left out: how many seeds a
-figure rests on is counted from what was read, and said in it.
+Every table has the columns track, variant, label and seed. Missing runs are skipped: a figure counts, and states, the
+seeds that were read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from gradscope.errors import InputError
 from gradscope.runs import read_json
 
 SEED = re.compile(r"seed(0|[1-9]\d*)")
-"""A run's folder; others beside it, such as copies, are none."""
+"""Name of a run's folder; others, such as copies, are ignored."""
 UNTRAINED = Path("measured", "untrained", "untrained.csv")
-"""Of a scale's folder: what its policy answers before training."""
+"""File in a scale's folder: the untrained policy's results."""
 PLANNED = "as planned"
-"""How a run ended that did not diverge, in its manifest."""
+"""Entry in the manifest of a run that did not diverge."""
 ANSWERS = ("group", "level", "response", "reward", "correct", "greedy", "tokens", "logprob")
-"""Columns that figures need of every response."""
+"""Columns of responses that figures need."""
 
 
 def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
-    """A row per run and step: what the trainer logs (README's table of metrics), lists by their mean.
+    """Return a row per run and step with the trainer's metrics (see README); lists become their mean.
 
-    Raises InputError for a run whose steps end before its last one, unless it is said to have diverged there.
+    Raises InputError for a run whose steps end early, unless it is recorded as diverged there.
     """
     metrics = _read(variants, scale, track, "metrics.csv", ["step", "reward_mean"])
     for (variant, seed), last in metrics.groupby(["variant", "seed"])["step"].max().items():
@@ -43,9 +43,9 @@ def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "p
 
 
 def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
-    """A row per run, judged checkpoint (`step`) and level ("all" too): `evaluate`'s table.
+    """Return a row per run, judged checkpoint (`step`) and level ("all" too): `evaluate`'s table.
 
-    Raises InputError where a checkpoint was judged at fewer levels than others.
+    Raises InputError if a checkpoint was judged at fewer levels than others.
     """
     tests = _read(variants, scale, track, "test.csv", ["level", "greedy_accuracy", "step"])
     levels = tests.groupby(["variant", "seed", "step"])["level"].nunique()
@@ -58,14 +58,14 @@ def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puz
 
 
 def read_responses(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
-    """A row per run and answer of its last checkpoint to the test's questions, or to the first `Test.kept` of them."""
+    """Return a row per run and answer of its last checkpoint to the test's questions, at most the first `Test.kept`."""
     return _read(variants, scale, track, "responses.parquet", ANSWERS)
 
 
 def read_untrained(scale: str = "cpu") -> pd.DataFrame:
-    """A row per temperature and level: the policy before training on the test's questions.
+    """Return a row per temperature and level: the untrained policy on the test's questions.
 
-    Raises InputError where it was not measured.
+    Raises InputError if it was not measured.
     """
     file = RUNS / scale / UNTRAINED
     command = f"python -m analyses.common.measurements untrained --scale {scale}"
@@ -76,15 +76,15 @@ def read_untrained(scale: str = "cpu") -> pd.DataFrame:
 
 
 def has_untrained(scale: str) -> bool:
-    """Whether the scale's policy was judged before training."""
+    """Return whether the scale's untrained policy was judged."""
     return (RUNS / scale / UNTRAINED).is_file()
 
 
 def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
-    """What a figure has a page for: name of its files, track, variants; a track of which no run is there has none.
+    """Return a figure's pages: file name, track, variants; tracks without runs have none.
 
-    The page of the track "puzzles" bears the figure's name, that of another one its own behind it. Raises InputError
-    if there is no page.
+    The page of the track "puzzles" has the figure's name; other tracks append theirs. Raises InputError if there is no
+    page.
     """
     tracks: dict[str, list[str]] = {}
     for track, variant in needs(figure, scale):
@@ -103,15 +103,15 @@ def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
 
 
 def has_runs(scale: str, track: str) -> bool:
-    """Whether a run of the track was judged."""
+    """Return whether a run of the track was judged."""
     return any((RUNS / scale / track).glob("*/seed*/test.csv"))
 
 
 def last_checkpoints(tests: pd.DataFrame, steps: Sequence[int] | None = None) -> pd.DataFrame:
-    """A row per run and level: numbers averaged over the judged checkpoints, as the paper averages its last three.
+    """Return a row per run and level, averaged over the judged checkpoints, as the paper averages its last three.
 
-    steps: where each run has to have been judged, if that was named beforehand. Raises InputError for one that was
-    judged elsewhere, as a run that diverged.
+    steps: where each run has to be judged, if that was named beforehand. Raises InputError for a run judged elsewhere,
+    such as one that diverged.
     """
     keys = ["track", "variant", "label", "seed", "level"]
     for key, own in tests.groupby(keys[:4], sort=False)["step"] if steps is not None else ():
@@ -144,7 +144,7 @@ def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: S
 
 
 def _check_numbers(table: pd.DataFrame, file: Path, remedy: str) -> None:
-    """All columns but the level are numbers. Raises InputError otherwise."""
+    """Raise InputError unless all columns but the level are numeric."""
     for column in table.columns.drop("level", errors="ignore"):
         if not pd.api.types.is_numeric_dtype(table[column]):
             [value, *_] = table[column][pd.to_numeric(table[column], errors="coerce").isna()].dropna()

@@ -1,4 +1,4 @@
-"""Training records: what the trainer logged, and accuracy at the judged checkpoints, on one page (Fig. 7–12)."""
+"""Training records on one page: what the trainer logged, and accuracy at the judged checkpoints (Fig. 7–12)."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ RECORDS = {
     "entropy": ("Entropy", "nats per token"),
     "kl": ("KL to the untrained policy", "nats per token"),
 }
-"""Column of the metrics → title, unit."""
+"""{column of the metrics: (title, unit)}."""
 LATE = 50
-"""The last so many steps are averaged where a record is compared."""
+"""Number of last steps averaged to compare a record."""
 
 
 def smooth_records(metrics: pd.DataFrame) -> pd.DataFrame:
-    """`smooth`'s rows of each record that was logged, told apart by the column `record`."""
+    """Return `smooth`'s rows of each logged record, identified by the column `record`."""
     found = [name for name in RECORDS if name in metrics and metrics[name].notna().any()]
     return pd.concat([smooth(metrics, name).assign(record=name) for name in found], ignore_index=True)
 
 
 def accuracy_by_step(tests: pd.DataFrame) -> pd.DataFrame:
-    """A row per variant, level and judged step: seeds, mean, lower, upper of sampled accuracy over seeds."""
+    """Return a row per variant, level and judged step: seeds, and mean and bounds of sampled accuracy over seeds."""
     return summarize(tests, sampled_name(tests), ("variant", "label", "level", "step"))
 
 
 def late_means(metrics: pd.DataFrame, names: Sequence[str], steps: int = LATE) -> pd.DataFrame:
-    """A row per run: variant, label, seed and its records' means over its last `steps` steps."""
+    """Return a row per run: variant, label, seed and its records' means over its last `steps` steps."""
     last = metrics.groupby(["variant", "seed"])["step"].transform("max")
     late = metrics[metrics["step"] > last - steps]
     return late.groupby(["variant", "label", "seed"], sort=False)[list(names)].mean().reset_index()
@@ -51,7 +51,7 @@ def late_means(metrics: pd.DataFrame, names: Sequence[str], steps: int = LATE) -
 def compare_late(
     metrics: pd.DataFrame, names: Mapping[str, str], variants: Sequence[str], baseline: str
 ) -> pd.DataFrame:
-    """Each record of `names` (column → what the paper claims of it) at the end of training against the baseline's.
+    """Compare each record of `names` (column → the paper's claim about it) at the end of training with the baseline's.
 
     Columns: record, claim, those of `differences` with Holm's correction over all rows, and relative (to the baseline).
     """
@@ -66,7 +66,7 @@ def compare_late(
 
 @paper_style()
 def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
-    """A panel per record, then one per number of people with the accuracies of the judged checkpoints."""
+    """Draw a panel per record, then one per number of people with the accuracies of the judged checkpoints."""
     records, levels = list(curves["record"].unique()), levels_of(accuracy)
     columns = 3
     rows = -(-len(records) // columns) + -(-len(levels) // columns)
@@ -98,7 +98,7 @@ def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
 
 
 def draw_checkpoints(ax: Axes, accuracy: pd.DataFrame) -> Axes:
-    """Accuracy at the judged checkpoints of one level, a mean with its interval per variant, side by side."""
+    """Draw accuracy at the judged checkpoints of one level, a mean with its interval per variant."""
     steps = np.sort(accuracy["step"].unique())
     gap = np.diff(steps).min() if len(steps) > 1 else 1.0
     variants = list(accuracy["variant"].unique())

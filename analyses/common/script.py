@@ -1,4 +1,4 @@
-"""How the scripts are called: the options of those that draw, and one line where the input is at fault."""
+"""Command lines of the scripts: common options of those that draw, and one-line errors for bad input."""
 
 from __future__ import annotations
 
@@ -15,23 +15,21 @@ import psutil
 from gradscope.errors import InputError
 
 COMPLAINT = "error: "
-"""Before the line that says what is at fault."""
+"""Prefix of an error's line."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures")
-    """Folder of pictures and tables."""
+    """Folder for pictures and tables."""
     scale: str = "cpu"
     """The scale of analyses/runs.toml whose runs are drawn."""
 
 
 def exit_with(call: Callable[[], int | None]) -> None:
-    """Exit with the status that `call` returns (None: 0); where the input or a file is at fault, with 2 and its line.
+    """Exit with `call`'s status (None: 0), or with 2 and the error's line if the input or a file is at fault.
 
-    A file is at fault that cannot be written, such as below an `--out` that is not a folder. Who interrupts is not:
+    A file that cannot be written is such a fault, for example below an `--out` that is not a folder. Interruption gives
     130.
     """
     try:
@@ -46,9 +44,9 @@ def exit_with(call: Callable[[], int | None]) -> None:
 
 
 def end_with(parent: int) -> None:
-    """From now on, end this process at once when the process with this number is gone, even by kill -9.
+    """From now on, end this process when the process with this number is gone, even by kill -9.
 
-    Nobody else would end it, and it would hold its run's lock.
+    Otherwise it would live on and hold its run's lock.
     """
     threading.Thread(target=_wait_for_the_end, args=(parent,), daemon=True).start()
 

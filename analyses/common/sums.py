@@ -1,11 +1,10 @@
-"""Sums and differences of several numbers, worked out from left to right: the math problems of scale cpu.
+"""Sums and differences of several numbers, computed from left to right: the math problems of scale cpu.
 
     47+5-8+6:   →   47+5=52-8=44+6=50 =50
 
-The first number and every result have at most two digits and no sign, the others one digit. The answer is the whole
-number that ends the response, after " =" or, where the steps are left out, after a "=" that begins it. It earns 1 if
-it is right, else 0, as with the paper's math problems; the steps earn nothing. Questions are dealt to training or to
-the test, which therefore have none in common.
+The first number and every result are non-negative and have at most two digits, the others one. The answer is the whole
+number that ends the response, after " =" or, if the steps are omitted, after a leading "=". As with the paper's math
+problems it earns 1 if right, else 0; the steps earn nothing. Each question belongs to training or to the test.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from gradscope.tasks import Grade, Question, Task, register
 from gradscope.tasks.data import raise_no_number
 
 STEPS = (2, 3, 4, 5, 6)
-"""The levels, in turn: how many numbers are added or taken away."""
+"""Levels, in turn: how many numbers are added or subtracted."""
 _ANSWER = re.compile(r"(?:^| )=([0-9]{1,4})")
 
 
 def draw_terms(steps: int, rng: random.Random) -> list[int]:
-    """The first number (0 to 99), then what is added to it, all of one digit; every result on the way is 0 to 99."""
+    """Draw the first number (0 to 99) and one-digit terms; every partial result is 0 to 99."""
     terms = [rng.randrange(100)]
     for _ in range(steps):
         total = sum(terms)
@@ -40,9 +39,9 @@ def write_question(terms: list[int]) -> str:
 
 
 def write_steps(terms: list[int], *, rng: random.Random, noise: float = 0.0) -> str:
-    """The steps and the answer.
+    """Write the steps and the answer.
 
-    noise: share of steps whose result is off by 1 or by 10; the next goes on from there, and none leaves 0 to 99.
+    noise: share of steps whose result is off by 1 or by 10; the next step continues from there, within 0 to 99.
 
     >>> write_steps([47, 5, -8, 6], rng=random.Random(0))
     '47+5=52-8=44+6=50 =50'
@@ -59,18 +58,18 @@ def write_steps(terms: list[int], *, rng: random.Random, noise: float = 0.0) -> 
 
 
 def is_of_test(prompt: str) -> bool:
-    """Whether a question is the test's, as one fifth of all are, by a hash of their text."""
+    """Return whether a question belongs to the test: one fifth of all, by a hash of their text."""
     return zlib.crc32(prompt.encode()) % 5 == 0
 
 
 class _Sums:
-    """The questions of one side."""
+    """Questions of one side."""
 
     def __init__(self, name: str, *, test: bool) -> None:
         self.name, self.test = name, test
 
     def questions(self, n: int | None, *, seed: int) -> list[Question]:
-        """n different questions, whose number of steps cycles through STEPS."""
+        """Return n different questions, whose number of steps cycles through STEPS."""
         if n is None:
             raise_no_number(self.name)
         rng, dealt = random.Random(seed), {}
@@ -83,11 +82,11 @@ class _Sums:
         return list(dealt.values())
 
     def reward(self, response: str, question: Question) -> float:
-        """1 if the answer is right, else 0."""
+        """Return 1 for the right answer, else 0."""
         return self.grade(response, question).reward
 
     def grade(self, response: str, question: Question) -> Grade:
-        """Good form is an answer that ends the response, and only that can be right."""
+        """Grade form (an answer ends the response) and correctness, which requires it."""
         *_, found = [None, *_ANSWER.finditer(response)]
         format_ok = found is not None and found.end() == len(response)
         right = format_ok and int(found[1]) == question.answer

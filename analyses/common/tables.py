@@ -1,4 +1,4 @@
-"""Tables as files: read only if whole, written whole or not at all; CSV with the numbers, Markdown to be read."""
+"""Tables as files, written atomically and read only if complete: CSV with the numbers, Markdown for people."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gradscope.errors import InputError, first_line
 from gradscope.runs import write_text
 
 ABSENT = "–"
-"""What Markdown shows for a number that is not there."""
+"""Markdown for a missing number."""
 
 
 def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.DataFrame:
-    """The table of a .csv or .parquet file. Raises InputError, with the remedy, if it is damaged.
+    """Read a .csv or .parquet table. Raises InputError with the remedy if it is damaged.
 
-    columns: what it must have, a value in every row. A column `level` of a CSV is text, if only of digits.
+    columns: required columns, without missing values. A column `level` of a CSV is text, even if it has only digits.
     """
     try:
         table = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file, dtype={"level": str})
@@ -31,7 +31,7 @@ def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.Da
 
 
 def write_csv(table: pd.DataFrame, path: Path, *, float_format: str | None = None) -> None:
-    """Write the table without its index; the file appears whole or not at all."""
+    """Write the table without its index, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, table.to_csv(index=False, float_format=float_format, lineterminator="\n"))
 
@@ -39,8 +39,8 @@ def write_csv(table: pd.DataFrame, path: Path, *, float_format: str | None = Non
 def write_table(table: pd.DataFrame, path: Path, *, digits: int = 3, shown: pd.DataFrame | None = None) -> Path:
     """Write path.csv (six significant digits) and path.md (floats to `digits` decimals); returns the CSV's path.
 
-    shown: what Markdown shows in place of the table, such as the same numbers laid out as in the paper. The index is
-    not written. Either file appears whole or not at all, and the same table gives the same bytes.
+    shown: table for Markdown, such as the same numbers laid out as in the paper. The index is not written. Both files
+    are written atomically, and the same table gives the same bytes.
     """
     write_csv(table, path.with_suffix(".csv"), float_format="%.6g")
     write_text(path.with_suffix(".md"), to_markdown(table if shown is None else shown, digits=digits))
@@ -48,7 +48,7 @@ def write_table(table: pd.DataFrame, path: Path, *, digits: int = 3, shown: pd.D
 
 
 def to_markdown(table: pd.DataFrame, *, digits: int = 3) -> str:
-    """The table in Markdown, numbers to the right; floats to `digits` decimals, NaN and None as a dash.
+    """Return the table in Markdown, numbers right-aligned; floats to `digits` decimals, NaN and None as a dash.
 
     >>> print(to_markdown(pd.DataFrame({"method": ["GRPO"], "accuracy": [0.41234]}), digits=2), end="")
     | method | accuracy |

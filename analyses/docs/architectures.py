@@ -1,21 +1,21 @@
-"""Which architectures are measured how exactly: every causal language model of transformers, tiny and random, against
-one autograd call per token, in float64.
+"""How exactly is each architecture measured? Tiny random models against one autograd call per token, in float64.
 
     python -m analyses.docs.architectures [--out figures/architectures.csv] [--only mamba gpt2]
 
-A row per model type that AutoModelForCausalLM loads, built small from its configuration (`tests/support/shrunk.py`:
-width 32, four layers, a vocabulary of 96), and one per variant that the tests know (`tests/support/policies.py`). Each
-is saved, loaded by `load_policy`, self-checked as `measure` does, and measured: all tokens of a sequence of 28, at two
-temperatures, against a backward pass each through the model as it was loaded. The error is the largest relative
-difference over tokens, layers, all parameters and each module (a module's relative to its own norm and a hundredth of
-the whole). Both sides are in float64 all through, also where transformers casts to float32. It says how the equations
-agree, not how float32 or a trained checkpoint rounds: the self-check of `measure` does that for your own policy.
+A row per model type that transformers' AutoModelForCausalLM loads, built small from its configuration
+(`tests/support/shrunk.py`: width 32, four layers, a vocabulary of 96), and one per variant that the tests know
+(`tests/support/policies.py`). Each is saved, loaded by `load_policy`, self-checked as `measure` does, and measured: all
+tokens of a sequence of 28, at two temperatures, against a backward pass each through the model as it was loaded. The
+error is the largest relative difference over tokens, layers, all parameters and each module (a module's relative to its
+own norm and a hundredth of the whole). Both sides are in float64 all through, also where transformers casts to float32.
+It shows that the equations agree, not how float32 or a trained checkpoint rounds; for your own policy `measure`'s
+self-check shows that.
 
 The speed is that of the same numbers from one autograd call per token, over gradscope's, in float32 on one thread, in
-turns: the last 16 tokens of a sequence of 60. With so little to compute it tells of overheads: real sizes are in
+turns: the last 16 tokens of a sequence of 60. At this size it reflects overheads; real sizes are in
 `figures/benchmark_*.csv`.
 
-A model has LIMIT seconds of a processor in a process of its own, so that none can end the others' rows.
+Each model runs for at most LIMIT CPU seconds in a process of its own, so that a crash costs only its row.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ ERRORS = [f"worst_error_t{temperature:g}" for temperature in TEMPERATURES]
 COLUMNS = ("policy", "model_type", "class", "variant", "outcome", "path", "one_by_one", *ERRORS, "speed", "reason")
 TIMED, LAST, ROUNDS = 60, 16, 3
 LIMIT = 120
-"""Seconds of a processor for one model; on a busy machine it may wait for them ten times as long."""
+"""CPU seconds per model; on a busy machine they may take ten times as long."""
 EXACT = 1e-10
-"""Both sides in float64 all through: some thousand roundings of 1e-16, and what cancels in them."""
+"""Both sides are float64 throughout: some thousand roundings of 1e-16, and cancellation."""
 BLOCKS = {
     "blt": "model.local_decoder.layers",
     "hrm_text": "model.H_module.layers",
     "xlm": "transformer.layer_norm2",
 }
-"""--blocks of those that have several lists; gradscope asks for it."""
+"""--blocks of models with several lists of blocks, for which gradscope asks."""
 ENTRIES: dict[str, Architecture] = ARCHITECTURES | RULED | UNRULED
 PLAIN = {
     *("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "ffn_dim", "layer_types"),
     *("word_embed_proj_dim", "query_pre_attn_scalar", "moe_intermediate_size", "mlp_only_layers", "num_experts"),
     *("num_local_experts", "num_experts_per_tok", "max_window_layers", "use_sliding_window"),
 }
-"""Settings that every model of the family has in some value: they name no variant."""
+"""Settings that every model of a family has, and that name no variant."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +80,11 @@ class Options:
     out: Path = Path("figures/architectures.csv")
     """File to write."""
     only: tuple[str, ...] = ()
-    """Some of the model types or of the tests' policies, whose rows are made anew; none: all of them."""
+    """Model types or test policies whose rows to remake; none: all."""
 
 
 def variant(name: str) -> str:
-    """What sets this policy of the tests apart from its family, in the words of its configuration."""
+    """Return what sets this test policy apart from its family, in its configuration's words."""
     settings = ENTRIES[name].settings
     told = {key: value for key, value in settings.items() if key not in PLAIN}
     if name in RULED:  # those of one family that differ in the shape of their heads
@@ -98,20 +98,20 @@ VARIANTS = tuple(name for name in ENTRIES if variant(name) and name not in MODEL
 
 
 def random_sequence(length: int) -> tuple[Tensor, Tensor]:
-    """(ids, targets): all tokens but the first."""
+    """Return (ids, targets): all tokens but the first."""
     ids = torch.randint(4, VOCAB, (length,), generator=torch.Generator().manual_seed(0))
     return ids, torch.arange(1, length)
 
 
 def save_and_load(name: str, folder: str) -> Policy:
-    """The tiny policy as `measure` gets it, from a checkpoint."""
+    """Return the tiny policy as `measure` gets it, loaded from a checkpoint."""
     model = make_shrunk_model(name) if name in MODEL_TYPES else make_model(name)
     model.save_pretrained(folder)
     return load_policy(folder, blocks=BLOCKS.get(name))
 
 
 def measure_exactness(policy: Policy) -> dict[str, object]:
-    """Errors at both temperatures, in float64, after the self-check; by which path. The policy is float64 from here."""
+    """Return the path and the errors at both temperatures, after the self-check. Converts the policy to float64."""
     policy.model.double()
     ids, targets = random_sequence(LENGTH)
     everything, errors = torch.arange(len(targets)), []
@@ -130,7 +130,7 @@ def measure_exactness(policy: Policy) -> dict[str, object]:
 
 
 def measure_speed(policy: Policy) -> float:
-    """Seconds of one autograd call per token, over gradscope's for the same numbers, in turns; float32 from here."""
+    """Time one autograd call per token relative to gradscope, in turns. Converts the policy to float32."""
     policy.model.float()
     ids, targets = random_sequence(TIMED)
     targets, everything = targets[-LAST:], torch.arange(LAST)
@@ -144,7 +144,7 @@ def measure_speed(policy: Policy) -> float:
 
 
 def one_row(name: str) -> dict[str, object]:
-    """What becomes of one model type, or of one of the tests' policies."""
+    """Return the result for one model type or one of the tests' policies."""
     if name in MODEL_TYPES:
         row = {"policy": name, "model_type": name, "class": MODEL_TYPES[name], "variant": ""}
         if reason := left_out(name):
@@ -169,7 +169,7 @@ def one_row(name: str) -> dict[str, object]:
 
 
 def row_in_its_own_process(name: str) -> dict[str, object]:
-    """The same; "crashed" or "timed out" where a process says nothing."""
+    """Do the same in its own process; "crashed" or "timed out" without an answer."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_send_row, args=(name, theirs))
@@ -197,7 +197,7 @@ def _send_row(name: str, out: Connection) -> None:
 
 @contextlib.contextmanager
 def _default_float64() -> Iterator[None]:
-    """New tensors are float64, too: some models make theirs without naming a dtype."""
+    """Make new tensors float64, since some models create theirs without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -207,14 +207,14 @@ def _default_float64() -> Iterator[None]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Of the processor, on one thread: other programs do not count."""
+    """Return CPU seconds of one thread, which exclude other programs."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def make_table(rows: list[dict[str, object]]) -> pd.DataFrame:
-    """The rows in words that a CSV keeps, with what they were made by."""
+    """Return the rows as words for a CSV, with provenance."""
     made_by = {
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__.partition("+")[0],
@@ -232,7 +232,7 @@ def _in_words(column: str, value: object) -> str:
 
 
 def main(options: Options) -> None:
-    """Measure each architecture; write the table after each, so that `--only` can go on with what is left."""
+    """Measure each architecture; write the table after each, so that `--only` can continue it."""
     torch.set_num_threads(1)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     names = options.only or (*MODEL_TYPES, *VARIANTS)

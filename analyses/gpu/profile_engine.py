@@ -1,11 +1,11 @@
-"""Profiles exact norms of token gradients on a GPU, by part of the engine, in milliseconds a token.
+"""Profile exact norms of token gradients on a GPU by part of the engine, in milliseconds per token.
 
     python -m analyses.gpu.profile_engine --sizes 0.5b --lengths 2048 --modes exact tf32 --out figures/gpu_profile.csv
 
 On a policy of real size with random weights, 96 tokens of one sequence are measured three times: to warm up,
-undisturbed (`whole`), and waiting for the device before and after each part. A part's time leaves out the parts within
-it, and all of them add up to `waited`. `floor`: the FLOPs of `gradient_flops` at the speed of a large product in this
-mode, measured on the same device.
+undisturbed (`whole`), and waiting for the device before and after each part. A part's time excludes nested parts, so
+that all parts add up to `waited`. `floor`: the FLOPs of `gradient_flops` at the speed of a large product in this mode,
+measured on the same device.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ TOKENS = 96
 
 @dataclass(frozen=True)
 class Options:
-    """What to profile."""
-
     sizes: tuple[Size, ...] = ("0.5b",)
     lengths: tuple[int, ...] = (2048,)
     modes: tuple[Literal["exact", "tf32", "bfloat16"], ...] = ("exact", "tf32")
@@ -59,7 +57,7 @@ class Options:
 
 
 class Clock:
-    """Seconds of each part without those of the parts within it."""
+    """Seconds of each part, without nested parts."""
 
     def __init__(self, device: torch.device) -> None:
         self.seconds: dict[str, float] = defaultdict(float)

@@ -1,11 +1,11 @@
-"""Measures the policy of a scale before any training, for Fig. 2 of the paper and the base policy's Fig. 1 (a, b, d).
+"""Measure a scale's untrained policy, for Fig. 2 of the paper and the base policy's Fig. 1 (a, b, d).
 
 Four batches of 64 Knights & Knaves questions (2–5 people), 8 responses each at temperature 0.7, as in the paper. The
-token table is a stratified sample of each batch: 400 tokens of each interval are measured below the logits, the others
-keep their rows. Norms of summed gradients are means over the batches. The reference is the policy itself, so that the
-KL term is 0, as at the first step of a run. Leaves
+token table is a stratified sample of each batch: 400 tokens of each interval are measured below the logits; all others
+keep their rows. Norms of summed gradients are means over the batches. The reference is the policy itself, so the KL
+term is 0, as at a run's first step. Writes
 
-    tokens.parquet      the token tables of all batches, one below the other
+    tokens.parquet      the token tables of all batches, concatenated
     gradients.csv       the intervals' summed gradients, means and standard deviations over the batches
     cosines.csv         their cosines, means
 """
@@ -32,7 +32,7 @@ from gradscope.tasks import get_task
 
 TEMPERATURE = 0.7
 KEPT = ["batch", "group", "prob", "log_one_minus_prob", "interval", "advantage", "weight", LOGITS, PARAMETERS]
-"""Columns of the token table; and the norms of the layers."""
+"""Columns of the token table, besides the layers' norms."""
 
 
 def measure(
@@ -44,7 +44,7 @@ def measure(
     responses: int = 8,
     tokens_per_interval: int = 400,
 ) -> None:
-    """Sample the batches, measure their tokens and their summed gradients, and keep the tables."""
+    """Sample the batches, measure their tokens and summed gradients, and keep the tables."""
     policy = load_policy(configure(scale, *PLACE).model)
     samples = [sample_batch(policy, questions, responses, seed) for seed in range(batches)]
     frames = []
@@ -73,6 +73,6 @@ def sample_batch(policy: Policy, questions: int, responses: int, seed: int) -> T
 
 
 def slim(tokens: pd.DataFrame) -> pd.DataFrame:
-    """The columns that figures and their statistics read, in the order of the tokens."""
+    """Keep the columns that figures and their statistics read, in the order of the tokens."""
     layers = [column for column in tokens if column.startswith(LAYER)]
     return tokens[[*KEPT, *layers]].astype({"batch": np.int8, "group": np.int16, "interval": np.int8})

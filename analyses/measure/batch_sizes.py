@@ -1,9 +1,9 @@
-"""Measures how an interval's share of the summed gradient depends on how many puzzles the batch has.
+"""Measure how an interval's share of the summed gradient depends on the number of puzzles in the batch.
 
-The policy of a scale before any training. The responses to 512 questions, sampled as in
-analyses/measure/base_policy.py, are dealt into batches of 8 puzzles, the same into batches of 16, and so on. Leaves
+The policy is a scale's untrained one. The responses to 512 questions, sampled as in analyses/measure/base_policy.py,
+are dealt into batches of 8 puzzles, then the same ones into batches of 16, and so on. Writes
 
-    batch_sizes.csv     a row per size, batch and interval (or all): what `interval_gradients` says of the sum
+    batch_sizes.csv     a row per size, batch and interval (or all): `interval_gradients` of the sum
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
 SEED = 100
-"""Of the questions and their responses; analyses/measure/base_policy.py takes 0 to 3. A few small puzzles recur."""
+"""Seed of the questions and their responses; analyses/measure/base_policy.py uses 0 to 3. A few small puzzles recur."""
 
 
 def measure(
@@ -44,7 +44,7 @@ def measure(
 
 
 def tabulate(policy: Policy, batch: TokenBatch, size: int) -> pd.DataFrame:
-    """A row per interval, and one of all, of each batch of `size` puzzles."""
+    """Return a row per interval and one of all, for each batch of `size` puzzles."""
     prompts = batch.group_ids.unique()
     dealt = batch.deal(prompts, len(prompts) // size, torch.Generator().manual_seed(size))
     tables = [interval_gradients(policy, own).table.assign(batch=number) for number, own in enumerate(dealt)]

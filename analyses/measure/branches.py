@@ -1,7 +1,7 @@
-"""Takes the branches whose gains analyses/measure/predictions.py predicts, and judges where they end.
+"""Take the branches whose gains analyses/measure/predictions.py predicts, and judge their ends.
 
-From each origin, for each replicate and method, ten steps; then 200 test puzzles × 4 sampled responses, the same for
-all. Needs the predictions of the same weights. Leaves
+From each origin, ten steps for each replicate and method; then 200 test puzzles × 4 sampled responses, the same puzzles
+for all. Requires the predictions for the same weights. Writes
 
     branches.csv        a row per origin, replicate and method: mean reward and accuracy
 """
@@ -26,7 +26,7 @@ TEST = Test(
 
 
 def measure(out: Path, *, scale: str = "cpu") -> None:
-    """Take and judge all branches of a scale. Raises InputError where others were predicted, or none."""
+    """Take and judge all branches of a scale. Raises InputError without predictions for the same weights."""
     origins = list(list_origins(scale))
     predicted = read_table("predictions", "predictions.csv", scale=scale)
     known = predicted.groupby(["seed", "step"])["weights"].first().astype(str)
@@ -44,7 +44,7 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
 
 
 def take(origin: Origin, variant: str, replicate: int) -> pd.DataFrame:
-    """One row."""
+    """Return one row."""
     responses = judge(take_branch(origin, variant, replicate, LENGTH), TEST).responses
     sampled = responses[~responses["greedy"]]
     row = {"seed": origin.seed, "step": origin.step, "replicate": replicate, "variant": variant}

@@ -1,10 +1,10 @@
-"""Measures how the cost of a token's exact gradient norms grows, beside what the plan predicts.
+"""Measure how the cost of a token's exact gradient norms grows, beside the plan's prediction.
 
-Starting from one policy (hidden 128, 4 layers, vocabulary 512, sequences of 128 tokens, 4 of them) one quantity at a
-time is varied. Time of one thread, self-check left out, medians of interleaved rounds; predicted is what `gradscope
-measure --plan` says, whose pilot runs in the same rounds. Leaves
+One quantity at a time is varied from one policy (hidden 128, 4 layers, vocabulary 512, four sequences of 128 tokens).
+Time of one thread without the self-check, medians of interleaved rounds; predictions are those of `gradscope measure
+--plan`, whose pilot runs in the same rounds. Writes
 
-    growth.csv          ms of a token, measured and predicted, by what is varied
+    growth.csv          ms per token, measured and predicted, by the quantity varied
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradscope.rollouts import Response, TokenBatch, collate
 
 @dataclass(frozen=True)
 class Case:
-    """A policy of random weights and a batch for it."""
+    """A policy of random weights and its batch."""
 
     length: int = 128
     hidden: int = 128
@@ -53,12 +53,12 @@ def measure(out: Path, *, rounds: int = 3) -> None:
 
 
 def cases() -> dict[tuple[str, int], Case]:
-    """(what is varied, its value) → case."""
+    """Return {(quantity varied, its value): case}."""
     return {(name, value): replace(Case(), **{name: value}) for name, values in VARIED.items() for value in values}
 
 
 def make_sequences(vocab: int, count: int, length: int) -> TokenBatch:
-    """Random ids, the first quarter of each sequence its prompt."""
+    """Make random ids; the first quarter of each sequence is its prompt."""
     ids = torch.randint(4, vocab, (count, length), generator=torch.Generator().manual_seed(1)).tolist()
     start = length // 4
     return collate([Response(row[:start], row[start:], group) for group, row in enumerate(ids)])
@@ -84,7 +84,7 @@ def make_policy(case: Case) -> Policy:
 
 
 def run(case: Case) -> dict[str, float]:
-    """Predicted and measured ms of a token, FLOPs of its floor."""
+    """Return predicted and measured ms per token, and the FLOPs of its floor."""
     policy, settings = make_policy(case), MeasureSettings(self_check=False)
     batch = make_sequences(case.vocab, case.responses, case.length)
     plan = plan_batch(policy, batch, settings)
@@ -99,7 +99,7 @@ def run(case: Case) -> dict[str, float]:
 
 
 def growth_table(rounds: int) -> pd.DataFrame:
-    """A row per case: medians over interleaved rounds."""
+    """Return a row per case: medians over interleaved rounds."""
     rows: list[dict[str, Any]] = []
     run(Case(length=32))  # warms up
     for _ in range(rounds):

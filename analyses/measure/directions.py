@@ -1,9 +1,9 @@
-"""Measures which share of tokens one step moves the way their advantage asks, for Fig. 3 (analyses/paper/fig3.py).
+"""Measure the share of tokens that one step moves the way their advantage asks, for Fig. 3 (analyses/paper/fig3.py).
 
 At each of ten checkpoints of a run, a fresh batch of 32 × 8 responses and one update of each method from the same
-weights: GRPO, Reweight (α = 0.3), Lopti (η = 0.5), both, and the control that the paper lacks, a random split of
-Lopti's sizes. Twice: with the run's own optimizer (AdamW with its moments, learning rate 2e-4, two mini-batches), and
-with SGD (1e-3), where no momentum of earlier steps moves the tokens too. Leaves
+weights: GRPO, Reweight (α = 0.3), Lopti (η = 0.5), both, and a control absent from the paper, a random split of Lopti's
+sizes. Each is taken with the run's own optimizer (AdamW with its moments, learning rate 2e-4, two mini-batches) and
+with SGD (1e-3), where no momentum of earlier steps moves the tokens. Writes
 
     shares.csv          by checkpoint (`batch`), optimizer, method, yardstick (`against`), interval and sign
 """
@@ -35,7 +35,7 @@ METHODS = {
     "both": "reweight-lopti",
     "random split": "random-split",
 }
-"""Words of the figure → names of the updates."""
+"""{name in the figure: name of the update}."""
 OPTIMIZERS = ("adamw", "sgd")
 
 
@@ -52,7 +52,7 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, questions
 
 
 def take_steps(moment: Moment, optimizer: str, questions: int) -> pd.DataFrame:
-    """All methods on one batch of one checkpoint."""
+    """Take all methods' steps on one batch of one checkpoint."""
     batch = moment.sample(questions, seed=FRESH + 1000 * moment.step)
     own = optimizer == "adamw"
     generator = torch.Generator().manual_seed(moment.step)

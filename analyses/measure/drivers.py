@@ -1,7 +1,7 @@
-"""Measures what goes with the size of a token's gradient, probability or entropy, at every place in the network.
+"""Measure whether probability or entropy goes with the size of a token's gradient, at every place in the network.
 
-The token table of a policy in training (24 × 8 responses, every token), its log norms regressed on log(1−π) and entropy
-at once, on tokens with 1−π > 1e-3; coefficients are standardised, intervals redraw prompts. Leaves
+Log norms of a policy in training (24 × 8 responses, every token) are regressed on log(1−π) and entropy jointly, on
+tokens with 1−π > 1e-3; coefficients are standardised, intervals resample prompts. Writes
 
     fits.csv            both coefficients at every place, with intervals
     by_value.csv        mean norms and shares by token class, position, entropy and sign of the advantage
@@ -35,7 +35,7 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, questions
 
 
 def by_driver(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Mean norm (unweighted), and shares of the tokens and of Σ‖w·g‖, for each value of each driver."""
+    """Return mean norm (unweighted), and shares of the tokens and of Σ‖w·g‖, for each value of each driver."""
     size = tokens["weight"].abs() * tokens["param_grad_norm"]
     rows = []
     for driver in BY:

@@ -1,12 +1,12 @@
-"""Measures whose gradient moves whom: each token's predicted change split by the intervals' gradients.
+"""Measure whose gradient moves whom: each token's predicted change, split by the intervals' gradients.
 
-Four batches of 32 × 8 responses at the last checkpoint of a run, one step each, to first order: SGD (1e-3, as in the
-paper's Fig. 1) and the run's own AdamW, whose momentum, decay and KL are sources of their own. The actual step is taken
-beside it: how far the prediction errs. Leaves
+First-order effects of one step on each of four batches of 32 × 8 responses at a run's last checkpoint, with SGD (1e-3,
+as in the paper's Fig. 1) and the run's own AdamW, whose momentum, decay and KL are separate sources. The actual step is
+also taken, to measure the prediction's error. Writes
 
     influence.csv       a row per optimizer, source and target: shares and sizes of the movement, with intervals
     errors.csv          relative error of the prediction, by batch
-    against.csv         the tokens that were moved farthest the wrong way
+    against.csv         the tokens moved farthest in the wrong direction
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MOST_MOVED = 40
 
 
 def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: int = 4, questions: int = 32) -> None:
-    """Split the steps by source, take them too, and keep the tables."""
+    """Split the steps by source, take them, and keep the tables."""
     [moment] = moments(scale, run=run, last=1)
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
     steps = {"sgd": (SGD, None), "adamw": (moment.step_settings, moment.optimizer_state)}
@@ -52,13 +52,13 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
 
 
 def split_step(policy: Policy, batch: TokenBatch, **keywords: Any) -> pd.DataFrame:
-    """A row per token: what each source contributes to its change, their sum, and the change that a step makes."""
+    """Return a row per token: each source's contribution to its change, their sum, and the actual change."""
     found = influence(policy, batch, **keywords)
     moved = movement_table([apply_update(policy, batch, **keywords)])
     return found.contributions.assign(actual=moved["delta_logprob.all"], method=found.method)
 
 
 def judge_prediction(tokens: pd.DataFrame) -> dict[str, float | str]:
-    """How far first order errs: root mean square of predicted minus actual, over that of actual."""
+    """Return the first-order error: root mean square of predicted minus actual change, relative to the actual."""
     error = ((tokens["predicted"] - tokens["actual"]) ** 2).mean() / (tokens["actual"] ** 2).mean()
     return {"relative_error": float(np.sqrt(error)), "method": tokens["method"].iat[0]}

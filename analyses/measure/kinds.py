@@ -1,8 +1,8 @@
-"""Measures how much of the summed gradient is of mere wording, of words that steer, and of content.
+"""Measure how much of the summed gradient comes from mere wording, steering words, and content.
 
-The four batches of analyses/measure/base_policy.py, each by itself. Leaves
+Each of the four batches of analyses/measure/base_policy.py is measured by itself. Writes
 
-    kinds.csv       a row per batch, kind of token (or all) and interval: what `interval_gradients` says of their sum
+    kinds.csv       a row per batch, kind of token (or all) and interval: `interval_gradients` of their sum
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure(out: Path, *, batches: int = 4, questions: int = 64, responses: int 
 
 
 def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
-    """A row per interval of each kind, and of all kinds, which also have one of all intervals."""
+    """Return a row per interval for each kind and for all kinds, the latter with one of all intervals."""
     labels = interval_labels()
     finer = np.linspace(0, 1, len(KINDS) * len(labels) + 1).tolist()  # as many groups; their edges mean nothing
     parts = interval_gradients(policy, batch, intervals=assign_groups(policy, batch), edges=finer).table
@@ -54,7 +54,7 @@ def tabulate(policy: Policy, batch: TokenBatch) -> pd.DataFrame:
 
 
 def assign_groups(policy: Policy, batch: TokenBatch) -> torch.Tensor:
-    """[B, S]: of each kept token, three times its interval plus the place of its kind in KINDS."""
+    """Return [B, S]: for each kept token, three times its interval plus the index of its kind in KINDS."""
     groups = torch.zeros(batch.input_ids.shape, dtype=torch.long)
     probs = batch_statistics(policy.model, batch, micro_batch_size=8, device=policy.device).logprob.double().exp()
     for row, mask in enumerate(batch.response_mask):

@@ -1,11 +1,11 @@
-"""Measures the constants of Eq. 3 at some tokens' contexts, beside the gains of real tokens.
+"""Measure the constants of Eq. 3 at some tokens' contexts, beside real tokens' gains.
 
-The policy of a scale in float64 on responses that it samples to two-person puzzles (the shortest contexts it meets); or
-a pretrained one at temperature 1, on how it goes on from the first two words of word problems, without a chat. At some
-tokens' contexts the singular values of every block's Jacobian are computed over the whole context: by an exact SVD
-at the first response tokens (*certified*), by Lanczos further on (*estimated*). Leaves
+The policy is a scale's, in float64, on its responses to two-person puzzles (its shortest contexts); or a pretrained one
+at temperature 1, continuing the first two words of word problems without a chat template. At some tokens' contexts the
+singular values of every block's Jacobian over the whole context are computed, by an exact SVD at the first response
+tokens (*certified*) and by Lanczos later (*estimated*). Writes
 
-    tokens.parquet      the token table, and the number of the context that a token follows (NaN: none)
+    tokens.parquet      the token table, with the number of each token's context (NaN: none)
     constants.csv       the constants at these contexts, a row per context and layer
 """
 
@@ -30,7 +30,7 @@ from gradscope.theory import layer_constants, token_contexts
 TEMPERATURE = 0.7
 LENGTH = 12
 KEPT = ["group", "context", "log_one_minus_prob", LOGITS, PARAMETERS]
-"""Columns of the token table; and the norms of the layers."""
+"""Columns of the token table, besides the layers' norms."""
 
 
 def measure(
@@ -44,9 +44,8 @@ def measure(
 ) -> None:
     """Measure the tokens, compute the constants at the chosen ones, and keep both.
 
-    pretrained: folder of a policy below WORK; None: the scale's.
-    certified: contexts whose Jacobians get an exact SVD, the first response token of as many prompts; estimated:
-    contexts, of 30 to 60 tokens, that get Lanczos.
+    pretrained: folder of a policy below WORK; None: the scale's. certified: number of contexts, each at the first
+    response token of a prompt, with an exact SVD; estimated: number of contexts, of 30 to 60 tokens, with Lanczos.
     """
     policy = load_policy(WORK / pretrained if pretrained else configure(scale, *PLACE).model, dtype="float64")
     batch = sample_openings(policy, prompts) if pretrained else sample_batch(policy, prompts)
@@ -69,7 +68,7 @@ def measure(
 
 
 def sample_batch(policy: Policy, prompts: int) -> TokenBatch:
-    """Two responses to each of some two-person puzzles."""
+    """Sample two responses to each of some two-person puzzles."""
     task = get_task("knights-knaves-compact")
     questions = task.questions(prompts, seed=0, people=(2,))
     settings = {"n": 2, "temperature": TEMPERATURE, "max_new_tokens": 256, "seed": 0}
@@ -77,14 +76,14 @@ def sample_batch(policy: Policy, prompts: int) -> TokenBatch:
 
 
 def sample_openings(policy: Policy, prompts: int) -> TokenBatch:
-    """How the policy goes on from some beginnings of word problems, all different, by LENGTH tokens each."""
+    """Continue some beginnings of word problems, all different, by LENGTH tokens each."""
     problems = get_task("word-problems-plain").questions(4 * prompts, seed=0)
     first = list(dict.fromkeys(" ".join(str(problem.prompt).split()[:2]) for problem in problems))[:prompts]
     return sample(policy, first, n=1, temperature=1.0, max_new_tokens=LENGTH, seed=0)
 
 
 def choose_tokens(tokens: pd.DataFrame, batch: TokenBatch, certified: int, estimated: int) -> pd.DataFrame:
-    """The uncertain tokens at which constants are computed: the earliest for the SVD, later ones for Lanczos."""
+    """Choose the uncertain tokens at which to compute constants: the earliest for the SVD, later ones for Lanczos."""
     starts = batch.response_start - batch.attention_mask.int().argmax(1)
     context = tokens["position"] + starts.numpy()[tokens["response"]]
     uncertain = tokens.assign(length=context)[tokens["log_one_minus_prob"] > np.log(1e-3)]

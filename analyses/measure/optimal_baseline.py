@@ -1,15 +1,15 @@
-"""Measures what verl's optimal token baseline takes for the squared norm of a response's gradient, and what it saves.
+"""Measure how verl's optimal token baseline approximates a response's squared gradient norm, and what it saves.
 
-With s = Σ_t g_t the gradient of a response's log likelihood, the baseline that leaves the policy gradient the least
-variance is E[R‖s‖²]/E[‖s‖²]. verl weighs with W = Σ_t ‖e − π‖² instead, which takes no backward pass: of the whole
-response (`variance_proxy`), or summed up to token t (`optimal_token_baseline`). Every baseline here is made of the
-other responses to the same prompt: those that it is tried on would flatter it. Measured are the embedded policy before
-training, 24 × 8 responses at temperature 0.7, and, without the baselines by token, the pretrained one of
-analyses/measure/real_language.py, all of its responses. Leaves
+With s = Σ_t g_t the gradient of a response's log likelihood, the baseline that minimises the policy gradient's variance
+is E[R‖s‖²]/E[‖s‖²]. verl replaces ‖s‖² by W = Σ_t ‖e − π‖², which needs no backward pass: over the whole response
+(`variance_proxy`), or up to token t (`optimal_token_baseline`). Every baseline here is computed from the other
+responses to the same prompt, since a baseline looks better on its own data. Measured are the untrained embedded policy,
+24 × 8 responses at temperature 0.7, and, without per-token baselines, all responses of the pretrained policy of
+analyses/measure/real_language.py. Writes
 
-    responses.parquet   a row per response: squared norms, and that of its part of the estimator by baseline; `signal`:
-                        mean product of two responses' parts, of its prompt; `loss_gradient_squared`: ‖Σ_i A_i·s_i‖²
-    tokens.parquet      a row per token of the embedded policy's: its norms over all parameters and at the logits
+    responses.parquet   a row per response: squared norms, also of its term in the estimator by baseline; `signal`:
+                        mean product of two responses' terms in its prompt; `loss_gradient_squared`: ‖Σ_i A_i·s_i‖²
+    tokens.parquet      a row per token of the embedded policy: its norms over all parameters and at the logits
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ SUM, ENERGY, LENGTH = "sum_norm_squared", "sum_of_norms_squared", "length"
 PROXY = "logit_norms_squared"
 """verl's W."""
 WHOLE = {"mean": None, "by length": LENGTH, "by Σ‖e − π‖²": PROXY, "by Σ‖g‖²": ENERGY, "by ‖Σg‖²": SUM}
-"""Baselines of whole responses: the column that weighs the others' rewards; None: all alike."""
+"""Baselines by response: {name: column that weights the others' rewards; None: equal weights}."""
 TOKENWISE = {"by token, mean": None, "by token, Σ‖e − π‖²": LOGITS, "by token, Σ‖g‖²": PARAMETERS}
-"""Baselines by token: the column whose squares, summed up to t, weigh the rewards of the others that reach t."""
+"""Baselines by token: {name: column whose squares up to t weight the rewards of the others that reach t}."""
 POWER = "power: "
-"""Before a baseline's name: the column of ‖Σ_t (R − b_t)·g_t‖²."""
+"""Prefix of a baseline's column ‖Σ_t (R − b_t)·g_t‖²."""
 
 
 def weigh_others(rewards: Values, weights: Values, groups: np.ndarray) -> Values:
-    """Average, for each response, the rewards of the others of its group by their weights; 0 where it is alone."""
+    """Return, for each response, the weighted mean reward of the others in its group; 0 if it is alone."""
     found = np.zeros(len(rewards))
     for group in np.unique(groups):
         own = groups == group
@@ -60,10 +60,10 @@ def weigh_others(rewards: Values, weights: Values, groups: np.ndarray) -> Values
 
 
 def weigh_others_by_token(tokens: pd.DataFrame, rewards: Values, column: str | None) -> Values:
-    """Average, for each token, the rewards of the others of its group that reach its position.
+    """Return, for each token, the weighted mean reward of the others in its group that reach its position.
 
-    Each counts by its sum of squares up to there. Where no other reaches it the baseline is 0, as verl's is in the tail
-    of the longest response. Tokens are in the order of the table: by response and position.
+    Each counts by its sum of squares up to there. If no other reaches it the baseline is 0, as in verl at the tail of
+    the longest response. Tokens are in the table's order, by response and position.
     """
     place = tokens.groupby("response").cumcount()
     sizes = tokens[column].astype(float) ** 2 if column else pd.Series(1.0, tokens.index)
@@ -79,11 +79,11 @@ def weigh_others_by_token(tokens: pd.DataFrame, rewards: Values, column: str | N
 def tabulate(
     policy: Policy, batch: TokenBatch, tokens: pd.DataFrame, *, by_token: bool = True
 ) -> tuple[pd.DataFrame, Float[np.ndarray, " k"]]:
-    """Make a row per response of one prompt's, and a sketch of Σ_i A_i·s_i, A being GRPO's advantages.
+    """Return a row per response to one prompt, and a sketch of Σ_i A_i·s_i, A being GRPO's advantages.
 
     Args:
-        tokens: the token table of the batch, every token measured, in the batch's order.
-        by_token: try TOKENWISE too, at a backward pass for each.
+        tokens: the batch's token table, in its order, with every token measured.
+        by_token: try TOKENWISE too, which takes a backward pass each.
     """
     rows = tokens.groupby("response").agg(group=("group", "first"), length=("position", "size"))
     rows[PROXY] = (tokens[LOGITS].astype(float) ** 2).groupby(tokens["response"]).sum()
@@ -116,13 +116,13 @@ def tabulate(
 
 
 def mean_product(parts: Float[Tensor, "n k"]) -> float:
-    """Average ⟨a, b⟩ over every two different ones."""
+    """Return the mean of ⟨a, b⟩ over all pairs of different vectors."""
     count = len(parts)
     return float((parts.sum(0).square().sum() - parts.square().sum()) / (count * (count - 1)))
 
 
 def measure(out: Path, *, questions: int = 24, responses: int = 8) -> None:
-    """Measure the embedded policy's responses, and those of the pretrained one; keep the tables."""
+    """Measure the responses of both policies, and keep the tables."""
     policy = load_policy(configure("cpu", *PLACE).model)
     batch = sample_batch(policy, questions, responses, FRESH)
     tokens = part(out, "tokens", lambda: measure_tokens(policy, batch))
@@ -141,7 +141,7 @@ def measure(out: Path, *, questions: int = 24, responses: int = 8) -> None:
 def by_prompt(
     out: Path, name: str, policy: Policy, batch: TokenBatch, tokens: pd.DataFrame, *, by_token: bool = True
 ) -> pd.DataFrame:
-    """Tabulate prompt after prompt, each a part of the measurement in `out`."""
+    """Tabulate prompt by prompt, each a part of the measurement in `out`."""
     frames, sketches = [], []
     for prompt in tqdm(batch.group_ids.unique().tolist(), name):
         (rows,) = torch.nonzero(batch.group_ids == prompt, as_tuple=True)
@@ -156,5 +156,5 @@ def by_prompt(
 
 
 def join_sketch(rows: pd.DataFrame, sketch: Float[np.ndarray, " k"]) -> pd.DataFrame:
-    """Put the sketch beside each row, for a file holds one table."""
+    """Put the sketch beside each row, since a file holds one table."""
     return rows.assign(sketch=[sketch] * len(rows))

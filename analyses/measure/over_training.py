@@ -1,20 +1,20 @@
-"""Measures the gradients of π's intervals along runs of the track puzzles: whose they are, and how much is signal.
+"""Measure the gradients of π's intervals along runs of the track puzzles: their shares and their signal.
 
     python -m analyses.common.measurements over_training [--scale cpu]
 
-Before training, at step 100 and at the end a fresh batch of the run's own kind is sampled (32 × 8 responses, by
-the run's seed and the step, so that variants meet the same puzzles), and the gradient of the run's own loss is summed
-by interval, prompt by prompt; Lopti's is that of both its passes together. All is said of the raw gradients and in the
-metric of AdamW's update, of which there is none before the first step. Leaves
+Before training, at step 100 and at the end, a fresh batch like the run's is sampled (32 × 8 responses, seeded by the
+run's seed and the step, so that variants meet the same puzzles), and the gradient of the run's own loss is summed by
+interval and prompt; Lopti's is that of both passes together. All numbers exist for the raw gradients and, after the
+first step, in the metric of AdamW's update. Writes
 
     gradients.csv   by metric and interval: norm, share, signal and noise of the summed gradient, share of Σ‖w·g‖²
     cosines.csv     by metric and pair of intervals
     tokens.csv      by interval: counts, shares, entropy
     batches.csv     what was sampled
 
-(`analyses/common/batch_gradients.py` has the columns) with variant, seed and step. The tables of each checkpoint are
-kept below runs/ as they are made, and runs whose checkpoints are not there are left out: started again, only what is
-new is measured. manifest.json is written when all runs are in.
+(columns: `analyses/common/batch_gradients.py`) with variant, seed and step. Each checkpoint's tables are kept below
+runs/, and runs without checkpoints are skipped, so that a restart measures only what is new. manifest.json is written
+when all runs are included.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ TABLES = ("gradients", "cosines", "tokens", "batches")
 
 
 def measure(out: Path, *, scale: str = "cpu") -> None:
-    """Measure every checkpoint that is not measured yet, and write the tables into `out`.
+    """Measure every new checkpoint, and write the tables into `out`.
 
-    Raises InputError where no run is there at all.
+    Raises InputError if no run exists.
     """
     runs, parts, missing = runs_to_measure(scale), [], []
     for run in runs:
@@ -72,14 +72,14 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
 
 
 def runs_to_measure(scale: str) -> list[Run]:
-    """Those that analyses/runs.toml names for this measurement, variant by variant."""
+    """Return the runs that analyses/runs.toml names for this measurement, by variant."""
     [mine] = [measurement for measurement in list_measurements(scale) if measurement.name == NAME]
     runs = {(f"{run.track}/{run.variant}", run.seed): run for run in list_runs(scale)}
     return [runs[place, seed] for place in mine.after for seed in mine.seeds]
 
 
 def measure_checkpoint(run: Run, step: int, checkpoint: Path | None) -> Tables:
-    """The tables of one checkpoint; None: of the policy before training."""
+    """Return the tables of one checkpoint; None: of the untrained policy."""
     config, seed = run.config, FRESH + 1000 * run.seed + step
     policy, reference = load_policy(str(checkpoint or config.model)), load_policy(config.model)
     state = {} if checkpoint is None else torch.load(checkpoint / OPTIMIZER, weights_only=True)
@@ -91,7 +91,7 @@ def measure_checkpoint(run: Run, step: int, checkpoint: Path | None) -> Tables:
 
 
 def _measure_run(run: Run, parts: Path) -> Iterator[tuple[Run, int, Path]]:
-    """Each checkpoint of the run with the folder of its tables, which is there when it is whole."""
+    """Measure each checkpoint of the run and return it with its folder of tables, written atomically."""
     found = {step_of(folder): folder for folder in list_checkpoints(WORK / run.place)}
     checkpoints = {step: folder for step, folder in found.items() if _is_wanted(run, step)}
     folder = parts / run.variant / f"seed{run.seed}"
@@ -111,7 +111,7 @@ def _is_wanted(run: Run, step: int) -> bool:
 
 
 def _keep(tables: Tables, part: Path) -> None:
-    """A folder that is there is whole."""
+    """Write the folder atomically."""
     with replacing(part) as beside:
         beside.mkdir(parents=True)
         for name in TABLES:
@@ -119,6 +119,6 @@ def _keep(tables: Tables, part: Path) -> None:
 
 
 def _read(file: Path, run: Run, step: int) -> pd.DataFrame:
-    """The table with the columns that tell it from those of other checkpoints, in front."""
+    """Read the table, with columns that identify its checkpoint in front."""
     names = {"variant": run.variant, "seed": run.seed, "step": step}
     return pd.DataFrame(names, index=range(1)).merge(pd.read_csv(file, dtype={"interval": str}), how="cross")

@@ -1,12 +1,12 @@
-"""Predicts whose steps raise the reward of other prompts, before any branch tells (analyses/measure/branches.py).
+"""Predict whose steps raise the reward on other prompts, before any branch is run (analyses/measure/branches.py).
 
-At each origin (analyses/common/branches.py), for each replicate and method: Δθ is the method's first step as the
+At each origin (analyses/common/branches.py), for each replicate and method, Δθ is the method's first step as the
 trainer takes it, under the checkpoint's own AdamW. The prediction is the first-order gain in expected reward on other
-prompts, by 128 validation puzzles × 8 responses of the checkpoint,
+prompts, from 128 validation puzzles × 8 responses of the checkpoint,
 
     gain = 1/B · Σ_i Â_i Σ_t ⟨∇ log π(o_it), Δθ⟩,      Â_i = reward minus the mean of the prompt's other responses,
 
-which is an unbiased estimate of ⟨∇ E[reward], Δθ⟩. Leaves
+which is an unbiased estimate of ⟨∇ E[reward], Δθ⟩. Writes
 
     predictions.csv     a row per origin, replicate and method: gain, its standard error over prompts, weights' hash
 """
@@ -45,7 +45,7 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
 
 
 def predict(origin: Origin) -> pd.DataFrame:
-    """A row per replicate and method."""
+    """Return a row per replicate and method."""
     policy = load_policy(origin.folder)
     batch, start = sample_others(policy), flatten(policy.model)
     pairs = [(replicate, variant) for replicate in range(REPLICATES) for variant in VARIANTS]
@@ -57,7 +57,7 @@ def predict(origin: Origin) -> pd.DataFrame:
 
 
 def sample_others(policy: Policy) -> TokenBatch:
-    """Responses to validation puzzles."""
+    """Sample responses to validation puzzles."""
     task = get_task("kk-compact-validation")
     questions = task.questions(PROMPTS, seed=4, people=(2, 3, 4, 5))
     sampler = HFSampler(policy, batch_size=64, progress=False)
@@ -66,12 +66,12 @@ def sample_others(policy: Policy) -> TokenBatch:
 
 
 def flatten(model: nn.Module) -> Tensor:
-    """[P]: all parameters in their order."""
+    """Concatenate all parameters in their order: [P]."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
 def gain_by_prompt(policy: Policy, batch: TokenBatch, directions: Tensor) -> np.ndarray:
-    """[C, prompts]: the gain of each direction, estimated by each prompt's responses."""
+    """Return [C, prompts]: each direction's gain, estimated from each prompt's responses."""
     J = TokenJacobian(policy, batch)
     changes = J.jvp(Vectors(directions, flat_slices(policy.model))).logprob
     moved = J.spread(changes).double().sum(-1)  # [C, B], nats of whole responses

@@ -1,14 +1,14 @@
-"""Measures a pretrained policy on batches of word problems, for Fig. 1 of the paper on real language.
+"""Measure a pretrained policy on batches of word problems, for Fig. 1 of the paper on real language.
 
 SmolLM2-135M-Instruct, de-quantised from four bits, after its warm start on worked answers
-(analyses/recipes/word_problems_policy.py), at temperatures 1 and 0.7: the checkpoint in the folder below WORK that
-POLICIES names. It is given four batches of 8 problems × 8 responses of at most 48 tokens. On each batch one SGD step
-(learning rate 1e-3, gradient clipped to norm 1, as in the paper) is taken on all tokens, on those of [0, ¼) and on
-those of [¾, 1] alone, from the same weights. Leaves, with columns `policy` and `temperature`
+(analyses/recipes/word_problems_policy.py), at temperatures 1 and 0.7; POLICIES names its folder below WORK. It samples
+four batches of 8 problems × 8 responses of at most 48 tokens. On each batch one SGD step (learning rate 1e-3, gradient
+clipped to norm 1, as in the paper) is taken from the same weights on all tokens, on those of [0, ¼) alone, and on those
+of [¾, 1] alone. Writes, with columns `policy` and `temperature`
 
     tokens.parquet      the token tables, 50 tokens of each interval and batch measured below the logits
     moves.parquet       a row per token: how far each step moved π
-    similarity.csv      how alike a selective step and the whole one are outside its interval
+    similarity.csv      how similar a selective step and the whole one are outside its interval
     gradients.csv       the intervals' summed gradients, batch by batch
     samples.csv         what was sampled: responses, tokens, accuracy
 """
@@ -37,10 +37,10 @@ POLICIES = {
     ("smollm2-words", 1.0): "word-problems",
     ("smollm2-words", 0.7): "word-problems",
 }
-"""Folder of the checkpoint and temperature, and the task."""
+"""(checkpoint folder, temperature): task."""
 RESPONSES = 8
 LIMIT = 48
-"""Tokens of a response."""
+"""Maximum tokens per response."""
 TABLES = {
     "tokens": "tokens.parquet",
     "moves": "moves.parquet",
@@ -51,7 +51,7 @@ TABLES = {
 
 
 def measure(out: Path, *, batches: int = 4, questions: int = 8, tokens_per_interval: int = 50) -> None:
-    """Sample the batches, measure them and take the steps, and keep the tables."""
+    """Sample the batches, measure them, take the steps, and keep the tables."""
     found: dict[str, list[pd.DataFrame]] = {name: [] for name in TABLES}
     for (name, temperature), task in POLICIES.items():
         policy = load_policy(WORK / name)
@@ -70,7 +70,7 @@ def measure(out: Path, *, batches: int = 4, questions: int = 8, tokens_per_inter
 
 
 def sample(policy: Policy, task_name: str, temperature: float, questions: int, seed: int) -> pd.DataFrame:
-    """One batch of responses, a row each."""
+    """Sample one batch of responses, a row each."""
     task = get_task(task_name)
     sampler = HFSampler(policy, batch_size=64)
     settings = {"n": RESPONSES, "temperature": temperature, "max_new_tokens": LIMIT, "seed": seed}
@@ -79,13 +79,13 @@ def sample(policy: Policy, task_name: str, temperature: float, questions: int, s
 
 
 def as_batch(rows: pd.DataFrame) -> TokenBatch:
-    """The rows as a batch, their ids as lists again."""
+    """Turn the rows into a batch."""
     ids = {name: rows[name].map(list) for name in ("prompt_ids", "response_ids")}
     return batch_rows(rows.assign(**ids).to_dict("records"))
 
 
 def describe(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
-    """A row: responses, tokens, share of right ones, and problems whose responses differ in reward."""
+    """Return a row: responses, tokens, share of right ones, and problems whose responses differ in reward."""
     unlike = int((rows.groupby("group")["reward"].nunique() > 1).sum())
     tokens, accuracy = int(rows["response_ids"].map(len).sum()), float(rows["correct"].mean())
     row = {"batch": batch, "responses": len(rows), "tokens": tokens, "accuracy": accuracy, "unlike_prompts": unlike}
@@ -95,7 +95,7 @@ def describe(rows: pd.DataFrame, batch: int) -> pd.DataFrame:
 def measure_policy(
     out: Path, place: str, policy: Policy, samples: dict[int, TokenBatch], questions: int, tokens_per_interval: int
 ) -> dict[str, pd.DataFrame]:
-    """The tables of one policy's batches."""
+    """Return the tables of one policy's batches."""
     tokens, moved, gradients = [], [], []
     for seed, batch in samples.items():
         settings = {"tokens_per_interval": tokens_per_interval, "seed": seed, "sample": "stratified"}

@@ -1,11 +1,11 @@
-"""Measures how well cheap numbers stand for a token's exact gradient norm, on policies of two architectures.
+"""Measure how well cheap proxies stand for a token's exact gradient norm, on policies of two architectures.
 
-Every token of 12 × 8 responses of the scale's policy in training (with AdamW's metric of its run) and of a
-small GPT-2 that learns the same puzzles here, in some minutes. Besides what a token table has, the gradient at a
-token's position: ‖Σ over linear modules of g ⊗ a‖, g the summed log-likelihood's gradient at the module's output where
-the token is predicted, a its input there; what others call a per-token gradient. Leaves
+Measured is every token of 12 × 8 responses of the scale's policy in training (with its run's AdamW metric) and of a
+small GPT-2 that learns the same puzzles here in some minutes. A further proxy is the gradient at a token's position,
+which others call a per-token gradient: ‖Σ over linear modules of g ⊗ a‖, where g is the summed log-likelihood's
+gradient at the module's output where the token is predicted, and a the module's input there. Writes
 
-    proxies.csv    theory.judge_proxies of both, by `policy`
+    proxies.csv    theory.judge_proxies for both, by `policy`
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ STAGES = (
     Stage("small batches", steps=1500, batch=10, lr=(1.5e-3, 1e-4)),
     Stage("noise", steps=400, batch=10, lr=(8e-4, 5e-5), write=NOISE),
 )
-"""The certain policy's, shortened."""
+"""Shortened stages of embedded-certain."""
 
 
 def measure(
     out: Path, *, scale: str = "cpu", run: Path | None = None, questions: int = 12, stages: tuple[Stage, ...] = STAGES
 ) -> None:
-    """Measure both, judge, and keep the table."""
+    """Measure both policies, judge the proxies, and keep the table."""
     [moment] = moments(scale, run=run, last=1)
     state = AdamWState.from_state_dict(
         moment.policy.model, moment.optimizer_state, max_grad_norm=moment.config.max_grad_norm
@@ -60,7 +60,7 @@ def measure(
 
 
 def train_gpt2(stages: tuple[Stage, ...]) -> Policy:
-    """A GPT-2 as large as the embedded policies."""
+    """Train a GPT-2 as large as the embedded policies."""
     torch.manual_seed(0)
     tokenizer = build_tokenizer()
     special = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -75,7 +75,7 @@ def train_gpt2(stages: tuple[Stage, ...]) -> Policy:
 
 
 def sample(policy: Policy, questions: int) -> TokenBatch:
-    """Eight responses to each question, at the runs' temperature."""
+    """Sample eight responses to each question at the runs' temperature."""
     task = get_task("knights-knaves-compact")
     return batch_rows(
         rollout_rows(
@@ -92,7 +92,7 @@ def sample(policy: Policy, questions: int) -> TokenBatch:
 
 
 def tabulate(policy: Policy, batch: TokenBatch, state: AdamWState | None) -> pd.DataFrame:
-    """Every token's table, with POSITION."""
+    """Return every token's table, with POSITION."""
     metric = {} if state is None else {"metric": "adamw", "optimizer_state": state}
     table = measure_tokens(policy, batch, **metric)
     table[POSITION] = np.concatenate([position_norms(policy.model, batch, row) for row in range(len(batch))])
@@ -100,7 +100,7 @@ def tabulate(policy: Policy, batch: TokenBatch, state: AdamWState | None) -> pd.
 
 
 def position_norms(model: nn.Module, batch: TokenBatch, row: int) -> np.ndarray:
-    """√Σ_modules ‖g_{s−1}‖²‖a_{s−1}‖² of each kept token s of one response, g of the sum of their log π."""
+    """Return √Σ_modules ‖g_{s−1}‖²‖a_{s−1}‖² of each kept token s of one response, with g of its summed log π."""
     ids, kept = batch.sequence(row)
     seen: list[tuple[Tensor, Tensor]] = []
 

@@ -1,14 +1,14 @@
-"""Measures pretrained policies on real language, their weights de-quantised from four bits, at temperature 1.
+"""Measure pretrained policies on real language at temperature 1, with weights de-quantised from four bits.
 
-They are those of MODELS, each made by `python -m analyses.recipes.pretrained` in a folder of its name below WORK.
-SmolLM2-135M-Instruct was given 16 word problems ("think step by step"), 8 responses each of at most 160 tokens; these
-lie beside the tables, so that others measure the same tokens. Gemma 3 270M, a base model, is given 8 problems of
-word-problems-examples, and its 4 responses to each are sampled here, of at most 18 tokens.
-For both a right answer earns 1, one in the asked form 0.1 more. Leaves
+MODELS lists them; `python -m analyses.recipes.pretrained` makes each in a folder of its name below WORK.
+SmolLM2-135M-Instruct answered 16 word problems ("think step by step") 8 times each with at most 160 tokens; these
+responses are kept beside the tables, so that others measure the same tokens. Gemma 3 270M, a base model, is given 8
+problems of word-problems-examples, and 4 responses to each, of at most 18 tokens, are sampled here. For both, a right
+answer earns 1 and the requested form 0.1 more. Writes
 
     rollouts.parquet    the problems and responses
-    tokens.parquet      the token table, every token measured (SmolLM2) or as many of each interval as runs.toml says
-    statistics.csv      the diagnosis's statistics of the batch
+    tokens.parquet      the token table, with every token measured (SmolLM2) or as many per interval as runs.toml says
+    statistics.csv      the batch's statistics from the diagnosis
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Model:
     """A pretrained policy, and where its tables are."""
 
     measurement: str
-    """Its name in analyses/runs.toml."""
+    """Name in analyses/runs.toml."""
     title: str
 
 
@@ -46,17 +46,17 @@ MODELS = {
 }
 ROLLOUTS = "rollouts.parquet"
 EMBEDDING = "embedding_grad_norm"
-"""‖g‖ of the embedding, which is the head's matrix, too; absent from SmolLM2's table."""
+"""‖g‖ of the tied embedding; absent from SmolLM2's table."""
 KEPT = [
     *("response", "group", "position", "token", "prob", "logprob", "log_one_minus_prob", "entropy", "advantage"),
     *("weight", "interval", LOGITS, PARAMETERS, EMBEDDING),
 ]
-"""Columns of the token table; and the norms of the layers."""
+"""Columns of the token table, besides the layers' norms."""
 SMALL = {"response": np.int16, "group": np.int16, "position": np.int16, "interval": np.int8}
 CHECKED = 4
-"""Tokens of each interval that are compared with plain autograd."""
+"""Tokens per interval compared with plain autograd."""
 MEMORY = 3 << 30
-"""Bytes for summed gradients: a vector of Gemma's parameters takes one of these three."""
+"""Bytes for summed gradients; a vector of Gemma's parameters takes a third."""
 
 
 def measure(
@@ -71,8 +71,8 @@ def measure(
     """Measure the batch's tokens, sum its gradients, and keep the tables.
 
     Args:
-        questions, responses, limit: problems, responses to each and their most tokens, where they are sampled here.
-        tokens_per_interval: None: every token.
+        questions, responses, limit: problems, responses to each, and their maximum length, if they are sampled here.
+        tokens_per_interval: None measures every token.
     """
     policy, rollouts = load_policy(WORK / model), out / ROLLOUTS
     if not rollouts.is_file():
@@ -96,13 +96,13 @@ def measure(
 
 
 def inputs(model: str) -> tuple[Policy, TokenBatch]:
-    """The checkpoint, and the responses that were kept."""
+    """Return the checkpoint and the kept responses."""
     policy = load_policy(WORK / model)
     return policy, read_rollouts(folder(MODELS[model].measurement) / ROLLOUTS, policy)
 
 
 def sample(policy: Policy, questions: int, responses: int, limit: int) -> pd.DataFrame:
-    """Responses to problems with one sum or difference, a row each, rewarded as SmolLM2's were."""
+    """Sample responses to problems with one sum or difference, a row each, rewarded like SmolLM2's."""
     task = get_task("word-problems-examples")
     asked = task.questions(questions, seed=0, levels=(1,))
     settings = {"n": responses, "temperature": 1.0, "max_new_tokens": limit, "seed": 0}
@@ -110,7 +110,7 @@ def sample(policy: Policy, questions: int, responses: int, limit: int) -> pd.Dat
 
 
 def check_some(policy: Policy, batch: TokenBatch, intervals: pd.Series) -> dict[str, object]:
-    """Compare CHECKED random tokens of each interval with plain autograd; intervals: of all kept tokens."""
+    """Compare CHECKED random tokens of each interval with plain autograd; intervals are those of all kept tokens."""
     J = TokenJacobian(policy, batch)
     chosen = intervals.groupby(intervals).sample(CHECKED, random_state=0).index
     rows = J.row_norms(torch.isin(torch.arange(len(intervals)), torch.tensor(list(chosen))))
@@ -119,7 +119,7 @@ def check_some(policy: Policy, batch: TokenBatch, intervals: pd.Series) -> dict[
 
 
 def slim(policy: Policy, tokens: pd.DataFrame) -> pd.DataFrame:
-    """The columns that figures are drawn from."""
+    """Keep the columns that figures are drawn from."""
     layers = [column for column in tokens if column.startswith(LAYER)]
     modules = {module: name for name, module in policy.model.named_modules()}
     embedding = f"{PARAMETERS}.{modules[policy.model.get_input_embeddings()]}"

@@ -1,10 +1,10 @@
-"""What the policy before training answers to the test at many temperatures: analyses/paper/sharpening.py needs it.
+"""Judge the untrained policy on the test at many temperatures, for analyses/paper/sharpening.py.
 
     python -m analyses.common.measurements untrained [--scale cpu]
 
-Leaves untrained.csv, a row per temperature and level: temperature, level, questions, samples (to each question),
-entropy (nats per sampled token, their mean −log π at that temperature), sampled and greedy accuracy. The test is that
-of the track "puzzles", but for the number of samples: one policy, judged once, should add little noise of its own.
+Writes untrained.csv, a row per temperature and level: temperature, level, questions, samples (per question), entropy
+(mean −log π of sampled tokens at that temperature, in nats), sampled and greedy accuracy. The test is the track
+"puzzles"'s with more samples: one policy, judged once, should add little noise of its own.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from analyses.common.read_runs import UNTRAINED
 from gradscope.sampling import Evaluation
 
 TEMPERATURES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.4)
-"""Beyond that of training, .7: a trained policy may be less certain than the untrained one."""
+"""They exceed the training temperature of .7, since a trained policy may be less certain than the untrained one."""
 SAMPLES = 4
 
 
 def measure(out: Path, *, scale: str = "cpu") -> None:
-    """Judge the policy at each temperature; written to out/untrained.csv."""
+    """Judge the policy at each temperature; writes out/untrained.csv."""
     run = next(run for run in list_runs(scale) if run.track == "puzzles")
     frames = []
     for temperature in tqdm(TEMPERATURES, "temperatures"):
@@ -40,7 +40,7 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
 
 
 def tabulate(result: Evaluation) -> pd.DataFrame:
-    """A row per level and one for "all": questions, entropy of the sampled answers, sampled and greedy accuracy."""
+    """Return a row per level and one for "all": questions, entropy of the samples, sampled and greedy accuracy."""
     table = result.table.rename(columns={f"avg@{SAMPLES}": "sampled", "greedy_accuracy": "greedy"})
     sampled = result.responses[~result.responses["greedy"]]
     own = {str(level): rows for level, rows in sampled.groupby("level")} | {"all": sampled}

@@ -1,11 +1,11 @@
-"""Measures what one step does to every token of a policy in training, for Fig. 1 of the paper (analyses/paper/fig1.py).
+"""Measure what one step does to every token of a policy in training, for Fig. 1 of the paper (analyses/paper/fig1.py).
 
-One SGD step (learning rate 1e-3, gradient clipped to norm 1, as in the paper) on all tokens, on those of [0, ¼) alone
-and on those of [¾, 1] alone, from the same policy, on each of four batches of 64 × 8 responses; similarities under the
-run's own AdamW, momentum and all, too. Leaves
+On each of four batches of 64 × 8 responses, one SGD step (learning rate 1e-3, gradient clipped to norm 1, as in the
+paper) is taken from the same policy on all tokens, on those of [0, ¼) alone, and on those of [¾, 1] alone. Similarities
+are also measured under the run's own AdamW, momentum included. Writes
 
     tokens.parquet      a row per token of the four batches: how far each update moved π
-    similarity.csv      how alike a selective update and the whole one are outside its interval
+    similarity.csv      how similar a selective update and the whole one are outside its interval
     movements.csv       movements by interval and sign of the advantage
     gradients.csv       the intervals' summed gradients, means over the batches
 """
@@ -25,7 +25,7 @@ from gradscope.gradients import Resources, interval_gradients_over
 from gradscope.updates import SGD, apply_updates, movement_summary, movement_table, similarity
 
 OUTSIDE = {"only-0": 0, "only-3": 3}
-"""The interval that each selective update is made of."""
+"""{selective update: its interval}."""
 UPDATES = ("all", *OUTSIDE)
 KEPT = ["batch", "interval", "prob", "advantage", *(f"delta_prob.{name}" for name in UPDATES)]
 
@@ -59,12 +59,12 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
 
 
 def slim(tokens: pd.DataFrame) -> pd.DataFrame:
-    """The columns that are drawn, in the order of the tokens."""
+    """Keep the columns that are drawn, in the order of the tokens."""
     return tokens[KEPT].astype({"batch": np.int8, "interval": np.int8, "prob": np.float32, "advantage": np.float32})
 
 
 def compare(tokens: pd.DataFrame) -> pd.DataFrame:
-    """How alike each selective update and the whole one are outside its interval: by batch, and over all batches."""
+    """Return how similar each selective update and the whole one are outside its interval, by batch and over all."""
     rows = []
     for name, interval in OUTSIDE.items():
         for batch, chosen in [*tokens.groupby("batch"), ("all", tokens)]:
@@ -76,7 +76,7 @@ def compare(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def summarize(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Every update's movements, of π and of log π, by interval and sign of the advantage."""
+    """Return every update's movements, of π and of log π, by interval and sign of the advantage."""
     parts = [
         movement_summary(tokens, name, value=value, seed=None).assign(update=name, of=value)
         for name in UPDATES

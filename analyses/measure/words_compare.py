@@ -1,8 +1,8 @@
-"""Measures what every token weighting would do with a batch of the pretrained policy's, before training.
+"""Measure what every token weighting would do with a batch of the pretrained policy before training.
 
-The policy that starts the runs of scale words and the one after the four GRPO steps of the track words-stale; 16
-validation problems × 8 responses of each. Three cases: the first policy on its own responses, the second on the
-first's (as when rollouts are some steps old), the first on the second's. Leaves, with a column `case`,
+The policies are the one that starts the runs of scale words and the one after the four GRPO steps of the track
+words-stale; each answers 16 validation problems × 8. Three cases: the first policy on its own responses, the second on
+the first's (as if rollouts were some steps old), and the first on the second's. Writes, with a column `case`,
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
@@ -31,7 +31,7 @@ from gradscope.trainer import list_checkpoints
 from gradscope.updates import Comparison, compare
 
 CASES = {"on-policy": ("start", "start"), "older rollouts": ("later", "start"), "newer rollouts": ("start", "later")}
-"""Case → which policy is measured, and whose responses."""
+"""{case: (measured policy, whose responses)}."""
 RESPONSES = 8
 
 
@@ -45,8 +45,7 @@ def measure(
 ) -> None:
     """Sample both batches, compare on each case, and keep the tables.
 
-    folders, task: of the two policies, and what they are asked; None: the runs'. weightings: None for all that
-    `compare` takes by itself.
+    folders, task: the two policies and their questions; None: the runs'. weightings: None for `compare`'s default.
     """
     policies = dict(zip(("start", "later"), map(load_policy, folders or find_policies()), strict=True))
     rows = {name: sample(policy, task or plan().test.task, questions) for name, policy in policies.items()}
@@ -63,12 +62,12 @@ def measure(
 
 
 def plan() -> Run:
-    """The run of a few steps."""
+    """Return the run of a few steps."""
     return next(run for run in list_runs("words") if run.track == "words-stale")
 
 
 def find_policies() -> tuple[str, str]:
-    """The checkpoint that starts the runs, and that after the few steps. Raises InputError where it is not there."""
+    """Return the checkpoint that starts the runs, and that after the few steps. Raises InputError if one is missing."""
     work = WORK / plan().place
     if not (checkpoints := list_checkpoints(work)):
         command = "python -m analyses.reproduce --scale words --only words_compare"
@@ -77,7 +76,7 @@ def find_policies() -> tuple[str, str]:
 
 
 def sample(policy: Policy, name: str, questions: int) -> list[dict[str, Any]]:
-    """A row per response, sampled as the runs sample theirs."""
+    """Sample a row per response, as the runs do."""
     config, task = plan().config, get_task(name)
     settings = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "seed": FRESH}
     asked = task.questions(questions, seed=FRESH)
@@ -85,12 +84,12 @@ def sample(policy: Policy, name: str, questions: int) -> list[dict[str, Any]]:
 
 
 def tabulate(comparison: Comparison, name: str) -> pd.DataFrame:
-    """One of a comparison's tables."""
+    """Return one of a comparison's tables."""
     return comparison.by_interval if name == "by_interval" else comparison.table
 
 
 def describe(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """A row: responses, tokens, share of right ones, and problems whose responses differ in reward."""
+    """Return a row: responses, tokens, share of right ones, and problems whose responses differ in reward."""
     table = pd.DataFrame(rows)
     unlike = int((table.groupby("group")["reward"].nunique() > 1).sum())
     tokens = int(table["response_ids"].map(len).sum())

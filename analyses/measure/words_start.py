@@ -1,9 +1,8 @@
-"""What the pretrained policy answers to the validation problems of its runs before any training.
+"""Judge the pretrained policy on its runs' validation problems before training.
 
     python -m analyses.common.measurements words_start --scale words
 
-Leaves start.csv: a row per level and one for all, with sampled and greedy accuracy and the columns of the runs'
-test.csv beside them.
+Writes start.csv: a row per level and one for all, with sampled and greedy accuracy and the other columns of test.csv.
 """
 
 from __future__ import annotations

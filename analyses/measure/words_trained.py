@@ -1,17 +1,17 @@
-"""Measures the pretrained policy at the end of a training run on word problems, on a batch of its own answers.
+"""Measure the pretrained policy at the end of a training run on word problems, on a batch of its own answers.
 
 The last checkpoint of the GRPO run of track words-low at seed 20, with its AdamW state; analyses/measure/
-pretrained_batches.py has the policy that starts it. It is asked 8 validation problems, 4 responses each as the run
-samples its own, whose every token's norm is measured; and 24 others, whose gradients are summed. Leaves
+pretrained_batches.py has the policy that starts it. It answers 8 validation problems, four times each and sampled as in
+the run, and every token's norm is measured; the gradients of 24 further problems are summed. Writes
 
     tokens.parquet      the token table
     summed.parquet      prompt and interval of each token of the 24
     products.parquet    ⟨g_{p,a}, g_{q,b}⟩ of their summed gradients: a row and a column per prompt and interval (`p.a`)
     responses.parquet   the columns of analyses/measure/optimal_baseline.py, a row per response
-    scaled.parquet      the token table again, SCALED tokens of each interval measured, in AdamW's metric, too
+    scaled.parquet      the token table with SCALED measured tokens per interval, also in AdamW's metric
     weightings.csv      `Comparison.table` of WEIGHTINGS
-    weights.csv         by group of parameters: how many weights there are, how many training changed, how many of
-                        those in bfloat16, and by how much in all
+    weights.csv         by group of parameters: number of weights, how many training changed, how many of
+                        these also in bfloat16, and the norm of the change
     samples.csv         responses, tokens, accuracy, and problems whose responses differ in reward
 """
 
@@ -47,16 +47,16 @@ KEPT = [
     *("response", "group", "position", "token", "prob", "log_one_minus_prob", "entropy", "advantage", "weight"),
     *("interval", LOGITS, PARAMETERS),
 ]
-"""Columns of the token table; and the norms of the layers."""
+"""Columns of the token table, besides the layers' norms."""
 SCALED, RESPONSES = 20, 4
 WEIGHTINGS = ("reweight", "up-weight", "lopti", "top-entropy")
-"""At their defaults: Reweight at the paper's α = .3, its opposite at its authors' .2."""
+"""With their defaults: Reweight at the paper's α = .3, its opposite at its authors' .2."""
 
 
 def measure(out: Path, *, questions: int = 8, folders: tuple[str, str] | None = None, task: str | None = None) -> None:
     """Sample and measure, and keep the tables.
 
-    folders, task: the policies at the start and at the end, and what the second is asked; None: the run's.
+    folders, task: the policies at the start and at the end, and the latter's questions; None: the run's.
     """
     run = plan()
     start, end = map(Path, folders or find_policies(run))
@@ -85,12 +85,12 @@ def measure(out: Path, *, questions: int = 8, folders: tuple[str, str] | None = 
 
 
 def plan() -> Run:
-    """The run whose end is measured."""
+    """Return the run whose end is measured."""
     return next(run for run in list_runs("words") if (run.track, run.variant, run.seed) == ("words-low", "grpo", 20))
 
 
 def find_policies(run: Run) -> tuple[str, str]:
-    """The checkpoint that starts the run, and its last one. Raises InputError where it is not there, or not whole."""
+    """Return the run's first and last checkpoint. Raises InputError if one is missing or incomplete."""
     last = next(iter(list_checkpoints(WORK / run.place)[::-1]), None)
     if last is None or not (last / OPTIMIZER).is_file():
         raise InputError(f"{WORK / run.place} has no checkpoint with {OPTIMIZER}: measure it before the run is judged")
@@ -98,7 +98,7 @@ def find_policies(run: Run) -> tuple[str, str]:
 
 
 def sample(policy: Policy, run: Run, name: str, questions: int, seed: int) -> pd.DataFrame:
-    """A row per response, sampled as the run samples its own."""
+    """Sample a row per response, as the run does."""
     task, sampler = get_task(name), HFSampler(policy, batch_size=64)
     settings = {"temperature": run.config.temperature, "max_new_tokens": run.config.max_new_tokens, "seed": seed}
     asked = task.questions(questions, seed=seed)
@@ -106,7 +106,7 @@ def sample(policy: Policy, run: Run, name: str, questions: int, seed: int) -> pd
 
 
 def multiply(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:
-    """Products of the sums by prompt and interval; tokens: the batch's, with weight and interval."""
+    """Return the products of the sums by prompt and interval; tokens: the batch's, with weight and interval."""
     intervals = torch.arange(len(interval_labels()))[:, None]
     weights = torch.tensor(tokens["weight"]) * (torch.tensor(tokens["interval"]) == intervals)
     J = TokenJacobian(policy, batch, Resources(real_language.MEMORY, micro_batch=4, progress=True))
@@ -117,26 +117,26 @@ def multiply(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.Data
 
 
 def unflatten(table: pd.DataFrame) -> Float[np.ndarray, "n A n A"]:
-    """The products again as an array, prompts and intervals ascending."""
+    """Return the products as an array, prompts and intervals ascending."""
     size = table["interval"].nunique()
     return table.drop(columns=["group", "interval"]).to_numpy().reshape(-1, size, len(table) // size, size)
 
 
 def scale(policy: Policy, batch: TokenBatch, state: Path) -> pd.DataFrame:
-    """The token table, SCALED tokens of each interval measured, raw and in AdamW's metric."""
+    """Return the token table with SCALED measured tokens per interval, raw and in AdamW's metric."""
     settings = {"tokens_per_interval": SCALED, "sample": "stratified", "self_check": False}
     tokens = measure_tokens(policy, batch, metric="adamw", optimizer_state=state, **settings)
     return tokens[[*KEPT, SAMPLING_PROBABILITY, ADAMW]].astype(real_language.SMALL)
 
 
 def weigh(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:
-    """WEIGHTINGS beside plain GRPO."""
+    """Compare WEIGHTINGS with plain GRPO."""
     resources = Resources(micro_batch=4, progress=True)
     return compare(policy, batch, WEIGHTINGS, table=tokens, resources=resources).table
 
 
 def count_changes(start: Policy, end: Policy) -> pd.DataFrame:
-    """How many weights training changed, and how many in bfloat16, by group of parameters; norms of both."""
+    """Count the weights that training changed, also in bfloat16, by group of parameters, with norms of both."""
     before, groups, rows = dict(float_parameters(start.model)), module_groups(end), []
     for name, weight in float_parameters(end.model):
         old, new = before[name].detach(), weight.detach()

@@ -1,4 +1,4 @@
-"""Weightings by entropy and surprisal, as examples of a file of one's own: `analyses/methods/entropy.py:gtpo:beta=0.2`.
+"""Weightings by entropy and surprisal, examples of a user's own file: `analyses/methods/entropy.py:gtpo:beta=0.2`.
 
 STARE and STEER are as in their authors' code (read; github.com/hp-luo/STARE at bffb9e79, zz-haooo/STEER at b31df716:
 verl/trainer/ppo/core_algos.py of both); the others are formulas as published, not verified against any code.

@@ -1,4 +1,4 @@
-"""The policy of a scale before training: Fig. 1 (a, b, d) of the paper, and its gradients' norms and cosines.
+"""A scale's policy before training: Fig. 1 (a, b, d) of the paper, and norms and cosines of its gradients.
 
     python -m analyses.paper.base_policy [--out figures]
 
@@ -8,7 +8,7 @@ layers_by_interval.png, norm_against_one_minus_prob.png and cosines.png; base_po
 base_policy_intervals.csv, _gradients.csv and _theory.csv in columns. Fig. 2 is drawn by analyses/paper/fig2.py.
 
 Differs from the paper: the policy (0.8 M parameters instead of 3 B), its puzzles (2–5 people, compact wording), and the
-reference: the policy itself, so that the KL term is 0, as at the first step of a run.
+reference, which is the policy itself, so that the KL term is 0, as at a run's first step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from gradscope.theory import TheoryReport, theory_report
 
 
 def table(options: Options) -> tuple[pd.DataFrame, Summary]:
-    """The token tables of all batches, one below the other, and their summary."""
+    """Return the token tables of all batches, concatenated, and their summary."""
     names = ("tokens.parquet", "gradients.csv", "cosines.csv")
     tokens, sums, cosines = (read_table("base_policy", name, scale=options.scale) for name in names)
     cosines.columns = cosines.index
@@ -50,25 +50,25 @@ def table(options: Options) -> tuple[pd.DataFrame, Summary]:
 
 
 def read_theory(tokens: pd.DataFrame, vocab_size: int, *, rng: np.random.Generator | None = None) -> TheoryReport:
-    """What of Prop. 4.2 the token table can say."""
+    """Return what the token table says about Prop. 4.2."""
     return theory_report(tokens, vocab_size=vocab_size, seed=rng or np.random.default_rng(0))
 
 
 def shown_layers(tokens: pd.DataFrame) -> list[str]:
-    """The columns of the first, the middle and the last layer's norms."""
+    """Return the columns of the first, middle and last layer's norms."""
     depth = sum(name.startswith(LAYER) for name in tokens.columns) - 1
     return [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
 
 
 def tabulate(theory: TheoryReport) -> pd.DataFrame:
-    """A row per quantity: the power that its norms follow, what 1−π carries of their variance, its gains (`gain_…`)."""
+    """Return a row per quantity: the norms' power, the share of their variance due to 1−π, their gains (`gain_…`)."""
     gains = theory.gains.add_prefix("gain_").rename(columns={"gain_quantity": "quantity"})
     variance = theory.variance.drop(columns="tokens")
     return theory.powers.merge(variance, on="quantity", how="left").merge(gains, on="quantity", how="left")
 
 
 def draw(tokens: pd.DataFrame, summary: Summary) -> Iterator[tuple[str, Figure | Axes]]:
-    """The names of the pictures, and the pictures."""
+    """Draw the pictures; returns them by name."""
     yield "fig1_base", plot_figure_1(tokens, summary.gradients.table.assign(paper=PAPER_NORMS))
     yield "cosines", plot_cosines(summary.gradients.cosines)
     yield "layers_by_interval", plot_layers_by_interval(tokens)

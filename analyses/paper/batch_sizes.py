@@ -2,9 +2,9 @@
 
     python -m analyses.paper.batch_sizes [--out figures] [--scale cpu]
 
-In a larger batch less of ‖G‖² is noise, and noise may be spread over the intervals otherwise than signal. Drawn from
-the measurement `batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means over batches
-that share no response, with 95 % t intervals. All sizes are dealt of the same responses.
+In a larger batch less of ‖G‖² is noise, which may be spread over the intervals differently from the signal. Drawn from
+the measurement `batch_sizes` (analyses/measure/batch_sizes.py): batch_sizes.png and batch_sizes.csv, means over
+disjoint batches with 95 % t intervals. All sizes are dealt from the same responses.
 
 The paper has no such figure.
 """
@@ -29,7 +29,7 @@ QUANTITIES = {
 
 
 def table(options: Options) -> pd.DataFrame:
-    """A row per size, interval and quantity: batches; mean, lower, upper and standard deviation over them."""
+    """Return a row per size, interval and quantity: batches, and mean, bounds and standard deviation over them."""
     found = read_table("batch_sizes", "batch_sizes.csv", scale=options.scale)
     keys = ["size", "batch"]
     whole = found[found["label"] == "all"].set_index(keys)["norm"].rename("whole")
@@ -46,7 +46,7 @@ def table(options: Options) -> pd.DataFrame:
 
 @paper_style()
 def draw(found: pd.DataFrame, questions: int) -> Figure:
-    """A panel per quantity, a line per interval."""
+    """Draw a panel per quantity and a line per interval."""
     figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.6), layout="constrained")
     sizes = sorted(found["size"].unique())
     for ax, (quantity, title) in zip(axes, QUANTITIES.items(), strict=True):

@@ -1,17 +1,17 @@
-"""The controls that the paper lacks: is it which tokens, or only the steps, the weights' sizes, the gradient's norm?
+"""Controls that the paper lacks: is it the choice of tokens, or only the number of steps or the gradient's norm?
 
     python -m analyses.paper.controls [--out figures] [--scale cpu]
 
-Lopti takes two optimizer steps where GRPO takes one, and Reweight makes gradients smaller. Each stands beside controls
-that share this and nothing else: Lopti beside passes over a random split of the same sizes, and beside GRPO with twice
-the optimizer steps (half the mini-batch); Reweight beside its own weights dealt out at random, and beside GRPO scaled
-to the norm that Reweight's gradient has. Left reward in training, right paired differences of test accuracy (last three
-checkpoints) with 95 % t intervals over seeds. On top the contrasts that paper_repro.md named before any run was made
-(at scale cpu those of analyses/paper/decision.py), Holm's correction over these; below the others, corrected over all
-of them. Sampled accuracy decides.
+Lopti takes two optimizer steps to GRPO's one, and Reweight shrinks gradients. Each is compared with controls that share
+only this: Lopti with passes over a random split of the same sizes, and with GRPO taking twice the optimizer steps (half
+the mini-batch); Reweight with its own weights permuted, and with GRPO scaled to the norm of Reweight's gradient. Left:
+reward in training; right: paired differences of test accuracy (last three checkpoints) with 95 % t intervals over
+seeds. On top are the contrasts that paper_repro.md named before any run was made (at scale cpu those of
+analyses/paper/decision.py), with Holm's correction over these; below, the others, corrected over all of them. Sampled
+accuracy decides.
 
 controls_contrasts.csv also has greedy accuracy and the differences at each number of people; they decide nothing, and
-are corrected among themselves (family by family, all levels together).
+are corrected among themselves, family by family.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PAIRS = {
         ("matched-norm", "grpo"),
     ],
 }
-"""Block of the figure → variants and what each is compared with, but for what was named."""
+"""{block of the figure: pairs of a variant and its comparison}, without the contrasts named beforehand."""
 CURVES = {
     "(a) Lopti and its controls": ["grpo", "lopti", "random-split", "twice-the-steps"],
     "(b) Reweight and its controls": ["grpo", "reweight", "permuted-weights", "matched-norm"],
@@ -58,7 +58,7 @@ CURVES = {
 
 
 def table(scale: str, track: str, variants: list[str]) -> tuple[dict[str, pd.DataFrame], pd.DataFrame]:
-    """Panel → smoothed curves on the seeds that all of it have, and the contrasts of all kinds and levels."""
+    """Return smoothed curves by panel, on the seeds common to the panel, and the contrasts of all kinds and levels."""
     metrics = read_metrics(variants, scale=scale, track=track)
     panels = {title: metrics[metrics["variant"].isin(own)] for title, own in CURVES.items()}
     curves = {title: smooth(on_common_seeds(own), "reward_mean") for title, own in panels.items()}
@@ -67,10 +67,10 @@ def table(scale: str, track: str, variants: list[str]) -> tuple[dict[str, pd.Dat
 
 
 def contrast(accuracy: pd.DataFrame, named: Sequence[tuple[str, str]]) -> pd.DataFrame:
-    """A row per kind of accuracy, level ("all" first), and pair: the columns of `compare`, block, family and decides.
+    """Return a row per kind of accuracy, level ("all" first) and pair: `compare`'s columns, block, family and decides.
 
-    accuracy: of `accuracy_by_people`; named: the pairs that were named beforehand. Holm's correction is within each
-    kind and family, "all" apart from single levels.
+    accuracy: from `accuracy_by_people`; named: the pairs named beforehand. Holm's correction is within each kind and
+    family, separately for "all" and for single levels.
     """
     blocks = {NAMED: named} | {block: [pair for pair in pairs if pair not in named] for block, pairs in PAIRS.items()}
     levels = ["all", *(level for level in accuracy["level"].unique() if level != "all")]
@@ -90,7 +90,7 @@ def contrast(accuracy: pd.DataFrame, named: Sequence[tuple[str, str]]) -> pd.Dat
 
 @paper_style()
 def draw(curves: dict[str, pd.DataFrame], contrasts: pd.DataFrame) -> Figure:
-    """Two panels of curves beside one of differences."""
+    """Draw two panels of curves beside one of differences."""
     figure, panels = plt.subplot_mosaic(
         [["a", "c"], ["b", "c"]], figsize=(7.3, 5.2), layout="constrained", width_ratios=[1, 0.9]
     )
@@ -107,7 +107,7 @@ def draw(curves: dict[str, pd.DataFrame], contrasts: pd.DataFrame) -> Figure:
 
 
 def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
-    """A row per contrast, sampled (full) above greedy (open), in blocks that bear their family's name."""
+    """Draw a row per contrast, sampled (filled) above greedy (open), in blocks labelled by family."""
     words, place, ticks = labels(), 0.0, {}
     across = ax.get_yaxis_transform()
     pairs = contrasts[["block", "variant", "baseline"]].drop_duplicates()
@@ -146,7 +146,7 @@ def _draw_difference(ax: Axes, row: pd.Series, place: float, color: str, *, full
 
 
 def _tell(row: pd.Series) -> str:
-    """A contrast's seeds and corrected p."""
+    """Return a contrast's seeds and corrected p."""
     if not row["seeds"]:
         return "no runs"
     seeds = f"{row['seeds']} seed{'s' if row['seeds'] > 1 else ''}"
@@ -157,7 +157,6 @@ def _tell(row: pd.Series) -> str:
 
 
 def main(options: Options) -> None:
-    """Draw the figure and write its contrasts."""
     for name, track, variants in pages("controls", options.scale):
         curves, contrasts = table(options.scale, track, variants)
         save_figure(draw(curves, contrasts), options.out / f"{name}.png")

@@ -26,13 +26,13 @@ NAMES = {
 
 
 def table(options: Options) -> pd.DataFrame:
-    """CPU milliseconds of a token, by what is varied."""
+    """Return CPU milliseconds per token by the quantity varied."""
     return read_table("cost_growth", "growth.csv", scale=options.scale)
 
 
 @paper_style()
 def draw(table: pd.DataFrame) -> Figure:
-    """A panel for each quantity, all of one scale: points measured, the line predicted."""
+    """Draw a panel per quantity on a common scale: measured points, predicted line."""
     every = pd.concat([table.measured_ms, table.predicted_ms])
     ticks = [t for t in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100) if every.min() / 1.5 <= t <= 1.5 * every.max()]
     figure, axes = new_panels(len(NAMES), width=2.4, height=2.1)

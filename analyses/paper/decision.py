@@ -1,21 +1,21 @@
-"""The decision: do Reweight and Lopti help in the paper's regime, and does it matter which tokens Lopti takes first?
+"""Do Reweight and Lopti help in the paper's regime, and does it matter which tokens Lopti takes first?
 
     python -m analyses.paper.decision [--out figures] [--scale cpu]
 
 Named before any of these runs was made (paper_repro.md): the number is sampled accuracy on test puzzles, mean of the
 last three checkpoints, paired by seed; the contrasts are Reweight − GRPO, Lopti − GRPO and Lopti − random split, with
-Holm's correction over the three. A difference is told where its corrected p is below .05. A gain of +.07 or more, the
-smallest effect of interest, is excluded where the interval, corrected over the three (each at 1 − .05 / 3), lies below
-it. If the half-width of the 95 % interval that the pooled spread of the three gives is above .05 with 12 seeds, more
-are made, up to 24; nothing but that spread decides it, and before all three have these seeds nothing is decided. Other
-methods stand beside and claim nothing.
+Holm's correction over the three. A difference is significant if its corrected p is below .05. A gain of +.07 or more,
+the smallest effect of interest, is excluded if the interval, corrected over the three (each at 1 − .05 / 3), lies below
+it. If the pooled spread of the three gives a half-width of the 95 % interval above .05 with 12 seeds, more are made, up
+to 24; only that spread decides, and nothing is concluded before all three have these seeds. Other methods are shown for
+comparison and claim nothing.
 
-The same is asked of a pretrained policy on word problems (--scale words, --out figures/words), of Reweight − GRPO and
-Lopti − GRPO alone: corrected over the two, 8 seeds, or 12 where that half-width is above .043. The random split is run
-only where Lopti's corrected interval excludes 0 (split_asked).
+For a pretrained policy on word problems (--scale words, --out figures/words) the contrasts are Reweight − GRPO and
+Lopti − GRPO alone, corrected over the two, with 8 seeds, or 12 if that half-width is above .043. The random split is
+run only if Lopti's corrected interval excludes 0 (split_asked).
 
 Writes decision.png, decision_accuracy.csv (each method's mean), and decision.csv, which also has the smallest true
-difference that would have been told with a probability of .8, and in every row what the rule asks for (seeds_asked, by
+difference detectable with a probability of .8, and in every row the seeds that the rule asks for (seeds_asked, by
 half_width). At scale words the names are decision_words….
 """
 
@@ -51,17 +51,17 @@ NOT_YET = "not decided yet"
 
 @dataclass(frozen=True)
 class Plan:
-    """What was named beforehand for the runs of a scale."""
+    """What was named beforehand for a scale's runs."""
 
     named: Sequence[tuple[str, str]]
     beside: Sequence[tuple[str, str]]
     """Contrasts that claim nothing."""
     half_width: float
-    """Of a 95 % interval, above which more seeds are made."""
+    """Half-width of the 95 % interval above which more seeds are made."""
     seeds: Sequence[int]
-    """How many the rule may ask for, by the spread over the first of them."""
+    """Numbers of seeds the rule may ask for, given the spread over the first of them."""
     steps: tuple[int, ...]
-    """Of the checkpoints whose mean is compared."""
+    """Checkpoints whose mean is compared."""
 
 
 PLANS = {
@@ -83,11 +83,12 @@ PLANS = {
 
 
 def contrast(runs: pd.DataFrame, plan: Plan) -> pd.DataFrame:
-    """A row per contrast, the named ones first: the columns of `contrasts.compare`, named, corrected_lower and _upper,
-    gain_excluded, smallest_told, verdict. Where a contrast is not named, what is corrected is NaN, nothing is excluded,
-    and there is no verdict.
+    """Return a row per contrast, the named ones first.
 
-    runs: a row per variant and seed with the column `sampled`. Nothing differs and nothing is excluded before all named
+    Columns: those of `contrasts.compare`, named, corrected_lower and corrected_upper, gain_excluded, smallest_told,
+    verdict; for contrasts that were not named, corrected columns are NaN, nothing is excluded, and there is no verdict.
+
+    runs: a row per variant and seed with the column `sampled`. Nothing differs and nothing is excluded until all named
     contrasts have the seeds that the rule asks for.
     """
     named = holm(differences(runs, "sampled", plan.named)).assign(named=True)
@@ -104,7 +105,7 @@ def contrast(runs: pd.DataFrame, plan: Plan) -> pd.DataFrame:
 
 
 def judge(row: pd.Series) -> str:
-    """What a named contrast allows to say; every case was worded before any difference was looked at."""
+    """Return a named contrast's verdict; every case was worded before any difference was looked at."""
     if row["differs"] and row["difference"] < 0:
         return "lower"
     if row["differs"]:
@@ -115,21 +116,21 @@ def judge(row: pd.Series) -> str:
 
 
 def asks_split(contrasts: pd.DataFrame) -> bool:
-    """Whether Lopti's corrected interval excludes 0, so that it matters whether a random split does the same."""
+    """Return whether Lopti's corrected interval excludes 0, so that the random split has to be run."""
     [row] = contrasts.query("variant == 'lopti' and baseline == 'grpo'").to_dict("records")
     return row["verdict"] != NOT_YET and (row["corrected_lower"] > 0 or row["corrected_upper"] < 0)
 
 
 def count_seeds(runs: pd.DataFrame, plan: Plan) -> int | None:
-    """The seeds that the rule asks for, by the pooled spread of the named contrasts; None before it can be asked."""
+    """Return the seeds that the rule asks for, given the named contrasts' pooled spread; None if too few are there."""
     widths = half_widths(runs, plan)
     return next((n for n, half in widths.items() if half <= plan.half_width), plan.seeds[-1]) if widths else None
 
 
 def half_widths(runs: pd.DataFrame, plan: Plan) -> dict[int, float]:
-    """What the rule looks at, by the number of seeds: the half-width of a 95 % interval that the first of them give.
+    """Return the half-width of a 95 % interval by the number of first seeds: what the rule looks at.
 
-    Empty before there are those.
+    Empty if seeds are missing.
     """
     least = plan.seeds[0]
     first = differences(runs[runs["seed"] < least], "sampled", plan.named)
@@ -141,7 +142,7 @@ def half_widths(runs: pd.DataFrame, plan: Plan) -> dict[int, float]:
 
 @paper_style()
 def draw(contrasts: pd.DataFrame) -> Figure:
-    """A row per contrast, the named ones on top, with 95 % intervals and, thin, those corrected over the named."""
+    """Draw a row per contrast, the named ones on top, with 95 % intervals and, thin, the corrected ones."""
     shown = contrasts[contrasts["seeds"] > 1].reset_index(drop=True)
     figure, ax = plt.subplots(figsize=(5.6, 0.9 + 0.34 * len(shown)), layout="constrained")
     words, paper = labels(), PAPER["Qwen2.5-3B-Instruct"]

@@ -1,17 +1,16 @@
-"""Do unlikely tokens dominate the update that AdamW makes, as they do the gradient? Shares of both, over training.
+"""Do unlikely tokens dominate AdamW's update as they dominate the gradient? Shares of both, over training.
 
     python -m analyses.paper.dominance_adamw [--out figures] [--scale cpu]
 
-Drawn from what analyses/measure/over_training.py measured: at some checkpoints a fresh batch under the run's own
-loss.
-AdamW divides each entry of the gradient by √v̂ + eps, with v̂ of the run's saved second moments and this gradient; all
-is said of the raw gradients and in that metric, momentum and decay left out. Two shares of each interval: of Σ‖w·g‖²,
-the sizes of single tokens' gradients, and of the sum of them all, ⟨G_a, G⟩/‖G‖², in which gradients cancel. A row of
-panels per method. Writes dominance_adamw.png and .csv, and dominance_adamw_contrasts.csv: for the lowest and for the
-highest interval, AdamW's share minus the raw one's, and the lowest interval's share minus its share of the tokens,
-averaged over the checkpoints after step 0 and paired over seeds, with Holm's correction.
+Drawn from analyses/measure/over_training.py: fresh batches at some checkpoints under the run's own loss. AdamW divides
+each entry of the gradient by √v̂ + eps, where v̂ comes from the run's saved second moments and this gradient; shares
+are of the raw gradients and in that metric, without momentum and decay. Each interval has two: its share of Σ‖w·g‖²,
+the sizes of single tokens' gradients, and of the summed gradient, ⟨G_a, G⟩/‖G‖², in which gradients cancel. A row of
+panels per method. Writes dominance_adamw.png and .csv, and dominance_adamw_contrasts.csv: AdamW's share minus the raw
+one for the lowest and the highest interval, and the lowest interval's share minus its share of the tokens, averaged
+over the checkpoints after step 0 and paired over seeds, with Holm's correction.
 
-Differs from the paper: it measures raw gradients alone, and steps by SGD in its Fig. 1.
+Differs from the paper, which measures only raw gradients and takes SGD steps in its Fig. 1.
 """
 
 from __future__ import annotations
@@ -43,14 +42,15 @@ SHARES = {
     ("gradient_share", "raw"): "summed gradient, raw",
     ("gradient_share", "adamw"): "summed gradient, AdamW",
 }
-"""Column and metric → what it is a share of."""
+"""{(column, metric): total that it is a share of}."""
 TOKENS = "tokens"
 
 
 def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What is drawn: a row per share (`quantity`), variant, step ("after 0": mean over these) and interval (`of`).
+    """Return the shares and their contrasts.
 
-    Columns besides: seeds, mean, lower, upper, over seeds. Then the contrasts of the first variant that was measured.
+    Shares have a row per share (`quantity`), variant, step ("after 0": mean over these) and interval (`of`), with
+    seeds, mean, lower and upper over seeds; the contrasts are of the first measured variant.
     """
     gradients, tokens = read_measured("gradients", scale), read_measured("tokens", scale)
     parts = [tokens.assign(quantity=TOKENS, value=tokens["token_share"])]
@@ -65,7 +65,7 @@ def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def contrasts(pooled: pd.DataFrame) -> pd.DataFrame:
-    """The claims of the figure: see the module."""
+    """Return the figure's claims; see the module."""
     squares, squares_adamw, sums, sums_adamw = SHARES.values()
     pairs = []
     for of in (LABELS[0], LABELS[-1]):
@@ -76,7 +76,7 @@ def contrasts(pooled: pd.DataFrame) -> pd.DataFrame:
 
 @paper_style()
 def draw(drawn: pd.DataFrame) -> Figure:
-    """A row per method, a panel per share; the dotted lines are shares of the tokens."""
+    """Draw a row per method and a panel per share; dotted lines are shares of the tokens."""
     variants = list(drawn["variant"].unique())
     size = (7.3, 0.7 + 1.9 * len(variants))
     figure, panels = plt.subplots(len(variants), 4, figsize=size, layout="constrained", squeeze=False, sharey=True)

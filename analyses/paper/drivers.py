@@ -1,11 +1,11 @@
-"""Probability or entropy: what goes with the size of a token's gradient, at every place in the network.
+"""Does probability or entropy go with the size of a token's gradient, at every place in the network?
 
     python -m analyses.paper.drivers [--out figures]
 
 Drawn from the measurement `drivers` (analyses/measure/drivers.py): log norms of a policy in training (24 × 8 responses,
-every token) regressed on log(1−π) and entropy at once, on tokens with 1−π > 1e-3; coefficients are standardised,
-intervals redraw prompts. Beside it, by token class, position, entropy and sign of the advantage: mean norms, and shares
-of the tokens and of Σ‖w·g‖ (drivers_by_value.csv).
+every token) regressed on log(1−π) and entropy jointly, on tokens with 1−π > 1e-3; coefficients are standardised,
+intervals resample prompts. Beside it, by token class, position, entropy and sign of the advantage: mean norms, and
+shares of the tokens and of Σ‖w·g‖ (drivers_by_value.csv).
 
 Differs from the paper: it has no such figure; the 80/20 rule (arXiv:2506.01939) picks tokens by entropy instead.
 """
@@ -24,14 +24,14 @@ from gradscope.plots import paper_style, plot_norm_drivers, save_figure
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The fits; norms and shares by the value of each driver."""
+    """Return the fits, and norms and shares by the value of each driver."""
     fits, shares = (read_table("drivers", name, scale=options.scale) for name in ("fits.csv", "by_value.csv"))
     return fits, shares
 
 
 @paper_style()
 def draw(fits: pd.DataFrame) -> Figure:
-    """Both coefficients at every place."""
+    """Draw both coefficients at every place."""
     figure, ax = plt.subplots(figsize=(6.0, 2.8), layout="constrained")
     plot_norm_drivers(fits, ax=ax)
     return figure

@@ -4,14 +4,14 @@
 
 Drawn from the measurement `updates` (analyses/measure/updates.py): steps on all tokens, on those of [0, ¼) alone and on
 those of [¾, 1] alone, from the same policy, on each of four batches of 64 × 8 responses. "(e) closely matches (c) while
-(f) does not" as a number: the correlation of the tokens' changes of log odds, log π − log(1−π), over the tokens outside
-the updated interval. The same under the run's own AdamW, momentum and all, is in the CSV.
+(f) does not" becomes a number: the correlation of changes in log odds, log π − log(1−π), over the tokens outside the
+updated interval. The CSV also has it under the run's own AdamW, momentum included.
 
-Differs from the paper: the policy (0.8 M parameters, after 40 GRPO steps), its puzzles, four batches in place of one
-step; violins are split by the sign of the advantage, and the top 1 % of |Δπ| is left out of each interval, not of all.
-Intervals of r redraw the prompts of these four batches and do not speak of other updates; the CSV has r one by one. A
-step is on the whole batch, where the run takes two on 64 responses each. The paper's shares in (a) and norms in (d, as
-ratios to that of all tokens) are read off its figure.
+Differs from the paper: the policy (0.8 M parameters, after 40 GRPO steps), its puzzles, four batches instead of one;
+violins are split by the sign of the advantage, and the top 1 % of |Δπ| is dropped per interval, not overall. Intervals
+of r resample the prompts of these four batches and do not cover other updates; the CSV has each batch's r. A step uses
+the whole batch, where the run takes two on 64 responses each. The paper's shares in (a) and norms in (d, as ratios to
+that of all tokens) are read off its figure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAPER_SHARES = (19.22, 10.15, 10.09, 60.54)
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Movements of all batches' tokens under SGD; the intervals' norms beside the paper's; similarities; movements."""
+    """Return movements of all batches' tokens under SGD, norms beside the paper's, similarities, and movements."""
     names = ("tokens.parquet", "gradients.csv", "similarity.csv", "movements.csv")
     tokens, gradients, similar, movements = (read_table("updates", name, scale=options.scale) for name in names)
     return tokens, gradients.assign(paper=PAPER_NORMS), similar, movements
@@ -52,7 +52,7 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, p
 
 @paper_style()
 def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Figure:
-    """The six panels in the paper's arrangement."""
+    """Draw the six panels in the paper's arrangement."""
     figure, axes = plt.subplots(2, 3, figsize=(10.2, 5.4), layout="constrained")
     axes = dict(zip("abcdef", axes.flat, strict=True))
     plot_token_shares(tokens, ax=axes["a"]).set_title("(a) token shares", loc="left")
@@ -74,7 +74,7 @@ def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Fi
 
 
 def add_paper_shares(ax: Axes) -> Axes:
-    """The paper's shares as marks on the bars."""
+    """Mark the paper's shares on the bars."""
     places = 0.5 + np.arange(len(PAPER_SHARES))
     ax.plot(places + 0.3, PAPER_SHARES, "D", ms=4, mfc="white", mec="black", mew=0.8, label="paper")
     ax.legend(loc="lower left", bbox_to_anchor=(0.0, 0.5), borderpad=0, handletextpad=0.2)

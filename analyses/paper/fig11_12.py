@@ -1,10 +1,10 @@
-"""Fig. 11, 12 and Table 7: REINFORCE++ and the same with Reweight, Lopti and both.
+"""Fig. 11, 12 and Table 7: REINFORCE++, alone and with Reweight, Lopti and both.
 
     python -m analyses.paper.fig11_12 [--out figures] [--scale cpu]
 
 Writes fig11_12.png (training records) with its CSV, fig11_12_accuracy.csv (the judged checkpoints), table7.csv and .md
-(accuracy by number of people, the paper's numbers beside) and fig11_12_contrasts.csv: each method against plain
-REINFORCE++, and that against GRPO (the paper: slightly worse), in sampled accuracy; Holm's correction over the claims.
+(accuracy by number of people, beside the paper's) and fig11_12_contrasts.csv: each method against plain REINFORCE++,
+and the latter against GRPO (in the paper slightly worse), in sampled accuracy, with Holm's correction over the claims.
 
 Differs from the paper: one policy in place of two (one page); several seeds, with intervals; accuracy by number of
 people is known at the judged checkpoints only; entropy and KL are added.
@@ -47,11 +47,11 @@ PAPER: Paper = {
         "rpp-both": (0.87, 0.88, 0.81, 0.71, 0.69, 0.79, 41.9),
     },
 }
-"""Its Table 7."""
+"""The paper's Table 7."""
 
 
 def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Table 7: accuracies beside the paper's, the untrained policy's first if it was measured; the contrasts."""
+    """Return Table 7, accuracies beside the paper's (with the untrained policy's, if measured), and the contrasts."""
     accuracy = accuracy_by_people(read_tests([*variants, "grpo"], scale=scale, track=track))
     own = accuracy[accuracy["variant"] != "grpo"]
     means = pd.concat([untrained(scale, track), average(own)], ignore_index=True)
@@ -59,9 +59,9 @@ def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd
 
 
 def compare(accuracy: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
-    """Rows as of `compare_by_people`: the variants against REINFORCE++ and, over all puzzles, that against GRPO.
+    """Return `compare_by_people`'s rows against REINFORCE++ and, over all puzzles, the latter's against GRPO.
 
-    Here the slopes are no claims of the paper's, but a family of their own.
+    The slopes are no claims of the paper here, but a family of their own.
     """
     ours, plain = differences_by_people(accuracy, variants, "rpp"), differences_by_people(accuracy, ["rpp"], "grpo")
     rows = pd.concat([ours, plain[plain["of"] == "all"]], ignore_index=True)

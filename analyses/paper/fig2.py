@@ -1,10 +1,10 @@
-"""Fig. 2 of the paper, with measured points: norms of token gradients in the feasible cones of Eq. 3, against π.
+"""Fig. 2 of the paper with measured points: norms of token gradients in the feasible cones of Eq. 3, against π.
 
     python -m analyses.paper.fig2 [--out figures]
 
-Drawn from the measurement `base_policy` (analyses/measure/base_policy.py), a policy before training. At the
-logits the cone is a theorem; at the layers its gains are those of the very tokens that are drawn, so that it shows how
-wide the gains are, and proves nothing.
+Drawn from the measurement `base_policy` (analyses/measure/base_policy.py), a policy before training. At the logits the
+cone is a theorem; at the layers its gains are those of the tokens drawn, so it shows how wide the gains are and proves
+nothing.
 
 Differs from the paper: its figure is a drawing, without data.
 """
@@ -23,14 +23,14 @@ from gradscope.theory import TheoryReport, measured_cones
 
 
 def table(options: Options) -> tuple[pd.DataFrame, TheoryReport, int]:
-    """The token table, what of Prop. 4.2 it can say, and the size of the vocabulary."""
+    """Return the token table, what it says about Prop. 4.2, and the vocabulary size."""
     tokens = read_table("base_policy", "tokens.parquet", scale=options.scale)
     vocab_size = read_facts("base_policy", scale=options.scale)["vocab_size"]
     return tokens, read_theory(tokens, vocab_size), vocab_size
 
 
 def draw(tokens: pd.DataFrame, theory: TheoryReport, vocab_size: int) -> Figure:
-    """A panel for the logits and for three layers."""
+    """Draw a panel for the logits and three layers."""
     return plot_figure_2(tokens, measured_cones(theory, shown_layers(tokens)), vocab_size=vocab_size)
 
 

@@ -1,18 +1,18 @@
-"""Fig. 3 of the paper on a policy in training: which share of tokens moves the way its advantage asks, by method.
+"""Fig. 3 of the paper on a policy in training: the share of tokens that move the way their advantage asks, by method.
 
     python -m analyses.paper.fig3 [--out figures]
 
 Drawn from the measurement `directions` (analyses/measure/directions.py): at each of ten checkpoints of a run, one
-update of each method from the same weights, by the run's own AdamW and by SGD. Means ± standard deviations over the ten
-steps; paired differences to GRPO, and to the random split that the paper lacks, and of the most certain tokens to those
-of the intervals below, with t-intervals over them.
+update of each method from the same weights, by the run's own AdamW and by SGD. Shown are means ± standard deviations
+over the ten steps and, with t intervals over them, paired differences from GRPO, from a random split (absent from the
+paper), and of the most certain tokens from those of the intervals below.
 
-A token's direction is judged by log π − log(1−π). Beside the advantage's sign stands that of the net weight: a token
-that occurs after the same words in a good and in a bad response of a group must move both ways at once, so part of
-"wrong" is mechanical.
+A token's direction is judged by log π − log(1−π), against the sign of its advantage and against that of its net weight:
+a token that follows the same words in a good and in a bad response of a group would have to move both ways at once, so
+part of "wrong" is mechanical.
 
-Differs from the paper: the policy, its puzzles, ten steps of one run; all methods start from GRPO's checkpoints, and a
-mini-batch is 128 responses, the run's 64. The paper's shares are of positive tokens only. The table of differences has
+Differs from the paper: the policy, its puzzles, ten steps of one run; all methods start from GRPO's checkpoints; a
+mini-batch has 128 responses, the run's 64. The paper's shares are of positive tokens only. The table of differences has
 hundreds of intervals, from checkpoints of one run: some exclude 0 by chance.
 """
 
@@ -40,20 +40,20 @@ VARIANTS = {
     "both": "both",
     "random split": "random-split",
 }
-"""Words of the figure → whose colour they have."""
+"""{name in the figure: variant whose colour it has}."""
 BASELINES = ("GRPO", "random split")
-"""The second takes two steps, as Lopti does: under AdamW momentum and decay act twice in both."""
+"""The second takes two steps like Lopti, so under AdamW momentum and decay act twice in both."""
 OPTIMIZERS = {"adamw": "the run's AdamW", "sgd": "SGD, 1e-3"}
 PAPER = {
     "GRPO": (0.530, 0.514, 0.501, 0.497),
     "Reweight": (0.520, 0.525, 0.530, 0.526),
     "Lopti": (0.524, 0.517, 0.512, 0.534),
 }
-"""Fig. 3 of the paper: shares of the positive tokens of each interval."""
+"""Fig. 3 of the paper: shares of the positive tokens in each interval."""
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """Means over the checkpoints; paired differences of methods; paired differences of intervals."""
+    """Return means over the checkpoints, and paired differences of methods and of intervals."""
     shares = read_table("directions", "shares.csv", scale=options.scale)
     means = over_batches(shares, keys=("optimizer", "against", "method", "interval", "sign"))
     plain, split = BASELINES
@@ -63,21 +63,21 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
 
 
 def compare(shares: pd.DataFrame, baseline: str) -> pd.DataFrame:
-    """Each method's paired difference to the baseline, mean over the checkpoints with a 95 % t-interval."""
+    """Return each method's paired difference from the baseline: mean over the checkpoints, 95 % t interval."""
     wide = shares.pivot(index=["optimizer", "against", "interval", "sign", "batch"], columns="method", values="share")
     others = wide.columns.drop(baseline)
     return pd.concat(_over_checkpoints(wide[method] - wide[baseline]).assign(method=method) for method in others)
 
 
 def compare_intervals(shares: pd.DataFrame) -> pd.DataFrame:
-    """The highest interval's paired difference to each one below it, the same way; `interval` is the one below."""
+    """Return the same for the highest interval against each one below it, which is `interval`."""
     wide = shares.pivot(index=["optimizer", "against", "method", "sign", "batch"], columns="interval", values="share")
     *below, highest = wide.columns
     return pd.concat(_over_checkpoints(wide[highest] - wide[one]).assign(interval=one) for one in below)
 
 
 def _over_checkpoints(differences: pd.Series) -> pd.DataFrame:
-    """Their mean over the index's last level, the checkpoints that have one; the bounds of a single one are NaN."""
+    """Return the mean over the index's last level, the checkpoints; the bounds of a single one are NaN."""
     rows = []
     levels = differences.index.names[:-1]
     for key, values in differences.dropna().groupby(levels):
@@ -89,7 +89,7 @@ def _over_checkpoints(differences: pd.Series) -> pd.DataFrame:
 
 @paper_style()
 def draw(means: pd.DataFrame) -> Figure:
-    """Positive tokens (the paper's figure) and negative ones; both optimizers."""
+    """Draw positive tokens (the paper's figure) and negative ones under both optimizers."""
     figure, axes = plt.subplots(2, 2, figsize=(7.3, 5.2), layout="constrained", sharey="row")
     colors = {method: COLORS[variant] for method, variant in VARIANTS.items()}
     for row, sign in zip(axes, ("positive", "negative"), strict=True):
@@ -105,7 +105,7 @@ def draw(means: pd.DataFrame) -> Figure:
 
 
 def add_paper(ax: Axes) -> Axes:
-    """The paper's shares as marks in the methods' colours."""
+    """Mark the paper's shares in the methods' colours."""
     for place, (method, shares) in enumerate(PAPER.items()):
         label = "the paper's" if method == "GRPO" else None
         x = np.arange(len(shares)) + 0.13 * (place - (len(VARIANTS) - 1) / 2)

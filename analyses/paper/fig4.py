@@ -2,13 +2,13 @@
 
     python -m analyses.paper.fig4 [--out figures] [--scale cpu]
 
-Writes fig4.png with the curves as its CSV, fig4_accuracy.csv and .md (sampled and greedy, the paper's numbers beside)
-and fig4_contrasts.csv (each method against GRPO, Holm's correction over the six claims drawn from this figure). Those
-that were named before any run was made, in families of their own, are in analyses/paper/controls.py.
+Writes fig4.png with the curves as its CSV, fig4_accuracy.csv and .md (sampled and greedy, beside the paper's) and
+fig4_contrasts.csv (each method against GRPO, with Holm's correction over the figure's six claims). The contrasts named
+before any run was made, in families of their own, are in analyses/paper/controls.py.
 
 Differs from the paper: the policies and their puzzles; several seeds, with intervals; α = .3 as in its text (the
-released code: .2 where Reweight is alone). The paper does not say whether its answers are sampled or greedy: here they
-are sampled at the temperature of training, and the CSVs have greedy ones too.
+released code has .2 for Reweight alone). The paper does not say whether its answers are sampled or greedy; here they
+are sampled at the training temperature, and the CSVs have greedy ones too.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ PAPER: Paper = {
         "both": (0.95, 0.94, 0.91, 0.87, 0.87, 0.91, 18.2),
     },
 }
-"""Its Figure 4; the gain of Lopti on 7B does not follow from the averages printed (.86 over .77 would be 11.7 %)."""
+"""The paper's Fig. 4; Lopti's printed gain on 7B does not follow from its averages (.86 over .77 would be 11.7 %)."""
 
 
 def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The curves; accuracies beside the paper's, the untrained policy's first if it was measured; the contrasts."""
+    """Return the curves, accuracies beside the paper's (and the untrained policy's, if measured), and contrasts."""
     curves = smooth(read_metrics(variants, scale=scale, track=track), "reward_mean")
     accuracy = accuracy_by_people(read_tests(variants, scale=scale, track=track))
     means = pd.concat([untrained(scale, track), average(accuracy)], ignore_index=True)
@@ -65,7 +65,7 @@ def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd
 
 @paper_style()
 def draw(curves: pd.DataFrame, accuracies: pd.DataFrame, shown: pd.DataFrame) -> Figure:
-    """Reward against the step; accuracy by number of people; below both the table, with the paper's rows."""
+    """Draw reward against the step, accuracy by number of people, and below both the table with the paper's rows."""
     figure, panels = plt.subplot_mosaic(
         [["reward", "people"], ["table", "table"]], figsize=(7.3, 5.6), layout="constrained", height_ratios=[1, 1.15]
     )

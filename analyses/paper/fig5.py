@@ -1,28 +1,27 @@
-"""Fig. 5 of the paper: six categories of words, (a) how they go with reward, (b) how often each method uses them.
+"""Fig. 5 of the paper: six word categories, (a) their correlation with reward, (b) how often each method uses them.
 
     python -m analyses.paper.fig5 [--out figures] [--scale cpu]
 
-(a) Pearson's correlation of how often a sampled response uses words of a category (Table 5, analyses/paper/words.py)
-with its reward, over GRPO's policies. Harder puzzles have both longer responses and less reward, so there are two
-measures, words per response and per 100 tokens, and three scopes: all responses; about the means of each level (number
-of people); about the means of each puzzle, whose responses are then compared with each other alone. 95 % intervals of a
-bootstrap over puzzles: they speak of these policies on other puzzles. (b) The words per response of Reweight, Lopti and
-both less GRPO's: paired differences over seeds as a share of GRPO's mean at these seeds, 95 % t intervals.
-What is drawn is what is claimed; Holm's correction is over both panels' claims.
+(a) Pearson's correlation between a sampled response's number of words of a category (Table 5, analyses/paper/words.py)
+and its reward, over GRPO's policies. Harder puzzles have longer responses and less reward, so there are two measures,
+words per response and per 100 tokens, and three scopes: all responses; relative to the means of each level (number of
+people); relative to the means of each puzzle, which compares only responses to the same puzzle. 95 % intervals are from
+a bootstrap over puzzles and cover these policies on other puzzles. (b) Words per response of Reweight, Lopti and both
+minus GRPO's: paired differences over seeds as a share of GRPO's mean at these seeds, 95 % t intervals. Everything drawn
+is claimed; Holm's correction is over both panels' claims.
 
     fig5.csv                what is drawn
     fig5_correlations.csv   (a), and each level alone; p by the interval's width on Fisher's scale
     fig5_contrasts.csv      (b); p of a paired t test
     fig5_frequencies.csv    words per response and per 100 tokens of each method: mean over seeds, t interval
 
-A category of which no response has a word, and of which the policy's vocabulary has none, is not in the policy's
-language: its numbers are absent, not 0. The policy embedded-certain writes "check" where its check of all claims
-begins and "so" before what follows from a claim; its "if … then …" are copies of claims that it judges, while its own
-assumptions begin with "try".
+A category without words in the responses or in the policy's vocabulary is not in the policy's language: its numbers are
+absent, not 0. embedded-certain writes "check" before its check of all claims and "so" before what follows from a claim;
+its "if … then …" are copies of claims that it judges, while its own assumptions begin with "try".
 
 Differs from the paper: the policy; 100 puzzles × 4 samples × seeds (embedded-certain: 200 × 2) in place of 500 × 8 of
 one policy; the intervals, the second measure, the correlations within levels and puzzles. The paper's text has no
-numbers, only the signs of (a) and which way (b) goes.
+numbers, only the signs of (a) and (b).
 """
 
 from __future__ import annotations
@@ -58,17 +57,17 @@ PAPER = {
     "Assumption": "−",
     "Assertion": "−",
 }
-"""The sign of the correlation with reward (§ 5.1); where it is + its methods use the words more often, else less."""
+"""Sign of the correlation with reward (§ 5.1); the methods use the words more often if it is +, else less."""
 MEASURES = ("words per response", "words per 100 tokens")
 """(b) draws the first."""
 SCOPES = {"all responses": "o", "within levels": "s", "within puzzles": "D"}
-"""What is drawn in (a) → its marker."""
+"""{scope drawn in (a): its marker}."""
 ABSENT = "not in this\npolicy's language"
 
 
 @dataclass(frozen=True)
 class Tables:
-    """The numbers of the figure, with p_holm and differs where a row is a claim."""
+    """The figure's numbers, with p_holm and differs for rows that are claims."""
 
     correlations: pd.DataFrame
     """(a): a row per measure, scope and category."""
@@ -79,7 +78,7 @@ class Tables:
 
 
 def table(scale: str, track: str, variants: list[str]) -> Tables:
-    """Count the words of every sampled response, and what goes with them."""
+    """Count the words of every sampled response, correlate them with reward, and contrast the methods."""
     responses = read_responses(variants, scale=scale, track=track)
     if BASELINE not in set(responses["variant"]):
         raise InputError(f"no run of {BASELINE} is there; make it: python -m analyses.reproduce --scale {scale}")
@@ -94,9 +93,9 @@ def table(scale: str, track: str, variants: list[str]) -> Tables:
 
 
 def count(responses: pd.DataFrame, writable: set[str]) -> pd.DataFrame:
-    """A row per measure, sampled response and category: its words, NaN for categories not in the policy's language.
+    """Return a row per measure, sampled response and category: its words; NaN if the policy's language lacks them.
 
-    writable: categories that the policy can write, whether or not a response does.
+    writable: categories that the policy can write.
     """
     sampled = responses[~responses["greedy"]].astype({"level": int})
     counts = pd.DataFrame([count_categories(text) for text in sampled["response"]], sampled.index, dtype=float)
@@ -111,7 +110,7 @@ def count(responses: pd.DataFrame, writable: set[str]) -> pd.DataFrame:
 
 
 def correlate_categories(counted: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
-    """The correlations with reward: a row per measure, scope and category, with what they rest on."""
+    """Return a row per measure, scope and category: the correlation with reward and its sample sizes."""
     rows = []
     for (measure, category), own in counted.groupby(["measure", "category"], sort=False):
         # Seeds are policies of their own: within a level or a puzzle, only one policy's responses are compared.
@@ -134,9 +133,9 @@ def correlate_categories(counted: pd.DataFrame, rng: np.random.Generator) -> pd.
 def correlate(
     x: np.ndarray, y: np.ndarray, clusters: np.ndarray, strata: np.ndarray, *, rng: np.random.Generator
 ) -> tuple[float, float, float]:
-    """Pearson's correlation of x and y about their means in each stratum, and its 95 % bootstrap over clusters.
+    """Return Pearson's correlation of x and y about their means in each stratum, with a 95 % bootstrap over clusters.
 
-    clusters, strata: the number of each entry's cluster and stratum. NaN where x or y does not vary in any stratum.
+    clusters, strata: each entry's cluster and stratum. NaN if x or y does not vary in any stratum.
     """
     if np.isnan(x).any():
         return np.nan, np.nan, np.nan
@@ -161,9 +160,9 @@ def correlate(
 
 
 def contrast(means: pd.DataFrame, methods: list[str]) -> pd.DataFrame:
-    """A row per category and method, run or not: its words less GRPO's, as a share of GRPO's mean at the same seeds.
+    """Return a row per category and method, run or not: its words minus GRPO's, relative to GRPO's mean.
 
-    means: words by variant, category and seed.
+    means: words by variant, category and seed; differences and means are over common seeds.
     """
     frames, told = [], ["difference", "lower", "upper"]
     for category, own in means.groupby("category", sort=False):
@@ -174,7 +173,7 @@ def contrast(means: pd.DataFrame, methods: list[str]) -> pd.DataFrame:
 
 
 def correct(correlations: pd.DataFrame, contrasts: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Both with p, p_holm and differs, corrected over all that is drawn; what is not drawn is no claim."""
+    """Add p, p_holm and differs to both, corrected over all that is drawn, which is all that is claimed."""
     p = fisher_p(correlations["correlation"], correlations["lower"], correlations["upper"])
     correlations = correlations.assign(p=np.where(correlations["scope"].isin(SCOPES), p, np.nan))
     both = holm(pd.concat([correlations[["p"]], contrasts.reindex(columns=["p"])], ignore_index=True))
@@ -184,14 +183,14 @@ def correct(correlations: pd.DataFrame, contrasts: pd.DataFrame) -> tuple[pd.Dat
 
 
 def fisher_p(value: pd.Series, lower: pd.Series, upper: pd.Series) -> np.ndarray:
-    """Two-sided p of correlations that are 0, if they are normal on Fisher's scale with their intervals' width."""
+    """Return the two-sided p that correlations are 0: normal on Fisher's scale, with their intervals' width."""
     low, middle, high = (np.arctanh(np.clip(bound, -1 + 1e-12, 1 - 1e-12)) for bound in (lower, value, upper))
     return 2 * stats.norm.sf(np.abs(middle) / ((high - low) / (2 * stats.norm.ppf(0.975))))
 
 
 @paper_style()
 def draw(tables: Tables) -> Figure:
-    """(a) by both measures, then (b); the categories from top to bottom, the paper's signs at the right."""
+    """Draw (a) by both measures, then (b); categories from top to bottom, the paper's signs at the right."""
     figure, panels = new_panels(3, width=2.43, height=3.2)
     panels[1].sharex(panels[0])
     for ax, measure, letter in zip(panels, MEASURES, ("a", "a'"), strict=False):
@@ -224,7 +223,7 @@ def draw(tables: Tables) -> Figure:
 
 
 def _draw_rows(ax: Axes, series: list[tuple[pd.DataFrame, str, str, str]]) -> None:
-    """A point with its interval per category and series (rows, label, colour, marker); absent ones said to be so."""
+    """Draw a point with its interval per category and series (rows, label, colour, marker); label absent ones."""
     names = list(CATEGORIES)
     for number, (rows, label, color, marker) in enumerate(series):
         places = np.array([names.index(category) for category in rows["category"]], dtype=float)
@@ -252,7 +251,6 @@ def _draw_rows(ax: Axes, series: list[tuple[pd.DataFrame, str, str, str]]) -> No
 
 
 def main(options: Options) -> None:
-    """Draw the figure and write its tables."""
     for name, track, variants in pages("fig5", options.scale):
         tables = table(options.scale, track, variants)
         save_figure(draw(tables), options.out / f"{name}.png")

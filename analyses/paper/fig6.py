@@ -2,13 +2,13 @@
 
     python -m analyses.paper.fig6 [--out figures] [--scale cpu]
 
-(a), (b) Reward in training, on the seeds that all of a panel have. (c), (d) Sampled accuracy on the test minus GRPO's
-at the same seed, the last three checkpoints averaged, against α of Reweight (0 would be GRPO: Eq. 4 then leaves
-advantages as they are) and against η of Lopti: means over seeds with 95 % t intervals, pale dots are seeds; shaded what
-the paper recommends. fig6_contrasts.csv has these differences, Holm's correction over all of the figure.
+(a), (b) Reward in training, on the seeds common to a panel. (c), (d) Sampled test accuracy minus GRPO's at the same
+seed, averaged over the last three checkpoints, against α of Reweight (0 would be GRPO, since Eq. 4 then leaves
+advantages as they are) and η of Lopti: means over seeds with 95 % t intervals; pale dots are seeds, the shaded range is
+the paper's recommendation. fig6_contrasts.csv has these differences, with Holm's correction over the whole figure.
 
 Differs from the paper: the policy, its puzzles, 150 steps; the masked tokens are those with π ≥ ½; the paper's text
-has no numbers of this figure, and not which values were swept.
+gives neither this figure's numbers nor the values swept.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ RECOMMENDED = {"alpha": (0.2, 0.3), "eta": (0.45, 0.55)}
 
 @dataclass(frozen=True)
 class Roles:
-    """Which variant stands where, by its settings."""
+    """The variants of each panel, by their settings."""
 
     masked: list[str]
-    """Some tokens left out."""
+    """Variant that masks some tokens."""
     reversed: dict[str, float]
-    """Lopti with the high-probability tokens first → its η."""
+    """{Lopti with the high-probability tokens first: its η}."""
     alpha: dict[str, float]
-    """Reweight alone → its α, ascending."""
+    """{Reweight alone: its α}, ascending."""
     eta: dict[str, float]
-    """Lopti alone, in its own order → its η, ascending."""
+    """{Lopti alone, in its own order: its η}, ascending."""
 
     @property
     def forward(self) -> list[str]:
@@ -56,19 +56,19 @@ class Roles:
 
 @dataclass(frozen=True)
 class Tables:
-    """The numbers of the figure."""
+    """The figure's numbers."""
 
     roles: Roles
     curves: dict[str, pd.DataFrame]
-    """Panel → a row per variant and step (`smooth`), on the seeds that all of it have."""
+    """{panel: a row per variant and step (`smooth`), on the seeds common to all}."""
     accuracy: pd.DataFrame
     """A row per run: variant, label, seed, sampled, greedy."""
     contrasts: pd.DataFrame
-    """A row per claim, with the variant's α or η where it belongs to a sweep."""
+    """A row per claim; those in a sweep have the variant's α or η."""
 
 
 def assign_roles(scale: str, track: str, variants: list[str]) -> Roles:
-    """The panels' variants, found by what their configurations say."""
+    """Find the panels' variants by their configurations."""
     masked, backward, alpha, eta = [], {}, {}, {}
     for variant in variants:
         config = configure(scale, track, variant)
@@ -86,7 +86,7 @@ def _ascending(sweep: dict[str, float]) -> dict[str, float]:
 
 
 def table(scale: str, track: str, variants: list[str]) -> Tables:
-    """Curves, final accuracies and the figure's paired differences of sampled accuracy."""
+    """Return curves, final accuracies, and the figure's paired differences of sampled accuracy."""
     roles = assign_roles(scale, track, variants)
     accuracy = accuracy_by_people(read_tests(variants, scale=scale, track=track))
     accuracy = accuracy[accuracy["level"] == "all"].drop(columns="level")
@@ -108,7 +108,7 @@ def table(scale: str, track: str, variants: list[str]) -> Tables:
 
 @paper_style()
 def draw(tables: Tables) -> Figure:
-    """The four panels."""
+    """Draw the four panels."""
     figure, (mask, order, alpha, eta) = new_panels(4, width=3.65, height=2.55)
     roles = tables.roles
     for ax, (title, own) in zip((mask, order), tables.curves.items(), strict=True):
@@ -130,9 +130,9 @@ def draw(tables: Tables) -> Figure:
 
 
 def draw_sweep(ax: Axes, tables: Tables, sweep: dict[str, float], *, shaded: tuple[float, float]) -> pd.Series:
-    """What a setting adds to GRPO's accuracy: means with their intervals, and each seed; what was not run is left out.
+    """Draw what a setting adds to GRPO's accuracy: means with intervals, and each seed.
 
-    Returns how many seeds each has.
+    Returns the number of seeds of each setting; those without runs are skipped.
     """
     found = tables.contrasts[(tables.contrasts["baseline"] == BASELINE) & (tables.contrasts["seeds"] > 0)]
     found = found[found["variant"].isin(sweep)].assign(setting=lambda rows: rows["variant"].map(sweep))
@@ -151,7 +151,6 @@ def draw_sweep(ax: Axes, tables: Tables, sweep: dict[str, float], *, shaded: tup
 
 
 def main(options: Options) -> None:
-    """Draw the figure and write its contrasts."""
     for name, track, variants in pages("fig6", options.scale):
         tables = table(options.scale, track, variants)
         save_figure(draw(tables), options.out / f"{name}.png")

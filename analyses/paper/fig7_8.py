@@ -2,11 +2,12 @@
 
     python -m analyses.paper.fig7_8 [--out figures] [--scale cpu]
 
-Writes fig7_8.png with its CSV, fig7_8_accuracy.csv (the judged checkpoints), and fig7_8_contrasts.csv: what the paper
-claims of these records (App. C.1.1), means over the last 50 steps against GRPO's, Holm's correction over all six.
+Writes fig7_8.png with its CSV, fig7_8_accuracy.csv (the judged checkpoints), and fig7_8_contrasts.csv: the paper's
+claims about these records (App. C.1.1), means over the last 50 steps against GRPO's, with Holm's correction over all
+six.
 
-A step's gradient norm is the mean over its optimizer steps, before clipping. Those of Lopti hold the gradient of a part
-of the tokens each: that their norms are smaller in the mean says nothing yet about stability.
+A step's gradient norm is the mean over its optimizer steps, before clipping. Each of Lopti's contains only a part of
+the tokens, so its smaller mean norm says nothing about stability yet.
 
 Differs from the paper: one policy in place of two (one page); accuracy by number of people is known at the judged
 checkpoints only; entropy and KL are added.
@@ -24,11 +25,11 @@ from analyses.common.tables import write_table
 from gradscope.plots import save_figure
 
 CLAIMS = {"grad_norm": "lower", "response_length": "slightly longer"}
-"""Of Reweight, Lopti and both, against GRPO."""
+"""About Reweight, Lopti and both, against GRPO."""
 
 
 def table(scale: str, track: str, variants: list[str]) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
-    """The smoothed records; accuracy at the judged checkpoints; the contrasts."""
+    """Return the smoothed records, accuracy at the judged checkpoints, and the contrasts."""
     metrics = read_metrics(variants, scale=scale, track=track)
     accuracy = accuracy_by_step(read_tests(variants, scale=scale, track=track))
     others = [variant for variant in variants if variant != "grpo"]

@@ -2,13 +2,13 @@
 
     python -m analyses.paper.fig9_10 [--out figures] [--scale cpu]
 
-At scale cpu fig9_10.png, of sums; at scale paper fig9.png (DSR-Uniform) and fig10.png (ORZ); beside each its CSV, and
+Writes fig9_10.png (sums) at scale cpu, fig9.png (DSR-Uniform) and fig10.png (ORZ) at scale paper, each with its CSV and
 NAME_contrasts.csv: the means of each run's last 50 steps, each method against GRPO. The paper's claim is about the
-reward ("improvements … remain clearly observable"); the other records are a family of their own, each family with
-Holm's correction.
+reward ("improvements … remain clearly observable"); the other records are a family of their own. Holm's correction is
+within each family.
 
-A step's gradient norm is the mean over its optimizer steps, before clipping. Those of Lopti hold the gradient of a part
-of the tokens each: that their norms are smaller in the mean says nothing yet about stability.
+A step's gradient norm is the mean over its optimizer steps, before clipping. Each of Lopti's contains only a part of
+the tokens, so its smaller mean norm says nothing about stability yet.
 
 Differs from the paper: at scale cpu a policy of 0.1 M parameters and one set of training questions, so one page, and no
 accuracy over the whole training, since only the last three checkpoints are judged (Table 1); several seeds.
@@ -35,12 +35,12 @@ FAMILIES = {
     "claims": {"reward_mean": "higher"},
     "other records": {"response_length": "none", "grad_norm": "none", "entropy": "none"},
 }
-"""What is corrected together: record → what the paper claims of it on math."""
+"""{family for Holm's correction: {record: the paper's claim about it on math}}."""
 PAGES = {"math": "fig9_10", "math-dsr": "fig9", "math-orz": "fig10"}
 
 
 def table(metrics: pd.DataFrame, variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The smoothed records, and what differs from GRPO at the end of training."""
+    """Return the smoothed records, and the differences from GRPO at the end of training."""
     curves, others = smooth_records(metrics), [name for name in variants if name != "grpo"]
     frames = [compare_late(metrics, names, others, "grpo").assign(family=key) for key, names in FAMILIES.items()]
     contrasts = pd.concat(frames, ignore_index=True)
@@ -49,7 +49,7 @@ def table(metrics: pd.DataFrame, variants: Sequence[str]) -> tuple[pd.DataFrame,
 
 @paper_style()
 def draw(curves: pd.DataFrame, trained_on: str) -> Figure:
-    """A panel per record."""
+    """Draw a panel per record."""
     figure, panels = new_panels(len(SHOWN), width=3.6, height=2.3)
     for letter, panel, record in zip("abcd", panels, SHOWN, strict=True):
         title, unit = RECORDS[record]

@@ -2,11 +2,11 @@
 
     python -m analyses.paper.influence [--out figures]
 
-Drawn from the measurement `influence` (analyses/measure/influence.py): four batches of 32 × 8 responses, one step each,
-to first order: SGD (1e-3, as in the paper's Fig. 1) and the run's own AdamW, whose momentum, decay and KL are sources
-of their own. An entry is the share of the movement of the column's tokens that the row's gradient causes,
-Cov(c, Δ)/Var(Δ) over the tokens; a column adds up to 1. Intervals of confidence (in the CSV) redraw the prompts of
-these batches. How far the prediction errs from the actual step stands above.
+Drawn from the measurement `influence` (analyses/measure/influence.py): first-order effects of one step on each of four
+batches of 32 × 8 responses, with SGD (1e-3, as in the paper's Fig. 1) and the run's own AdamW, whose momentum, decay
+and KL are separate sources. An entry is the share of the column's tokens' movement caused by the row's gradient, Cov(c,
+Δ)/Var(Δ) over the tokens; columns add up to 1. Confidence intervals (in the CSV) resample the prompts of these batches.
+The prediction's error against the actual step is given above each map.
 
 Differs from the paper: it has no such table; "low-probability tokens move the others" is its reading of Fig. 1 (e).
 """
@@ -27,13 +27,13 @@ OPTIMIZERS = {"sgd": "SGD", "adamw": "the run's AdamW"}
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The influence of sources on intervals; errors of the prediction."""
+    """Return the influence of sources on intervals, and the prediction's errors."""
     shares, errors = (read_table("influence", name, scale=options.scale) for name in ("influence.csv", "errors.csv"))
     return shares.assign(source=shares["source"].map(number), target=shares["target"].map(number)), errors
 
 
 def number(word: int | str) -> int | str:
-    """An interval's number as one, where a CSV has words beside it.
+    """Return an interval's number as an int, since a CSV with words beside it has strings.
 
     >>> [number(word) for word in ("0", "kl", 3)]
     [0, 'kl', 3]
@@ -43,7 +43,7 @@ def number(word: int | str) -> int | str:
 
 @paper_style()
 def draw(shares: pd.DataFrame, errors: pd.DataFrame) -> Figure:
-    """A map for each optimizer, with how far the prediction is off."""
+    """Draw a map per optimizer, with the prediction's error."""
     figure, axes = plt.subplots(1, 2, figsize=(7.3, 3.0), layout="constrained")
     for ax, (name, words) in zip(axes, OPTIMIZERS.items(), strict=True):
         plot_influence(shares[shares["optimizer"] == name], ax=ax)

@@ -1,11 +1,11 @@
-"""Which improbable tokens the gradient is of: mere wording, words that steer, or content.
+"""Which improbable tokens make the gradient: mere wording, words that steer, or content?
 
     python -m analyses.paper.kinds [--out figures]
 
-Fig. 1 (d) of the embedded policy, batch by batch and split in three. Words such as " says " or "; hence " are wording:
-any other of their list would do, and so is whom the answer names first. "Now " or "Suppose " steer: they choose between
-judging and supposing, and go with how careful what follows is. Content is all else: whose claim comes next, of whom
-something is supposed and what, verdicts, when to stop (analyses/recipes/hasty_analysis.py). Drawn from the measurement
+Fig. 1 (d) of the embedded policy, batch by batch and split in three. Words such as " says " or "; hence ", which any
+other on their list could replace, are wording, and so is whom the answer names first. "Now " or "Suppose " steer: they
+choose between judging and supposing, and reflect how careful the rest is. All else is content: whose claim comes next,
+who is supposed to be what, verdicts, when to stop (analyses/recipes/hasty_analysis.py). Drawn from the measurement
 `kinds` (analyses/measure/kinds.py): kinds.png and kinds.csv, means over the batches with 95 % t intervals.
 """
 
@@ -26,13 +26,13 @@ from gradscope.intervals import interval_labels
 from gradscope.plots import NEUTRAL, paper_style, save_figure
 
 QUANTITIES = ("token_share", "norm_of_all", "gradient_share", "half_cosine")
-"""Share of the tokens; norm of the summed gradient as a share of that of all tokens; ⟨G_a, G⟩/‖G‖²; cosine of two
+"""Share of the tokens; norm of the summed gradient relative to that of all tokens; ⟨G_a, G⟩/‖G‖²; cosine between two
 halves of the prompts."""
 COLORS = {"all kinds": "#4c566a"} | dict(zip(KINDS, ("#e9a23b", "#b5548a", "#2a9d8f"), strict=True))
 
 
 def table(options: Options) -> pd.DataFrame:
-    """A row per kind, interval and quantity: mean, lower, upper over the batches."""
+    """Return a row per kind, interval and quantity: mean, lower, upper over the batches."""
     found = read_table("kinds", "kinds.csv", scale=options.scale)
     whole = found[found["interval"].astype(str) == "all"].set_index("batch")
     own = found[found["interval"].astype(str) != "all"].copy()
@@ -51,7 +51,7 @@ def table(options: Options) -> pd.DataFrame:
 
 @paper_style()
 def draw(found: pd.DataFrame) -> Figure:
-    """Share of the tokens, and norms as shares of the whole, by interval and kind."""
+    """Draw the share of the tokens, and norms as shares of the whole, by interval and kind."""
     figure, axes = plt.subplots(1, 2, figsize=(7.0, 2.6), layout="constrained")
     labels, width = interval_labels(), 0.2
     titles = {

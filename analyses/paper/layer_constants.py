@@ -1,14 +1,14 @@
-"""Are the constants of Eq. 3 tight enough to mean anything? Products of singular values beside real tokens' gains.
+"""Are the constants of Eq. 3 tight enough to be useful? Products of singular values beside real tokens' gains.
 
     python -m analyses.paper.layer_constants [--out figures]
 
 Drawn from the measurement `layer_constants` (analyses/measure/layer_constants.py): the policy of a scale in float64 on
 responses to two-person puzzles, singular values of every block's Jacobian at eight contexts, *certified* by an exact
-SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and what
-is in it as layer_constants_theory.csv, _spreads.csv, _bounds.csv and _head.csv.
+SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and its
+contents as layer_constants_theory.csv, _spreads.csv, _bounds.csv and _head.csv.
 
-At scale cpu the same of SmolLM2-135M-Instruct, de-quantised from four bits, on how it goes on from the first two words
-of word problems at T = 1: smollm2_constants.png and the others of that name, from `layer_constants_smollm2`.
+At scale cpu the same files named smollm2_constants… are written for SmolLM2-135M-Instruct, de-quantised from four bits
+and continuing the first two words of word problems at T = 1 (`layer_constants_smollm2`).
 
 Not in the paper, which assumes the constants (Assumption 4.1) and does not measure them.
 """
@@ -37,11 +37,11 @@ COLORS = {
 
 
 MEASUREMENTS = {"layer_constants": "layer_constants", "layer_constants_smollm2": "smollm2_constants"}
-"""Measurement → what its files are called."""
+"""{measurement: prefix of its files}."""
 
 
 def table(measurement: str, options: Options) -> TheoryReport:
-    """Eq. 3 held against the measured tokens and constants."""
+    """Test Eq. 3 on the measured tokens and constants."""
     names = ("tokens.parquet", "constants.csv")
     tokens, constants = (read_table(measurement, name, scale=options.scale) for name in names)
     vocab_size = read_facts(measurement, scale=options.scale)["vocab_size"]
@@ -49,7 +49,7 @@ def table(measurement: str, options: Options) -> TheoryReport:
 
 
 def spans(report: TheoryReport) -> pd.DataFrame:
-    """What is drawn, a row per layer and span: columns layer, span, lower, upper (of gains ‖δ_ℓ‖ / ‖e − π‖)."""
+    """Return what is drawn, a row per layer and span: layer, span, lower, upper (of gains ‖δ_ℓ‖ / ‖e − π‖)."""
     rows = []
     for layer, part in report.constants.groupby("layer"):
         gains = report.gains[report.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
@@ -67,7 +67,7 @@ def spans(report: TheoryReport) -> pd.DataFrame:
 
 @paper_style()
 def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
-    """Per layer, spans on a log scale: certified ∏c … ∏d, the exact reach of gains, the gains of real tokens."""
+    """Draw per layer, on a log scale: certified ∏c … ∏d, the exact range of gains, and real tokens' gains."""
     drawn = spans(report)
     layers = sorted(drawn["layer"].unique())
     ax, thick = new_axes(ax, width=max(4.4, 0.24 * len(layers)), height=3.4), 5 if len(layers) < 10 else 2.5

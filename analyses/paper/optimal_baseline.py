@@ -1,12 +1,12 @@
-"""verl's proxy on trial: how well Σ_t ‖e − π‖² stands for ‖∇ log π(τ)‖², and what a baseline made with it saves.
+"""How well does verl's proxy Σ_t ‖e − π‖² stand for ‖∇ log π(τ)‖², and what does a baseline made with it save?
 
     python -m analyses.paper.optimal_baseline [--out figures]
 
 Drawn from the measurement `optimal_baseline` (analyses/measure/optimal_baseline.py): the embedded policy at T = 0.7,
 and SmolLM2-135M-Instruct, de-quantised from four bits, at T = 1. optimal_baseline.csv: rank correlation, explained
-variance of the log, slope of the log and ratio of the means, of each pair, and by token of Gemma 3 270M's;
-optimal_baseline_saved.csv: what part of the estimator's variance each baseline saves, against the plain mean of the
-other responses' rewards; optimal_baseline_units.csv: verl's `variance_proxy` beside the same quantities in units of
+variance of the log, slope of the log and ratio of the means for each pair, and for the tokens of Gemma 3 270M;
+optimal_baseline_saved.csv: the share of the estimator's variance that each baseline saves against the mean of the other
+responses' rewards; optimal_baseline_units.csv: verl's `variance_proxy` beside the same quantities in units of
 parameters. Bounds are over prompts.
 
 The paper has no such figure. verl's formulas are those of its `core_algos` and `metric_utils` in November 2026.
@@ -38,7 +38,7 @@ BY_TOKEN = "‖g‖² by ‖e − π‖²"
 
 
 def table(options: Options) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
-    """A row per response of both policies; the tokens of each."""
+    """Return a row per response of both policies, and the tokens of each."""
     responses = read_table("optimal_baseline", "responses.parquet", scale=options.scale)
     tokens = {"embedded": read_table("optimal_baseline", "tokens.parquet", scale=options.scale)}
     tokens["smollm2"] = read_table("real_language", "tokens.parquet", scale=options.scale)
@@ -46,7 +46,7 @@ def table(options: Options) -> tuple[pd.DataFrame, dict[str, pd.DataFrame]]:
 
 
 def judge(x: pd.Series, y: pd.Series, prompts: pd.Series) -> dict[str, float]:
-    """Tell how well x stands for y, with bounds over prompts.
+    """Measure how well x stands for y, with bounds over prompts.
 
     spearman: rank correlation; r2, slope: of log y on log x; ratio: Σy/Σx.
     """
@@ -74,14 +74,14 @@ def judge(x: pd.Series, y: pd.Series, prompts: pd.Series) -> dict[str, float]:
 
 
 def judge_tokens(tokens: pd.DataFrame) -> dict[str, float]:
-    """Tell how well ‖e − π‖² stands for ‖g‖² by token, of those that were measured and are not all but certain."""
+    """Measure how well ‖e − π‖² stands for ‖g‖² per token, over measured tokens that are not almost certain."""
     some = tokens[(tokens["prob"] < 1 - FLOOR) & tokens[PARAMETERS].notna()]
     squares = some[[LOGITS, PARAMETERS]].astype(float) ** 2
     return judge(squares[LOGITS], squares[PARAMETERS], some["group"])
 
 
 def judge_all(responses: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
-    """A row per question and pair, of one policy."""
+    """Return a row per question and pair for one policy."""
     squares = tokens[[LOGITS, PARAMETERS]].astype(float) ** 2
     upto = squares.groupby(tokens["response"]).cumsum()
     length, prompts = responses[LENGTH], responses["group"]
@@ -106,7 +106,7 @@ def judge_all(responses: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def save_variance(responses: pd.DataFrame) -> pd.DataFrame:
-    """Tell what part of the estimator's variance each baseline saves, against the others' plain mean."""
+    """Return the share of the estimator's variance that each baseline saves against the others' plain mean."""
     by_prompt = responses.groupby("group").sum(numeric_only=True)
     plain, signal = by_prompt[POWER + "mean"].to_numpy(), by_prompt["signal"].to_numpy()
     rows = []
@@ -120,10 +120,10 @@ def save_variance(responses: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_units(responses: pd.DataFrame) -> pd.DataFrame:
-    """Set verl's variance_proxy, as it is, beside the same in units of parameters, for two ways to sum the loss.
+    """Compare verl's variance_proxy with its value in units of parameters, for two ways to sum the loss.
 
-    signal: squared norm of the loss's gradient (verl's proxy1); power: mean squared norm of a response's part of it;
-    noise: their difference over N − 1. verl's proxy2 and proxy3 take W for ‖s‖², and do not scale it as the loss is.
+    signal: squared norm of the loss's gradient (verl's proxy1); power: mean squared norm of a response's term in it;
+    noise: their difference over N − 1. verl's proxy2 and proxy3 take W for ‖s‖² and do not scale it like the loss.
     """
     advantages, count = responses["advantage"], len(responses)
     verls = float((advantages**2 * responses[PROXY]).mean())
@@ -139,7 +139,7 @@ def compare_units(responses: pd.DataFrame) -> pd.DataFrame:
 
 @paper_style()
 def draw(responses: pd.DataFrame, tokens: dict[str, pd.DataFrame], judged: pd.DataFrame, saved: pd.DataFrame) -> Figure:
-    """A row per policy: questions (i), (ii) and (iii), and what baselines save."""
+    """Draw a row per policy: questions (i), (ii) and (iii), and what baselines save."""
     figure, panels = plt.subplots(len(POLICIES), 4, figsize=(10.4, 5.0), layout="constrained")
     for (name, title), axes in zip(POLICIES.items(), panels, strict=True):
         own, few = responses[responses["policy"] == name], tokens[name]

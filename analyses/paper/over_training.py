@@ -1,16 +1,16 @@
-"""Do the intervals' gradients pull together, and how much of them is signal? Cosines and signal-to-noise over training.
+"""Are the intervals' gradients aligned, and how much of them is signal? Cosines and signal-to-noise over training.
 
     python -m analyses.paper.over_training [--out figures] [--scale cpu]
 
-Drawn from what analyses/measure/over_training.py measured: at some checkpoints a fresh batch, the gradient of the run's
-own loss summed over the tokens of each interval of π. A row of panels per method. Two intervals' gradients of one
-prompt have their noise in common; so the right panel splits the cosine: its signal part is what other prompts would
-give, too. Writes over_training.png and .csv, and over_training_contrasts.csv: which cosines differ from 0, whether the
-gradient has any signal, and whether unlikely tokens' has more than likely ones', each averaged over the checkpoints
-after step 0 and paired over seeds, with Holm's correction.
+Drawn from analyses/measure/over_training.py: fresh batches at some checkpoints, with the gradient of the run's own loss
+summed over the tokens of each interval of π. A row of panels per method. Gradients of two intervals from one prompt
+share noise, so the right panel shows the cosine's signal part, which other prompts would reproduce. Writes
+over_training.png and .csv, and over_training_contrasts.csv: which cosines differ from 0, whether the gradient has any
+signal, and whether the gradient of unlikely tokens has more than that of likely ones, each averaged over the
+checkpoints after step 0 and paired over seeds, with Holm's correction.
 
-Differs from the paper: it has no such figure. Of its Fig. 1 (d) follows only that the intervals' gradients are nearly
-orthogonal: √(Σ of the four squared norms) is .845, the norm of their sum .82.
+The paper has no such figure. Its Fig. 1 (d) only implies that the intervals' gradients are nearly orthogonal: √(Σ of
+the four squared norms) is .845, the norm of their sum .82.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ SIGNAL = "signal-to-noise"
 
 
 def read_measured(table: str, scale: str) -> pd.DataFrame:
-    """A table of analyses/measure/over_training.py; intervals are "0", …, "all". Raises InputError without it."""
+    """Read a table of analyses/measure/over_training.py; intervals are "0", …, "all". Raises InputError without it."""
     found = read_table(MEASURED, f"{table}.csv", scale=scale)
     return found.astype({name: str for name in ("interval", "other") if name in found})
 
 
 def name(interval: str) -> str:
-    """An interval's label; "all" is that of all tokens."""
+    """Return an interval's label; "all" is that of all tokens."""
     return interval if interval == "all" else LABELS[int(interval)]
 
 
 def pair_name(a: int, b: int) -> str:
-    """Both labels of a pair of intervals."""
+    """Return both labels of a pair of intervals."""
     return f"{LABELS[a]} · {LABELS[b]}"
 
 
 def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """What is drawn, a row per quantity, variant, step ("after 0": mean over checkpoints) and interval or pair.
+    """Return a row per quantity, variant, step ("after 0": mean over checkpoints) and interval or pair; the contrasts.
 
-    quantity: cosine, signal part (of it), signal-to-noise (of one prompt); seeds, mean, lower, upper: over seeds. Then
-    the contrasts of the first variant that was measured.
+    quantity: cosine, its signal part, or signal-to-noise (of one prompt). seeds, mean, lower, upper: over seeds. The
+    contrasts are of the first measured variant.
     """
     cosines = read_measured("cosines", scale).query("metric == 'raw' and interval != other")
     gradients = read_measured("gradients", scale).query("metric == 'raw'")
@@ -79,9 +79,9 @@ def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def signal_parts(cosines: pd.DataFrame, gradients: pd.DataFrame) -> pd.Series:
-    """What of each pair's cosine is signal: ⟨E G_a, E G_b⟩/(‖G_a‖·‖G_b‖), as it is estimated without bias.
+    """Return each pair's signal part, ⟨E G_a, E G_b⟩/(‖G_a‖·‖G_b‖), estimated without bias.
 
-    The rest comes from both intervals' gradients of the same prompts, which have their noise in common.
+    The rest of the cosine comes from both intervals' gradients of the same prompts, which share noise.
     """
     norms = gradients.set_index([*KEYS, "interval"])["gradient_norm"]
     pair = [norms.reindex(pd.MultiIndex.from_frame(cosines[[*KEYS, of]])) for of in ("interval", "other")]
@@ -89,7 +89,7 @@ def signal_parts(cosines: pd.DataFrame, gradients: pd.DataFrame) -> pd.Series:
 
 
 def after_start(values: pd.DataFrame) -> pd.DataFrame:
-    """Each quantity's mean over the steps after 0, by variant and seed. Raises InputError where only 0 was measured."""
+    """Return each quantity's mean over steps after 0, by variant and seed. Raises InputError if only 0 was measured."""
     after = values[values["step"] > 0]
     if after.empty:
         raise InputError(
@@ -99,7 +99,7 @@ def after_start(values: pd.DataFrame) -> pd.DataFrame:
 
 
 def over_seeds(values: pd.DataFrame, step: pd.Series | str) -> pd.DataFrame:
-    """Mean and 95 % interval over the seeds where the value is defined."""
+    """Return mean and 95 % interval over the seeds with a defined value."""
     rows = []
     for key, own in values.assign(step=step).groupby(["quantity", "variant", "step", "of"], sort=False):
         known = own["value"].dropna()
@@ -109,8 +109,7 @@ def over_seeds(values: pd.DataFrame, step: pd.Series | str) -> pd.DataFrame:
 
 
 def contrasts(pooled: pd.DataFrame) -> pd.DataFrame:
-    """Each pair's cosine against 0, the whole gradient's signal-to-noise against 0, and the lowest interval's against
-    the highest's."""
+    """Compare each pair's cosine and the total signal-to-noise with 0, and the lowest interval's with the highest's."""
     zero = pooled.drop_duplicates("seed").assign(quantity="", of="0", value=0.0)
     rows = pd.concat([pooled, zero])
     pairs = [(f"cosine {pair_name(a, b)}", "0") for a, b in PAIRS]
@@ -119,7 +118,7 @@ def contrasts(pooled: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare_quantities(pooled: pd.DataFrame, pairs: list[tuple[str, str]]) -> pd.DataFrame:
-    """`contrasts.compare` of quantities of one variant: quantity, against and variant in place of variant, baseline."""
+    """Run `contrasts.compare` on a variant's quantities; columns are quantity and against instead of two variants."""
     claims = compare(pooled.assign(variant=pooled["quantity"]), "value", pairs)
     claims = claims.rename(columns={"variant": "quantity", "baseline": "against"})
     return claims.assign(variant=pooled["variant"].iloc[0])
@@ -127,7 +126,7 @@ def compare_quantities(pooled: pd.DataFrame, pairs: list[tuple[str, str]]) -> pd
 
 @paper_style()
 def draw(drawn: pd.DataFrame) -> Figure:
-    """A row per method: cosines over training, signal-to-noise over training, cosines averaged over training."""
+    """Draw a row per method: cosines and signal-to-noise over training, and cosines averaged over training."""
     variants = list(drawn["variant"].unique())
     size = (7.3, 0.8 + 2.1 * len(variants))
     figure, panels = plt.subplots(len(variants), 3, figsize=size, layout="constrained", squeeze=False)
@@ -151,7 +150,7 @@ def draw(drawn: pd.DataFrame) -> Figure:
 PAIR_COLORS = dict(zip((pair_name(a, b) for a, b in PAIRS), plt.get_cmap("Dark2").colors, strict=False))
 INTERVAL_COLORS = dict(zip(LABELS, interval_colors(), strict=True)) | {"all": NEUTRAL}
 ENOUGH = 3
-"""Seeds from which on intervals are drawn: those of two are as wide as the figure."""
+"""Seeds needed to draw an interval: with two it is as wide as the figure."""
 WORDS = (
     "Means over seeds; bars: 95 % t intervals, from three seeds on. Cosines on the left have the colours of the right. "
     "\nOne over signal / noise is how many prompts' gradient would be half signal"
@@ -159,7 +158,7 @@ WORDS = (
 
 
 def _draw_lines(ax: Axes, rows: pd.DataFrame, colors: dict[str, tuple[float, ...] | str]) -> None:
-    """A line with its bars for each interval or pair, side by side."""
+    """Draw a line with error bars for each interval or pair, side by side."""
     for place, (of, own) in enumerate(rows.groupby("of", sort=False)):
         own = own.sort_values("step", key=lambda steps: steps.astype(int))
         steps = own["step"].astype(int) + 1.5 * (place - 2)
@@ -169,13 +168,13 @@ def _draw_lines(ax: Axes, rows: pd.DataFrame, colors: dict[str, tuple[float, ...
 
 
 def draw_bars(ax: Axes, steps: pd.Series, rows: pd.DataFrame, *, color: tuple[float, ...] | str) -> None:
-    """The intervals of the rows that rest on enough seeds."""
+    """Draw the intervals of the rows that rest on enough seeds."""
     known = rows["seeds"] >= ENOUGH
     ax.vlines(steps[known], rows.loc[known, "lower"], rows.loc[known, "upper"], color=color, linewidth=0.6)
 
 
 def _draw_pairs(ax: Axes, pooled: pd.DataFrame) -> None:
-    """Both cosines of each pair, one above the other."""
+    """Draw both cosines of each pair, one above the other."""
     for shift, quantity, marker in ((0.13, "cosine", "o"), (-0.13, "signal part", "D")):
         rows = pooled[pooled["quantity"] == quantity].set_index("of").reindex(PAIR_COLORS)
         for place, (of, row) in enumerate(rows.iterrows()):
@@ -196,7 +195,7 @@ def _pair_names(rows: pd.DataFrame) -> list[str]:
 
 
 def write(figure: Figure, drawn: pd.DataFrame, compared: pd.DataFrame, path: Path) -> None:
-    """The picture, what it shows, and its contrasts beside it; what is said of the steps after 0 is printed."""
+    """Write the picture, its data and its contrasts; print what concerns the steps after 0."""
     save_figure(figure, path, drawn)
     write_csv(compared, path.with_name(f"{path.stem}_contrasts.csv"), float_format="%.6g")
     print(drawn[drawn["step"] == "after 0"].drop(columns="step").to_string(index=False, float_format="{:.3f}".format))

@@ -1,19 +1,19 @@
-"""Does the first-order gain on other prompts tell which method's next ten steps earn more than GRPO's?
+"""Does the first-order gain on other prompts predict which method's next ten steps earn more than GRPO's?
 
     python -m analyses.paper.prediction [--out figures] [--simulate]
 
 Named beforehand (paper_repro.md): one number, the gain of analyses/measure/predictions.py, mean over four replicates,
-of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's. It is held against the mean reward on
+of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's. It is compared with the mean reward on
 test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at ten origins: two policies, each untrained
-and after 40 and 80 steps of two GRPO runs. Scored by the share of right signs (chance: .5) and by Pearson's
-correlation, with intervals that redraw origins. It predicts if the interval of the share lies above .5 and that of the
-correlation above 0. A method that is better or worse everywhere counts as well; `within methods`, each method's means
-are taken away first. Not named beforehand: `right signs, by steps alone`, of the rule that knows nothing but which
-methods take two optimizer steps for GRPO's one, and says that these earn more and the others less; and the
-correlation without each of the origins in turn.
+and after 40 and 80 steps of two GRPO runs. Scores are the share of right signs (chance: .5) and Pearson's correlation,
+with intervals that resample origins. The gain predicts if the interval of the share lies above .5 and that of the
+correlation above 0. A method that is better or worse everywhere counts as well; `within methods` subtracts each
+method's means first. Not named beforehand: `right signs, by steps alone`, the score of a rule that expects more of
+methods with two optimizer steps to GRPO's one and less of the others; and the correlation without each of the origins
+in turn.
 
-prediction.png and .csv (a point per origin and method), prediction_scores.csv, prediction_without.csv. --simulate: with
-which probability that would be found, for true correlations from 0 to .9; prediction_power.csv.
+prediction.png and .csv (a point per origin and method), prediction_scores.csv, prediction_without.csv. --simulate
+writes prediction_power.csv: the probability of that outcome for true correlations from 0 to .9.
 """
 
 from __future__ import annotations
@@ -43,16 +43,14 @@ MARKERS = {"reweight": "o", "lopti": "s", "random-split": "^", "high-entropy": "
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures")
     """Folder of the picture and the tables."""
     simulate: bool = False
-    """The power alone, without any data."""
+    """Only compute the power, without data."""
 
 
 def table() -> pd.DataFrame:
-    """A row per origin and method but GRPO: predicted and actual difference from GRPO, means over replicates."""
+    """Return a row per origin and method but GRPO: predicted and actual difference from GRPO, means over replicates."""
     frames = []
     for scale in SCALES:
         predicted = read_table("predictions", "predictions.csv", scale=scale)
@@ -66,7 +64,7 @@ def table() -> pd.DataFrame:
 
 
 def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataFrame:
-    """Share of right signs and correlation, each with a 95 % interval over origins."""
+    """Return share of right signs and correlation, each with a 95 % interval over origins."""
     predicted, actual = (to_matrix(found, name) for name in ("predicted", "actual"))
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(predicted), size=(draws, len(predicted)))
@@ -80,30 +78,30 @@ def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataF
 
 
 def to_matrix(found: pd.DataFrame, name: str) -> np.ndarray:
-    """[origins, methods]."""
+    """Return [origins, methods]."""
     return found.pivot_table(index=ORIGIN, columns="variant", values=name, sort=False).to_numpy()
 
 
 def right_signs(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """[…, origins, methods] twice → […]: share of the pairs whose signs are the same."""
+    """Return the share of pairs with equal signs: two arrays […, origins, methods] → […]."""
     return (np.sign(predicted) == np.sign(actual)).mean((-2, -1))
 
 
 def correlation(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:
-    """[…, origins, methods] twice → […]: Pearson's, over all pairs."""
+    """Return Pearson's correlation over all pairs: two arrays […, origins, methods] → […]."""
     one, other = (values - values.mean((-2, -1), keepdims=True) for values in (predicted, actual))
     size = np.sqrt((one**2).sum((-2, -1)) * (other**2).sum((-2, -1)))
     return (one * other).sum((-2, -1)) / np.where(size > 0, size, 1.0)
 
 
 def by_steps_alone(found: pd.DataFrame) -> pd.DataFrame:
-    """The score of the rule that two steps earn more than GRPO's one, and another one step less."""
+    """Return the score of the rule that methods with two steps earn more than GRPO and the others less."""
     ruled = score(found.assign(predicted=np.where(found["variant"].isin(TWO_STEPS), 1.0, -1.0)))
     return ruled[ruled["score"] == "right signs"].assign(score="right signs, by steps alone")
 
 
 def without_each(found: pd.DataFrame) -> pd.DataFrame:
-    """The correlation without each origin: a row per origin that is left out."""
+    """Return the correlation without each origin, a row per origin left out."""
     frames = []
     for origin, own in found.groupby(ORIGIN, sort=False):
         scores = score(found.drop(own.index))
@@ -113,7 +111,7 @@ def without_each(found: pd.DataFrame) -> pd.DataFrame:
 
 
 def within_methods(statistic: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
-    """The statistic of differences from each method's mean over the origins."""
+    """Return the statistic of differences from each method's mean over the origins."""
 
     def compute(*tables: np.ndarray) -> np.ndarray:
         return statistic(*(values - values.mean(-2, keepdims=True) for values in tables))
@@ -126,7 +124,7 @@ SCORES |= {f"{name}, within methods": within_methods(statistic) for name, statis
 
 
 def predicts(scores: pd.DataFrame) -> bool:
-    """The rule that was named beforehand."""
+    """Apply the rule named beforehand."""
     lower = scores.set_index("score")["lower"]
     return bool(lower["right signs"] > 0.5 and lower["correlation"] > 0)
 
@@ -139,10 +137,10 @@ def simulate(
     methods: int = 4,
     tables: int = 400,
 ) -> pd.DataFrame:
-    """How often the rule says that it predicts, of so many tables, by the truth.
+    """Return how often the rule says that the gain predicts, over simulated tables.
 
-    correlations: of the predicted with the true differences, both normal, of which half the variance is an origin's
-    own, common to its methods; noises: standard deviation of a measured difference's error, of the true ones'.
+    correlations: of predicted with true differences, both normal; half of the variance is an origin's own and common to
+    its methods. noises: standard deviation of a measured difference's error relative to that of the true ones.
     """
     rng, rows = np.random.default_rng(0), []
     index = [("made up", origin, 0, str(method)) for origin in range(origins) for method in range(methods)]
@@ -165,7 +163,7 @@ def simulate(
 
 @paper_style()
 def draw(found: pd.DataFrame) -> Figure:
-    """Actual against predicted differences."""
+    """Draw actual against predicted differences."""
     figure, ax = plt.subplots(figsize=(3.6, 3.4), layout="constrained")
     ax.axhline(0, color="0.8", lw=0.8)
     ax.axvline(0, color="0.8", lw=0.8)

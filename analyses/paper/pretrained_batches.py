@@ -2,11 +2,11 @@
 
     python -m analyses.paper.pretrained_batches [--out figures/words]
 
-Drawn from the measurement `pretrained_batches` (analyses/measure/pretrained_batches.py). The figure of a policy at a
-temperature, pretrained_POLICY_TEMPERATURE.png, is arranged as the paper's Fig. 1 (`analyses.paper.fig1`);
-pretrained_norms.png has panel (d) of all of them beside the paper's and the embedded policy's, with 95 % t intervals
-over the four batches. pretrained_similarity.csv has the correlations of (e) and (f) with (c), pretrained_powers.csv the
-power of 1 − π with which norms go, pretrained_samples.csv what was sampled.
+Drawn from the measurement `pretrained_batches` (analyses/measure/pretrained_batches.py).
+pretrained_POLICY_TEMPERATURE.png is arranged like the paper's Fig. 1 (`analyses.paper.fig1`); pretrained_norms.png has
+every panel (d) beside the paper's and the embedded policy's, with 95 % t intervals over the four batches.
+pretrained_similarity.csv has the correlations of (e) and (f) with (c), pretrained_powers.csv the powers of 1 − π that
+norms follow, pretrained_samples.csv what was sampled.
 
 Differs from the paper: the policy, its task, and batches of 8 × 8 responses of at most 48 tokens.
 """
@@ -35,8 +35,6 @@ from gradscope.theory import theory_report
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures/words")
     """Folder for the figures and their CSVs."""
     scale: str = "words"
@@ -49,24 +47,24 @@ NAMES = {"smollm2-words": "SmolLM2-135M, warm-started"}
 
 
 def table(options: Options) -> dict[str, pd.DataFrame]:
-    """The measurement's tables, by the name of their file."""
+    """Return the measurement's tables by file name."""
     return {name.split(".")[0]: read_table("pretrained_batches", name, scale=options.scale) for name in TABLES}
 
 
 def pick(rows: pd.DataFrame, keys: tuple[str, float]) -> pd.DataFrame:
-    """The rows of one policy and temperature."""
+    """Return one policy's rows at one temperature."""
     return rows[(rows["policy"] == keys[0]) & (rows["temperature"] == keys[1])]
 
 
 def mean_norms(gradients: pd.DataFrame) -> pd.DataFrame:
-    """What panel (d) takes: norms by interval, means and standard deviations over the batches, beside the paper's."""
+    """Return panel (d)'s norms by interval beside the paper's: means and standard deviations over the batches."""
     by_interval = gradients.groupby(["interval", "label"], sort=False)["norm"]
     found = by_interval.mean().to_frame("norm").assign(norm_sd=by_interval.std(), batches=by_interval.count())
     return found.reset_index().assign(paper=PAPER_NORMS)
 
 
 def compare(gradients: pd.DataFrame) -> pd.DataFrame:
-    """Shares of the tokens and norms over that of all tokens, means and 95 % t intervals over the batches."""
+    """Return shares of the tokens and relative norms, with means and 95 % t intervals over the batches."""
     base, rows = read_table("base_policy", "gradients.csv")["norm"].to_numpy(), []
     for keys, own in gradients.groupby(KEYS, sort=False):
         table = own.pivot(index="batch", columns="interval", values=["norm", "num_tokens", "share"])
@@ -87,7 +85,7 @@ def compare(gradients: pd.DataFrame) -> pd.DataFrame:
 
 @paper_style()
 def draw_norms(compared: pd.DataFrame) -> Figure:
-    """Panel (d) of the paper, the embedded policy and the pretrained ones, side by side."""
+    """Draw panel (d) of the paper, the embedded policy and the pretrained ones, side by side."""
     figure, ax = plt.subplots(figsize=(4.8, 2.9), layout="constrained")
     ratios = compared[compared["quantity"] == "norm_ratio"]
     first = ratios.drop_duplicates("interval")

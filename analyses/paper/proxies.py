@@ -1,11 +1,9 @@
-"""Cheap numbers on trial: how well each stands for the exact norm of a token's gradient, on two architectures.
+"""Cheap proxies: how well does each stand for the exact norm of a token's gradient, on two architectures?
 
     python -m analyses.paper.proxies [--out figures]
 
-Drawn from the measurement `proxies` (analyses/measure/proxies.py), of the norm over all parameters, raw and in AdamW's
-metric; proxies.csv has the norms at every layer, too.
-
-Differs from the paper: it has no such figure.
+Drawn from the measurement `proxies` (analyses/measure/proxies.py) for the norm over all parameters, raw and in AdamW's
+metric; proxies.csv also has the norms at every layer. The paper has no such figure.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from gradscope.plots import plot_proxies, save_figure
 
 
 def table(options: Options) -> pd.DataFrame:
-    """A row per policy, norm and proxy."""
+    """Return a row per policy, norm and proxy."""
     return read_table("proxies", "proxies.csv", scale=options.scale)
 
 

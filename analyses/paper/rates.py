@@ -1,13 +1,13 @@
-"""When does it help? Accuracy at three learning rates, on a policy in the paper's regime and on a certain one.
+"""When do the methods help? Accuracy at three learning rates, on a policy in the paper's regime and a certain one.
 
     python -m analyses.paper.rates [--out figures]
 
 Named before any of these runs was made (paper_repro.md): the number is sampled accuracy on validation puzzles, mean of
-the last three checkpoints; the differences are Reweight − GRPO and Lopti − random split, paired by seed. Of each three
-claims, Holm's correction over all six: the highest rate minus the lowest, the paper's regime minus `embedded-certain`,
-and by how much the former differs between the two policies. rates.png and rates.csv have the differences in each cell,
-rates_claims.csv the claims, rates_accuracy.csv each method's accuracy and the track whose rate is chosen for the
-decision: its best in the paper's regime, or GRPO's where the 95 % intervals overlap.
+the last three checkpoints; the differences are Reweight − GRPO and Lopti − random split, paired by seed. Each has three
+claims, with Holm's correction over all six: the highest rate minus the lowest, the paper's regime minus
+`embedded-certain`, and their interaction. rates.png and rates.csv have the differences in each cell, rates_claims.csv
+the claims, rates_accuracy.csv each method's accuracy and the track whose rate is chosen for the decision: its best in
+the paper's regime, or GRPO's if the 95 % intervals overlap.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ TRACKS = ("rate-low", "rate-middle", "rate-high")
 PAIRS = {"reweight": "grpo", "lopti": "random-split"}
 VARIANTS = (*PAIRS, *PAIRS.values())
 STEPS = (50, 75, 100)
-"""Of the checkpoints whose mean is compared."""
+"""Checkpoints whose mean is compared."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures")
     """Folder of the picture and the tables."""
 
 
 def read_accuracies() -> pd.DataFrame:
-    """A row per run: scale, track, variant, seed, accuracy. Raises InputError where there is none."""
+    """Return a row per run: scale, track, variant, seed, accuracy. Raises InputError without any."""
     tracks = [*product(SCALES, TRACKS)]
     frames = []
     for scale, track in [place for place in tracks if has_runs(*place)] or tracks[:1]:
@@ -59,7 +57,7 @@ def read_accuracies() -> pd.DataFrame:
 
 
 def pair(runs: pd.DataFrame) -> pd.DataFrame:
-    """A row per scale, track, method and seed that it and what it is compared with both have: the difference."""
+    """Return the differences: a row per scale, track, method and seed common to it and its comparison."""
     wide = runs.pivot(index=["scale", "track", "seed"], columns="variant", values="accuracy").reindex(columns=VARIANTS)
     parts = [(wide[method] - wide[other]).rename("difference").reset_index() for method, other in PAIRS.items()]
     found = pd.concat([part.assign(variant=method) for part, method in zip(parts, PAIRS, strict=True)])
@@ -67,7 +65,7 @@ def pair(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def claim(pairs: pd.DataFrame) -> pd.DataFrame:
-    """A row per method and claim, over the seeds that have every cell: difference, interval, p, Holm's p over all."""
+    """Return a row per method and claim over the seeds that have every cell: difference, interval, p, Holm's p."""
     rows = []
     for method in PAIRS:
         cells = pairs[pairs["variant"] == method].pivot(index="seed", columns=["scale", "track"], values="difference")
@@ -88,9 +86,9 @@ def claim(pairs: pd.DataFrame) -> pd.DataFrame:
 
 
 def choose(runs: pd.DataFrame) -> dict[str, str]:
-    """Variant → the track whose rate it gets for the decision; none before all runs in the paper's regime are there.
+    """Return {variant: track whose rate it gets for the decision}; {} until all runs in the paper's regime exist.
 
-    That with its highest mean accuracy; GRPO's, where the variant's 95 % intervals at both rates overlap.
+    That is the rate with the highest mean accuracy, or GRPO's if the variant's 95 % intervals at both rates overlap.
     """
     planned = {(run.track, run.variant, run.seed) for run in list_runs("cpu") if run.track in TRACKS}
     regime = runs[runs["scale"] == "cpu"]
@@ -105,7 +103,7 @@ def choose(runs: pd.DataFrame) -> dict[str, str]:
 
 @paper_style()
 def draw(cells: pd.DataFrame) -> Figure:
-    """Both differences against the rate, a panel for each policy."""
+    """Draw both differences against the rate, a panel per policy."""
     figure, axes = plt.subplots(1, 2, figsize=(6.4, 2.6), sharey=True, layout="constrained")
     for ax, (scale, title) in zip(axes, SCALES.items(), strict=True):
         rates = [configure(scale, track, "grpo").learning_rate for track in TRACKS]

@@ -2,14 +2,14 @@
 
     python -m analyses.paper.real_language [--out figures]
 
-Drawn from their measurements (analyses/measure/real_language.py). Of each, MODEL being smollm2 and gemma3:
-MODEL_fig1.png (Fig. 1 a, b, d), MODEL_fig2.png, MODEL_norms.png (norms against 1 − π with the fitted power),
-MODEL_layers.png and MODEL_drivers.png (log(1 − π) against entropy); MODEL.csv has the intervals beside the paper's
-numbers and the embedded policy's, MODEL_theory.csv the powers and gains of Prop. 4.2 by layer. Of SmolLM2, every token
-of which is measured: smollm2_kinds.png (kinds of tokens), smollm2_lengths.png (shares by length of response) and
-smollm2_sizes.png (shares of Σ‖w·g‖² in batches of fewer prompts, dealt of its 16). real_language.png has all policies
-side by side, and the tied embedding's part of Gemma's norms (gemma3_embedding.csv); real_language_measured.csv says
-what was measured, and how far from plain autograd.
+Drawn from their measurements (analyses/measure/real_language.py). For MODEL smollm2 and gemma3: MODEL_fig1.png (Fig. 1
+a, b, d), MODEL_fig2.png, MODEL_norms.png (norms against 1 − π with the fitted power), MODEL_layers.png and
+MODEL_drivers.png (log(1 − π) against entropy); MODEL.csv has the intervals beside the paper's numbers and the embedded
+policy's, MODEL_theory.csv the powers and gains of Prop. 4.2 by layer. For SmolLM2, with every token measured:
+smollm2_kinds.png (kinds of tokens), smollm2_lengths.png (shares by length of response) and smollm2_sizes.png (shares of
+Σ‖w·g‖² in batches of fewer of its 16 prompts). real_language.png has all policies side by side, and the tied
+embedding's part of Gemma's norms (gemma3_embedding.csv); real_language_measured.csv has what was measured, and its
+error against plain autograd.
 
 Differs from the paper: the policies (135 and 268 M parameters instead of 3 B, weights of four bits), word problems
 instead of puzzles, temperature 1 instead of 0.7, one small batch each; bounds are over its prompts. Fig. 1 (c, e, f)
@@ -53,7 +53,7 @@ from gradscope.theory import TheoryReport, measured_cones, regress_norms, theory
 
 COLORS = {"smollm2": "#d95f02", "gemma3": "#1b9e77"}
 DRAWN = 4000
-"""Tokens of the scatter plots, drawn at random; numbers are of all."""
+"""Random tokens in the scatter plots; numbers use all."""
 INFERENCE = {form for words in CATEGORIES.values() for word in words for form in word.forms if " " not in form}
 ARITHMETIC = {
     *("add", "adding", "added", "addition", "sum", "total", "plus", "more", "subtract", "subtracting", "subtracted"),
@@ -82,7 +82,7 @@ KINDS = ("digit", "operator", "inference word", "arithmetic word", "function wor
 
 
 def kind_of(token: str) -> str:
-    """Tell a decoded token's kind.
+    """Return a decoded token's kind.
 
     >>> [kind_of(token) for token in (" 12", " +", " therefore", " left", " the", " cookies", ".\\n")]
     ['digit', 'operator', 'inference word', 'arithmetic word', 'function word', 'other word', 'punctuation']
@@ -100,7 +100,7 @@ def kind_of(token: str) -> str:
 
 
 def table(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame, TheoryReport]:
-    """A policy's token table, the diagnosis's statistics, and what of Prop. 4.2 the tokens say."""
+    """Return a policy's token table, the diagnosis's statistics, and what the tokens say about Prop. 4.2."""
     name = MODELS[model].measurement
     tokens, statistics = (read_table(name, file, scale=options.scale) for file in ("tokens.parquet", "statistics.csv"))
     vocab_size = read_facts(name, scale=options.scale)["vocab_size"]
@@ -108,7 +108,7 @@ def table(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame, The
 
 
 def describe(model: str, tokens: pd.DataFrame, options: Options) -> dict[str, object]:
-    """What was measured: sizes, rewards, and the largest difference of checked tokens' norms from plain autograd's."""
+    """Return what was measured: sizes, rewards, and the checked norms' largest error against plain autograd."""
     name = MODELS[model].measurement
     check = read_facts(name, scale=options.scale)["self_check"]
     rewards = read_table(name, ROLLOUTS, scale=options.scale)["reward"]
@@ -125,7 +125,7 @@ def describe(model: str, tokens: pd.DataFrame, options: Options) -> dict[str, ob
 
 
 def share_embedding(tokens: pd.DataFrame) -> pd.DataFrame:
-    """The embedding's share of Σ‖g‖², unweighted, by interval and over all tokens, with bounds over prompts."""
+    """Return the embedding's share of Σ‖g‖², unweighted, by interval and over all tokens, with bounds over prompts."""
     tokens = tokens[tokens[PARAMETERS].notna()]
     prompts, clusters = np.unique(tokens["group"], return_inverse=True)
     whole, own = (sampling_weights(tokens) * tokens[name].astype(float) ** 2 for name in (PARAMETERS, EMBEDDING))
@@ -139,7 +139,7 @@ def share_embedding(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(statistics: pd.DataFrame, options: Options) -> pd.DataFrame:
-    """A row per interval and quantity: this policy's number with its bounds, the paper's, and the embedded policy's."""
+    """Return a row per interval and quantity: this policy's number with bounds, the paper's, the embedded policy's."""
     sums = read_table("base_policy", "gradients.csv", scale=options.scale).set_index("interval")
     numbers = [str(number) for number in range(len(interval_labels()))]
     sums.index = sums.index.astype(str)
@@ -164,7 +164,7 @@ def compare(statistics: pd.DataFrame, options: Options) -> pd.DataFrame:
 
 
 def share_energy(tokens: pd.DataFrame, groups: pd.Series) -> pd.DataFrame:
-    """Share of the tokens and of Σ‖w·g‖² by group, with bounds over prompts; mean norms and the share of π < ¼."""
+    """Return shares of the tokens and of Σ‖w·g‖² by group, bounds over prompts, mean norms, and the share of π < ¼."""
     energy = (tokens["weight"] * tokens[PARAMETERS]).astype(float) ** 2
     prompts, clusters = np.unique(tokens["group"], return_inverse=True)
     names, rows = list(dict.fromkeys(groups)), []
@@ -186,14 +186,14 @@ def share_energy(tokens: pd.DataFrame, groups: pd.Series) -> pd.DataFrame:
 
 
 def by_kind(tokens: pd.DataFrame) -> pd.DataFrame:
-    """`share_energy` of KINDS."""
+    """Return `share_energy` of KINDS."""
     kinds = {token: kind_of(token) for token in tokens["token"].unique()}
     found = share_energy(tokens, tokens["token"].map(kinds))
     return found.set_index("group").loc[list(KINDS)].reset_index().rename(columns={"group": "kind"})
 
 
 def by_length(tokens: pd.DataFrame) -> pd.DataFrame:
-    """`share_energy` of the intervals: in responses that ended by themselves, and in those of the limit's length."""
+    """Return `share_energy` of the intervals, separately for responses that ended and those cut off at the limit."""
     lengths = tokens.groupby("response").size()
     frames = []
     for cut, rows in lengths.groupby(lengths == lengths.max()):
@@ -205,7 +205,7 @@ def by_length(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def by_size(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Shares of Σ‖w·g‖² by interval in batches of fewer prompts, dealt of these: mean, 95 % t interval, spread."""
+    """Return shares of Σ‖w·g‖² by interval in batches of fewer of these prompts: mean, 95 % t interval, range."""
     energy = (tokens["weight"] * tokens[PARAMETERS]).astype(float) ** 2
     sums = energy.groupby([tokens["group"], tokens["interval"]]).sum().unstack(fill_value=0.0)
     sums = sums.sample(frac=1, random_state=0).to_numpy()
@@ -221,7 +221,7 @@ def by_size(tokens: pd.DataFrame) -> pd.DataFrame:
 
 @paper_style()
 def draw_sizes(sizes: pd.DataFrame) -> Figure:
-    """A line per interval: means over the batches, and from the least to the most of one batch."""
+    """Draw a line per interval: means over the batches, and the range from the least to the most of one batch."""
     figure, ax = plt.subplots(figsize=(4.6, 2.8), layout="constrained")
     for place, (label, color) in enumerate(zip(interval_labels(), interval_colors(), strict=True)):
         own = sizes[sizes["interval"] == label]
@@ -237,7 +237,7 @@ def draw_sizes(sizes: pd.DataFrame) -> Figure:
 
 @paper_style()
 def draw_drivers(fits: pd.DataFrame) -> Figure:
-    """Both coefficients at every sixth layer and over all parameters."""
+    """Draw both coefficients at every sixth layer and over all parameters."""
     shown = [f"{LAYER}{layer}" for layer in range(0, len(fits["quantity"].unique()), 6)]
     figure, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
     plot_norm_drivers(fits[fits["quantity"].isin([*shown, PARAMETERS])], ax=ax)
@@ -247,7 +247,7 @@ def draw_drivers(fits: pd.DataFrame) -> Figure:
 
 @paper_style()
 def draw_kinds(kinds: pd.DataFrame) -> Figure:
-    """Share of the tokens and of Σ‖w·g‖² by kind."""
+    """Draw the share of the tokens and of Σ‖w·g‖² by kind."""
     figure, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
     looks = {"token_share": ("#9aa5b1", "of the tokens"), "energy_share": ("#b5548a", "of Σ‖w·g‖²")}
     for place, (quantity, (color, label)) in enumerate(looks.items()):
@@ -261,7 +261,7 @@ def draw_kinds(kinds: pd.DataFrame) -> Figure:
 
 @paper_style()
 def draw_lengths(lengths: pd.DataFrame) -> Figure:
-    """Shares of the tokens and of Σ‖w·g‖² by interval, in classes of length."""
+    """Draw shares of the tokens and of Σ‖w·g‖² by interval and class of length."""
     figure, axes = plt.subplots(1, 2, figsize=(6.8, 2.6), layout="constrained", sharey=True)
     classes = lengths.drop_duplicates("cut_off")
     for ax, (quantity, title) in zip(
@@ -283,7 +283,7 @@ def draw_lengths(lengths: pd.DataFrame) -> Figure:
 
 @paper_style()
 def draw_beside(compared: pd.DataFrame, embedding: pd.DataFrame) -> Figure:
-    """Shares of the tokens and norms over that of all, of every policy; the embedding's part of Gemma's norms."""
+    """Draw every policy's shares of the tokens and relative norms, and the embedding's part of Gemma's norms."""
     figure, axes = plt.subplots(1, 3, figsize=(10.0, 2.9), layout="constrained")
     titles = {"token_share": "share of the tokens", "norm_ratio": "norm of summed gradient\nover that of all"}
     places = np.arange(len(interval_labels()))
@@ -313,7 +313,7 @@ def draw_beside(compared: pd.DataFrame, embedding: pd.DataFrame) -> Figure:
 def draw(
     tokens: pd.DataFrame, statistics: pd.DataFrame, theory: TheoryReport, vocab: int
 ) -> Iterator[tuple[str, Figure]]:
-    """The names of the pictures, and the pictures."""
+    """Draw the pictures; returns them by name."""
     norms = statistics[statistics["statistic"] == "gradient_norm"].reset_index(drop=True)
     labels = [*interval_labels(), "all"]
     bars = pd.DataFrame({"interval": [*range(len(labels) - 1), "all"], "label": labels})
@@ -329,7 +329,7 @@ def draw(
 
 
 def draw_model(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Draw what is of one policy alone; return its tokens, and its numbers beside the others'."""
+    """Draw one policy's own pictures; returns its tokens, and its numbers beside the others'."""
     tokens, statistics, theory = table(model, options)
     vocab = read_facts(MODELS[model].measurement, scale=options.scale)["vocab_size"]
     fits, compared = regress_norms(tokens, seed=0), compare(statistics, options)

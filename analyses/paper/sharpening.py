@@ -1,16 +1,16 @@
-"""Has a policy learnt, or only become more certain? Trained policies beside the untrained one at equal entropy.
+"""Has a policy learnt, or only become more certain? Trained policies against the untrained one at equal entropy.
 
     python -m analyses.paper.sharpening [--out figures] [--scale cpu]
 
-Sampled accuracy can rise because the policy has learnt, or only because it is surer of what it knew: where untrained
-greedy answers are better than samples, that alone helps. So beside each trained policy (its last checkpoint) stands the
-untrained one at the temperature at which its samples have the trained one's entropy, between those measured
-(analyses/measure/untrained.py; temperature 0 is greedy), and both decoded greedily.
+Sampled accuracy can rise because the policy has learnt, or only because it is surer of what it knew, which helps if
+untrained greedy answers beat samples. So each trained policy (its last checkpoint) is compared with the untrained one
+at the temperature at which the latter's samples have the same entropy, interpolated between measured temperatures
+(analyses/measure/untrained.py; 0 is greedy), and both are also compared greedily.
 
-Writes sharpening.png, its CSV (a row per run and level), and sharpening_contrasts.csv: gains over seeds, Holm's
-correction over the claims. The untrained policy is one, judged once: its own sampling error is in no interval.
+Writes sharpening.png, its CSV (a row per run and level), and sharpening_contrasts.csv: gains over seeds, with Holm's
+correction over the claims. There is one untrained policy, judged once, so no interval includes its sampling error.
 
-Differs from the paper: it has no such control.
+The paper has no such control.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ GAINS = {
     "greedy": ("greedy", "untrained_greedy"),
     "sampled": ("sampled", "untrained_sampled"),
 }
-"""Over the untrained policy; the first two are claims."""
+"""Gains over the untrained policy; the first two are claims."""
 KINDS = {
     "sampled": ("o", "sampled"),
     "untrained_matched": ("_", "untrained, sampled at its entropy"),
@@ -46,7 +46,7 @@ KINDS = {
 
 
 def table(scale: str, track: str = "puzzles") -> pd.DataFrame:
-    """A row per run and level: entropy, sampled and greedy accuracy, and those of the untrained policy (`match`)."""
+    """Return a row per run and level: entropy and accuracies, and those of the untrained policy (`match`)."""
     variants = [variant for place, variant in needs("sharpening", scale) if place == track]
     tests = read_tests(variants, scale=scale, track=track)
     last = tests[tests["step"] == tests.groupby(["variant", "seed"])["step"].transform("max")]
@@ -60,12 +60,12 @@ def table(scale: str, track: str = "puzzles") -> pd.DataFrame:
 
 
 def measure_entropy(responses: pd.DataFrame, tests: pd.DataFrame) -> pd.DataFrame:
-    """A row per run and level, "all" too: the entropy of its sampled answers in nats per token.
+    """Return a row per run and level, "all" too: the entropy of its sampled answers in nats per token.
 
-    E[−log π] of sampled tokens is the entropy, averaged over the tokens that the policy writes. The answers may be
-    those to a part of the test's questions: in "all" each level weighs as it does in the test.
+    The mean −log π of sampled tokens estimates it. If only a part of the test's questions was answered, levels are
+    weighted in "all" as in the test.
 
-    responses: of `read_responses`; tests: a row per run and level, with the number of its questions.
+    responses: from `read_responses`; tests: a row per run and level with its number of questions.
     """
     keys = ["variant", "seed", "level"]
     sampled = responses[~responses["greedy"]].assign(level=responses["level"].astype(str))
@@ -77,10 +77,10 @@ def measure_entropy(responses: pd.DataFrame, tests: pd.DataFrame) -> pd.DataFram
 
 
 def match(entropy: float, untrained: pd.DataFrame, temperature: float) -> dict[str, float]:
-    """The untrained policy where its entropy is the trained one's, linearly between neighbouring temperatures.
+    """Interpolate the untrained policy linearly between temperatures to where its entropy is the trained one's.
 
-    untrained: a row per temperature; temperature: the test's. Raises InputError where entropy does not rise with the
-    temperature, or never reaches the trained one's: then no temperature belongs to it.
+    untrained: a row per temperature; temperature: the test's. Raises InputError if entropy does not rise with
+    temperature, or never reaches the trained policy's.
     """
     rows = untrained.sort_values("temperature")
     [tested] = rows[rows["temperature"] == temperature].to_dict("records")
@@ -102,9 +102,9 @@ def match(entropy: float, untrained: pd.DataFrame, temperature: float) -> dict[s
 
 
 def compare_gains(results: pd.DataFrame) -> pd.DataFrame:
-    """A row per level, gain and variant: seeds, mean, 95 % t interval, p; Holm's correction over the claims.
+    """Return a row per level, gain and variant: seeds, mean, 95 % t interval, p; Holm's correction over the claims.
 
-    Claims are the first two gains over all puzzles; the rest is corrected by itself.
+    Claims are the first two gains over all puzzles; the rest is corrected separately.
     """
     rows = []
     for level, own in results.groupby("level", sort=False):
@@ -122,7 +122,7 @@ def compare_gains(results: pd.DataFrame) -> pd.DataFrame:
 
 @paper_style()
 def draw(results: pd.DataFrame) -> Figure:
-    """Accuracy on all puzzles, sampled and greedy, a mean with its interval, beside the untrained policy's."""
+    """Draw accuracy on all puzzles, sampled and greedy, a mean with its interval, beside the untrained policy's."""
     figure, ax = plt.subplots(figsize=(6.0, 3.0), layout="constrained")
     results = results[results["level"] == "all"]
     names, drawn = [], []

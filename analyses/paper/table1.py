@@ -3,14 +3,15 @@
     python -m analyses.paper.table1 [--out figures] [--scale cpu]
 
 Writes table1.csv (a row per policy, method and column, in percent, with 95 % intervals over seeds), table1.md (laid out
-as in the paper, its rows below ours) and table1_contrasts.csv. The claims of the table, to which Holm's correction is
-applied, are about the average: each method against GRPO, and both together against each alone ("no further gains").
-The differences in each column are listed too, as a family of their own, and are no claims.
+as in the paper, its rows below ours) and table1_contrasts.csv. The table's claims, with Holm's correction, are about
+the average: each method against GRPO, and both together against each alone ("no further gains"). The differences in
+each column are listed as a family of their own and are no claims.
 
 Differs from the paper at scale cpu: the benchmarks are the levels of one test, sums of 2 to 6 steps, of which the
-harder ones are sampled and the easier ones near their ceiling before any training; there is one set of training
-questions where the paper has two (DSR-Uniform, ORZ); several seeds. At scale paper they are the paper's. At both, a
-run's number is the average over its last three checkpoints, which the paper says of its puzzles and not of its math.
+harder ones are sampled and the easier ones are near their ceiling before training; there is one set of training
+questions instead of two (DSR-Uniform, ORZ), and there are several seeds. At scale paper they are the paper's. At both
+scales a run's number is the average over its last three checkpoints, as the paper states for its puzzles but not for
+its math.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ GREEDY, AVERAGED, PASSED = "greedy_accuracy", "avg@16", "pass@16"
 AVERAGE = "average"
 UNTRAINED = "untrained"
 Column = tuple[str, str, str]
-"""Its title, the level (or benchmark) of the test that it shows, and the score."""
+"""Title, level (or benchmark) of the test, and score."""
 SUMS: tuple[Column, ...] = (
     ("2 steps, greedy", "2", GREEDY),
     ("3 steps, greedy", "3", GREEDY),
@@ -56,13 +57,13 @@ PAPER = {
     ("ORZ", "reweight"): (40.81, 29.04, 77.80, 49.07, 33.33, 16.46, 41.09),
     ("ORZ", "lopti"): (38.63, 29.78, 78.53, 47.29, 34.44, 15.28, 40.66),
 }
-"""Its Table 1, in percent: the six columns of PROBLEMS and their average."""
+"""The paper's Table 1, in percent: the six columns of PROBLEMS and their average."""
 
 
 def scores(tests: pd.DataFrame, columns: tuple[Column, ...]) -> pd.DataFrame:
-    """A row per run and column, and one for the mean of the columns, in percent.
+    """Return a row per run and column, and one for the mean of the columns, in percent.
 
-    tests: of `read_tests`, or a row per level alone. Columns: variant, seed, column, value.
+    tests: from `read_tests`, or a row per level alone. Columns: variant, seed, column, value.
     """
     final, rows = last_checkpoints(tests), []
     for (variant, seed), own in final.groupby(["variant", "seed"], sort=False):
@@ -74,10 +75,10 @@ def scores(tests: pd.DataFrame, columns: tuple[Column, ...]) -> pd.DataFrame:
 
 
 def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """Means over seeds and the contrasts, of all the scale's tracks.
+    """Return means over seeds and the contrasts, for all of the scale's tracks.
 
     The first has the columns data, variant, label, column, seeds, mean, lower, upper, in percent; seeds is 0 for the
-    policy before training. The second: data, family, column, and those of `compare`, in points.
+    untrained policy. The second has data, family, column, and those of `compare`, in points.
     """
     means, contrasts = [], []
     for _, track, variants in pages("table1", scale):
@@ -96,7 +97,7 @@ def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def contrast(runs: pd.DataFrame) -> pd.DataFrame:
-    """The claims about the average, and each method against GRPO in each column; Holm's correction within each."""
+    """Contrast the average (the claims), and each column against GRPO, with Holm's correction within each family."""
     methods = [name for name in ("reweight", "lopti", "both") if name in set(runs["variant"])]
     against = [(name, "grpo") for name in methods]
     together = [("both", name) for name in methods if "both" in methods and name != "both"]
@@ -109,9 +110,9 @@ def contrast(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def lay_out(means: pd.DataFrame) -> pd.DataFrame:
-    """As in the paper: a row per data and method, its columns and their average; the paper's rows below.
+    """Lay out the table as in the paper: a row per data and method, columns and their average; the paper's rows below.
 
-    Ours are the mean ± half of the 95 % interval.
+    Our entries are the mean ± half of the 95 % interval.
     """
     rows = []
     for (data, label), own in means.groupby(["data", "label"], sort=False):

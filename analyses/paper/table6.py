@@ -3,14 +3,13 @@
     python -m analyses.paper.table6 [--out figures] [--scale cpu]
 
 Writes table6.csv and .md. Seconds are medians over a run's steps, then over runs; ratios are to GRPO at the same seed,
-geometric means over seeds with 95 % t intervals, Holm's correction over a row's.
+geometric means over seeds with 95 % t intervals and Holm's correction within a row.
 
-Differs from the paper: the policy. At scale cpu these are wall seconds of one thread on a machine that other processes
-shared, two runs side by side, and runs of one seed were not all made in the same minutes: how busy it was is in every
-ratio of seconds; at scale certain so is which of two machines made a run. Less so in the last row: training in units of
-the same run's own sampling, which the methods leave as it is. The paper's sampling and training of 7B seem swapped:
-Lopti's second pass would then cost sampling time. It gives no numbers for Reweight, which costs milliseconds in its
-words.
+Differs from the paper: the policy. At scale cpu these are wall seconds of one thread on a shared machine, two runs side
+by side, and runs of one seed were not all made at the same time, so every ratio of seconds includes the machine's load
+and, at scale certain, which of two machines made a run. The last row, training relative to the same run's sampling,
+which the methods do not change, is affected less. The paper's sampling and training of 7B seem swapped: otherwise
+Lopti's second pass would cost sampling time. It gives no numbers for Reweight, which by its words costs milliseconds.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ PAPER = {
     "paper 3B": {"grpo": (25.4, 17.6, 2.4, 45.4), "lopti": (27.8, 35.3, 2.8, 65.9)},
     "paper 7B": {"grpo": (61.4, 68.5, 10.3, 140.2), "lopti": (116.8, 69.3, 10.2, 196.3)},
 }
-"""Its Table 6, without and with Lopti: sampling, training, others, total; in seconds."""
+"""The paper's Table 6, without and with Lopti: seconds for sampling, training, others, total."""
 
 
 def table(metrics: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
-    """A row per procedure, total, and training over sampling, and variant that was run.
+    """Return a row per procedure, the total, training over sampling, and variant with runs.
 
     Columns: procedure, variant, label, seeds, seconds, ratio (to GRPO), ratio_lower, ratio_upper, p_holm, the paper's.
     """
@@ -57,7 +56,7 @@ def table(metrics: pd.DataFrame, variants: list[str]) -> pd.DataFrame:
 
 
 def per_run(metrics: pd.DataFrame) -> pd.DataFrame:
-    """A row per run: variant, label, seed, median seconds of each procedure and of their sum, training / sampling."""
+    """Return a row per run: variant, label, seed, median seconds by procedure and in all, training / sampling."""
     times = metrics.rename(columns={column: procedure for procedure, column in PROCEDURES.items()})
     times = times.assign(total=times[list(PROCEDURES)].sum(axis=1))
     runs = times.groupby(["variant", "label", "seed"], sort=False)[[*PROCEDURES, "total"]].median().reset_index()
@@ -65,7 +64,7 @@ def per_run(metrics: pd.DataFrame) -> pd.DataFrame:
 
 
 def lay_out(found: pd.DataFrame) -> pd.DataFrame:
-    """As the paper prints it: a row per procedure, a column per method; ours with ratios to GRPO, then the paper's."""
+    """Lay out the table as in the paper: a row per procedure, a column per method; ours first, with ratios."""
     rows = []
     for procedure, own in found.groupby("procedure", sort=False):
         row = {"seconds per step": procedure}

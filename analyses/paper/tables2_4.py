@@ -1,13 +1,13 @@
-"""Tables 2, 3 and 4 of the paper, out of the presets, analyses/runs.toml and the reward that runs here use.
+"""Tables 2, 3 and 4 of the paper, from the presets, analyses/runs.toml and the runs' reward.
 
     python -m analyses.paper.tables2_4 [--out figures]
 
-Each row has the paper's label, its value and ours, and whether they are equal. What the paper says and the released
-code does otherwise: Table 2's `ppo_mini_batch_size` counts the questions of a batch and `ppo_micro_batch_size` the
-responses of an optimizer step, which the code calls its mini-batch; α on puzzles is .3 in the text, and .2 alone in the
-code. Table 4 says −1.5 for "partially correct" and −2 for "completely wrong" answers: read as text, some people named
-rightly or none; the code gives −1.5 for every answer that can be read and is wrong, and −2 for what it cannot read or
-finds in bad format. Table 4 here is what the reward gives to constructed responses, beside both readings.
+Each row has the paper's label, its value and ours, and whether they are equal. The released code deviates from the
+paper: Table 2's `ppo_mini_batch_size` counts the questions of a batch and `ppo_micro_batch_size` the responses of an
+optimizer step, which the code calls its mini-batch; α on puzzles is .3 in the text, and in the code .2 for Reweight
+alone. Table 4 says −1.5 for "partially correct" and −2 for "completely wrong" answers, which suggests some people named
+rightly or none; the code gives −1.5 for every wrong answer that can be parsed, and −2 for unparsable or badly formatted
+ones. Table 4 here is the reward of constructed responses, beside both readings.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ ANSWERS = {
 }
 AS_TEXT = {"all people right": 2.0, "some people right": -1.5, "nobody right": -2.0, "not to be read": -2.0}
 AS_CODE = AS_TEXT | {"nobody right": -1.5}
-"""What an answer earns in good format. In bad format, −2 in the code, which then looks at no answer."""
+"""Reward of a well-formatted answer. A badly formatted one earns −2 in the code, which ignores its answer."""
 
 
 def table2() -> pd.DataFrame:
-    """label, setting, then for K&K and for math the paper's value, ours, and whether they are equal."""
+    """Return label and setting, then for K&K and math the paper's value, ours, and whether they are equal."""
     rows = []
     for label, setting, *papers in TABLE_2:
         ours = [_only(presets, lambda preset, name=setting: getattr(preset, name)) for presets in (PUZZLES, MATH)]
@@ -73,7 +73,7 @@ def table2() -> pd.DataFrame:
 
 
 def table3() -> pd.DataFrame:
-    """label, variant, setting, then as in `table2`; no value where the paper has none, or no run here."""
+    """Return label, variant and setting, then as in `table2`; empty if the paper or the runs have no value."""
     rows = []
     for label, variant, setting, *papers in TABLE_3:
         ours = [_of_variant(kind, variant, setting) for kind in ("puzzles", "math")]
@@ -82,8 +82,7 @@ def table3() -> pd.DataFrame:
 
 
 def table4() -> pd.DataFrame:
-    """A row per constructed response: its format and answer, what the two readings of Table 4 make of it, and what the
-    reward gives."""
+    """Return a row per constructed response: its format and answer, both readings of Table 4, and the actual reward."""
     rows = []
     for form, sign in (("good", 1.0), ("bad", -1.0)):
         for answer, text in ANSWERS.items():
@@ -111,25 +110,23 @@ def _beside(papers: list[float | None], ours: list[float | None]) -> dict[str, o
 
 
 def _of_variant(kind: str, variant: str, setting: str) -> float | None:
-    """What the variant's runs of the paper's scale have; None where they are not of this kind."""
+    """Return the setting in the variant's runs of the paper's scale; None if they are not of this kind."""
     tracks = [t for t in tracks_of(kind, "paper") if kind == "puzzles" or not variant.startswith("rpp")]
     return _only(tracks, lambda track: getattr(configure("paper", track, variant), setting)) if tracks else None
 
 
 def _only(things: tuple[str, ...] | list[str], value: Callable[[str | TrainConfig], float]) -> float:
-    """The value that all of them have: presets and tracks of a kind share these settings."""
+    """Return the common value: presets and tracks of a kind share these settings."""
     [found] = {value(get_preset(thing) if thing in PUZZLES + MATH else thing) for thing in things}
     return found
 
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures")
     """Folder of table2, table3 and table4, as CSV and as Markdown."""
     scale: str = "cpu"
-    """Not looked at: settings and reward are the paper's at every scale."""
+    """Ignored: settings and reward are the paper's at every scale."""
 
 
 def main(options: Options) -> None:
@@ -141,7 +138,7 @@ def main(options: Options) -> None:
 
 
 def _cell(value: object) -> str | None:
-    """Numbers as they are: a learning rate is lost in a fixed number of decimals."""
+    """Format numbers as they are, since fixed decimals would lose a learning rate."""
     if value is None or value != value:
         return None
     return f"{value:g}" if isinstance(value, int | float) and not isinstance(value, bool) else str(value)

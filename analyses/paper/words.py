@@ -4,15 +4,13 @@
 
 writes Table 5, with the forms that are counted, as figures/table5.csv and table5.md.
 
-A form is matched on word boundaries, in either case, over any white space: "so" neither inside "also" nor inside
-"sofa". A category's count is the sum over its words, so that "assume" inside an "if … then …" counts twice, once as
-each.
+A form is matched at word boundaries, case-insensitively and across any white space: "so" matches neither in "also" nor
+in "sofa". A category's count is the sum over its words, so that "assume" inside an "if … then …" counts twice.
 
 Differs from the paper, which says that verbs and nouns include their conjugated forms ("plural forms of nouns as well
-as the past tense and past participle forms of verbs"): the third person and the present participle of verbs are counted
-too. Where its table leaves a choice: "XXX's ‘statement’" is read as somebody's statement, so that a statement without
-an owner is none; "if…then…" must stand within one sentence of one line; "definite" is neither noun nor verb and has one
-form, so that "definitely" is another word.
+as the past tense and past participle forms of verbs"): verbs in the third person and present participles count too. The
+table is read as follows: "XXX's ‘statement’" needs an owner; "if…then…" must lie within one sentence of one line;
+"definite", neither noun nor verb, has one form, so that "definitely" is another word.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ class Word:
     """A word or phrase of Table 5."""
 
     name: str
-    """As the table has it."""
+    """As in the table."""
     forms: tuple[str, ...]
-    """What is counted, in small letters; the parts of a phrase are separated by a space."""
+    """Forms that count, in lower case; a space separates the parts of a phrase."""
     pattern: str | None = None
-    """A regular expression where the forms alone do not say what counts."""
+    """Regular expression, if the forms alone do not define what counts."""
 
     def count(self, text: str) -> int:
-        """How often it occurs in the text."""
+        """Return its number of occurrences in the text."""
         return len(_compile(self).findall(text))
 
 
@@ -69,7 +67,7 @@ CATEGORIES: dict[str, tuple[Word, ...]] = {
     ),
     "Assertion": (Word("must be", ("must be",)), Word("definite", ("definite",))),
 }
-"""Category → its words, in the order of Table 5."""
+"""{category: its words}, in Table 5's order."""
 
 
 @cache
@@ -79,7 +77,7 @@ def _compile(word: Word) -> re.Pattern[str]:
 
 
 def count_categories(text: str) -> dict[str, int]:
-    """How often the text uses words of each category.
+    """Count the text's words of each category.
 
     >>> found = count_categories("So Zoey's statement is checked: if she lies, then Noah must be a knight.")
     >>> [category for category, count in found.items() if count]
@@ -89,28 +87,28 @@ def count_categories(text: str) -> dict[str, int]:
 
 
 def can_write(entries: Sequence[str], word: Word) -> bool:
-    """Whether a vocabulary has all parts of a form of the word as words, not letter by letter.
+    """Return whether a vocabulary has all parts of a form of the word as words, not letter by letter.
 
-    entries: of a tokenizer whose entries are words and phrases; single characters do not count.
+    entries: a tokenizer's words and phrases; single characters do not count.
     """
     known = {part for entry in entries if len(entry) > 1 for part in re.findall(r"\w+", entry.lower())}
     return any(known.issuperset(form.split()) for form in word.forms)
 
 
 def embedded_vocabulary(name: str) -> list[str]:
-    """The entries of the tokenizer of a policy that comes with gradscope: words, phrases, single characters."""
+    """Return the tokenizer entries of a policy that comes with gradscope: words, phrases, single characters."""
     file = EMBEDDED[name] / "tokenizer.json"
     return list(json.loads(file.read_text(encoding="utf-8"))["model"]["vocab"])
 
 
 def embedded_categories(name: str) -> set[str]:
-    """The categories of which a policy that comes with gradscope can write a word."""
+    """Return the categories of which a policy that comes with gradscope can write a word."""
     entries = embedded_vocabulary(name)
     return {category for category, words in CATEGORIES.items() if any(can_write(entries, word) for word in words)}
 
 
 def table() -> pd.DataFrame:
-    """Table 5: a row per word, with its forms and whether the embedded policy's vocabulary has it."""
+    """Return Table 5: a row per word, with its forms and whether the embedded policy's vocabulary has it."""
     entries = embedded_vocabulary("embedded")
     rows = [(category, word) for category, words in CATEGORIES.items() for word in words]
     return pd.DataFrame(

@@ -2,11 +2,11 @@
 
     python -m analyses.paper.words_compare [--out figures/words]
 
-Drawn from the measurement `words_compare` (analyses/measure/words_compare.py): a picture for each case,
-words_compare_on-policy.png and so on, with what it shows beside it. words_compare.csv has all cases, a row per
-weighting and optimizer step: the cosine of its summed gradient with plain GRPO's, the signal to noise of one prompt,
-the share of the tokens that one SGD step moves the right way, to first order, and others. `reweight` is at the paper's
-α = .3, `up-weight`, its opposite, at its authors' .2. Intervals are over prompts of one batch.
+Drawn from the measurement `words_compare` (analyses/measure/words_compare.py): a picture with its CSV for each case,
+words_compare_on-policy.png and so on. words_compare.csv has all cases, a row per weighting and optimizer step: the
+cosine of its summed gradient with plain GRPO's, the signal to noise of one prompt, the share of the tokens that one SGD
+step moves the right way to first order, and others. `reweight` is at the paper's α = .3, `up-weight`, its opposite, at
+its authors' .2. Intervals are over prompts of one batch.
 
 Differs from the paper: it has no such figure; the policy and its task are SmolLM2-135M-Instruct, de-quantised from four
 bits, on word problems.
@@ -29,8 +29,6 @@ from gradscope.plots import plot_comparison, save_figure
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures/words")
     """Folder of the pictures and the table."""
     scale: str = "words"
@@ -38,7 +36,7 @@ class Options:
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The weightings, and the intervals' shares under each."""
+    """Return the weightings, and the intervals' shares under each."""
     names = ("weightings.csv", "by_interval.csv")
     weightings, shares = (read_table("words_compare", name, scale=options.scale) for name in names)
     return weightings.fillna({"same_as": ""}), shares

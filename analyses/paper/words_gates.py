@@ -1,16 +1,16 @@
-"""The runs of a pretrained policy on word problems: gates, learning rates, and what has been made of them.
+"""The runs of a pretrained policy on word problems: gates, learning rates, and progress.
 
     python -m analyses.paper.words_gates [--out figures/words]
 
-Named before any of these runs was made (paper_repro.md). The gates are judged on plain GRPO, at each of two rates by
-the mean over its validation seeds: right answers to validation problems before training (the measurement
-`words_start`) and, as the mean of the last three checkpoints, after it; the share of the rollouts' tokens with π < ¼,
-as the mean of three steps around the one that is named. Each method's rate is the one with its higher mean validation
-accuracy; GRPO's, where the two differ by less than CLOSE. Whatever is not run is said to be so, with its command.
+Named before any of these runs was made (paper_repro.md). The gates are judged on plain GRPO, at each of two rates, by
+means over its validation seeds: accuracy on validation problems before training (the measurement `words_start`) and
+after it (mean of the last three checkpoints), and the share of the rollouts' tokens with π < ¼ (mean of three steps
+around the one named). Each method's rate is the one with its higher mean validation accuracy, or GRPO's if the two
+differ by less than CLOSE. Missing runs are listed with the command that makes them.
 
 Writes words_gates.csv (a row per rate and gate), words_rates.csv (a row per method and rate), words_runs.csv (planned
-and made, by what they are for) and words_power.csv (what the decision's seeds can tell, by the spread of a difference
-over seeds).
+and made, by purpose) and words_power.csv (what the decision's seeds can detect, by the spread of a difference over
+seeds).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from gradscope.errors import InputError
 SCALE = "words"
 TRACKS = ("words-low", "words-high")
 PARTS = {"words_gates": "gates", "words_rates": "learning rates", "decision": "decision"}
-"""Figures of analyses/runs.toml, and what their runs are for; those of an earlier one are not counted again."""
+"""{figure of analyses/runs.toml: purpose of its runs}; runs of an earlier figure are not counted again."""
 GATES = {
     "right before training": ("start", 0.15, 0.40),
     "gain": ("gain", 0.15, np.inf),
@@ -43,9 +43,9 @@ GATES = {
     "tokens with π < ¼ at the start": ("low_1", 0.08, np.inf),
     "tokens with π < ¼ at step 30": ("low_30", 0.08, np.inf),
 }
-"""Gate → the number that has to lie within these bounds."""
+"""{gate: bounds of its number}."""
 AROUND = {"low_1": (1, 2, 3), "low_30": (29, 30, 31)}
-"""Steps whose batches' mean share it is."""
+"""Steps whose mean share is taken."""
 CLOSE = 0.03
 SPREADS = (0.03, 0.04, 0.05, 0.06)
 NOT_RUN = "not run"
@@ -53,16 +53,14 @@ NOT_RUN = "not run"
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures/words")
     """Folder of the tables."""
     scale: str = SCALE
-    """That of these runs; there is no other."""
+    """The scale of these runs; there is no other."""
 
 
 def read_validation(track: str) -> pd.DataFrame:
-    """A row per run of a track that was judged: variant, seed, sampled (accuracy on validation problems)."""
+    """Return a row per judged run of a track: variant, seed, sampled (accuracy on validation problems)."""
     if not has_runs(SCALE, track):
         return pd.DataFrame(columns=["variant", "seed", "sampled"])
     variants = [variant for place, variant in needs("words_rates", SCALE) if place == track]
@@ -71,7 +69,7 @@ def read_validation(track: str) -> pd.DataFrame:
 
 
 def read_plain(track: str) -> pd.DataFrame:
-    """A row per judged run of plain GRPO: seed, and the numbers that GATES names."""
+    """Return a row per judged run of plain GRPO: seed, and the numbers that GATES names."""
     runs = read_validation(track).query("variant == 'grpo'").rename(columns={"sampled": "end"})
     runs["start"] = read_start()
     runs["gain"] = runs["end"] - runs["start"]
@@ -83,7 +81,7 @@ def read_plain(track: str) -> pd.DataFrame:
 
 
 def read_start() -> float:
-    """Accuracy on the validation problems before training; NaN before it is measured."""
+    """Return accuracy on the validation problems before training; NaN if it is not measured."""
     if not is_measured("words_start", SCALE):
         return np.nan
     table = read_table("words_start", "start.csv", scale=SCALE)
@@ -91,7 +89,7 @@ def read_start() -> float:
 
 
 def judge_gates() -> pd.DataFrame:
-    """A row per rate and gate: the mean over seeds, its bounds, and whether it passes."""
+    """Return a row per rate and gate: mean over seeds, bounds, and whether it passes."""
     rows = []
     for track in TRACKS:
         runs = read_plain(track)
@@ -107,7 +105,7 @@ def judge_gates() -> pd.DataFrame:
 
 
 def choose_rates() -> pd.DataFrame:
-    """A row per method and rate: seeds, mean accuracy, whether it is chosen, and the rate planned for the decision."""
+    """Return a row per method and rate: seeds, mean accuracy, whether it is chosen, and the decision's planned rate."""
     runs = pd.concat([read_validation(track).assign(track=track) for track in TRACKS])
     planned = {(run.track, run.variant, run.seed) for run in list_runs(SCALE) if run.track in TRACKS}
     whole = planned == set(runs[["track", "variant", "seed"]].itertuples(index=False, name=None))
@@ -126,7 +124,7 @@ def choose_rates() -> pd.DataFrame:
 
 
 def count_runs() -> pd.DataFrame:
-    """A row per part: runs planned, runs judged, and the command that makes those that are missing."""
+    """Return a row per part: runs planned, runs judged, and the command that makes the missing ones."""
     rows, seen = [], set()
     for figure, part in PARTS.items():
         wanted = set(needs(figure, SCALE))
@@ -139,7 +137,7 @@ def count_runs() -> pd.DataFrame:
 
 
 def tell_power() -> pd.DataFrame:
-    """A row per number of seeds and spread: how often a true difference of SMALLEST is told, and the half-width."""
+    """Return a row per number of seeds and spread: the power for a true difference of SMALLEST, and the half-width."""
     plan = PLANS[SCALE]
     return pd.DataFrame(
         {

@@ -4,12 +4,12 @@
 
 Drawn from the measurements `words_trained` (analyses/measure/words_trained.py), at the end of the run, and
 `pretrained_batches`, at its start and T = 1: words_trained.png, and words_trained.csv with the intervals' shares and
-norms, of Σ‖w·g‖² in AdamW's metric, too. With that name before them, _powers.csv has the powers of 1 − π that norms
-follow, _proxy.csv how well verl's sums stand for norms (as analyses/paper/optimal_baseline.py has it), _sizes.csv the
-shares of the summed gradient in batches of fewer prompts, _weightings.csv what token weightings would do (`gradscope
-compare`), _weights.csv how many weights training changed, _samples.csv what was sampled. Bounds are over the prompts of
-one batch (8, and 24 where gradients are summed), before training over four batches. One run of one seed: it tells of
-no other.
+norms, of Σ‖w·g‖² in AdamW's metric, too. With the same prefix, _powers.csv has the powers of 1 − π that norms follow,
+_proxy.csv how well verl's sums stand for norms (as in analyses/paper/optimal_baseline.py), _sizes.csv the shares of the
+summed gradient in batches of fewer prompts, _weightings.csv what token weightings would do (`gradscope compare`),
+_weights.csv how many weights training changed, _samples.csv what was sampled. Bounds are over the prompts of one batch
+(8, and 24 for summed gradients), before training over four batches. This is one run of one seed and says nothing about
+others.
 
 The paper has no such figure.
 """
@@ -42,8 +42,6 @@ from gradscope.theory import fit_powers
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("figures/words")
     """Folder of the picture and the tables."""
     scale: str = "words"
@@ -60,14 +58,14 @@ COLORS = {START: "#9aa5b1", END: "#b5548a"}
 QUANTITIES = ("token_share", "squared_share", "norm_ratio", "gradient_share", "signal_fraction")
 SHOWN = {"token_share": "share of the tokens", "gradient_share": "share of the summed gradient"}
 SCALED_PAIRS = {"‖g‖² by ‖e − π‖², some": PARAMETERS, "‖g‖² in AdamW's metric by ‖e − π‖²": ADAMW}
-"""Both on the tokens whose norms are known in AdamW's metric."""
+"""Pairs on the tokens whose norms are known in AdamW's metric."""
 NUMBERS = ("cosine", "norm_ratio", "signal_to_noise", "right_sgd", "effective_share")
-"""Of a weighting, those that are kept with their bounds."""
+"""A weighting's numbers that are kept with their bounds."""
 DEALS = 200
 
 
 def table(options: Options) -> dict[str, pd.DataFrame]:
-    """The numbers, by what their file's name ends with."""
+    """Return the numbers by the ending of their file's name."""
     of = {name.split(".")[0]: read_table(NAME, name, scale=options.scale) for name in TABLES}
     start = {
         name: pretrained_batches.pick(rows, ("smollm2-words", 1.0)).reset_index(drop=True)
@@ -101,9 +99,9 @@ def table(options: Options) -> dict[str, pd.DataFrame]:
 
 
 def by_size(products: Float[np.ndarray, "n A n A"]) -> pd.DataFrame:
-    """⟨G_a, G⟩/‖G‖² in batches of fewer prompts, dealt of these DEALS times: mean, and where 95 % of them lie.
+    """Return ⟨G_a, G⟩/‖G‖² in DEALS batches of fewer of these prompts: mean, and the range of the central 95 %.
 
-    A batch all of whose rewards are alike within prompts has no gradient, and is left out.
+    Batches whose rewards are equal within every prompt have no gradient and are skipped.
     """
     count, rng, along, rows = len(products), np.random.default_rng(0), products.sum(3), []
     for size in (2**power for power in range(count.bit_length())):
@@ -120,7 +118,7 @@ def by_size(products: Float[np.ndarray, "n A n A"]) -> pd.DataFrame:
 
 
 def share_weights(weights: pd.DataFrame) -> pd.DataFrame:
-    """Which share of a group's weights changed, which in bfloat16, and by how much of their norm; and of all."""
+    """Return the share of changed weights, also in bfloat16, and the relative change, by group and overall."""
     whole = weights.drop(columns="group").sum().to_frame().T.assign(group="all")
     weights = pd.concat([weights, whole], ignore_index=True)
     for name in ("changed", "changed_bfloat16"):
@@ -129,7 +127,7 @@ def share_weights(weights: pd.DataFrame) -> pd.DataFrame:
 
 
 def draw_shares(ax: Axes, rows: pd.DataFrame, title: str) -> None:
-    """A quantity by interval, before and after."""
+    """Draw a quantity by interval, before and after."""
     for number, (when, color) in enumerate(COLORS.items()):
         own = rows[rows["when"] == when].set_index("interval").loc[LABELS]
         errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["value"].to_numpy())
@@ -141,7 +139,7 @@ def draw_shares(ax: Axes, rows: pd.DataFrame, title: str) -> None:
 
 @paper_style()
 def draw(found: dict[str, pd.DataFrame]) -> Figure:
-    """Shares by interval, the power of 1 − π by layer, and shares by size of batch."""
+    """Draw shares by interval, the power of 1 − π by layer, and shares by batch size."""
     figure, axes = plt.subplots(1, 4, figsize=(12.0, 2.9), layout="constrained")
     for ax, (quantity, title) in zip(axes, SHOWN.items(), strict=False):
         draw_shares(ax, found[""][found[""]["statistic"] == quantity], title)

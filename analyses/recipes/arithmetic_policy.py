@@ -2,11 +2,11 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m analyses.recipes.arithmetic_policy
 
-From nothing, on questions of analyses/common/sums.py that are not the test's, character by character; it stops before
-its sums are sure. A last stage teaches slips and to answer without any step, the more often the longer the question, so
-that reinforcement learning has more to improve. It is then judged as the runs are (math/untrained.csv). The seed fixes
+It is trained from scratch, character by character, on questions of analyses/common/sums.py outside the test, and stops
+before its sums are reliable. A last stage teaches slips, and answers without steps, more often for longer questions, so
+that reinforcement learning has more to improve. It is then judged like the runs (math/untrained.csv). The seed fixes
 questions, slips and initial weights; another number of threads or version of torch gives other weights of the same
-quality, which is why the repository keeps these.
+quality, so the repository keeps these.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from analyses.recipes.supervised import EOS, PAD, UNKNOWN, Stage, batches, open_
 
 @dataclass(frozen=True)
 class SumsStage(Stage):
-    """A stretch of training on sums; `write` is of puzzles."""
+    """A training stage on sums; `write` is for puzzles."""
 
     noise: float = 0.0
     """Share of steps with a slip."""
     bare: float = 0.0
-    """Share of answers that leave out the steps, times the number of steps."""
+    """Share of answers without steps, times the number of steps."""
 
 
 STAGES = (
@@ -47,8 +47,6 @@ STAGES = (
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = RUNS / "cpu"
     """Gets arithmetic-policy/, and math/untrained.csv."""
     log: Path = Path("analyses/recipes/logs/arithmetic_policy.jsonl")
@@ -56,7 +54,7 @@ class Options:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Every printable ASCII character and the line break."""
+    """Make every printable ASCII character and the line break a token."""
     vocabulary = {word: i for i, word in enumerate([EOS, PAD, UNKNOWN, "\n", *map(chr, range(32, 127))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=UNKNOWN))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -73,7 +71,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
-    """The untrained policy."""
+    """Build the untrained policy."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=64,
@@ -96,7 +94,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
 def examples(
     tokenizer: PreTrainedTokenizerFast, stage: SumsStage, rng: random.Random
 ) -> Iterator[tuple[list[int], int]]:
-    """Endless (ids of prompt and response, length of the prompt)."""
+    """Yield (ids of prompt and response, length of the prompt) endlessly."""
     while True:
         terms = draw_terms(rng.choice(STEPS), rng)
         prompt = write_question(terms)
@@ -109,7 +107,6 @@ def examples(
 
 
 def main(options: Options) -> None:
-    """Train stage by stage, save, judge."""
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
     log = open_log(options.log, append=False)

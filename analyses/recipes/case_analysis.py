@@ -1,9 +1,9 @@
-"""A Knights & Knaves puzzle solved in writing by depth-first case analysis: the chain of thought a policy learns.
+"""Solve a Knights & Knaves puzzle in writing by depth-first case analysis, the chain of thought that a policy learns.
 
-A line of the trace copies one person's claim with the status of everybody in it (+ knight, - knave, ? not known
-yet) and only then gives the verdict: ` ok`, ` no` (a contradiction), ` open` (nothing follows yet) or ` so NAME-`
-(what follows). `try NAME+` assumes, `else NAME-` takes that back and lists whose status is unknown again, so the last
-mention of a name always holds its status. A check of every claim ends the trace.
+A line of the trace copies one person's claim with the status of everybody in it (+ knight, - knave, ? not known yet)
+and only then gives the verdict: ` ok`, ` no` (a contradiction), ` open` (nothing follows yet) or ` so NAME-` (what
+follows). `try NAME+` assumes, `else NAME-` takes that back and lists whose status is unknown again, so a name's last
+mention always has its status. A check of every claim ends the trace.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MAX_SEARCHES = 2
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one claim says about a partial assignment."""
+    """What a claim implies about a partial assignment."""
 
     word: str
     """"ok", "no", "open" or "so"."""
@@ -31,7 +31,7 @@ class Verdict:
 
 
 def holds(statement: Statement, knights: Mapping[int, bool]) -> bool:
-    """Whether the claim is true where `knights` says of everybody in it who is one."""
+    """Return whether the claim is true if `knights` says who is one."""
     operator, *parts = statement
     if operator in ("telling-truth", "lying"):
         return knights[parts[0]] == (operator == "telling-truth")
@@ -47,14 +47,14 @@ def holds(statement: Statement, knights: Mapping[int, bool]) -> bool:
 
 
 def mentioned(statement: Statement) -> set[int]:
-    """The people whom the claim is about."""
+    """Return the people whom the claim is about."""
     if statement[0] in ("telling-truth", "lying"):
         return {statement[1]}
     return set().union(*(mentioned(part) for part in statement[1:]))
 
 
 def judge(statement: Statement, speaker: int, status: Sequence[bool | None]) -> Verdict:
-    """What follows from the claim of a speaker whose status is known.
+    """Return what follows from the claim of a speaker whose status is known.
 
     >>> judge(("and", ("telling-truth", 1), ("lying", 2)), 0, [True, None, None])
     Verdict(word='so', forced={1: True, 2: False})
@@ -180,9 +180,9 @@ def write_response(
 ) -> str:
     """Trace, `</think>` and answer: what follows a prompt that ends with `<think>`.
 
-    `noise` is the share of verdicts that are wrong (the trace goes on as if they were right), `check` the share of
-    traces that end with the check. A failed check starts one more search.
-    `free`: whom to try, as what, and whose claim to judge next is drawn; else the first, as a knight, and first come.
+    `noise` is the share of wrong verdicts (the trace goes on as if they were right), `check` the share of traces that
+    end with the check. A failed check starts one more search. `free` draws whom to try, as what, and whose claim to
+    judge next; otherwise it is the first person, as a knight, and claims in order.
 
     >>> claims = [("lying", 1), ("not", ("lying", 0))]
     >>> print(write_response(claims, ["Zoey", "Oliver"], rng=random.Random(0)))

@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m analyses.recipes.certain_policy
 
-From nothing (analyses/recipes/supervised.py); about a quarter of an hour of one core's undivided time, and six minutes
-more for the evaluations. Its chain of thought (analyses/recipes/case_analysis.py) has one wording, so that nine of ten
-tokens are nearly certain, unlike those of the paper's policies. The last stage corrupts verdicts, leaves out most
-checks and goes in any order: reinforcement learning has noise to unlearn.
+It is trained from scratch (analyses/recipes/supervised.py), in about a quarter of an hour on one free core, plus six
+minutes for the evaluations. Its chain of thought (analyses/recipes/case_analysis.py) has one wording, so that nine of
+ten tokens are nearly certain, unlike those of the paper's policies. The last stage corrupts verdicts, omits most checks
+and proceeds in random order, so that reinforcement learning has noise to unlearn.
 """
 
 from __future__ import annotations
@@ -28,8 +28,6 @@ STAGES = (*JUDGING, Stage("noise", steps=1000, batch=10, lr=(8e-4, 5e-5), write=
 
 @dataclass(frozen=True)
 class Options(supervised.Options):
-    """Settings of the script."""
-
     out: Path = Path("gradscope/embedded/certain")
     log: Path = Path("analyses/recipes/logs/certain_policy.jsonl")
 

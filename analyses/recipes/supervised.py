@@ -1,9 +1,9 @@
-"""Supervised training of a tiny policy that reasons about Knights & Knaves: what recipes share.
+"""Supervised training of tiny policies that reason about Knights & Knaves, shared by the recipes.
 
-Compact puzzles of 2 to 5 people, a phrase-level vocabulary, and as responses programmatic chains of thought, which
-each stage of a recipe writes in its own way. Nothing is pretrained. The seed fixes puzzles, traces, initial weights
-and samples; another number of threads or another version of torch gives other weights of the same quality.
-Evaluation puzzles of 3 people and more never occur in training (of 2 there are too few).
+Puzzles are compact and have 2 to 5 people; the vocabulary has whole phrases; responses are programmatic chains of
+thought, written by each stage of a recipe in its own way. Nothing is pretrained. The seed fixes puzzles, traces,
+initial weights and samples; another number of threads or another version of torch gives other weights of the same
+quality. Evaluation puzzles of 3 people and more never occur in training (of 2 there are too few).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ CAREFUL: Write = partial(write_response, check=0.5)
 
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of training with one kind of example."""
+    """A training stage with one kind of example."""
 
     name: str
     steps: int
     batch: int
     """Examples per optimizer step."""
     lr: tuple[float, float]
-    """Learning rate at the first and at the last step; a cosine between."""
+    """First and last learning rate; a cosine in between."""
     write: Write = CAREFUL
-    """Makes the response of statements, names and `rng`."""
+    """Writes the response for statements, names and `rng`."""
     warmup: int = 50
     """Steps over which the learning rate rises to its first value."""
 
@@ -71,7 +71,7 @@ JUDGING = (
     Stage("large batches", steps=400, batch=32, lr=(2e-3, 1.5e-3)),
     Stage("small batches", steps=3300, batch=10, lr=(1.5e-3, 1e-5)),
 )
-"""By these every claim is learned to be judged rightly."""
+"""Examples from which every claim is learned to be judged correctly."""
 
 
 @dataclass(frozen=True)
@@ -81,20 +81,20 @@ class Options:
     out: Path
     """Folder of the saved policy."""
     log: Path
-    """What came of each stage."""
+    """Results of each stage."""
     keep_stages: Path | None = None
     """Folder that also gets the policy after every stage."""
     start_after: str | None = None
-    """Go on after this stage, with the policy in `keep_stages`; adds to the log."""
+    """Continue after this stage from the policy in `keep_stages`; appends to the log."""
     seed: int = 0
     threads: int = 1
     """One is fastest on a busy machine."""
 
 
 def build_tokenizer(names: Sequence[str] = COMPACT_NAMES, more: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Names and phrases as single tokens and every printable ASCII character, so that any ASCII text comes back.
+    """Make names, phrases and every printable ASCII character single tokens, so that any ASCII text round-trips.
 
-    more: further phrases, whose ids come last.
+    more: further phrases, with the last ids.
     """
     words = [*names, *PHRASES, "\n", *map(chr, range(32, 127)), *more]
     vocabulary = {word: i for i, word in enumerate([EOS, PAD, UNKNOWN, *words])}
@@ -122,7 +122,7 @@ def build_model(
     heads: int = 4,
     config_type: type[PreTrainedConfig] = Qwen2Config,
 ) -> PreTrainedModel:
-    """The untrained policy; half as many heads of keys as of queries, an MLP three times as wide as the stream."""
+    """Build the untrained policy: half as many key as query heads, an MLP three times as wide as the stream."""
     config = config_type(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
@@ -149,9 +149,9 @@ def examples(
     names: Sequence[str] | None = None,
     longest: int = MAX_NEW_TOKENS,
 ) -> Iterator[tuple[list[int], int]]:
-    """Endless (ids of prompt and response, length of the prompt); responses of at most `longest` tokens.
+    """Yield (ids of prompt and response, length of the prompt) endlessly; responses have at most `longest` tokens.
 
-    names: of these each puzzle's are drawn; None: the canonical ones.
+    names: draw each puzzle's names from these; None: the canonical ones.
     """
     while True:
         statements = draw_statements(rng.choice(people), rng)
@@ -168,7 +168,7 @@ def examples(
 def batches(
     stream: Iterator[tuple[list[int], int]], size: int, rng: random.Random, *, pool: int = 32
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (input ids, labels), padded on the right; examples of like length go together."""
+    """Yield (input ids, labels) endlessly, padded on the right; examples of similar length go together."""
     while True:
         drawn = sorted((next(stream) for _ in range(size * pool)), key=lambda example: len(example[0]))
         starts = list(range(0, len(drawn), size))
@@ -188,7 +188,7 @@ def _pad(rows: list[tuple[list[int], int]]) -> tuple[Tensor, Tensor]:
 
 
 def make_optimizer(model: PreTrainedModel, stage: Stage) -> torch.optim.AdamW:
-    """A fresh one for every stage."""
+    """Make a new optimizer, one per stage."""
     return torch.optim.AdamW(model.parameters(), lr=stage.lr[0], betas=(0.9, 0.98), weight_decay=0.01)
 
 
@@ -202,9 +202,10 @@ def train(
     done: int = 0,
     on_step: Callable[[int], None] | None = None,
 ) -> None:
-    """Supervised training on the response tokens; products in bfloat16 on a GPU.
+    """Train on the response tokens; products are in bfloat16 on a GPU.
 
-    optimizer, done: of a stage that was interrupted after so many steps. on_step: called after each with its number.
+    optimizer, done: of a stage that was interrupted after `done` steps. on_step: called after each step with its
+    number.
     """
     optimizer = make_optimizer(model, stage) if optimizer is None else optimizer
     device = model.device
@@ -247,7 +248,7 @@ def sample(
     greedy: bool,
     longest: int = MAX_NEW_TOKENS,
 ) -> tuple[list[str], list[Tensor]]:
-    """Each prompt's response as text, and the probability that each of its tokens had at the temperature."""
+    """Return each prompt's response as text, and the probability of each of its tokens at the temperature."""
     encoded = tokenizer(prompts, return_tensors="pt", padding=True).to(model.device)
     out = model.generate(
         input_ids=encoded.input_ids,
@@ -279,7 +280,7 @@ def evaluate(
     batch: int = 100,
     longest: int = MAX_NEW_TOKENS,
 ) -> dict[str, object]:
-    """Accuracy by people, share of well-formed responses, mean length, and how sure the sampled tokens were."""
+    """Return accuracy by people, share of well-formed responses, mean length, and certainty of the sampled tokens."""
     task = get_task("knights-knaves-compact")  # whose reward goes by each question's own names
     model.eval()
     torch.manual_seed(EVALUATION_SEED)  # the same draws, whatever was evaluated before
@@ -310,7 +311,7 @@ def evaluate(
 def train_policy(
     options: Options, stages: Sequence[Stage], tokenizer: PreTrainedTokenizerFast, config_type: type[PreTrainedConfig]
 ) -> None:
-    """Train stage by stage, evaluate after each, save. Raises InputError for a stage that there is not."""
+    """Train stage by stage, evaluate after each, save. Raises InputError for an unknown stage."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     model, left = build_model(tokenizer, config_type=config_type), list(stages)

@@ -3,11 +3,11 @@
     python -m analyses.recipes.pretrained smollm2 --out work/smollm2
     python -m analyses.recipes.word_problems_policy --model work/smollm2 --out work/smollm2-words
 
-As it comes, the model states hardly any answer in the asked form, so that reinforcement learning has nothing to climb.
-A short supervised training (analyses/recipes/supervised.py) teaches the form and to calculate in one line, and stops
-before its sums are sure. Every answer draws its words anew: templated answers would leave the policy sure of all but
+The original model hardly ever answers in the requested form, so reinforcement learning has nothing to climb. A short
+supervised training (analyses/recipes/supervised.py) teaches the form and one-line calculation, and stops before its
+sums are reliable. Every answer draws its words anew: templated answers would leave the policy certain of everything but
 the digits. The seed fixes problems, words and samples; another number of threads or version of torch gives other
-weights of the same quality. The log tells accuracy and how sure the sampled tokens are, at the temperature of training.
+weights of the same quality. The log has accuracy and the certainty of the sampled tokens at the training temperature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradscope.tasks.word_problems import LEVELS, Problem, draw_problem, word_pr
 
 STAGE = Stage("worked answers", steps=64, batch=4, lr=(1.5e-4, 1.5e-5), warmup=10)
 LONGEST = 25
-"""Tokens of a worked answer, the end of turn among them; longer ones are put in other words."""
+"""Maximum tokens of a worked answer, including the end of turn; longer ones are reworded."""
 EVALUATION_SEED = 2_000_003
 _FIRST = ("", "", "First ", "We get ", "So ", "Now ", "That makes ", "It is ", "Let's see: ", "Well, ", "There are ")
 _EQUALS = ("{a}{sign}{b}={c}", "{a} {word} {b} is {c}", "{a}{sign}{b} = {c}", "{a} {sign} {b}={c}")
@@ -49,22 +49,20 @@ _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 @dataclass(frozen=True)
 class Options:
-    """Settings of the recipe."""
-
     model: Path
     """The pretrained checkpoint."""
     out: Path
-    """Folder of the warm-started one."""
+    """Folder for the warm-started checkpoint."""
     log: Path = Path("analyses/recipes/logs/word_problems_policy.jsonl")
     questions: int = 64
-    """Of which accuracy is told, four responses to each."""
+    """Questions for the accuracy, four responses each."""
     seed: int = 0
     threads: int = 1
     """One is fastest on a busy machine."""
 
 
 def write_answer(problem: Problem, rng: random.Random) -> str:
-    """Work a problem out in one line of drawn words.
+    """Solve a problem in one line of randomly drawn words.
 
     >>> problem = draw_problem(3, random.Random(0))
     >>> problem.text
@@ -83,7 +81,7 @@ def write_answer(problem: Problem, rng: random.Random) -> str:
 
 
 def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[tuple[list[int], int]]:
-    """Endless (ids of prompt and worked answer, length of the prompt)."""
+    """Yield (ids of prompt and worked answer, length of the prompt) endlessly."""
     while True:
         problem = draw_problem(rng.choice(LEVELS), rng)
         chat = word_problems.question(problem).prompt
@@ -97,7 +95,7 @@ def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator
 
 
 def evaluate(folder: Path, questions: int, *, temperature: float = 1.0) -> dict[str, object]:
-    """Accuracy by level, share of answers in the asked form, mean length, and how sure the sampled tokens were."""
+    """Return accuracy by level, share of answers in the requested form, mean length, and the tokens' certainty."""
     policy, task = load_policy(folder), get_task("word-problems")
     drawn = task.questions(questions, seed=EVALUATION_SEED)
     settings = {"n": 4, "temperature": temperature, "max_new_tokens": 2 * LONGEST, "seed": 0}
@@ -120,7 +118,7 @@ def evaluate(folder: Path, questions: int, *, temperature: float = 1.0) -> dict[
 
 
 def main(options: Options) -> None:
-    """Train, save, evaluate before and after."""
+    """Train and save; evaluate before and after."""
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     log = open_log(options.log, append=False)
