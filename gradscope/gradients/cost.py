@@ -249,7 +249,7 @@ class Speed:
     gradients: Number
     """FLOP/s of everything after it."""
     preparation: float = 0.0
-    """Seconds before any token is measured: the model's structure, and the self-check."""
+    """Seconds before any token is measured, in which the model's structure is found."""
 
 
 def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"], settings: MeasureSettings) -> Speed:
@@ -257,26 +257,29 @@ def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]
 
     chosen: mask of the kept tokens with a backward pass, in table order. Returns the speed of the last round.
     """
-    shape, settings = ModelShape.of(policy.model), replace(settings, tokens_per_interval=None, minutes=None)
+    shape, preparation, meter = ModelShape.of(policy.model), 0.0, None
+    settings = replace(settings, tokens_per_interval=None, minutes=None, self_check=False)
     whole = sum(gradient_flops(shape, Responses.of(batch, chosen).prefixes).values())
     count = max(1, int(FIRST * chosen.sum() / whole))
     while True:
         part, picks = _take(batch, chosen, count)
         start = perf_counter()
         measurement = TableMeasurement(policy, part, settings, tokens=torch.from_numpy(picks.nonzero()[0]))
+        if meter is not None:
+            measurement.J.meter = meter
         with measurement:
             entered = perf_counter()
             for group in measurement.row_norms.groups:
                 measurement.measure_responses(group)
             seconds = perf_counter() - entered
+        preparation, meter = max(preparation, entered - start - measurement.pass_seconds), measurement.meter
         if seconds >= PILOT_SECONDS or picks.sum() == chosen.sum():
             break
         count *= GROWTH
-    work = measure_flops(shape, Responses.of(part, picks), rules=measurement.meter.decoder is not None)
-    passed = measurement.pass_seconds
+    work = measure_flops(shape, Responses.of(part, picks), rules=meter.decoder is not None)
     where = f"this machine ({policy.device.type}, {torch.get_num_threads()} threads), by {picks.sum():,} of the tokens"
-    forward = work.pop("statistics") / passed
-    return Speed(where, forward, sum(work.values()) / seconds, entered - start - passed)
+    forward = work.pop("statistics") / measurement.pass_seconds
+    return Speed(where, forward, sum(work.values()) / seconds, preparation)
 
 
 def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tuple[TokenBatch, Bool[np.ndarray, " k"]]:
@@ -363,7 +366,7 @@ class Plan:
         whole = sum(self.seconds.values())
         lines += [
             f"{'total':16}{sum(self.flops.values()):12.3g}{whole:12.3g}",
-            f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, figures and summary.",
+            f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, self-check, figures and summary.",
         ]
         if self.minutes is not None:
             lines.append(f"Fitted to {self.minutes:g} min: {self.shares.summed:,} prompts' gradients are summed.")
