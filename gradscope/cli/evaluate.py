@@ -15,7 +15,7 @@ from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progre
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead, make_key, make_manifest
 from gradscope.resampling import in_brackets
-from gradscope.runs import RunFolder, write_parquet, write_text
+from gradscope.runs import RunFolder, counted, write_parquet, write_text
 from gradscope.sampling import Exam, check_count, make_sampler, summarize_responses
 from gradscope.tasks import Question, draw_questions, get_task, questions_hash
 
@@ -112,7 +112,8 @@ class Evaluate(PolicyFlags):
         facts = {"settings": asdict(self), "seed": self.seed}
         facts |= {"questions": len(exam.questions), "responses": len(evaluation.responses)}
         folder.publish(make_manifest(self.model, exam.policy, folder.key, facts))
-        print(f"{len(evaluation.responses):,} responses: {folder.folder / RESPONSES}; table: {folder.folder / TABLE}")
+        told = counted(len(evaluation.responses), "response")
+        print(f"{told}: {folder.folder / RESPONSES}; table: {folder.folder / TABLE}")
 
     def _report_again(self) -> str:
         """Return the report of a finished run. Raises InputError if its table has changed."""
@@ -130,8 +131,8 @@ class Evaluate(PolicyFlags):
         kind = "sampled" if self.k else "greedy"
         rest = ", ".join(name for name in FORMS if column_of(name, kind) in table)
         return (
-            f"\n{self.task}, {self.model}: {questions} questions, each with 1 greedy response{sampled}, of at most "
-            f"{self.max_new_tokens:,} tokens\n\n{format_table(table, self.k)}\n\n"
+            f"\n{self.task}, {self.model}: {counted(questions, 'question')}, each with 1 greedy response{sampled}, "
+            f"of at most {counted(self.max_new_tokens, 'token')}\n\n{format_table(table, self.k)}\n\n"
             f"[95 % interval of a bootstrap over questions]; {rest}: over the {kind} responses"
         )
 

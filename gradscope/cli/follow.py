@@ -26,7 +26,16 @@ from gradscope.policy import (
     named_step,
 )
 from gradscope.rollouts import LogSteps, list_files, list_steps
-from gradscope.runs import MANIFEST, check_is_folder, describe_difference, locked, plain_json, read_json, write_json
+from gradscope.runs import (
+    MANIFEST,
+    check_is_folder,
+    counted,
+    describe_difference,
+    locked,
+    plain_json,
+    read_json,
+    write_json,
+)
 
 FOLLOWED, LOG = "follow.json", "follow.log"
 EVERY = 10.0
@@ -272,7 +281,7 @@ class Following:
 
     def _count(self) -> str:
         waiting = sum(map(self._is_open, self._waiting))
-        words = f"{len(self.done)} checkpoint{'' if len(self.done) == 1 else 's'} diagnosed"
+        words = f"{counted(len(self.done), 'checkpoint')} diagnosed"
         words += f", {len(self.failed)} not" if self.failed else ""
         return words + (f", {waiting} waiting" if waiting else "")
 

@@ -14,7 +14,7 @@ from gradscope.cli.measure import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step
-from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json
+from gradscope.runs import MANIFEST, RunFolder, counted, file_hash, provenance, read_json
 from gradscope.updates import StepSettings
 
 PAGE = "report.html"
@@ -143,13 +143,13 @@ def write_trend(
         run.begin(overwrite=True)
         write_report(run.staged, report)
         run.publish({**provenance(), "checkpoints": list(models)})
-    print(f"the trend over {len(folders)} checkpoint{'s' if len(folders) > 1 else ''}: {out / PAGE}")
+    print(f"the trend over {counted(len(folders), 'checkpoint')}: {out / PAGE}")
 
 
 def describe_rollouts(manifest: dict[str, Any]) -> str:
     """Describe the rollouts of a checkpoint's page, and their step."""
     rollouts = manifest["rollouts"]
-    taken = f"{manifest['tokens']:,} tokens of {rollouts['path']}"
+    taken = f"{counted(manifest['tokens'], 'token')} of {rollouts['path']}"
     return "; ".join(filter(None, (taken, rollouts.get("step_note"))))
 
 

@@ -13,7 +13,7 @@ import tyro
 from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
 from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
-from gradscope.runs import PACKED, check_is_folder, check_writable, parse_json, read_lines
+from gradscope.runs import PACKED, check_is_folder, check_writable, counted, parse_json, read_lines
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,8 @@ class Sample(PolicyFlags):
         tokens = sum(len(row["response_ids"]) for row in rows)
         rewards = [row["reward"] for row in rows if "reward" in row]
         mean = f", mean reward {sum(rewards) / len(rewards):.2f}" if rewards else ""
-        print(f"{len(rows)} responses to {len(questions)} prompts, {tokens:,} tokens{mean}: {self.out}")
+        answers = counted(len(rows), "response")
+        print(f"{answers} to {counted(len(questions), 'prompt')}, {counted(tokens, 'token')}{mean}: {self.out}")
 
 
 def read_prompts(path: Path) -> list[Any]:

@@ -17,6 +17,7 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, Column, interval_labels
 from gradscope.objective import PAPER, LossSettings
 from gradscope.resampling import FEWEST, Shortage
+from gradscope.runs import counted
 from gradscope.updates import StepSettings
 
 if TYPE_CHECKING:
@@ -290,8 +291,7 @@ def by_weight(notes: Sequence[Note]) -> list[Note]:
 def few_words(informative: int, prompts: int) -> str:
     """Return words such as "3 prompts with an advantage are too few"."""
     served = "" if informative == prompts else " with an advantage"
-    one = informative == 1
-    return f"{informative} prompt{'' if one else 's'}{served} {'is' if one else 'are'} too few"
+    return f"{counted(informative, 'prompt')}{served} {'is' if informative == 1 else 'are'} too few"
 
 
 @dataclass(frozen=True)
@@ -398,7 +398,7 @@ class Diagnosis:
         """The number of prompts in words, such as "12 prompts (8 of them with an advantage)"."""
         served = self.num_informative_prompts
         of = "" if served == self.num_prompts else f" ({served:,} of them with an advantage)"
-        return f"{self.num_prompts:,} prompt{'' if self.num_prompts == 1 else 's'}{of}"
+        return f"{counted(self.num_prompts, 'prompt')}{of}"
 
     @property
     def sums_prompts(self) -> int | None:
@@ -433,8 +433,9 @@ class Diagnosis:
 
     def _title(self) -> str:
         return (
-            f"Diagnosis of {len(self.table):,} tokens of {self.num_responses} responses to {self.num_prompts} prompts; "
-            f"{len(self.statistics)} statistics, {len(self.notes)} notes"
+            f"Diagnosis of {counted(len(self.table), 'token')} of {counted(self.num_responses, 'response')} to "
+            f"{counted(self.num_prompts, 'prompt')}; {len(self.statistics)} statistics, "
+            f"{counted(len(self.notes), 'note')}"
         )
 
     def to_html(

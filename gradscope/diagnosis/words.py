@@ -30,6 +30,7 @@ from gradscope.diagnosis.result import (
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights, stands_for
 from gradscope.objective import off_policy_sentence
+from gradscope.runs import counted
 
 CERTAIN = 0.95
 """Share of the resampled batches in which a ranking must hold to be stated."""
@@ -525,9 +526,10 @@ def lag_words(d: Diagnosis) -> list[Finding]:
     low, high, dual = (d.pick(f"clip_{name}") for name in ("low", "high", "dual"))
     statement = off_policy_sentence(number_words(mean, ".2g"), worst["value"])
     if isnan(low["value"]):
-        return [Finding("lag", Verdict.FACT, statement, f"Over {mean['n']:,} tokens.")]
+        return [Finding("lag", Verdict.FACT, statement, f"Over {counted(mean['n'], 'token')}.")]
     detail = (
-        f"Of {low['n']:,} tokens, clipped low {share_words(low)}, clipped high {share_words(high)}, by the dual clip "
+        f"Of {counted(low['n'], 'token')}, clipped low {share_words(low)}, clipped high {share_words(high)}, "
+        "by the dual clip "
     )
     return [Finding("lag", Verdict.FACT, statement, f"{detail}{share_words(dual)}.")]
 
@@ -544,5 +546,5 @@ def bound_words(d: Diagnosis) -> list[Finding]:
     if b.violations:
         words = f"The bounds of Prop. 4.2 fail on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
         return [Finding("bounds", Verdict.BROKEN, words, detail, "bad")]
-    words = f"The bounds of Prop. 4.2 hold at the logits of all {b.num_tokens:,} tokens."
+    words = f"The bounds of Prop. 4.2 hold at the logits of all {counted(b.num_tokens, 'token')}."
     return [Finding("bounds", Verdict.FACT, words, detail)]

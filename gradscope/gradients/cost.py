@@ -45,6 +45,7 @@ from gradscope.gradients.timed_rounds import describe_seconds
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import TokenBatch, check_batch
+from gradscope.runs import counted
 
 Number = int | float
 
@@ -356,8 +357,9 @@ class Plan:
         lines = [
             f"{self.policy.path}: {self.shape.parameters:,} parameters, {self.shape.layers} layers of width "
             f"{self.shape.hidden:,}, vocabulary {self.shape.vocab:,}; measured by {way}",
-            f"{len(found.lengths):,} responses, {found.targets:,} response tokens. Backward passes for "
-            f"{len(found.prefixes):,} tokens ({self.draw}), over prefixes of {np.mean(each):,.0f} tokens in the mean.",
+            f"{counted(len(found.lengths), 'response')}, {counted(found.targets, 'response token')}. Backward passes "
+            f"for {counted(len(found.prefixes), 'token')} ({self.draw}), over prefixes of {np.mean(each):,.0f} tokens "
+            "in the mean.",
             "",
             f"{'':16}{'FLOPs':>12}{'seconds':>12}",
         ]

@@ -33,6 +33,7 @@ from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages
 from gradscope.policy import AdamWState, Policy, PolicyLike
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.runs import counted
 
 Number = int | float
 
@@ -62,10 +63,11 @@ class IntervalGradients:
     adamw_cosines: pd.DataFrame | None = None
 
     def __repr__(self) -> str:
-        return "\n".join([f"IntervalGradients of {self.num_prompts} prompts", *self._parts(pd.DataFrame.to_string)])
+        title = f"IntervalGradients of {counted(self.num_prompts, 'prompt')}"
+        return "\n".join([title, *self._parts(pd.DataFrame.to_string)])
 
     def _repr_html_(self) -> str:
-        return f"<p><b>Interval gradients</b>, {self.num_prompts} prompts</p>" + "".join(
+        return f"<p><b>Interval gradients</b>, {counted(self.num_prompts, 'prompt')}</p>" + "".join(
             self._parts(pd.DataFrame.to_html)
         )
 

@@ -32,7 +32,7 @@ from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
-from gradscope.runs import RunFolder, write_parquet_parts
+from gradscope.runs import RunFolder, counted, write_parquet_parts
 
 Number = int | float
 
@@ -261,7 +261,7 @@ def measure_into(
             sample = _describe_sample(measurement, asked, table, rounds, hooks)
             folder.publish(_manifest(measurement, folder.key, table, **facts) | {"sample": sample})
             responses = table["response"].nunique()
-            hooks.tell(f"{len(table):,} tokens of {responses:,} responses: {folder.folder / TABLE}")
+            hooks.tell(f"{counted(len(table), 'token')} of {counted(responses, 'response')}: {folder.folder / TABLE}")
             if not isinstance(sample, str) and "error" in sample:
                 hooks.tell(sample["error"])
     processes.gather([None])  # the table is there

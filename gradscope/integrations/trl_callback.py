@@ -26,7 +26,7 @@ from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text, whole_weights
-from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_parquet
+from gradscope.runs import SILENT, Progress, Reporter, counted, settle_progress, write_parquet
 
 Number = int | float
 TOLERANCE = 0.01
@@ -170,8 +170,9 @@ class GradScopeCallback(TrainerCallback):
             if self.progress is not SILENT:
                 own = " of this process" if trainer.accelerator.num_processes > 1 else ""
                 _say(
-                    f"gradscope: measuring step {number} ({batch.num_tokens:,} tokens of {len(batch)} responses{own}): "
-                    f"three forward passes and a backward pass for each of {len(self.edges) - 1} intervals"
+                    f"gradscope: measuring step {number} ({counted(batch.num_tokens, 'token')} of "
+                    f"{counted(len(batch), 'response')}{own}): three forward passes and a backward pass for each "
+                    f"of {counted(len(self.edges) - 1, 'interval')}"
                 )
             with self.progress.stage(f"step {number}"), whole_weights(trainer.model):
                 self._step = measure_step(*terms, edges=self.edges, cosines=self.cosines, resources=resources)
@@ -199,7 +200,7 @@ class GradScopeCallback(TrainerCallback):
         allowed = affordable(self.budget, now - self._started + owed, spent, price)
         count = agree(min(most, allowed), self.trainer.accelerator.device)
         if self.progress is not SILENT and (measured := sample.measured_prompts + count):
-            _say(f"gradscope: measuring step {number}: {measured} of {sample.num_prompts} prompts")
+            _say(f"gradscope: measuring step {number}: {measured} of {counted(sample.num_prompts, 'prompt')}")
         sample.measure(count)
 
     def _compare(self, number: int) -> None:
@@ -284,7 +285,7 @@ class GradScopeCallback(TrainerCallback):
             budget = "" if self.budget is None else f" (budget {100 * self.budget:g} %)"
             print(
                 f"gradscope: measuring took {self.seconds:.1f} s, {100 * self.seconds / total:.1f} % of the training's "
-                f"{total:.1f} s{budget}; {len(self.rows)} measured steps are in {self.path}"
+                f"{total:.1f} s{budget}; {counted(len(self.rows), 'measured step')} in {self.path}"
                 + (f"; in {off} of them the gradient is over {100 * TOLERANCE:g} % from the trainer's" if off else "")
             )
 

@@ -35,6 +35,7 @@ from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbe
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import batch_weights
+from gradscope.runs import counted
 
 Number = int | float
 BEFORE = 12
@@ -244,8 +245,8 @@ class TokenMonitor(TrainerCallback):
                     self._write_page()
             total = time.perf_counter() - self._started
             print(
-                f"gradscope: looking at the tokens of {len(self.rows)} steps took {self.seconds:.2f} s, "
-                f"{100 * self.seconds / total:.2f} % of the training's {total:.1f} s; they are in {self.path}"
+                f"gradscope: looking at the tokens of {counted(len(self.rows), 'step')} took {self.seconds:.2f} s, "
+                f"{100 * self.seconds / total:.2f} % of the training's {total:.1f} s; numbers are in {self.path}"
             )
 
     @contextmanager

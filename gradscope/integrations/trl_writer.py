@@ -21,6 +21,7 @@ from gradscope.integrations.trl_batch import Inputs
 from gradscope.integrations.trl_losses import GRPOLoss, step_loss
 from gradscope.integrations.trl_watch import watch
 from gradscope.rollouts import LOSS_KEY
+from gradscope.runs import counted
 
 Number = int | float
 COLUMNS = {
@@ -137,7 +138,7 @@ class RolloutWriter(TrainerCallback):
         self.seconds += time.perf_counter() - wall
         self.cpu_seconds += time.thread_time() - cpu
         if state.is_world_process_zero:
-            print(f"gradscope: rollouts of {len(self.steps)} steps are in {self.folder}")
+            print(f"gradscope: rollouts of {counted(len(self.steps), 'step')} are in {self.folder}")
 
     def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:

@@ -24,6 +24,7 @@ from gradscope.errors import InputError
 from gradscope.integrations.row_writer import Part, RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.objective import LossSettings
 from gradscope.rollouts import LOSS_KEY
+from gradscope.runs import counted
 
 COLUMNS = {
     **{"response_mask": "response_mask", "advantages": "advantage", "old_log_probs": "old_logprobs"},
@@ -211,7 +212,7 @@ class VerlWriter:
         if self._process is not None:
             self._process.close()
             self._process = None
-            print(f"gradscope: rollouts of {len(self.steps)} steps are in {self.folder}")
+            print(f"gradscope: rollouts of {counted(len(self.steps), 'step')} are in {self.folder}")
 
     def _is_due(self, step: int) -> bool:
         return self.settings.every is not None and (step - 1) % self.settings.every == 0

@@ -14,7 +14,6 @@ from gradscope.gradients import sampling_probabilities, sampling_weights, weight
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.style import (
     NEUTRAL,
-    count_tokens,
     describe_drawn,
     draw_tokens,
     edge_names,
@@ -29,6 +28,7 @@ from gradscope.plots.style import (
     require_intervals,
     short_number,
 )
+from gradscope.runs import counted
 from gradscope.theory import logit_grad_bounds
 
 _ROUNDING = 1e-5
@@ -100,7 +100,7 @@ def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: A
     ax.set(xlim=(-0.01, 1.01), ylim=(0, top * (1.1 + 0.085 * len(cones))))
     ax.set(xticks=EDGES, xticklabels=edge_names())
     ax.set(xlabel="token probability π", ylabel=f"{symbol} of token gradient, unweighted")
-    words = f"{count_tokens(len(measured))}{describe_drawn(points, len(measured))}"
+    words = f"{counted(len(measured), 'token')}{describe_drawn(points, len(measured))}"
     _legend(ax, words, loc="upper right", alignment="right")
     points = points[["prob", "interval", column]].rename(columns={column: "norm"}).assign(layer=layer)
     return finish(ax, pd.concat([*parts, points], ignore_index=True))
@@ -240,9 +240,9 @@ def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> N
     low, high = float(points[column].min()), float(points[column].max())
     ax.set(xscale="log", yscale="log", xlim=(left, 1.4), ylim=(low / 2, 2 * high * (high / low) ** 0.1))
     lost = len(measured) - len(positive)
-    counted = count_tokens(len(measured)) + (f",\n{lost:,} of norm 0" if lost else "")
-    counted += describe_drawn(points, len(positive))
-    ax.text(0.97, 0.03, counted, transform=ax.transAxes, ha="right", va="bottom")
+    words = counted(len(measured), "token") + (f",\n{lost:,} of norm 0" if lost else "")
+    words += describe_drawn(points, len(positive))
+    ax.text(0.97, 0.03, words, transform=ax.transAxes, ha="right", va="bottom")
     ax.set(xlabel="1 − π (grey: not fitted)", ylabel=f"{symbol} of token gradient, unweighted")
     if np.isfinite(fit.slope):
         _legend(ax, None, loc="upper left")

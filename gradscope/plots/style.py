@@ -233,11 +233,6 @@ def require_intervals(table: pd.DataFrame, count: int | None = None) -> None:
         )
 
 
-def count_tokens(count: int | np.integer) -> str:
-    """Write a count in full: `1 token`, `12,000 tokens`."""
-    return f"{count:,} token{'s' if count != 1 else ''}"
-
-
 def short_count(count: int | np.integer) -> str:
     """Write a count in at most five characters.
 

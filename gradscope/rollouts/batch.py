@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.runs import counted
 
 LARGEST = 1e12
 """Bound on rewards, advantages, log-probabilities and temperatures, so that squares do not overflow float32."""
@@ -285,10 +286,10 @@ class TokenBatch:
     def __repr__(self) -> str:
         rows, width = self.input_ids.shape
         known = [name for name in ("rewards", *_PER_TOKEN) if getattr(self, name) is not None]
-        told = f"; {len(self.notes)} notes" if self.notes else ""
+        told = f"; {counted(len(self.notes), 'note')}" if self.notes else ""
         return (
-            f"TokenBatch({rows} responses to {len(self.group_ids.unique())} prompts, "
-            f"{self.num_tokens} response tokens, width {width}; with {', '.join(known) or 'ids only'}{told})"
+            f"TokenBatch({counted(rows, 'response')} to {counted(len(self.group_ids.unique()), 'prompt')}, "
+            f"{counted(self.num_tokens, 'response token')}, width {width}; with {', '.join(known) or 'ids only'}{told})"
         )
 
 

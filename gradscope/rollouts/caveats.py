@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.rollouts.batch import Note, TokenBatch
+from gradscope.runs import counted
 
 CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
 """Kinds of these notes."""
@@ -100,7 +101,7 @@ def _describe_groups(batch: TokenBatch) -> list[Note]:
         notes.append(Note(f"{count} of {prompts} groups hold one response: {rule}", "groups-of-one"))
     if flat.all():
         equal = int((flat & ~alone).sum())
-        causes = [f"{count} groups of one response"] if count else []
+        causes = [f"{counted(count, 'group')} of one response"] if count else []
         causes += [f"equal rewards in the {prompts - count} other groups" if count else "equal rewards in each group"]
         causes = causes if equal or not count else causes[:1]
         notes.insert(
@@ -165,8 +166,8 @@ def _describe_padding(batch: TokenBatch, stop_ids: Collection[int], pad_ids: Col
     notes = []
     if int(behind.sum()) >= SHORTEST:
         notes.append(
-            f"{int(behind.sum())} tokens of {int(behind.any(1).sum())} responses follow a token that ends a response, "
-            "or are padding: they count as sampled unless a mask drops them"
+            f"{int(behind.sum())} tokens of {counted(int(behind.any(1).sum()), 'response')} follow a token that ends a "
+            "response, or are padding: they count as sampled unless a mask drops them"
         )
     first = batch.attention_mask.int().argmax(1, keepdim=True)
     second = (first + 1).clamp(max=ids.shape[1] - 1)
@@ -201,9 +202,9 @@ def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note
     runs = certain & (lengths >= least)
     if runs.any():
         notes = [
-            f"{int(runs.sum())} tokens of {int(runs.any(1).sum())} responses have a log-probability of exactly 0, "
-            f"{least} or more in a row: tool output, or other text that was not sampled, counts as sampled unless a "
-            "mask drops it"
+            f"a log-probability is exactly 0 at {counted(int(runs.sum()), 'token')} of "
+            f"{counted(int(runs.any(1).sum()), 'response')}, {least} or more in a row: "
+            "tool output, or other text that was not sampled, counts as sampled unless a mask drops it"
         ]
     else:
         notes = []

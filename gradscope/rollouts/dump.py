@@ -41,6 +41,7 @@ from gradscope.rollouts.formats.values import (
     parse_response,
     parse_reward,
 )
+from gradscope.runs import counted
 
 LOOKED_AT = 8
 """Rows whose text is compared with their ids; a foreign tokenizer shows in the first one."""
@@ -454,7 +455,7 @@ def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
     """Drop columns without known values and tokens without an advantage; return the batch and its notes."""
     notes, changes, kept = [], {}, batch.response_mask
     if batch.advantages is not None and (unknown := batch.advantages.isnan() & kept).any():
-        words = f"{int(unknown.sum())} tokens of {int(unknown.any(1).sum())} responses left out"
+        words = f"{counted(int(unknown.sum()), 'token')} of {counted(int(unknown.any(1).sum()), 'response')} left out"
         notes.append(Note(f"{words}: {UNKNOWN.format('advantage')}", "left-out"))
         changes["response_mask"] = kept = kept & ~unknown
     for name, instead in WITHOUT.items():

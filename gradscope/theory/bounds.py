@@ -15,6 +15,7 @@ import torch
 from gradscope.errors import InputError, checked
 from gradscope.gradients import LAYER, LOGITS
 from gradscope.resampling import Seed
+from gradscope.runs import counted
 from gradscope.theory.closed_form import check_logit_grad_bounds
 from gradscope.theory.gains import FLOOR, check_envelopes, decompose_variance, fit_powers, layer_gains, require_columns
 
@@ -162,7 +163,8 @@ class TheoryReport:
         few = self.powers.loc[self.powers["slope"].isna(), "quantity"]
         prompts = int(self.powers["prompts"].max())
         lines = [
-            f"1. Power of 1−π that norms follow on 1−π > {self.floor:g}: theory 1, √ law ½ ({prompts} prompts).",
+            f"1. Power of 1−π that norms follow on 1−π > {self.floor:g}: theory 1, √ law ½ "
+            f"({counted(prompts, 'prompt')}).",
             "   lower, upper: 95 %. The logits' slope is near 1 by algebra and shows nothing. carried: share of",
             "   Var(log norm) that 1−π carries (above 1: the gain works against it). slack: times that the envelopes",
             "   C·√2·(1−π) and C·√2·√(1−π), with C from the tokens with π ≤ ½, exceed the median token with π > ½.",
@@ -190,7 +192,7 @@ class TheoryReport:
             f"2. Head: {null};",
             f"   the least of the other singular values is {_range(head['sigma_min'])}. What means something:",
             f"   min over tokens k of ‖Jᵀ(e_k−π)‖/‖e_k−π‖ = {_range(head['c'])}, beside σ_max(J) = {_range(head['d'])}",
-            f"   ({len(head)} contexts, exact, 1/T and soft caps included)",
+            f"   ({counted(len(head), 'context')}, exact, 1/T and soft caps included)",
         ]
 
     def _products(self) -> list[str]:

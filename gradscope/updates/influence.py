@@ -37,6 +37,7 @@ from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weig
 from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state, square_norm
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.runs import counted
 from gradscope.updates.make_update import old_intervals
 from gradscope.updates.movement import Movement, movement_table, resolve
 from gradscope.updates.step_settings import ANY, SGD, Moments, StepSettings, read_moments
@@ -70,7 +71,8 @@ class Influence:
 
     def __repr__(self) -> str:
         return (
-            f"Influence({len(self.contributions)} tokens, sources {', '.join(_sources(self.contributions))}; "
+            f"Influence({counted(len(self.contributions), 'token')}, sources "
+            f"{', '.join(_sources(self.contributions))}; "
             f"‖Δθ‖ = {self.update_norm:.3g}, clip factor {self.clip_factor:.3g}, by {self.method})"
         )
 

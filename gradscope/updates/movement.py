@@ -22,6 +22,7 @@ from gradscope.objective import (
     resolve_advantages,
 )
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import counted
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.make_update import old_intervals
 
@@ -50,7 +51,7 @@ class Movement:
     """θ_after − θ_before, flat in the order of `float_parameters`, if requested."""
 
     def __repr__(self) -> str:
-        steps = ", ".join(f"{r.name}: {r.outcome}, {r.num_tokens} tokens" for r in self.results)
+        steps = ", ".join(f"{r.name}: {r.outcome}, {counted(r.num_tokens, 'token')}" for r in self.results)
         return f"Movement({self.name}, ‖Δθ‖ = {self.update_norm:.3g}; {steps})"
 
 

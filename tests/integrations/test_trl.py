@@ -453,7 +453,7 @@ def test_every_kth_step_is_logged_written_and_told(checkpoint, tmp_path):
         assert {n: v for n, v in record.items() if n.startswith("gradscope/")} == pytest.approx(finite)
     assert 0 < table["seconds"].sum() <= callback.seconds
     (told,) = [line for line in words.splitlines() if line.startswith("gradscope:")]
-    assert f"measuring took {callback.seconds:.1f} s" in told and "2 measured steps are in" in told
+    assert f"measuring took {callback.seconds:.1f} s" in told and "2 measured steps in" in told
 
 
 def test_a_resumed_training_goes_on_with_the_file_and_a_new_one_starts_it_anew(checkpoint, tmp_path):

@@ -343,7 +343,7 @@ def test_a_response_without_an_advantage_or_else_without_a_reward_is_left_out_an
     assert len(batch) == 3
     # Of a list of advantages the token alone is left out.
     batch = read_rollouts(write_jsonl(tmp_path / "t.jsonl", [*known, row(1, 1.0, advantage=[0.5, hole])]))
-    assert batch.num_tokens == 5 and any("1 tokens of 1 responses" in n for n in batch.notes)
+    assert batch.num_tokens == 5 and any("1 token of 1 response " in n for n in batch.notes)
 
 
 @pytest.mark.parametrize("gone", [{"response_ids": []}, {"response_mask": [0, 0]}], ids=["empty", "masked"])
@@ -458,7 +458,7 @@ def test_runs_of_certain_tokens_are_counted_where_certain_tokens_are_rare(tmp_pa
 
     assert not told(log(0.0, 0)) and not told(log(0.3, 0)) and not told(log(0.0, 6, dropped=True))
     [note] = told(log(0.0, 6))
-    assert "6 tokens of 1 responses" in note
+    assert "6 tokens of 1 response," in note
     [note] = told(log(0.05, 30))
     assert "30 tokens" in note or "31 tokens" in note  # a neighbour may be certain too
 

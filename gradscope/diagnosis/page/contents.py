@@ -22,7 +22,7 @@ from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import write_text
+from gradscope.runs import counted, write_text
 
 PAGE = "report.html"
 
@@ -110,9 +110,8 @@ class TokenViewer:
 
     def __repr__(self) -> str:
         table = self.page.viewer.table
-        return (
-            f"TokenViewer({len(table):,} tokens of {table['response'].nunique():,} responses; to_html(path) writes it)"
-        )
+        responses = counted(table["response"].nunique(), "response")
+        return f"TokenViewer({counted(len(table), 'token')} of {responses}; to_html(path) writes it)"
 
     def _repr_html_(self) -> str:
         source = html.escape(render(self.page), quote=True)
@@ -155,8 +154,9 @@ def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
     temperatures = ", ".join(f"{value:g}" for value in batch.temperature.unique().tolist())
     measured = int(d.table[PARAMETERS].notna().sum())
     sampled = f" ({measured:,} measured, drawn with known chances)" if measured < len(d.table) else ""
-    told = f"{len(d.table):,} tokens{sampled} of {d.num_responses:,} responses to {d.prompts}"
+    responses = f"{counted(d.num_responses, 'response')} to {d.prompts}"
+    told = f"{counted(len(d.table), 'token')}{sampled} of {responses}"
     if d.num_prompts < d.of_prompts:
         told = f"looked at {d.num_prompts:,} of {d.of_prompts:,} prompts, drawn at random, {measured:,} of "
-        told += f"{d.of_tokens:,} tokens exactly; {d.num_responses:,} responses to {d.prompts}"
+        told += f"{counted(d.of_tokens, 'token')} exactly; {responses}"
     return f"{told}; temperature {temperatures}"

@@ -22,6 +22,7 @@ from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.intervals import EDGES
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
+from gradscope.runs import counted
 from gradscope.theory import measured_cones, theory_report
 from gradscope.updates import ONE_BATCH, WHAT_STAYS, gain_sentence, signal_sentence
 
@@ -382,7 +383,7 @@ def _prompts(d: Diagnosis, sheets: Sheets) -> list[Block]:
         return []
     found, shares = d.by_prompt, d.by_prompt["gradient_share"]
     half, against = carriers(shares), int((found["cosine_with_rest"] < 0).sum())
-    told = f"Half of the summed gradient comes from {half:,} of {len(found):,} prompts."
+    told = f"Half of the summed gradient comes from {half:,} of {counted(len(found), 'prompt')}."
     if against:
         told += f" {against:,} point{'s' if against == 1 else ''} against the rest; if all gradients were noise, about "
         told += "half of them would."

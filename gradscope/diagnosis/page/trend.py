@@ -14,6 +14,7 @@ from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
 from gradscope.diagnosis.result import Verdict
 from gradscope.diagnosis.words import compare
+from gradscope.runs import counted
 
 FOLLOWED = {
     ("squared_share", "raw"): "The share of the gradient energy of tokens with {}",
@@ -43,7 +44,7 @@ def make_trend_report(
     from gradscope.diagnosis.plots import plot_trend
 
     steps = sorted(trend["step"].unique().tolist())
-    which = f"{len(steps)} checkpoints, steps {steps[0]} to {steps[-1]}"
+    which = f"{counted(len(steps), 'checkpoint')}, steps {steps[0]} to {steps[-1]}"
     which = which if steps[1:] else f"1 checkpoint, step {steps[0]}"
     labels = list(dict.fromkeys(trend.loc[trend["statistic"] == "token_share", "interval"]))
     sheets = Sheets()

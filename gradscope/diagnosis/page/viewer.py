@@ -13,6 +13,7 @@ import pandas as pd
 
 from gradscope.errors import InputError
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import counted
 
 DECADES = 4
 """Decades of a logarithmic scale; smaller values are shown as its lower end."""
@@ -130,10 +131,11 @@ class ViewerData:
 
     def sentence(self, chosen: str) -> str:
         """State how many responses are shown of how many, and why not more."""
+        tokens = counted(self.tokens, "token")
         if self.shown == self.responses:
-            return f"All {self.shown:,} responses, {self.tokens:,} tokens."
+            return f"All {counted(self.shown, 'response')}, {tokens}."
         more = "; more would make this page too large" if self.shown < self.wanted else ""
-        return f"{self.shown:,} of {self.responses:,} responses, {chosen}: {self.tokens:,} tokens{more}."
+        return f"{self.shown:,} of {counted(self.responses, 'response')}, {chosen}: {tokens}{more}."
 
 
 @dataclass

@@ -44,6 +44,7 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, PolicyLike
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
+from gradscope.runs import counted
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
@@ -140,7 +141,7 @@ class Comparison:
         return f"Comparison of {self.table['method'].nunique()} weightings\n{self._numbers().to_string(na_rep='–')}"
 
     def _repr_html_(self) -> str:
-        return f"<p><b>Comparison</b> on {self.num_prompts} prompts</p>{self._numbers().to_html(na_rep='–')}"
+        return f"<p><b>Comparison</b> on {counted(self.num_prompts, 'prompt')}</p>{self._numbers().to_html(na_rep='–')}"
 
     def _numbers(self) -> pd.DataFrame:
         names = ["norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw", "effective_share"]

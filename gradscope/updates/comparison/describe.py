@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.resampling import FEWEST, in_brackets
+from gradscope.runs import counted
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
@@ -83,7 +84,8 @@ def _prompts(ratio: float) -> str:
 
 def _design(c: Comparison) -> str:
     return (
-        f"{c.table['method'].nunique()} weightings on {len(c.weights):,} tokens of {c.num_prompts} prompts, of which "
+        f"{counted(c.table['method'].nunique(), 'weighting')} on {counted(len(c.weights), 'token')} of "
+        f"{counted(c.num_prompts, 'prompt')}, of which "
         f"{c.num_informative_prompts} have unequal rewards; each against plain GRPO ({c.aggregation})."
     )
 
