@@ -38,6 +38,8 @@ FOLDER, EVERY, TEXT = "GRADSCOPE_ROLLOUTS", "GRADSCOPE_ROLLOUTS_EVERY", "GRADSCO
 SPIKE, SPIKES = "GRADSCOPE_ROLLOUTS_SPIKE", "GRADSCOPE_ROLLOUTS_SPIKES"
 VARIABLES = (FOLDER, EVERY, TEXT, SPIKE, SPIKES)
 """Environment variables."""
+ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+"""verl's kl_loss_type → the estimator of the KL penalty. Any name with a + behind it has the gradient of k2."""
 CANNOT_SAY = "which rows of rollouts cannot express"
 IMAGES = "multi_modal_inputs"
 FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], "uid")
@@ -63,8 +65,9 @@ def verl_loss(config: Any) -> LossSettings:
         raise InputError(f"actor.entropy_coeff is {actor.entropy_coeff}, a bonus {CANNOT_SAY}; set it to 0")
     if (config.get("distillation", None) or {}).get("enabled", False):
         raise InputError(f"distillation.enabled is true, a loss {CANNOT_SAY}; switch one of the two off")
-    if actor.use_kl_loss and actor.kl_loss_type not in ("low_var_kl", "k3"):
-        raise InputError(f"actor.kl_loss_type is {actor.kl_loss_type}, {CANNOT_SAY}; use low_var_kl")
+    kind = actor.kl_loss_type if actor.use_kl_loss else "low_var_kl"
+    if (estimator := "k2" if kind.endswith("+") else ESTIMATORS.get(kind)) is None:
+        raise InputError(f"actor.kl_loss_type is {kind}, {CANNOT_SAY}; use one of {', '.join(ESTIMATORS)}")
     if actor.loss_agg_mode == "seq-mean-token-sum-norm" and actor.get("loss_scale_factor", None) is None:
         raise InputError(
             "actor.loss_scale_factor is null, so seq-mean-token-sum-norm divides by each micro-batch's width, "
@@ -76,7 +79,8 @@ def verl_loss(config: Any) -> LossSettings:
     low, high = (actor.get(name, None) for name in ("clip_ratio_low", "clip_ratio_high"))
     low, high = (actor.clip_ratio if value is None else value for value in (low, high))
     kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
-    settings = LossSettings(low, high, actor.get("clip_ratio_c", 3.0), kl_coef, policy.get("reweight_alpha", None))
+    dual, alpha = actor.get("clip_ratio_c", 3.0), policy.get("reweight_alpha", None)
+    settings = LossSettings(low, high, dual, kl_coef, alpha, kl_estimator=estimator)
     settings.check()
     return settings
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from itertools import product
 from types import SimpleNamespace
 
@@ -26,7 +27,7 @@ from gradscope.integrations.verl_writer import (
     response_divisors,
     verl_loss,
 )
-from gradscope.objective import LossSettings
+from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import read_dump
 
 TEMPERATURE = 0.7
@@ -343,7 +344,8 @@ def test_divisors_are_those_of_a_loop_over_mini_batches(mode, processes):
         ({"policy": {"loss_mode": "bypass_mode", "rollout_correction": Config(loss_type="reinforce")}}, "reinforce"),
         ({"correction": {"bypass_mode": True, "rollout_rs": "token_k1"}}, "rollout_rs"),
         ({"entropy_coeff": 0.001}, "entropy_coeff"),
-        ({"kl_loss_type": "mse"}, "mse"),
+        ({"kl_loss_type": "abs"}, "abs"),
+        ({"kl_loss_type": "full"}, "full"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
         ({"shuffle": True, "ppo_mini_batch_size": 1}, "shuffle"),
         ({"distillation": True}, "distillation"),
@@ -360,10 +362,32 @@ def test_losses_that_rows_can_say(tmp_path):
     assert verl_loss(make_config(tmp_path)) == plain
     bypass = {"bypass_mode": True, "loss_type": "ppo_clip", "rollout_rs": None}
     assert verl_loss(make_config(tmp_path, correction=bypass, kl_loss_type="k3")) == plain
-    without = make_config(tmp_path, use_kl_loss=False, kl_loss_type="mse")
+    without = make_config(tmp_path, use_kl_loss=False, kl_loss_type="abs")
     assert verl_loss(without) == LossSettings(0.3, 0.25, 3.0, 0.0)
     reweighted = make_config(tmp_path, policy={"loss_mode": "gradscope", "reweight_alpha": 0.3, "lopti_eta": None})
     assert verl_loss(reweighted) == LossSettings(0.3, 0.25, 3.0, 0.02, 0.3)
+
+
+def kl_penalty(logprob, ref_logprob, kind):
+    """verl's penalty (verl/trainer/ppo/core_algos.py): where the name ends with +, its gradient is k2's."""
+    apart, squared = ref_logprob - logprob, 0.5 * (logprob - ref_logprob).square()
+    if kind.endswith("+"):
+        return squared - squared.detach() + kl_penalty(logprob, ref_logprob, kind[:-1]).detach()
+    return {"kl": -apart, "k1": -apart, "mse": squared, "k2": squared}.get(kind, apart.exp() - apart - 1)
+
+
+@pytest.mark.parametrize("kind", ["kl", "k1", "mse", "k2", "low_var_kl", "k3", "k1+", "low_var_kl+"])
+def test_the_kl_penaltys_gradient_is_verls(tmp_path, kind):
+    batch = replace(make_batch(make_policy("qwen2")), loss_scales=None)
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.randn(2, *batch.input_ids.shape, dtype=torch.float64, generator=generator)
+    logprobs, ref = (-noise.square()).unbind()
+    batch = replace(batch, old_logprobs=logprobs, ref_logprobs=ref, advantages=torch.ones_like(logprobs))
+    own = logprobs.clone().requires_grad_(True)
+    (slope,) = torch.autograd.grad((0.02 * kl_penalty(own, ref, kind))[batch.response_mask].sum(), own)
+    settings = verl_loss(make_config(tmp_path, kl_loss_type=kind))
+    found = batch_weights(logprobs, batch, settings, num_tokens=1).kl
+    torch.testing.assert_close(found, -slope, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
