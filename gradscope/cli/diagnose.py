@@ -185,6 +185,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             diagnose=lambda model, folder: self._diagnose(model, rollouts, folder),
             write=partial(write_trend, out=self.out, overwrite=self.overwrite),
             asked={"gradscope": __version__, **asked, **paths},
+            defaults=plain_json(asdict(type(self)())),
             format=self.format,
             overwrite=self.overwrite,
         ).follow()

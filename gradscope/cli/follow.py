@@ -28,9 +28,10 @@ from gradscope.policy import (
 from gradscope.rollouts import LogSteps, list_files, list_steps
 from gradscope.runs import (
     MANIFEST,
+    changed_settings,
     check_is_folder,
     counted,
-    describe_difference,
+    describe_changes,
     locked,
     plain_json,
     read_json,
@@ -97,6 +98,8 @@ class Following:
     """Makes the trend's page from the checkpoints, the folders of their pages, and notes."""
     asked: dict[str, Any]
     """All arguments that affect results."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Defaults of those that have one."""
     format: str | None = None
     overwrite: bool = False
     done: dict[int, Path] = field(default_factory=dict)
@@ -134,9 +137,9 @@ class Following:
         key = json.loads(json.dumps(plain_json(self.asked), default=str))
         earlier = read_json(self.out / FOLLOWED)
         if earlier is not None and not self.overwrite:
-            if earlier != key:
+            if changed := changed_settings(earlier, key, self.defaults):
                 raise InputError(
-                    f"{self.out} follows a run {describe_difference(earlier, key)}; give another --out, or --overwrite"
+                    f"{self.out} follows a run {describe_changes(changed)}; give another --out, or --overwrite"
                 )
             for folder in (path.parent for path in self.out.glob(f"*/{MANIFEST}")):
                 manifest = read_json(folder / MANIFEST)

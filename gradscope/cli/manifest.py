@@ -33,12 +33,9 @@ def refuse_reread(folder: RunFolder, dump: Dump, sha256: str, *, table: str) -> 
     sha256: of the rollouts now. table: name of the folder's token table, which shows the difference.
     """
     manifest = folder.manifest or {}
-    earlier, now = (
-        {name: value for name, value in key.items() if name not in ("rollouts", "gradscope")}
-        for key in (manifest.get("key", {}), folder.key)
-    )
-    same = earlier == now and (manifest.get("rollouts") or {}).get("sha256") == sha256
-    if not same or manifest["key"].get("rollouts") == folder.key["rollouts"]:
+    changed = folder.changes(manifest).keys()
+    same = (manifest.get("rollouts") or {}).get("sha256") == sha256
+    if not same or "rollouts" not in changed or changed - {"rollouts", "gradscope"}:
         return
     told, path = "", folder.folder / table
     if path.is_file():

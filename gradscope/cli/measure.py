@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import tyro
@@ -41,8 +41,8 @@ from gradscope.gradients import (
     Stopwatch,
     SumsPlan,
     TableMeasurement,
+    measure_folder,
     measure_into,
-    measure_key,
     plan_batch,
     plan_sums,
     read_table,
@@ -172,8 +172,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         resources = resources.settle(policy.device)
         with processes.together():
             sums = self.plan_sums(policy, measurement.batch, resources.vectors)
-            log, key = rollouts_hash(self.rollouts), self._key(policy, dump, measurement.settings)
-            folder = RunFolder(self.out, key)
+            log, folder = rollouts_hash(self.rollouts), self._folder(policy, dump, measurement.settings)
             if processes.is_main:
                 if not self.overwrite:
                     refuse_reread(folder, dump, log, table=TABLE)
@@ -249,13 +248,13 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         with command_progress().stage("timing this machine"):
             return plan_batch(policy, batch, settings, speed=self.flops, **known)
 
-    def _key(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> dict[str, Any]:
+    def _folder(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> RunFolder:
         # Not the log's hash, since the log may have grown by later steps.
         read = {**self.reading, "rollouts": dump.batch.digest()}
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
-        return measure_key(policy, settings, read)
+        return measure_folder(self.out, policy, settings, read)
 
 
 @dataclass(frozen=True)

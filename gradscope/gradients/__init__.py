@@ -37,7 +37,7 @@ from gradscope.gradients.interval_gradients import (
 )
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
-from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_into, measure_key, read_table
+from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_folder, measure_into, read_table
 from gradscope.gradients.resources import Resources, latest_end
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,
@@ -62,8 +62,9 @@ __all__ = [
     "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations",
     "capture_gradients", "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table",
     "first_tensor", "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients",
-    "interval_gradients_over", "largest_share", "latest_end", "measure", "measure_into", "measure_key", "measuring",
-    "note_logged", "plan_batch", "plan_sums", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic",
-    "refuse_narrow_weights", "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for",
-    "statistics_of", "sum_intervals", "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "interval_gradients_over", "largest_share", "latest_end", "measure", "measure_folder", "measure_into",
+    "measuring", "note_logged", "plan_batch", "plan_sums", "read_table", "refuse_infinite_weights",
+    "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities", "sampling_weights",
+    "settle_minutes", "stands_for", "statistics_of", "sum_intervals", "token_sizes", "vector_bytes",
+    "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

@@ -118,7 +118,7 @@ def measure(
         known["edges"] = list(edges)
     if tokens is not None:
         known["tokens"] = hashlib.sha256(tokens.cpu().numpy().tobytes()).hexdigest()
-    folder = RunFolder(out, measure_key(policy, measurement.settings, known))
+    folder = measure_folder(out, policy, measurement.settings, known)
     log = {"path": path and str(path), "sha256": None if path is None else rollouts_hash(path)}
     facts = {"model": policy.path, "rollouts": log | {"notes": list(batch.notes)}}
     measure_into(measurement, folder, facts=facts)
@@ -160,9 +160,10 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
     return found.hexdigest()
 
 
-def measure_key(policy: Policy, settings: MeasureSettings, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Make the key of a measurement's folder: everything that affects the results. known: rollouts and optimizer."""
-    return make_key(policy, {**known, "settings": asdict(settings), "blocks": policy.blocks_name})
+def measure_folder(out: str | Path, policy: Policy, settings: MeasureSettings, known: Mapping[str, Any]) -> RunFolder:
+    """Return a measurement's folder, keyed by everything that affects the results. known: rollouts and optimizer."""
+    key = make_key(policy, {**known, "settings": asdict(settings), "blocks": policy.blocks_name})
+    return RunFolder(out, key, defaults={"settings": asdict(MeasureSettings())})
 
 
 def read_table(folder: RunFolder) -> pd.DataFrame:

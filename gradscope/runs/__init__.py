@@ -12,9 +12,10 @@ from gradscope.runs.files import (
 from gradscope.runs.folder import (
     MANIFEST,
     RunFolder,
+    changed_settings,
     check_is_folder,
     check_writable,
-    describe_difference,
+    describe_changes,
     library_versions,
     provenance,
     refusal,
@@ -41,10 +42,10 @@ from gradscope.runs.user_code import RAISED, in_words, run_file
 
 __all__ = [
     "ALONE", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes", "Progress",
-    "Reporter", "RunFolder", "check_is_folder", "check_room", "check_writable", "counted", "deal_by_cost",
-    "describe_difference", "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors", "locked",
-    "numbers_of", "parquet_metadata", "parquet_values", "parse_json", "parse_json_file", "plain_json", "provenance",
-    "read_json", "read_lines", "read_parquet", "refusal", "replacing", "run_file", "scalars", "scratch_zeros",
-    "settle_progress", "track", "worker_context", "write_json", "write_parquet", "write_parquet_parts", "write_text",
-    "writing",
+    "Reporter", "RunFolder", "changed_settings", "check_is_folder", "check_room", "check_writable", "counted",
+    "deal_by_cost", "describe_changes", "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors",
+    "locked", "numbers_of", "parquet_metadata", "parquet_values", "parse_json", "parse_json_file", "plain_json",
+    "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing", "run_file", "scalars",
+    "scratch_zeros", "settle_progress", "track", "worker_context", "write_json", "write_parquet",
+    "write_parquet_parts", "write_text", "writing",
 ]  # fmt: skip

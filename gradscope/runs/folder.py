@@ -16,7 +16,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,6 +38,8 @@ UNWRITABLE = (*LOCKED, errno.EROFS, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, e
 """errno values for which the user should choose another folder; others, such as a full disk, are not bad input."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values for a full disk."""
+Changes = dict[str, tuple[Any, Any]]
+"""Setting → its value in an earlier run and now; None: it has none."""
 LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
@@ -48,10 +50,17 @@ class RunFolder:
     """
 
     def __init__(
-        self, folder: str | Path, key: dict[str, Any], *, results: Sequence[str] = ("tokens.parquet", "figures")
+        self,
+        folder: str | Path,
+        key: dict[str, Any],
+        *,
+        defaults: Mapping[str, Any] | None = None,
+        results: Sequence[str] = ("tokens.parquet", "figures"),
     ) -> None:
-        """results: files and folders written by such a run; without a manifest, existing ones are not replaced."""
+        """defaults: of settings in the key, as for `changed_settings`. results: files and folders written by such a
+        run; without a manifest, existing ones are not replaced."""
         self.folder, self.key = Path(folder), json.loads(json.dumps(key, default=str))
+        self._defaults = {} if defaults is None else defaults
         self.results = tuple(results)
         self.partial = self.folder / PARTIAL
         self.staged = self.partial / "staged"
@@ -74,18 +83,18 @@ class RunFolder:
             raise InputError(f"{self.folder / MANIFEST} is not from a gradscope run; give another --out")
         if overwrite:
             return "nothing"
-        if manifest is not None and manifest["key"] == self.key:
+        if manifest is not None and not self.changes(manifest):
             return "finished"
-        if unfinished is not None and unfinished.get("key") == self.key:
+        if unfinished is not None and not self.changes(unfinished):
             return "unfinished"
         if manifest is not None:
-            raise InputError(
-                f"{self.folder} holds a run {self._difference(manifest)}; give another --out, or --overwrite"
-            )
+            told = describe_changes(self.changes(manifest))
+            raise InputError(f"{self.folder} holds a run {told}; give another --out, or --overwrite")
         if unfinished is not None:
+            told = describe_changes(self.changes(unfinished))
             raise InputError(
-                f"{self.folder} holds an unfinished run {self._difference(unfinished)}; give its arguments to finish "
-                "it, another --out, or --overwrite"
+                f"{self.folder} holds an unfinished run {told}; give its arguments to finish it, another --out, or "
+                "--overwrite"
             )
         if found := next((name for name in self.results if (self.folder / name).exists()), None):
             raise InputError(f"{self.folder} holds {found} without a manifest; give another --out, or --overwrite")
@@ -159,7 +168,7 @@ class RunFolder:
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
         names = list(dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)]))
         earlier = self.manifest or {"key": self.key}
-        if earlier["key"] != self.key:
+        if self.changes(earlier):
             (self.folder / MANIFEST).unlink()
         for name in {*earlier.get("files", self.results)} - {*names}:
             if (self.folder / name).is_file():
@@ -178,16 +187,30 @@ class RunFolder:
     def _has_parts(self) -> bool:
         return any(self.partial.glob("part-*"))
 
-    def _difference(self, found: dict[str, Any]) -> str:
-        return describe_difference(found.get("key"), self.key)
+    def changes(self, found: dict[str, Any]) -> Changes:
+        """Return how the key in a manifest, or in that of an unfinished run, differs from this one."""
+        return changed_settings(found.get("key"), self.key, self._defaults)
 
 
-def describe_difference(found: Any, wanted: dict[str, Any]) -> str:
-    """Describe how a run's settings differ from the current ones; found: its key, if readable."""
+def changed_settings(found: Any, wanted: dict[str, Any], defaults: Mapping[str, Any]) -> Changes:
+    """Return the settings that differ between two keys of JSON values, with their values.
+
+    found: a run's key, if readable; wanted: the current one. defaults: of settings, nested as in the keys; a run from
+    before such a setting existed counts as having had its default. None is the same as no setting.
+
+    >>> changed_settings({"loss": {"kl": 0.1}}, {"loss": {"kl": 0.2, "estimator": "k3"}}, {"loss": {"estimator": "k3"}})
+    {'loss.kl': (0.1, 0.2)}
+    """
     found, wanted = _flatten(found if isinstance(found, dict) else {}), _flatten(wanted)
-    changed = [name for name in {**found, **wanted} if found.get(name) != wanted.get(name)]
-    values = ", ".join(f"{name} {_short(found.get(name))}, not {_short(wanted.get(name))}" for name in changed[:3])
-    return f"with other arguments ({values}{', …' if len(changed) > 3 else ''})"
+    found = {name: value for name, value in _flatten(defaults).items() if name in wanted} | found
+    pairs = ((name, (found.get(name), wanted.get(name))) for name in {**found, **wanted})
+    return {name: (earlier, now) for name, (earlier, now) in pairs if earlier != now}
+
+
+def describe_changes(changed: Changes) -> str:
+    """Describe settings that have changed, by their last names."""
+    told = [f"{name.rpartition('.')[2]} {_short(old)}, not {_short(new)}" for name, (old, new) in changed.items()]
+    return f"with other arguments ({', '.join(told[:3])}{', …' if len(told) > 3 else ''})"
 
 
 def refusal(error: OSError, path: str | Path, go_on: str) -> OSError | InputError:
@@ -242,11 +265,11 @@ def library_versions() -> dict[str, str]:
     return found
 
 
-def _flatten(key: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested settings."""
+def _flatten(key: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Flatten nested settings, with names such as settings.loss.kl_coef."""
     flat = {}
     for name, value in key.items():
-        flat |= _flatten(value) if isinstance(value, dict) else {name: value}
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
     return flat
 
 

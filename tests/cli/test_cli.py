@@ -304,6 +304,11 @@ def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path
     after = files(tmp_path / "out")
     assert "figures/figure_1.png" in after and after["tokens.parquet"] == before["tokens.parquet"]
     assert run(*args).out == with_figures.out and files(tmp_path / "out") == after
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    del manifest["key"]["settings"]["loss"]["kl_estimator"]  # as an earlier version left it
+    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
+    assert run(*args).out == with_figures.out
+    assert_one_line(run(*args, "--kl-estimator", "k1"), "kl_estimator k3, not k1")
 
 
 def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollouts, tmp_path):

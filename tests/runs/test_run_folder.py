@@ -119,6 +119,25 @@ def test_a_run_with_other_arguments_is_refused_with_what_differs(tmp_path, finis
     assert "seed 0, not 1" in message and "kl_coef" not in message and "--overwrite" in message
 
 
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_setting_that_an_earlier_version_did_not_have_counts_as_its_default(tmp_path, finished):
+    before = contents(begin(tmp_path).folder)
+    if finished:
+        finish(RunFolder(tmp_path, KEY))
+
+    def newer(estimator: str) -> RunFolder:
+        key = KEY | {"settings": KEY["settings"] | {"loss": {"kl_coef": 0.001, "kl_estimator": estimator}, "new": None}}
+        return RunFolder(tmp_path, key, defaults={"settings": {"loss": {"kl_estimator": "k3", "gone": 5}}})
+
+    assert "kl_estimator k3, not k1" in refusal(newer("k1"))
+    folder = newer("k3")
+    assert folder.status() == ("finished" if finished else "unfinished")
+    if not finished:
+        assert contents(tmp_path) == before and folder.begin() and folder.has_part(0)
+        finish(folder)
+        assert folder.manifest["key"] == folder.key and folder.status() == "finished"
+
+
 def test_overwriting_takes_away_what_a_run_wrote_and_nothing_else(tmp_path):
     write_text(tmp_path / "notes.txt", "mine")
     folder = RunFolder(tmp_path, KEY)
