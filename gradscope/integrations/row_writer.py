@@ -28,10 +28,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-Part = Mapping[str, np.ndarray]
+Part = Mapping[str, Any]
 """Responses under the names of native columns: `prompt_ids` with `prompt_mask`, `response_ids` with `response_seen`
 (which positions hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and PER_TOKEN that
-the trainer has."""
+the trainer has; all arrays. `reward_parts`, if known: {name: [B]}."""
 
 OPTIONAL = ("reward", "group", "process", "micro_batch")
 """Columns with a value per response, [B]."""
@@ -88,6 +88,8 @@ def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any
             told = {"prompt_ids": prompt, "response_ids": response}
             told["advantage"] = advantage[seen] if advantage.ndim else float(advantage)
             told |= {name: part[name][row].item() for name in OPTIONAL if name in part}
+            if "reward_parts" in part:
+                told["reward_parts"] = {name: own[row].item() for name, own in part["reward_parts"].items()}
             if "response_mask" in part:
                 told["response_mask"] = part["response_mask"][row][seen] > 0
             for name in PER_TOKEN:

@@ -27,10 +27,12 @@ Number = int | float
 COLUMNS = {
     **{"prompt_ids": "prompt_ids", "prompt_mask": "prompt_mask", "completion_ids": "response_ids"},
     **{"completion_mask": "response_seen", "tool_mask": "response_mask", "advantages": "advantage"},
-    **{"rewards": "reward", "old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs"},
+    **{"old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs"},
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
-"""TRL's tensor, or the writer's `rewards` [B] → name in rows; those from tool_mask on are optional."""
+"""TRL's tensor → name in rows; those from tool_mask on are optional."""
+REWARDS = "rewards"
+"""Key in the inputs: rewards by reward function, [B, functions]."""
 
 
 class RolloutWriter(TrainerCallback):
@@ -39,11 +41,12 @@ class RolloutWriter(TrainerCallback):
         trainer.add_callback(RolloutWriter(trainer))
 
     Each step gets a file `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on
-    for further processes), with a row per response: ids of prompt and response, tool mask, reward, advantages, old,
-    reference and sampler log-probabilities if TRL keeps them, the correction factors for the sampler, step, process,
-    micro-batch, temperature, the trainer's gradient norm before clipping, and the loss's scale of the response's terms.
-    The loss's settings are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts
-    OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a group.
+    for further processes), with a row per response: ids of prompt and response, tool mask, reward (and each reward
+    function's, if there are several), advantages, old, reference and sampler log-probabilities if TRL keeps them, the
+    correction factors for the sampler, step, process, micro-batch, temperature, the trainer's gradient norm before
+    clipping, and the loss's scale of the response's terms. The loss's settings are in the file's metadata. `gradscope
+    diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a
+    group.
 
     Training stays bit-identical, and weights are not read, so it works under DDP, FSDP and DeepSpeed. A step's tensors
     are copied to the CPU; a separate process does the rest. If that process dies or falls a minute behind, there is one
@@ -170,12 +173,21 @@ class RolloutWriter(TrainerCallback):
             found = generate(*args, **keywords)
             if self._rewards is not None:  # of all processes, [B, functions]
                 count, rank = len(found["completion_ids"]), self.trainer.accelerator.process_index
-                own = self._rewards[rank * count : (rank + 1) * count].detach()
-                weighted = (own * self.trainer.reward_weights.to(own.device)).nansum(1)
-                found = {**found, "rewards": weighted.masked_fill(own.isnan().all(1), math.nan)}
+                found = {**found, REWARDS: self._rewards[rank * count : (rank + 1) * count].detach()}
             return found
 
         return generated
+
+    def _reward_columns(self, part: Inputs) -> dict[str, Any]:
+        """Return the responses' rewards and, of several reward functions, each one's."""
+        if REWARDS not in part:
+            return {}
+        own = part[REWARDS]
+        weighted = (own * self.trainer.reward_weights.to(own.device)).nansum(1)
+        columns = {"reward": to_array(weighted.masked_fill(own.isnan().all(1), math.nan))}
+        if own.shape[1] > 1:
+            columns["reward_parts"] = dict(zip(self.trainer.reward_func_names, to_array(own.T), strict=True))
+        return columns
 
     def _count_tokens(self, window: list[Inputs]) -> int:
         """Count the tokens that the step trains on, over all processes."""
@@ -202,7 +214,7 @@ class RolloutWriter(TrainerCallback):
         for number, (part, scale) in enumerate(zip(window, scales.split(sizes), strict=True)):
             arrays = {name: to_array(part[own]) for own, name in COLUMNS.items() if part.get(own) is not None}
             arrays["micro_batch"] = np.full(len(scale), number)
-            parts.append(arrays | {"loss_scale": to_array(scale)})
+            parts.append(arrays | self._reward_columns(part) | {"loss_scale": to_array(scale)})
         shared = {"step": step, "process": rank, "temperature": float(self.trainer.temperature)}
         shared["grad_norm"] = None if self._norm is None else float(self._norm)
         path = step_file(self.folder, step, f"-rank_{rank}" if rank else "")

@@ -190,6 +190,28 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
     assert (dump.batch.old_logprobs is None) == (name == "on-policy")
 
 
+def test_each_reward_functions_number_is_written_beside_their_weighted_sum(checkpoint, tmp_path):
+    def long(completion_ids, **_):
+        return [None if sum(ids) % 3 == 0 else float(len(ids)) for ids in completion_ids]
+
+    class Rewarded(import_trl().GRPOTrainer):
+        def __init__(self, *, reward_funcs, **keywords):
+            super().__init__(reward_funcs=[reward_funcs, long], **keywords)
+
+    trainer = make_trainer(checkpoint, tmp_path, kind=Rewarded, max_steps=2, reward_weights=[1.0, -0.5])
+    writer = write(trainer)
+    train(trainer)
+    for step in (1, 2):
+        batch = read_dump(writer.folder, step=step).batch
+        ids = [row[own].tolist() for row, own in zip(batch.input_ids, batch.response_mask, strict=True)]
+        even, own = even_tokens(ids), long(ids)
+        assert batch.reward_parts["even_tokens"].tolist() == pytest.approx(even)
+        assert batch.reward_parts["long"].tolist() == pytest.approx([v or math.nan for v in own], nan_ok=True)
+        wanted = [e - 0.5 * (v or 0.0) for e, v in zip(even, own, strict=True)]
+        assert batch.rewards.tolist() == pytest.approx(wanted)
+    assert any(v is None for v in own) and any(own)
+
+
 def test_prompts_with_images_are_not_written_and_one_warning_says_so(checkpoint, tmp_path):
     trainer = make_trainer(checkpoint, tmp_path, max_steps=3)
     writer = write(trainer)
