@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from math import isnan
 
 import pandas as pd
 
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.resampling import in_brackets
+from gradscope.wording import digits
 
 
 def percent(value: float) -> str:
@@ -19,10 +21,10 @@ def percent(value: float) -> str:
     number = 100 * value
     if isnan(number):
         return "–"
-    digits = f"{number:.0f}" if abs(number) >= 9.95 or number == 0 else f"{number:.1f}"
+    text = f"{number:.0f}" if abs(number) >= 9.95 or number == 0 else f"{number:.1f}"
     if 0 < abs(number) < 0.95:
-        digits = f"{number:.2g}" if abs(number) >= 1e-3 else "<0.001"
-    return digits.replace("-", "−")
+        text = f"{number:.2g}" if abs(number) >= 1e-3 else "<0.001"
+    return text.replace("-", "−")
 
 
 def share_words(row: pd.Series) -> str:
@@ -56,7 +58,7 @@ def times_words(row: pd.Series) -> str:
 
 def times(bits: float) -> str:
     """Write the ratio of which a number is log₂."""
-    return short_number(2.0**bits)
+    return digits(2.0**bits)
 
 
 def name_interval(label: str) -> str:
@@ -73,24 +75,19 @@ def name_interval(label: str) -> str:
     return f"{low} ≤ π {'≤' if label.endswith(']') else '<'} {high}"
 
 
-def short_number(value: float) -> str:
-    """Write two digits, or all those before the point.
-
-    >>> [short_number(v) for v in (34.6, 1.234, 0.0123, 1234.5)]
-    ['35', '1.2', '0.012', '1,234']
-    """
-    return f"{value:,.0f}" if value >= 9.95 else f"{value:.2g}"
-
-
 def step_words(d: Diagnosis) -> str:
     return "AdamW" if d.step.optimizer == "adamw" else "SGD"
 
 
-def number_words(row: pd.Series, form: str = ".2f") -> str:
-    """Write a number with its interval; a dash if it is NaN."""
+def number_words(row: pd.Series, significant: int | None = None) -> str:
+    """Write a number with its interval; a dash if it is NaN. significant: number of digits; None: two decimals.
+
+    >>> number_words(pd.Series({"value": -0.00006, "lower": -0.0002, "upper": 0.0}), 2)
+    '−0.00006 [−0.0002, 0]'
+    """
     if isnan(row["value"]):
         return "–"
-    write = f"{{:{form}}}".format
+    write = "{:.2f}".format if significant is None else partial(digits, count=significant)
     return f"{write(row['value'])}{in_brackets(row['lower'], row['upper'], write)}".replace("-", "−")
 
 

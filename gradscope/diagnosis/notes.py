@@ -19,6 +19,7 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note, TokenBatch
+from gradscope.wording import digits
 
 IMPROBABLE = 0.2
 """Nats per token by which −log π must exceed the entropy on average to show that another policy sampled the tokens."""
@@ -87,9 +88,9 @@ def describe_improbable(table: pd.DataFrame) -> str:
         return ""
     far_mean = int((own["mean"] > 1).sum())
     return (
-        f"These tokens are improbable under this checkpoint: −log π exceeds the entropy by {mean:.2g} nats per token "
-        f"on average, in {far_mean} of {len(own)} responses by more than 1; for tokens that it sampled itself, both "
-        "are equal on average. Was text tokenized again, or were they sampled by another checkpoint or at another "
+        f"These tokens are improbable under this checkpoint: −log π exceeds the entropy by {digits(mean)} nats per "
+        f"token on average, in {far_mean} of {len(own)} responses by more than 1; for tokens that it sampled itself, "
+        "both are equal on average. Was text tokenized again, or were they sampled by another checkpoint or at another "
         "temperature? Then the results below do not describe this policy's own rollouts."
     )
 

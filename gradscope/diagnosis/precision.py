@@ -14,6 +14,7 @@ from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_nor
 from gradscope.gradients import PARAMETERS, TableMeasurement, sampling_probabilities
 from gradscope.intervals import interval_labels, summarize_cells
 from gradscope.resampling import Resampling, Seed
+from gradscope.wording import digits
 
 NORMAL = 1.959964
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""
@@ -56,11 +57,11 @@ class SamplingError:
 
     def in_words(self) -> str:
         """Describe the error due to the sample."""
-        said = f"{self.quantity}: {self.value:.3g}"
+        said = f"{self.quantity}: {digits(self.value, 3)}"
         if not np.isfinite(self.lower):
-            error = f" ± {self.standard_error:.2g}, a standard error," if np.isfinite(self.standard_error) else ""
+            error = f" ± {digits(self.standard_error)}, a standard error," if np.isfinite(self.standard_error) else ""
             return f"{said}{error} of these prompts; there are too few for an interval."
-        return f"{said} [{self.lower:.3g}, {self.upper:.3g}]. {self.of_interval('this interval')}"
+        return f"{said} [{digits(self.lower, 3)}, {digits(self.upper, 3)}]. {self.of_interval('this interval')}"
 
     def of_interval(self, which: str) -> str:
         """Say how much of the interval named `which` is due to the sample, and how more tokens would narrow it."""

@@ -21,6 +21,7 @@ from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters, s
 from gradscope.rollouts import Note, TokenBatch
 from gradscope.theory import fit_powers
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
+from gradscope.wording import digits
 
 EACH_STEP = 4
 """Number of training steps up to which each one's distance is listed; beyond, the latest, nearest and farthest."""
@@ -45,7 +46,7 @@ def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
     gap = gap.dropna().sort_index(ascending=False)
     if len(gap) > EACH_STEP:
         gap = gap.loc[[gap.index[0], gap.idxmin(), gap.idxmax()]].pipe(lambda own: own[~own.index.duplicated()])
-    told = ", ".join(f"{value:.2g} at step {step}" for step, value in gap.items()).replace("-", "−")
+    told = ", ".join(f"{digits(value)} at step {step}" for step, value in gap.items())
     told = f"mean |Δ log π| to it, in nats, is {told}" if told else "the log does not say how far they are from it"
     words = f"{as_sentence(first)} Some of them were sampled by other checkpoints: {told}."
     others = batch.without_notes("pooled")

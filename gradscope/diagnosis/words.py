@@ -13,7 +13,6 @@ from gradscope.diagnosis.format import (
     number_words,
     percent,
     share_words,
-    short_number,
     step_words,
     times,
     times_words,
@@ -30,7 +29,7 @@ from gradscope.diagnosis.result import (
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights, stands_for
 from gradscope.objective import off_policy_sentence
-from gradscope.runs import counted
+from gradscope.wording import counted, digits
 
 CERTAIN = 0.95
 """Share of the resampled batches in which a ranking must hold to be stated."""
@@ -242,17 +241,17 @@ def _norms(d: Diagnosis) -> list[Finding]:
     if PARAMETERS not in ratios:
         return []
     rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
-    low, top = (number_words(row, ".3g") for _, row in rows.iterrows())
+    low, top = (number_words(row, 3) for _, row in rows.iterrows())
     statement = (
         f"Unweighted, the gradient norm of a token with {name_interval(d.labels[0])} is "
-        f"{short_number(ratios[PARAMETERS])} times that of one with {name_interval(d.labels[-1])} on average: "
+        f"{digits(ratios[PARAMETERS])} times that of one with {name_interval(d.labels[-1])} on average: "
         f"{low} against {top}, over {d.parameters}."
     )
     layers = ratios[[name.startswith(LAYER) for name in ratios.index]]
     if layers.empty:
         return [Finding("norms", Verdict.FACT, statement)]
     least, most = (label_of(name) for name in (layers.idxmin(), layers.idxmax()))
-    detail = f"By layer, from {short_number(layers.min())} times ({least}) to {short_number(layers.max())} ({most})."
+    detail = f"By layer, from {digits(layers.min())} times ({least}) to {digits(layers.max())} ({most})."
     return [Finding("norms", Verdict.FACT, statement, detail)]
 
 
@@ -464,10 +463,10 @@ def _split_rewards(spikes: pd.DataFrame) -> str:
 def _spike_words(spike: pd.Series) -> str:
     """Name a token, what the update does with it and what its response was rewarded with."""
     pushed = "raised" if spike["weight"] > 0 else "lowered"
-    told = f"{spike['token']!r} in response {spike['response']} (π {spike['prob']:.2g}, {pushed}"
+    told = f"{spike['token']!r} in response {spike['response']} (π {digits(spike['prob'])}, {pushed}"
     numbers = {name: spike[name] for name in spike.index if name == "reward" or name.startswith(REWARD_PART)}
     known = {name.removeprefix(REWARD_PART): value for name, value in numbers.items() if not isnan(value)}
-    told += "".join(f", {name} {value:.3g}".replace("-", "−") for name, value in known.items())
+    told += "".join(f", {name} {digits(value, 3)}" for name, value in known.items())
     return f"{told}; {percent(spike['squared_share'])} %)"
 
 
@@ -486,8 +485,8 @@ def _pull(d: Diagnosis) -> list[Finding]:
         f"{len(first)} token{'s hold' if len(first) > 1 else ' holds'} {percent(first['squared_share'].sum())} % of it."
     )
     told = "; ".join(
-        f"{token['token']!r} in response {token['response']} (π {token['prob']:.2g}, "
-        f"π_ref {exp(token['ref_logprob']):.2g}; {percent(token['squared_share'])} %)"
+        f"{token['token']!r} in response {token['response']} (π {digits(token['prob'])}, "
+        f"π_ref {digits(exp(token['ref_logprob']))}; {percent(token['squared_share'])} %)"
         for _, token in first.iterrows()
     )
     tone = "warn" if own > whole else "plain"
@@ -499,7 +498,7 @@ def _mismatch(d: Diagnosis) -> list[Finding]:
     if d.mismatch is None:
         return []
     mean, power, whole = d.pick("mismatch_mean", interval="all"), d.pick("mismatch_power"), d.mismatch.iloc[-1]
-    statement = f"The sampler's log π differs from the trainer's by {number_words(mean, '.2g')} nats on average."
+    statement = f"The sampler's log π differs from the trainer's by {number_words(mean, 2)} nats on average."
     verdict, tone = Verdict.FACT, "plain"
     if whole["masked_share"] > 0:
         tone = "warn"
@@ -509,8 +508,8 @@ def _mismatch(d: Diagnosis) -> list[Finding]:
         )
     if power is None or isnan(power["lower"]):
         return [Finding("mismatch", verdict, statement, tone=tone)]
-    verdict = compare(power, 1.0, write="{:.2g}".format)
-    detail = f"It grows with the power {number_words(power, '.2g')} of 1 − π"
+    verdict = compare(power, 1.0, write=digits)
+    detail = f"It grows with the power {number_words(power, 2)} of 1 − π"
     detail += {
         Verdict.MORE: ", more than the power 1 of an error in the logits.",
         Verdict.LESS: ", less than the power 1 of an error in the logits.",
@@ -524,7 +523,7 @@ def lag_words(d: Diagnosis) -> list[Finding]:
     if mean is None:
         return []
     low, high, dual = (d.pick(f"clip_{name}") for name in ("low", "high", "dual"))
-    statement = off_policy_sentence(number_words(mean, ".2g"), worst["value"])
+    statement = off_policy_sentence(number_words(mean, 2), worst["value"])
     if isnan(low["value"]):
         return [Finding("lag", Verdict.FACT, statement, f"Over {counted(mean['n'], 'token')}.")]
     detail = (
@@ -540,9 +539,9 @@ def bound_words(d: Diagnosis) -> list[Finding]:
         return []
     b = d.bounds
     detail = (
-        f"Smallest distance of a norm from the lower bound {b.lower_margin:.1e}, from the upper {b.upper_margin:.1e}, "
-        f"relative; rounding is allowed at most {b.tolerance:.0e}."
-    ).replace("-", "−")
+        f"Smallest distance of a norm from the lower bound {digits(b.lower_margin)}, from the upper "
+        f"{digits(b.upper_margin)}, relative; rounding is allowed at most {digits(b.tolerance, 1)}."
+    )
     if b.violations:
         words = f"The bounds of Prop. 4.2 fail on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
         return [Finding("bounds", Verdict.BROKEN, words, detail, "bad")]

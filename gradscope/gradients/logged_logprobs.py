@@ -25,6 +25,7 @@ from gradscope.gradients.hooks import measuring
 from gradscope.objective import widen
 from gradscope.policy import Policy
 from gradscope.rollouts import Note, TokenBatch
+from gradscope.wording import digits
 
 LIKELY = 0.9
 """Tokens above this probability may have a log π that rounds to 0."""
@@ -92,7 +93,7 @@ class Contradiction:
 
     @property
     def note(self) -> Note:
-        far, near = f"{self.stated_distance:.2g}", f"{self.distance:.2g}"
+        far, near = digits(self.stated_distance), digits(self.distance)
         found = (
             f"{self.column} contradicts the stated temperature: on {self.num_tokens} tokens it differs on average by "
             f"{far} nats from this policy's log π at T = {self.stated_temperature:g}, and by {near} at {self.reading}"

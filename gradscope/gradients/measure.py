@@ -32,7 +32,8 @@ from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
-from gradscope.runs import RunFolder, counted, write_parquet_parts
+from gradscope.runs import RunFolder, write_parquet_parts
+from gradscope.wording import counted
 
 Number = int | float
 

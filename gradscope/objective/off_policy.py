@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from gradscope.objective.loss import LossSettings
+from gradscope.wording import digits
 
 ROUNDING = 1e-3
 """Largest |Δ log π| of a token, in nats, explained by float32 rounding and summation order."""
@@ -36,7 +37,7 @@ def off_policyness(columns: Mapping[str, np.ndarray], loss: LossSettings) -> dic
 
 def off_policy_sentence(mean: str, worst: float) -> str:
     """Describe whether rollouts are on-policy. mean: formatted mean |Δ log π|; worst: the largest, in nats."""
-    numbers = f"mean |Δ log π| {mean} nats, at most {worst:.2g}".replace("-", "−")
+    numbers = f"mean |Δ log π| {mean} nats, at most {digits(worst)}"
     if worst < ROUNDING:
         return f"The rollouts are on-policy up to rounding: {numbers}."
     return f"log π differs from the logged log π_old by more than rounding: {numbers}."
@@ -50,7 +51,7 @@ def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSetting
     names = ("logprob", "old_logprob", "advantage")
     found = off_policyness({name: np.asarray(columns[name])[known] for name in names}, loss)
     gap = found["logprob_difference"]
-    words = off_policy_sentence(f"{gap.mean():.2g}", gap.max())
+    words = off_policy_sentence(digits(gap.mean()), gap.max())
     cut = [f"{100 * found[name].mean():.2g} %" for name in CLIPS]
     if gap.max() < ROUNDING or np.isnan(found[CLIPS[0]]).any():
         return words

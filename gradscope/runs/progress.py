@@ -18,15 +18,6 @@ from typing import Protocol, TypeVar, runtime_checkable
 T = TypeVar("T")
 
 
-def counted(number: int, noun: str) -> str:
-    """Write a number of things, in the singular or the plural.
-
-    >>> counted(1, "step"), counted(12_000, "token")
-    ('1 step', '12,000 tokens')
-    """
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
 @runtime_checkable
 class Advance(Protocol):
     """Callback that reports how much more of a stage is done, optionally with a remark."""

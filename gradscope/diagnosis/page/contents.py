@@ -22,7 +22,8 @@ from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import counted, write_text
+from gradscope.runs import write_text
+from gradscope.wording import counted
 
 PAGE = "report.html"
 

@@ -16,6 +16,7 @@ from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Page, Table
 from gradscope.diagnosis.page.viewer import viewer_data
 from gradscope.runs import write_text
+from gradscope.wording import digits
 
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
 """Text alternative for a finding's colour."""
@@ -79,8 +80,9 @@ def _cell(value: Any, form: str | None) -> str:
         return "yes" if value else "no"
     if not _is_number(value):
         return (form or "{}").format(value)
-    form = form or ("{:,}" if isinstance(value, int | np.integer) else "{:.3g}")
-    return form.format(value).replace("-", "−")
+    if form is None and not isinstance(value, int | np.integer):
+        return digits(value, 3)
+    return (form or "{:,}").format(value).replace("-", "−")
 
 
 def _is_number(value: Any) -> bool:

@@ -22,9 +22,9 @@ from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.intervals import EDGES
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
-from gradscope.runs import counted
 from gradscope.theory import measured_cones, theory_report
 from gradscope.updates import ONE_BATCH, WHAT_STAYS, gain_sentence, signal_sentence
+from gradscope.wording import counted
 
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
@@ -305,7 +305,7 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.layers is None or not d.layers["quantity"].str.startswith(LAYER).any():
         return []
     sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
-    told = d.layers.assign(told=[number_words(row, ".3g") for _, row in d.layers.iterrows()])
+    told = d.layers.assign(told=[number_words(row, 3) for _, row in d.layers.iterrows()])
     wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
     wide = wide[list(d.labels)].rename(index=label_of, columns=name_interval)
     wide = wide.rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
@@ -432,7 +432,7 @@ def _mismatch(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.mismatch is None:
         return []
     caption = "|Δ log π| between sampler and trainer by interval of π, and the mean ratio of trainer to sampler."
-    means = ["–" if row["value"] != row["value"] else number_words(row, ".2g") for _, row in d.mismatch.iterrows()]
+    means = [number_words(row, 2) for _, row in d.mismatch.iterrows()]
     shown = d.mismatch.assign(mean=means).drop(columns=["value", "lower", "upper"])
     masks = ["masked_share", "removed_share"] if d.mismatch["masked_share"].iat[-1] > 0 else []
     columns = ["label", "num_tokens", "mean", "largest", "ratio", *masks]
@@ -448,10 +448,10 @@ def _entropy(d: Diagnosis, sheets: Sheets) -> list[Block]:
         d.pick(name) for name in ("entropy_change_predicted", "entropy_change_actual", "entropy_proxy_rank")
     )
     told = f"To first order one step changes the mean entropy of {predicted['n']:,} tokens by "
-    told += f"{number_words(predicted, '.2g')} nats"
+    told += f"{number_words(predicted, 2)} nats"
     if actual is not None:
         of = "" if actual["n"] == predicted["n"] else f" of all {actual['n']:,} tokens"
-        told += f"; the real step changed that{of} by {number_words(actual, '.2g')}"
+        told += f"; the real step changed that{of} by {number_words(actual, 2)}"
     told += "."
     if np.isfinite(rank["value"]):
         told += (
@@ -553,7 +553,7 @@ def _numbers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption = "All headline numbers, with the number of tokens behind each."
     sheets.tables[f"{DATA}/statistics.csv"] = d.statistics
     write = {"share": share_words, "bits": bits_words}
-    told = [write.get(row["unit"], partial(number_words, form=".3g"))(row) for _, row in d.statistics.iterrows()]
+    told = [write.get(row["unit"], partial(number_words, significant=3))(row) for _, row in d.statistics.iterrows()]
     shown = {
         "statistic": d.statistics["statistic"].map(label_of),
         "metric": d.statistics["metric"].map(METRICS),

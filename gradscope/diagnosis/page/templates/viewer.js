@@ -44,9 +44,11 @@
   function show(value, digits = 7) {
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
     const size = Math.abs(value);
-    const plain = size === 0 || (size >= 1e-4 && size < 1e6);
-    const text = plain ? String(Number(value.toPrecision(digits))) : String(Number(value.toPrecision(digits)).toExponential());
-    return text.replaceAll("-", "−");
+    const rounded = Number(value.toPrecision(digits));
+    if (size === 0 || (size >= 1e-5 && size < 1e7)) return String(rounded).replaceAll("-", "−");
+    const [mantissa, power] = rounded.toExponential().replace("+", "").split("e");
+    const raised = Array.from(power, (sign) => (sign === "-" ? "⁻" : "⁰¹²³⁴⁵⁶⁷⁸⁹"[sign])).join("");
+    return `${mantissa}·10${raised}`.replaceAll("-", "−");
   }
 
   const withUnit = (value, unit, digits) => (unit ? `${show(value, digits)} ${unit}` : show(value, digits));
