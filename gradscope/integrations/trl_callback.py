@@ -76,11 +76,12 @@ class GradScopeCallback(TrainerCallback):
         trainer: TRL's GRPOTrainer or RLOOTrainer, or a subclass.
         budget: Largest share of the wall time since training began (measuring included) to spend on measuring. Each due
             step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
-            with all its responses in the step; if it allows none, the next affordable step is measured. The first step
-            always measures one prompt, to learn the cost. A prompt costs five forward passes (two, if it has no
+            with all its responses in the step; if it allows fewer than four (and not all), for which there are no
+            numbers, the next affordable step is measured. The first step always measures one prompt, to learn the cost.
+            A prompt costs five forward passes (two, if it has no
             advantage and the loss no KL) and one vector of memory; with weights below float32, both are as without a
-            budget. Logged are the shares, estimated for the whole step, with 95 % confidence bounds from four prompts
-            on (grad_share_lower/a, grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of
+            budget. Logged are the shares, estimated for the whole step, with 95 % confidence bounds
+            (grad_share_lower/a, grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of
             num_tokens. grad_norm_ratio is replaced by grad_projection, with bounds: the length of the measured G along
             the trainer's gradient over the trainer's norm, 1 on average; it can give a warning only if all prompts were
             measured. Norms of intervals and cosines, which are not sums over prompts, are omitted.
@@ -182,8 +183,8 @@ class GradScopeCallback(TrainerCallback):
             with self.progress.stage(f"step {number}"), whole_weights(trainer.model, gradients=True):
                 sample = StepSample(*terms, edges=self.edges, resources=resources, together=together, seed=seed)
                 self._measure_some(sample, number, started)
-            self._waiting = sample.measured_prompts == 0
-            self._step = None if self._waiting else sample
+            self._waiting = sample.measured_prompts < max(1, sample.fewest)
+            self._step = sample if sample.measured_prompts else None
         self._spent = time.perf_counter() - started
         self.seconds += self._spent
 
@@ -200,8 +201,11 @@ class GradScopeCallback(TrainerCallback):
         price = (self._price or spent / sample.measured_cost) * sample.mean_cost
         allowed = affordable(self.budget, now - self._started + owed, spent, price)
         count = agree(min(most, allowed), self.trainer.accelerator.device)
+        too_few = sample.measured_prompts + count < sample.fewest  # whose time is better kept for a later step
+        count = 0 if too_few else count
         if self.progress is not SILENT and (measured := sample.measured_prompts + count):
-            _say(f"gradscope: measuring step {number}: {measured} of {counted(sample.num_prompts, 'prompt')}")
+            why = f", for the cost alone: shares need {sample.fewest}" if too_few else ""
+            _say(f"gradscope: measuring step {number}: {measured} of {counted(sample.num_prompts, 'prompt')}{why}")
         sample.measure(count)
 
     def _compare(self, number: int) -> None:

@@ -27,7 +27,7 @@ from gradscope.integrations.trl_measure import (
 )
 from gradscope.objective import TokenStatistics, fill_unknown
 from gradscope.policy import float_parameters
-from gradscope.resampling import ANY, SHARE, Scale, ratio_of_sample
+from gradscope.resampling import ANY, FEWEST_DRAWN, SHARE, Scale, ratio_of_sample
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import SIGNS, log_odds_change, old_intervals
 
@@ -107,6 +107,11 @@ class StepSample:
         """Measured responses, with the index of each one's prompt."""
 
     @property
+    def fewest(self) -> int:
+        """Number of measured prompts from which the step's numbers are estimated: those that bounds need, or all."""
+        return min(FEWEST_DRAWN, self.num_prompts)
+
+    @property
     def mean_cost(self) -> float:
         """Average cost of a prompt; one without advantages has no gradient and is cheap."""
         return float(self._costs.sum(0).mean())
@@ -160,7 +165,7 @@ class StepSample:
                 self._add(f"moved_{name}", prompts, asked & (change != 0))
 
     def estimate(self, trained_norm: float, tolerance: float) -> dict[str, float]:
-        """Estimate the whole step's numbers, each with 95 % confidence bounds.
+        """Estimate the whole step's numbers, each with 95 % confidence bounds; NaN below `fewest` measured prompts.
 
         trained_norm: ‖G‖. tolerance: relative rounding error of ‖G‖ above which nothing is compared with it.
         """
@@ -170,6 +175,7 @@ class StepSample:
 
         def add(name: str, labels: Sequence[str], parts: np.ndarray, wholes: np.ndarray, scale: Scale) -> None:
             found = ratio_of_sample(parts, wholes, self.num_prompts, scale=scale)
+            found = found if self.measured_prompts >= self.fewest else np.full_like(found, np.nan)
             for end, values in zip(("", "_lower", "_upper"), found, strict=True):
                 numbers.update({f"{name}{end}{label}": float(v) for label, v in zip(labels, values, strict=True)})
 
