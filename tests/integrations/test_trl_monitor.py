@@ -521,6 +521,7 @@ def test_a_page_is_written_and_sent_every_so_many_steps_and_at_the_end(checkpoin
     assert [told.get("type") for _, told in backend.artifacts] == ["report", None] * 3
     page = callback.path.with_suffix(".html").read_text()
     assert page == backend.artifacts[-1][0]
+    assert "GradScopeCallback" in page and "gradscope/grad_share" in page  # where exact shares are
     recent = [told for line in callback.path.read_text().splitlines() for told in json.loads(line)["largest"]]
     assert len(recent) == 15 and all(told["before"] in page for told in recent)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import pandas as pd
 
 from gradscope.diagnosis.page.contents import Report
-from gradscope.diagnosis.page.page import Definition, Finding, Page, Section
+from gradscope.diagnosis.page.page import Definition, Finding, Page, Paragraph, Section
 from gradscope.diagnosis.result import Finding as Told
 
 
@@ -40,8 +40,12 @@ def make_live_report(
         "own loss, e − π the gradient of its log π. It excludes the network's contribution between logits and "
         "parameters, and cancellation between tokens."
     )
+    exact = Paragraph(
+        "This page has no exact shares of the gradient over all parameters: GradScopeCallback logs them beside it "
+        "(gradscope/grad_share), and `gradscope diagnose` shows a checkpoint's."
+    )
     sections = (
-        Section("steps", "Over the steps", (drawn, Definition("gradient at the logits", meaning))),
+        Section("steps", "Over the steps", (drawn, exact, Definition("gradient at the logits", meaning))),
         Section("largest", "The largest tokens", (tokens,)),
         Section("numbers", "All numbers", (numbers,)),
     )
