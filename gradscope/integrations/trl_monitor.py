@@ -48,7 +48,8 @@ MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
 
 
 class TokenMonitor(TrainerCallback):
-    """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time.
+    """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time, alerts
+    and pages aside.
 
         trainer.add_callback(TokenMonitor(trainer))
 
