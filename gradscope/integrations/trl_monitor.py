@@ -48,15 +48,14 @@ MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
 
 
 class TokenMonitor(TrainerCallback):
-    """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time, alerts
-    and pages aside.
+    """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time.
 
         trainer.add_callback(TokenMonitor(trainer))
 
     Nothing is computed twice. log π, entropy and Σπ² of each token come from the trainer's own forward pass (Σπ² is one
     more output of TRL's head), and its weight w = ∂loss/∂ log π from the trainer's own backward pass. Every loss is
     therefore covered, including your own, with its clips, masks, KL and denominators. Parameters are not read, so
-    sharded ones make no difference. Training stays bit-identical.
+    sharded ones make no difference. Training stays bit-identical. Alerts and pages take time on top.
 
     Logged with TRL's metrics, to whatever `report_to` names, as gradscope/live/NAME/INTERVAL; an interval of π_old is
     named by its edges in percent, such as p0-25:
