@@ -365,7 +365,11 @@ def describe_tokens(task: Task) -> TokenPart:
     drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
     proxies = task.attempt("proxies", lambda: judge_proxies(table, **draws))
     bounds = tokens.bound_margins(table, task.policy.vocab_size)
-    apart, mismatch = steps.mismatch_rows(table, labels, **draws)
+    batch, uncorrected = task.batch, None
+    if batch.uncorrected_advantages is not None:
+        scales = 1.0 if batch.loss_scales is None else batch.loss_scales[:, None]
+        uncorrected = (batch.uncorrected_advantages * scales)[batch.response_mask].numpy()
+    apart, mismatch = steps.mismatch_rows(table, labels, uncorrected=uncorrected, **draws)
     rows = (
         shares,
         _without_bounds("tokens", counts, counts, "tokens", labels),

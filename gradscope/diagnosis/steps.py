@@ -160,26 +160,39 @@ def entropy_rows(
 
 
 def mismatch_rows(
-    table: pd.DataFrame, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
+    table: pd.DataFrame,
+    labels: Sequence[str],
+    *,
+    uncorrected: np.ndarray | None = None,
+    seed: Seed = 0,
+    resamples: int = 1000,
 ) -> tuple[pd.DataFrame, pd.DataFrame | None]:
     """Compare the sampler's log π with the trainer's for the same weights, if the log has both.
 
     d = old_logprob − sampler_logprob, over tokens that have both. Rows: mismatch_mean, the mean |d| in nats for each
     interval and for "all"; mismatch_power, the power of 1 − π that |d| follows (`theory.fit_powers`; an error of the
     logits gives 1). The table has a row per interval and one for all: label, num_tokens, value (mean |d|), lower,
-    upper, largest (|d|), ratio (mean e^d); masked_share, the share of tokens without an advantage in a response where
-    others have one, which a trainer's masking rule leaves; removed_share, the gradient energy that the interval's
-    masked tokens would have with their response's mean advantage, as a share of that of all these tokens (norms that
-    were not measured are estimated). Returns no rows and None if no token has both.
+    upper, largest (|d|), ratio (mean e^d); masked_share, the share of tokens that a trainer's masking rule leaves
+    without an advantage; removed_share, the gradient energy that the interval's masked tokens would have without the
+    rule, as a share of that of all these tokens (norms that were not measured are estimated).
+
+    uncorrected: the tokens' advantages before the rule (`TokenBatch.uncorrected_advantages`), times the loss's scale of
+    their response. Without it, masked tokens are those without an advantage in a response where others have one, and
+    would have the mean weight of these, relative to the ratio; responses masked as a whole are then not counted.
+    Returns no rows and None if no token has both.
     """
     if "sampler_logprob" not in table:
         return join_rows([]), None
+    before = np.nan if uncorrected is None else np.where(uncorrected != 0, uncorrected, np.nan)
+    table = table.assign(before=before)
     both = table[table["sampler_logprob"].notna() & table["old_logprob"].notna()]
     gap = (both["old_logprob"] - both["sampler_logprob"]).to_numpy(np.float64)
     if not gap.any():  # no token, or one column is the other
         return join_rows([]), None
-    served = (both["advantage"] != 0).groupby(both["response"]).transform("any")
-    masked = (served & (both["advantage"] == 0)).to_numpy()
+    if uncorrected is None:
+        own = both["policy_weight"].where(both["advantage"] != 0) / np.exp(both["logprob"] - both["old_logprob"])
+        both = both.assign(before=own.groupby(both["response"]).transform("mean"))
+    masked = (both["before"].notna() & (both["advantage"] == 0)).to_numpy()
     energy = _energy_unmasked(both, masked)
     clusters, parts, resampling = prompt_clusters(both), [], Resampling(seed, resamples=resamples)
     for cells, names in ((both["interval"].to_numpy(np.int64), labels), (np.zeros(len(both), np.int64), ["all"])):
@@ -201,9 +214,9 @@ def mismatch_rows(
 
 
 def _energy_unmasked(table: pd.DataFrame, masked: np.ndarray) -> Float[np.ndarray, " n"]:
-    """Return each token's share of the gradient energy, giving masked tokens their response's mean advantage."""
-    own = table["advantage"].where(table["advantage"] != 0).groupby(table["response"]).transform("mean")
-    weight = table["weight"].where(~masked, own * np.exp(table["logprob"] - table["old_logprob"]))
+    """Return each token's share of the gradient energy, with masked tokens' weights, relative to the ratio, from
+    the column `before`."""
+    weight = table["weight"].where(~masked, table["before"] * np.exp(table["logprob"] - table["old_logprob"]))
     whole = add_estimated_norms(add_weighted_norms(table.assign(weight=weight)))
     norms = whole["weighted_norm_estimate" if "weighted_norm_estimate" in whole else "weighted_norm"]
     energy = norms.fillna(0.0).to_numpy(np.float64) ** 2

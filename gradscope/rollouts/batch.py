@@ -38,7 +38,7 @@ class Note(str):
         return str(self), self.kind
 
 
-_PER_TOKEN = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+_PER_TOKEN = ("advantages", "uncorrected_advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
 _PER_RESPONSE = {
     **{"rewards": "reward", "steps": "step", "loss_scales": "loss_scale", "grad_norms": "grad_norm"},
     **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
@@ -74,6 +74,8 @@ class TokenBatch:
     """What the log has of each response beside its reward, such as each reward function's number; NaN where unknown."""
     advantages: Float[Tensor, "B S"] | None = None
     """Advantage of each token; NaN where unknown."""
+    uncorrected_advantages: Float[Tensor, "B S"] | None = None
+    """The same before a correction for the sampler multiplied it by 0 at some token of the response; NaN elsewhere."""
     old_logprobs: Float[Tensor, "B S"] | None = None
     """log π_old in nats, under the policy that sampled; None: on-policy, ratio 1."""
     ref_logprobs: Float[Tensor, "B S"] | None = None
@@ -252,8 +254,8 @@ class TokenBatch:
         return self.input_ids[row][real], self.response_mask[row][real].nonzero()[:, 0]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a native row per response with everything that is known, as for `write_rollouts` and `read_rollouts`.
-        it.
+        """Yield a native row per response with everything that is known, as for `write_rollouts` and `read_rollouts`;
+        advantages as corrected only.
         """
         per_token = {"advantage": "advantages"} | {n: n for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
         for row, start in enumerate(self.response_start.tolist()):
@@ -303,6 +305,7 @@ class Response:
     temperature: float = 1.0
     reward: float | None = None
     advantage: float | list[float] | None = None
+    uncorrected_advantage: float | list[float] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     response_mask: list[bool] | None = None
@@ -383,6 +386,7 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         micro_batch_ids=stack("micro_batch", torch.float32),
         grad_norms=stack("grad_norm", torch.float32),
         advantages=spread("advantage", float("nan"), torch.float32),
+        uncorrected_advantages=spread("uncorrected_advantage", float("nan"), torch.float32),
         old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
         ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),
         sampler_logprobs=spread("sampler_logprobs", float("nan"), torch.float32),

@@ -55,7 +55,7 @@ def plant_table(seed: int = 0, *, prompts: int = PROMPTS, each: int = 40, boost:
     table["prob"], table["log_one_minus_prob"] = prob, np.log1p(-prob)
     table["entropy"] = rng.exponential(size=size)
     table["interval"] = assign_intervals(prob)
-    table["weight"] = table["advantage"] = rng.choice([-1.0, 1.0], size) * (1 + 0.3 * shift)
+    table["policy_weight"] = table["weight"] = table["advantage"] = rng.choice([-1.0, 1.0], size) * (1 + 0.3 * shift)
     table["param_grad_norm"] = 10 * gain * (1 - prob)
     table["logit_grad_norm"] = 1.2 * (1 - prob)
     table["act_grad_norm.0"] = 3 * gain * (1 - prob)
@@ -593,13 +593,27 @@ def test_the_energy_that_a_mask_removes_is_what_the_tokens_had_without_it():
     table["advantage"] = table["weight"] = np.random.default_rng(2).choice([-1.5, 0.5], 40)[table["response"]]
     table["logprob"] = table["old_logprob"] = np.log(table["prob"])
     table["sampler_logprob"] = table["old_logprob"] - np.random.default_rng(3).normal(0, 0.1, len(table))
-    energy = (table["weight"] * table["param_grad_norm"]) ** 2
-    energy /= energy.sum()
     apart = (table["old_logprob"] - table["sampler_logprob"]).abs() > 0.15
-    masked = table.assign(advantage=table["advantage"].mask(apart, 0.0), weight=table["weight"].mask(apart, 0.0))
+    scales = np.random.default_rng(4).uniform(0.5, 2.0, 40)[table["response"]]
+
+    def energy_of(chosen):
+        energy = (scales * table["advantage"] * table["param_grad_norm"]) ** 2
+        return [energy[chosen & (table["interval"] == place)].sum() / energy.sum() for place in range(4)]
+
+    def mask(tokens):
+        weight = (scales * table["advantage"]).mask(tokens, 0.0)
+        return table.assign(advantage=table["advantage"].mask(tokens, 0.0), weight=weight, policy_weight=weight)
+
+    masked, wanted = mask(apart), energy_of(apart)
     _, found = mismatch_rows(masked, LABELS, seed=None)
-    wanted = [energy[apart & (table["interval"] == place)].sum() for place in range(4)]
     assert found["removed_share"].tolist() == pytest.approx([*wanted, sum(wanted)])
+    # Responses that are masked as a whole count where the log has their advantages.
+    whole = apart | (table["response"] % 4 == 0)
+    _, found = mismatch_rows(mask(whole), LABELS, uncorrected=(scales * table["advantage"]).to_numpy(), seed=None)
+    assert found["removed_share"].tolist() == pytest.approx([*energy_of(whole), sum(energy_of(whole))])
+    assert found["masked_share"].iat[-1] == pytest.approx(whole.mean())
+    _, found = mismatch_rows(mask(whole), LABELS, seed=None)
+    assert found["masked_share"].iat[-1] < 0.7 * whole.mean()
     # Where a sample was measured, the others' norms are estimated by those at the logits, up to the planted gain.
     some = masked.assign(param_grad_norm=masked["param_grad_norm"].where(masked.index % 3 == 0))
     _, found = mismatch_rows(some, LABELS, seed=None)

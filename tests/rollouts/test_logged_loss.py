@@ -121,6 +121,13 @@ def test_a_correction_multiplies_the_advantage_that_it_needs(batch, tmp_path):
         wanted = np.float32(np.array(own["advantage"]) * np.array(f))
         kept = np.array(own.get("response_mask", [True] * len(f)))
         assert (found.advantages[row, start : start + len(f)].numpy()[kept] == wanted[kept]).all()
+    assert found.uncorrected_advantages is None
+    masked = [corrected[0] | {"sampler_correction": [0.0] * len(factors[0])}, *corrected[1:]]
+    found = read_rollouts(write_rollouts(tmp_path / "masked.parquet", masked))
+    kept, before = found.response_mask, found.uncorrected_advantages
+    assert not found.advantages[0][kept[0]].any() and before[1:].isnan().all()
+    plain = read_rollouts(write_rollouts(tmp_path / "plain.parquet", rows)).advantages
+    assert (before[0][kept[0]] == plain[0][kept[0]]).all()
     with refused("row 0", "sampler_correction"):
         alone = [{n: v for n, v in row.items() if n != "advantage"} | {"reward": 1.0} for row in corrected]
         read_rollouts(write_rollouts(tmp_path / "alone.jsonl", alone))

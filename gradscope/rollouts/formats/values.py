@@ -96,7 +96,7 @@ def parse_response(
     row: Row, prompt_ids: list[int], response_ids: list[int], group: int, kept: np.ndarray, options: ReadingOptions
 ) -> Response:
     """Return the row's response. Per-token lists have its length; unknown values are None, or NaN at a token."""
-    advantage = row.columns.get("advantage")
+    advantage, uncorrected = row.columns.get("advantage"), None
     if isinstance(advantage, list):
         advantage = parse_per_token(row, "advantage", kept)
         if np.isnan(np.array(advantage)[kept]).all():
@@ -107,6 +107,7 @@ def parse_response(
         if advantage is None:
             raise InputError(f"{row.place}: `sampler_correction` multiplies an advantage, and there is none; give both")
         factors = np.array(parse_per_token(row, "sampler_correction", kept))
+        uncorrected = advantage if (factors[kept] == 0).any() else None
         advantage = (np.array(advantage) * factors).tolist()
     temperature = options.temperature
     if temperature is None:
@@ -124,6 +125,7 @@ def parse_response(
         reward=parse_reward(row, options, needed=advantage is None),
         reward_parts=_reward_parts(row),
         advantage=advantage,
+        uncorrected_advantage=uncorrected,
         old_logprobs=parse_logprobs(row, "old_logprobs", kept),
         ref_logprobs=parse_logprobs(row, "ref_logprobs", kept),
         sampler_logprobs=parse_logprobs(row, "sampler_logprobs", kept),
