@@ -10,8 +10,8 @@ from pathlib import Path
 import gradscope
 
 ROOMS = (
-    *("errors", "wording", "resampling", "intervals", "runs", "tasks", "policy", "rollouts", "sampling", "objective"),
-    *("trainer", "gradients", "theory", "updates", "plots", "diagnosis", "integrations", "cli", "embedded"),
+    *("errors", "resampling", "intervals", "runs", "tasks", "policy", "rollouts", "sampling", "objective", "trainer"),
+    *("gradients", "theory", "updates", "plots", "diagnosis", "integrations", "cli", "embedded"),
 )
 """A room imports those that stand before it in this list, and nothing else of the package."""
 OPEN = {

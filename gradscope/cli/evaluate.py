@@ -15,10 +15,9 @@ from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progre
 from gradscope.errors import InputError
 from gradscope.policy import Policy, hash_ahead, make_key, make_manifest
 from gradscope.resampling import in_brackets
-from gradscope.runs import RunFolder, write_parquet, write_text
+from gradscope.runs import RunFolder, counted, write_parquet, write_text
 from gradscope.sampling import Exam, check_count, make_sampler, summarize_responses
 from gradscope.tasks import Question, draw_questions, get_task, questions_hash
-from gradscope.wording import counted
 
 TABLE, RESPONSES = "evaluation.csv", "responses.parquet"
 MADE_UP = 128

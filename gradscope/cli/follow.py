@@ -30,13 +30,13 @@ from gradscope.runs import (
     MANIFEST,
     changed_settings,
     check_is_folder,
+    counted,
     describe_changes,
     locked,
     plain_json,
     read_json,
     write_json,
 )
-from gradscope.wording import counted
 
 FOLLOWED, LOG = "follow.json", "follow.log"
 EVERY = 10.0

@@ -14,9 +14,8 @@ from gradscope.cli.measure import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step
-from gradscope.runs import MANIFEST, RunFolder, file_hash, provenance, read_json
+from gradscope.runs import MANIFEST, RunFolder, counted, file_hash, provenance, read_json
 from gradscope.updates import StepSettings
-from gradscope.wording import counted
 
 PAGE = "report.html"
 RESULTS = ("tokens.parquet", "figures", PAGE, "data")

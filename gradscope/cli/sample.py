@@ -13,8 +13,7 @@ import tyro
 from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
 from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
-from gradscope.runs import PACKED, check_is_folder, check_writable, parse_json, read_lines
-from gradscope.wording import counted
+from gradscope.runs import PACKED, check_is_folder, check_writable, counted, parse_json, read_lines
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pandas as pd
 
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.resampling import in_brackets
-from gradscope.wording import digits
+from gradscope.runs import digits
 
 
 def percent(value: float) -> str:

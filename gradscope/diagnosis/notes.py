@@ -19,7 +19,7 @@ from gradscope.gradients import (
 )
 from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note, TokenBatch
-from gradscope.wording import digits
+from gradscope.runs import digits
 
 IMPROBABLE = 0.2
 """Nats per token by which −log π must exceed the entropy on average to show that another policy sampled the tokens."""

@@ -14,7 +14,7 @@ from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_nor
 from gradscope.gradients import PARAMETERS, TableMeasurement, sampling_probabilities
 from gradscope.intervals import interval_labels, summarize_cells
 from gradscope.resampling import Resampling, Seed
-from gradscope.wording import digits
+from gradscope.runs import digits
 
 NORMAL = 1.959964
 """Half the width of a 95 % interval, in standard errors of a normal distribution."""

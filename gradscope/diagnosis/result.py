@@ -17,8 +17,8 @@ from gradscope.errors import InputError
 from gradscope.intervals import EDGES, Column, interval_labels
 from gradscope.objective import PAPER, LossSettings
 from gradscope.resampling import FEWEST, Shortage
+from gradscope.runs import counted
 from gradscope.updates import StepSettings
-from gradscope.wording import counted
 
 if TYPE_CHECKING:
     from gradscope.gradients import SumsPlan

@@ -19,9 +19,9 @@ from gradscope.intervals import summarize_cells
 from gradscope.objective import LossSettings, off_policyness, resolve_advantages
 from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import Note, TokenBatch
+from gradscope.runs import digits
 from gradscope.theory import fit_powers
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
-from gradscope.wording import digits
 
 EACH_STEP = 4
 """Number of training steps up to which each one's distance is listed; beyond, the latest, nearest and farthest."""

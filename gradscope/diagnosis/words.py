@@ -29,7 +29,7 @@ from gradscope.diagnosis.result import (
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights, stands_for
 from gradscope.objective import off_policy_sentence
-from gradscope.wording import counted, digits
+from gradscope.runs import counted, digits
 
 CERTAIN = 0.95
 """Share of the resampled batches in which a ranking must hold to be stated."""

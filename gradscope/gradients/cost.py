@@ -45,7 +45,7 @@ from gradscope.gradients.timed_rounds import describe_seconds
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import TokenBatch, check_batch
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 Number = int | float
 

@@ -33,7 +33,7 @@ from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages
 from gradscope.policy import AdamWState, Policy, PolicyLike
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 Number = int | float
 

@@ -25,7 +25,7 @@ from gradscope.gradients.hooks import measuring
 from gradscope.objective import widen
 from gradscope.policy import Policy
 from gradscope.rollouts import Note, TokenBatch
-from gradscope.wording import digits
+from gradscope.runs import digits
 
 LIKELY = 0.9
 """Tokens above this probability may have a log π that rounds to 0."""

@@ -32,8 +32,7 @@ from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
-from gradscope.runs import RunFolder, write_parquet_parts
-from gradscope.wording import counted
+from gradscope.runs import RunFolder, counted, write_parquet_parts
 
 Number = int | float
 

@@ -26,8 +26,7 @@ from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text, whole_weights
-from gradscope.runs import SILENT, Progress, Reporter, settle_progress, write_parquet
-from gradscope.wording import counted
+from gradscope.runs import SILENT, Progress, Reporter, counted, settle_progress, write_parquet
 
 Number = int | float
 TOLERANCE = 0.01

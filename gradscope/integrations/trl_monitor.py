@@ -35,7 +35,7 @@ from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbe
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import batch_weights
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 Number = int | float
 BEFORE = 12

@@ -21,7 +21,7 @@ from gradscope.integrations.trl_batch import Inputs
 from gradscope.integrations.trl_losses import GRPOLoss, step_loss
 from gradscope.integrations.trl_watch import watch
 from gradscope.rollouts import LOSS_KEY
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 Number = int | float
 OLD = "old_per_token_logps"

@@ -24,7 +24,7 @@ from gradscope.errors import InputError
 from gradscope.integrations.row_writer import Part, RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.objective import LossSettings
 from gradscope.rollouts import LOSS_KEY
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 COLUMNS = {
     **{"response_mask": "response_mask", "advantages": "advantage", "old_log_probs": "old_logprobs"},

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float
 
 from gradscope.objective.loss import LossSettings
-from gradscope.wording import digits
+from gradscope.runs import digits
 
 ROUNDING = 1e-3
 """Largest |Δ log π| of a token, in nats, explained by float32 rounding and summation order."""

@@ -28,8 +28,8 @@ from gradscope.plots.style import (
     require_intervals,
     short_number,
 )
+from gradscope.runs import counted
 from gradscope.theory import logit_grad_bounds
-from gradscope.wording import counted
 
 _ROUNDING = 1e-5
 """Relative slack before a float32 norm counts as outside the cone."""

@@ -13,7 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 LARGEST = 1e12
 """Bound on rewards, advantages, log-probabilities and temperatures, so that squares do not overflow float32."""

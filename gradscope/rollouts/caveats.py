@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.rollouts.batch import Note, TokenBatch
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
 """Kinds of these notes."""

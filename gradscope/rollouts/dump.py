@@ -41,7 +41,7 @@ from gradscope.rollouts.formats.values import (
     parse_response,
     parse_reward,
 )
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 LOOKED_AT = 8
 """Rows whose text is compared with their ids; a foreign tokenizer shows in the first one."""

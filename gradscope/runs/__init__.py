@@ -1,4 +1,4 @@
-"""Run folders written atomically, resumed and locked; untrusted files; processes; tensors larger than memory."""
+"""Run folders written atomically, resumed and locked; untrusted files; processes; progress; how numbers are written."""
 
 from gradscope.runs.files import (
     file_hash,
@@ -39,13 +39,14 @@ from gradscope.runs.processes import ALONE, Processes, deal_by_cost, leave_launc
 from gradscope.runs.progress import SILENT, Advance, Progress, Reporter, settle_progress, track
 from gradscope.runs.scratch import check_room, scratch_zeros
 from gradscope.runs.user_code import RAISED, in_words, run_file
+from gradscope.runs.wording import counted, digits
 
 __all__ = [
     "ALONE", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes", "Progress",
-    "Reporter", "RunFolder", "changed_settings", "check_is_folder", "check_room", "check_writable", "deal_by_cost",
-    "describe_changes", "file_hash", "in_words", "leave_launch", "library_versions", "load_tensors", "locked",
-    "numbers_of", "parquet_metadata", "parquet_values", "parse_json", "parse_json_file", "plain_json", "provenance",
-    "read_json", "read_lines", "read_parquet", "refusal", "replacing", "run_file", "scalars", "scratch_zeros",
-    "settle_progress", "track", "worker_context", "write_json", "write_parquet", "write_parquet_parts", "write_text",
-    "writing",
+    "Reporter", "RunFolder", "changed_settings", "check_is_folder", "check_room", "check_writable", "counted",
+    "deal_by_cost", "describe_changes", "digits", "file_hash", "in_words", "leave_launch", "library_versions",
+    "load_tensors", "locked", "numbers_of", "parquet_metadata", "parquet_values", "parse_json", "parse_json_file",
+    "plain_json", "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing", "run_file",
+    "scalars", "scratch_zeros", "settle_progress", "track", "worker_context", "write_json", "write_parquet",
+    "write_parquet_parts", "write_text", "writing",
 ]  # fmt: skip

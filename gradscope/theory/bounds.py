@@ -15,9 +15,9 @@ import torch
 from gradscope.errors import InputError, checked
 from gradscope.gradients import LAYER, LOGITS
 from gradscope.resampling import Seed
+from gradscope.runs import counted
 from gradscope.theory.closed_form import check_logit_grad_bounds
 from gradscope.theory.gains import FLOOR, check_envelopes, decompose_variance, fit_powers, layer_gains, require_columns
-from gradscope.wording import counted
 
 
 @dataclass(frozen=True)

@@ -37,10 +37,10 @@ from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weig
 from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state, square_norm
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.runs import counted
 from gradscope.updates.make_update import old_intervals
 from gradscope.updates.movement import Movement, movement_table, resolve
 from gradscope.updates.step_settings import ANY, SGD, Moments, StepSettings, read_moments
-from gradscope.wording import counted
 
 Number = int | float
 

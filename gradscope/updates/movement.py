@@ -22,9 +22,9 @@ from gradscope.objective import (
     resolve_advantages,
 )
 from gradscope.rollouts import TokenBatch
+from gradscope.runs import counted
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.make_update import old_intervals
-from gradscope.wording import counted
 
 Number = int | float
 

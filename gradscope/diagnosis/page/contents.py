@@ -22,8 +22,7 @@ from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import write_text
-from gradscope.wording import counted
+from gradscope.runs import counted, write_text
 
 PAGE = "report.html"
 

@@ -15,8 +15,7 @@ import pandas as pd
 from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Page, Table
 from gradscope.diagnosis.page.viewer import viewer_data
-from gradscope.runs import write_text
-from gradscope.wording import digits
+from gradscope.runs import digits, write_text
 
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
 """Text alternative for a finding's colour."""

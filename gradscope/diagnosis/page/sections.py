@@ -22,9 +22,9 @@ from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.intervals import EDGES
 from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
+from gradscope.runs import counted
 from gradscope.theory import measured_cones, theory_report
 from gradscope.updates import ONE_BATCH, WHAT_STAYS, gain_sentence, signal_sentence
-from gradscope.wording import counted
 
 DATA = "data"
 """Folder, beside the page, of the CSV files."""

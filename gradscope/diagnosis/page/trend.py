@@ -14,7 +14,7 @@ from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
 from gradscope.diagnosis.result import Verdict
 from gradscope.diagnosis.words import compare
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 FOLLOWED = {
     ("squared_share", "raw"): "The share of the gradient energy of tokens with {}",

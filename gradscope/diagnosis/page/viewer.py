@@ -13,7 +13,7 @@ import pandas as pd
 
 from gradscope.errors import InputError
 from gradscope.rollouts import TokenBatch
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 DECADES = 4
 """Decades of a logarithmic scale; smaller values are shown as its lower end."""

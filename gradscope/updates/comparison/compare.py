@@ -44,13 +44,13 @@ from gradscope.objective import (
 )
 from gradscope.policy import AdamWState, PolicyLike
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
+from gradscope.runs import counted
 from gradscope.updates.apply_update import RealSteps
 from gradscope.updates.comparison.judge import Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
 from gradscope.updates.influence import entropy_slopes
 from gradscope.updates.step_settings import StepSettings, settle_step
-from gradscope.wording import counted
 
 PLAIN = "grpo"
 SAME = 1e-4

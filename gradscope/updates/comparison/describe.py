@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.resampling import FEWEST, in_brackets
-from gradscope.wording import counted
+from gradscope.runs import counted
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
