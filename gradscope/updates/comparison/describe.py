@@ -19,9 +19,9 @@ This describes one batch: which gradients each weighting enlarges, how far it tu
 stands out from the noise between prompts."""
 RECORD = """How far to trust it: in a preregistered trial on the two embedded policies (10 checkpoints, 4 weightings),
 the difference had the same sign as the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
-over checkpoints; correlation .69 [.16, .88], whose interval reaches below 0 without any one of three checkpoints).
-The number of optimizer steps does no worse: expecting more of Lopti and the random split, which take two, and less of
-the others is right in 31 of 40. Whether the gain tells at which checkpoint a weighting earns more is unknown."""
+over checkpoints; correlation .69 [.16, .88]; without any one of three of them its interval reaches below 0). The number
+of optimizer steps does no worse: expecting more of Lopti and the random split, which take two, and less of the others
+is right in 31 of 40. Whether the gain tells at which checkpoint a weighting earns more is unknown."""
 """From figures/prediction_scores.csv (analyses/paper/prediction.py)."""
 WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards. Thresholds over the batch
 (quantiles of entropy, covariances), random draws and, for directions, the update itself are held fixed."""
