@@ -166,9 +166,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def make_settings(kind: Callable[..., Made], function: str, given: dict[str, Any]) -> Made:
-    """Build a settings dataclass from keywords. Raises TypeError for an unknown keyword, suggesting the nearest known
-    one.
-    """
+    """Build a settings dataclass. Raises TypeError for an unknown keyword, suggesting the nearest known one."""
     known = inspect.signature(kind).parameters
     for name in given:
         if name not in known:

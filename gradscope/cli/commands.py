@@ -127,8 +127,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _refuse(error: Exception, go_on: str) -> None:
-    """Exit with one line and a status for errors caused by input or machine; re-raise others, which are bugs.
-    """
+    """Exit with one line and a status for errors due to input or machine; re-raise bugs."""
     if isinstance(error, InputError):
         _stop(error, 2)
     if isinstance(error, SelfCheckError | SyncError | DivergedError | OSError):

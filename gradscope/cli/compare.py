@@ -92,9 +92,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
 
     @property
     def _rows(self) -> int:
-        """Estimate the number of rows of weights before measuring: on-policy, about half of the default weightings
-        coincide with others.
-        """
+        """Estimate the rows of weights before measuring; on-policy, half of the default weightings coincide."""
         return sum(len(spell_out(name)) for name in self.weightings) or len(COMPARED) // 2 + 1
 
     def _comparison_settings(self, measured: Measured) -> ComparisonSettings:

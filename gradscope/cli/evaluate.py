@@ -95,8 +95,7 @@ class Evaluate(PolicyFlags):
         return make_key(policy, {"task": self.task, "settings": settings, **asked})
 
     def _evaluate(self, exam: Exam, folder: RunFolder) -> None:
-        """Sample and grade. Parts are stored ungraded, so that a task that raises can be fixed without sampling again.
-        """
+        """Sample and grade. Parts are stored ungraded, so a task that raises can be fixed without sampling again."""
         if folder.begin(overwrite=self.overwrite):
             print(f"resuming the unfinished run in {folder.folder}")
         graded = []

@@ -175,8 +175,7 @@ class Following:
             time.sleep(max(EVERY, SHARE * (time.monotonic() - started)))
 
     def _find(self) -> dict[int, Path]:
-        """Map steps to checkpoint folders; among several for a step, prefer one with a model, then the shortest name.
-        """
+        """Map steps to checkpoint folders; of several for a step, prefer one with a model, then the shortest name."""
         found: dict[int, list[Path]] = {}
         for folder in list_step_folders(self.run):
             if not folder.name.startswith("tmp"):  # older transformers wrote there, then renamed

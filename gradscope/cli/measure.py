@@ -259,8 +259,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
 @dataclass(frozen=True)
 class MeasureOwn(Measure):
-    """Measure a checkpoint on its own rollouts: the step that it sampled, plus earlier ones if it has too few prompts.
-    """
+    """Measure a checkpoint on its own rollouts: those of the step it sampled, plus earlier ones if prompts are few."""
 
     keeps_prompts: ClassVar[bool] = True
     prompts: ClassVar[int] = VERDICT_PROMPTS

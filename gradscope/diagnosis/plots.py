@@ -106,8 +106,7 @@ def plot_dominance(statistics: pd.DataFrame, labels: Sequence[str]) -> Figure:
 
 @paper_style()
 def plot_signal(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
-    """Draw the signal fraction of each interval's summed gradient and of all: 1 is all signal, 0 none; bars are 95 %.
-    """
+    """Draw the signal fraction (1: no noise) of the summed gradient, total and by interval, with 95 % bars."""
     ax = new_axes(ax)
     _draw_series(ax, statistics, [*labels, "all"], FRACTIONS, factor=1.0, name="signal / ‖$G_a$‖²")
     low, _ = ax.get_ylim()
@@ -309,8 +308,7 @@ def _put_legend_below(ax: Axes) -> None:
 
 
 def _bars(rows: pd.DataFrame, value: str, lower: str = "lower", upper: str = "upper") -> tuple[np.ndarray, np.ndarray]:
-    """Return (values, [2, n] distances to their bounds); 0 where unknown, or where a percentile lies on the other side.
-    """
+    """Return (values, [2, n] distances to their bounds); 0 if unknown, or if a percentile is on the other side."""
     middle, low, high = (rows[name].to_numpy(dtype=float) for name in (value, lower, upper))
     bars = np.stack([middle - low, high - middle])
     return middle, np.where(np.isfinite(bars), np.maximum(bars, 0.0), 0.0)

@@ -28,8 +28,7 @@ LITTLE = 0.1
 
 @dataclass(frozen=True)
 class SamplingError:
-    """Effect of sampling on the headline number of a sampled table: the lowest interval's share of Σ‖w·g‖² or, without
-    weights, its mean ‖g‖."""
+    """Sampling's effect on a table's headline number: the lowest interval's share of Σ‖w·g‖², or else its mean ‖g‖."""
 
     quantity: str
     """Description, including the interval."""

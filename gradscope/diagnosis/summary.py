@@ -296,9 +296,7 @@ def add_summary(
 def write_figures(
     folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool | Progress = False
 ) -> None:
-    """Write Fig. 1 (a, b, d), Fig. 2, norms by layer, interval and 1−π, and cosines as PNG and CSV; also the summary
-    and theory.
-    """
+    """Write Fig. 1 (a, b, d), Fig. 2, norms by layer, interval and 1−π, cosines, the summary and theory."""
     from gradscope import plots
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -446,8 +446,7 @@ def _spikes(d: Diagnosis) -> list[Finding]:
 
 
 def _split_rewards(spikes: pd.DataFrame) -> str:
-    """Say how many of these tokens are raised in responses that lack a part of their reward and have another; "": none.
-    """
+    """Say how many of these tokens are raised in responses with some but not all parts of the reward; "": none."""
     parts = spikes[[name for name in spikes if name.startswith(REWARD_PART)]]
     has = parts.gt(0).set_axis([name.removeprefix(REWARD_PART) for name in parts], axis=1)
     lacks = parts.le(0).set_axis(has.columns, axis=1).mul((spikes["weight"] > 0) & has.any(axis=1), axis=0)

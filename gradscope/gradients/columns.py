@@ -171,9 +171,7 @@ def statistics_of(
 
 
 def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:
-    """Describe in a verb phrase how an earlier table read the same log differently; "" if there is no visible
-    difference.
-    """
+    """Say how an earlier table read the same log differently, in a verb phrase; "" if no difference is visible."""
     groups = batch.group_ids.repeat_interleave(batch.response_mask.sum(1)).numpy()
     if len(table) != len(groups):
         return f"took {len(table):,} tokens as sampled, not {len(groups):,}"

@@ -66,8 +66,7 @@ def scatter_rows(
     turned: Int[Tensor, " rows"],
     into: Float[Tensor, " k"],
 ) -> None:
-    """Do the same in a few large operations: on a GPU, launching four operations a row took longer than running them.
-    """
+    """Do the same in a few large operations: on a GPU, launching four per row took longer than running them."""
     size, (shifts, turned) = len(into), (values.to(into.device) for values in (shifts, turned))
     for start in range(0, len(gradient), step := SCATTERED * size):
         part = gradient[start : start + step]

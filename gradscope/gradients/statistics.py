@@ -52,8 +52,7 @@ class BatchStatistics:
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
     def backward_cost(self, measured: Bool[np.ndarray, " n"]) -> float:
-        """Return the cost of measuring these tokens, in positions × tokens, including the fixed cost of each response.
-        """
+        """Return the cost of measuring these tokens in positions × tokens, with each response's fixed cost."""
         rows = np.unique(self.responses[measured])
         reaches = self.prefixes[self.bounds[rows + 1] - 1].sum()
         return float(self.prefixes[measured].sum() + POSITION_COST * reaches)

@@ -126,8 +126,7 @@ class Sweep:
     def _differentiate(
         self, out: Tensor, deltas: dict[int, Tensor], to: list[Tensor], names: list[str], take: Take
     ) -> dict[int, list[Tensor]]:
-        """Pass the gradients of the named parameters to `take`; return those with respect to the tensors `to`, by row.
-        """
+        """Pass the gradients of the named parameters to `take`; return those of the tensors `to`, by row."""
         inputs, gradients = [*to, *(self.model.get_parameter(name) for name in names)], {}
         for row, delta in deltas.items() if inputs else ():
             last = row == next(reversed(deltas))

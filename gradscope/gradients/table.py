@@ -166,9 +166,7 @@ class TableMeasurement:
         self._stack.close()
 
     def _look_at_prompts(self) -> None:
-        """Keep a random subset of the prompts that fits into the minutes, and reserve time for everything after the
-        table.
-        """
+        """Keep a random subset of the prompts that fits into the minutes, with time left for what follows the table."""
         order = torch.from_numpy(np.random.default_rng([self.settings.seed, 1]).permutation(self.J.prompts.numpy()))
         with self.processes.together(), self.progress.stage("timing a few responses"):
             mine = [self._share_minutes(order)] if self.processes.is_main else []
@@ -181,9 +179,7 @@ class TableMeasurement:
         self.when_chosen()
 
     def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, float | None, SelfCheck | None]:
-        """Return what fits into the minutes, the seconds reserved for later, the least sensible minutes if fewer are
-        given, and the self-check on the first prompt.
-        """
+        """Return what fits, the seconds kept for later, the least sensible minutes if too few, and a self-check."""
         total, check = 60 * self.settings.minutes, None
         follows = self.follows if self._is_weighted() else None
         asked = (self.settings.loss, self.edges, follows)
@@ -204,8 +200,7 @@ class TableMeasurement:
         return shares, reserve, least / 60 if total < least else None, check
 
     def _is_weighted(self) -> bool:
-        """Return whether any token can have a weight, from advantages or a KL term; otherwise there is nothing to sum.
-        """
+        """Return whether any token can have a weight, by advantage or KL; otherwise there is nothing to sum."""
         advantages, loss = self.whole.advantages, self.settings.loss
         pulled = loss.kl_coef > 0 and self.whole.ref_logprobs is not None
         return pulled or (advantages is not None and bool(advantages[self.whole.response_mask].any()))

@@ -128,9 +128,7 @@ def kl_k3(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape
 
 
 def kl_k2(logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """Return the k2 estimate of KL(π ‖ π_ref) at sampled tokens, ½·log²(π/π_ref): biased, but its mean gradient is
-    KL's.
-    """
+    """Return the k2 estimate of KL(π ‖ π_ref) at sampled tokens, ½·log²(π/π_ref): biased, with KL's mean gradient."""
     return (logprobs - ref_logprobs).square() / 2
 
 

@@ -192,8 +192,7 @@ def _first_largest(logits: Float[Tensor, "*tokens vocab"]) -> Int[Tensor, "*toke
 
 
 def _check_temperature(temperature: Number | Tensor) -> None:
-    """Raise InputError unless every temperature is a positive number; tensors on a device were checked by their batch.
-    """
+    """Raise InputError unless every temperature is positive; tensors on a device were checked by their batch."""
     known = isinstance(temperature, Tensor) and not temperature.is_cpu
     if not known and not (bool((temperature > 0).all()) if isinstance(temperature, Tensor) else temperature > 0):
         raise InputError(f"temperature is {temperature}; probabilities need T > 0; pass the sampling temperature")

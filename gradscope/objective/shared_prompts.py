@@ -89,8 +89,7 @@ class Packing:
 
 
 def pack(piece: TokenBatch) -> Packing:
-    """Return the packing of a micro-batch that starts at column 0, up to the token before each row's last kept one.
-    """
+    """Pack a micro-batch that starts at column 0, up to the token before each row's last kept one."""
     ids, starts = piece.input_ids.tolist(), piece.response_start.tolist()
     last = (torch.arange(piece.input_ids.shape[1]) * piece.response_mask).amax(1).tolist()
     known: dict[tuple[int, ...], int] = {}

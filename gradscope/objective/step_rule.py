@@ -77,8 +77,7 @@ class StepRule:
         return reweight(advantages, old_logprobs, alpha=self.reweight_alpha)
 
     def groups(self, old_logprobs: Float[Tensor, "B T"], response_mask: Mask) -> list[tuple[str, Mask]]:
-        """Return (name, tokens) of each optimizer step in order: all tokens, or Lopti's low and high.
-        """
+        """Return (name, tokens) of each optimizer step: all tokens, or Lopti's low and high."""
         groups = [("all", response_mask)]
         if self.lopti_eta is not None:
             split = lopti_split(old_logprobs, response_mask, eta=self.lopti_eta)

@@ -96,8 +96,7 @@ class Tokens(Mapping[str, Weights]):
         return self.known("ref_logprob") if unknown.all() else np.where(unknown, self["logprob"], self["ref_logprob"])
 
     def before(self, sampler: int) -> Weights:
-        """Return log π at the centre of the trust region: log π_old or, with `sampler` 1, log π_sampler.
-        """
+        """Return log π at the trust region's centre: log π_old or, with `sampler` 1, log π_sampler."""
         return self.sampler if sampler else self.old
 
     def sum_by_response(self, values: Weights) -> Weights:
@@ -151,8 +150,7 @@ class Weighting(ABC):
 
     @property
     def rule(self) -> StepRule:
-        """Return the equivalent step rule if masks and advantage factors express this weighting, else the plain one.
-        """
+        """Return the equivalent step rule if masks and advantage factors express this weighting, else plain."""
         return StepRule()
 
     @property

@@ -185,8 +185,7 @@ class UpWeight(Weighting):
 
 @dataclass(frozen=True)
 class TopEntropy(Weighting):
-    """w = plain where H is at least its (1 − q) quantile over the batch, else 0: "80/20" (arXiv:2506.01939, as in TRL).
-    """
+    """w = plain where H is at least its (1 − q) quantile over the batch, else 0: "80/20" (arXiv:2506.01939, TRL)."""
 
     NAME = "top-entropy"
     TRAINERS: ClassVar = {"TRL": "top-entropy:q=0.2"}
@@ -536,8 +535,7 @@ class TIS(Weighting):
 
 @dataclass(frozen=True)
 class SequenceTIS(Weighting):
-    """w = clip(K, low, high)·plain, K = Π_t k_t: sequence-level truncated importance sampling (TRL: sequence_truncate).
-    """
+    """w = clip(K, low, high)·plain, K = Π_t k_t: truncated importance sampling by sequence (TRL: sequence_truncate)."""
 
     NAME = "sequence-tis"
     TRAINERS: ClassVar = {

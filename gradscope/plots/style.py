@@ -62,9 +62,7 @@ def paper_style() -> Iterator[None]:
 
 
 def new_axes(ax: Axes | None, *, width: float = 3.4, height: float = 2.5) -> Axes:
-    """Return the given axes, or new ones in a figure of their own (inches) that pyplot knows, so that a notebook shows
-    it.
-    """
+    """Return the given axes, or new ones (size in inches) in a pyplot figure, so that a notebook shows it."""
     return ax if ax is not None else plt.subplots(figsize=(width, height), layout="constrained")[1]
 
 
@@ -86,17 +84,14 @@ def new_panels(
 
 
 def finish(ax: Axes, drawn: pd.DataFrame) -> Axes:
-    """Attach the drawn numbers to `ax` for `save_figure`, and fix what a later draw would take from the user's
-    rcParams.
-    """
+    """Attach the drawn numbers to `ax` for `save_figure`, and fix what later draws would take from rcParams."""
     _drawn[ax] = drawn
     ax.tick_params(which="both", labelsize=_FONT_SIZE, width=0.7)
     return ax
 
 
 def drawn_numbers(figure: Figure | Axes) -> pd.DataFrame:
-    """Return the numbers behind a figure, a block of rows per panel; with several, a column `panel` has their titles.
-    """
+    """Return the numbers behind a figure, a block of rows per panel; a column `panel` names several."""
     axes = figure.axes if isinstance(figure, Figure) else [figure]
     parts = [((ax.get_title(loc="left") or ax.get_title()).split("\n")[0], _drawn[ax]) for ax in axes if ax in _drawn]
     if not parts:

@@ -101,9 +101,7 @@ def _half_violin(ax: Axes, place: int, moved: np.ndarray, ink: str, sign: int) -
 
 
 def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
-    """Return the root of a smoothed histogram: movements peak so sharply at 0 that the density itself shows nothing
-    else.
-    """
+    """Return the root of a smoothed histogram: movements peak so sharply at 0 that the density hides the rest."""
     counts = np.histogram(values, bins=len(grid), range=(grid[0], max(grid[-1], grid[0] + 1e-12)))[0]
     width = max(1, round(0.12 * len(grid) * len(values) ** -0.2))
     kernel = np.exp(-0.5 * (np.arange(-4 * width, 4 * width + 1) / width) ** 2)

@@ -242,9 +242,7 @@ def read_adamw_state(
 
 
 def find_optimizer_file(path: str | Path) -> Path | None:
-    """Return the optimizer file of a checkpoint: the path itself, optimizer.pt in the folder (or above an `adapter`
-    folder), or else the folder with the state in shards (torch.distributed.checkpoint, verl, DeepSpeed).
-    """
+    """Return a checkpoint's optimizer: the path, optimizer.pt in it (or above `adapter`), or a folder of shards."""
     path = Path(path)
     if os.path.isfile(path):  # Path raises for names that are too long
         return path

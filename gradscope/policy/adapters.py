@@ -71,9 +71,7 @@ def _find_here(folder: Path | None, name: str) -> Path | None:
 
 
 def _check_family(folder: Path, config: dict[str, Any], base: Path) -> None:
-    """Raise InputError if the base's family differs from that of the base named in adapter_config.json, if that is
-    found.
-    """
+    """Raise InputError if the base's family differs from that of adapter_config.json's base, if found."""
     named = _find_here(folder, str(config.get(KEY) or ""))
     if named is None:
         return
@@ -102,9 +100,7 @@ def find_bases(folder: Path, base: str | Path | None = None) -> list[Path]:
 
 
 def find_whole(model: str, base: str | None = None) -> str:
-    """Return the folder that determines a checkpoint's model: itself, its adapter's base, or the configuration's folder
-    for shards.
-    """
+    """Return the folder that determines the model: this one, its adapter's base, or the shards' configuration."""
     folder = Path(model)
     if is_adapter(folder):
         return str(find_bases(folder, base)[-1])
@@ -113,8 +109,7 @@ def find_whole(model: str, base: str | None = None) -> str:
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json of a LoRA. Raises InputError for other kinds, saying whether they can be merged.
-    """
+    """Read a LoRA's adapter_config.json. Raises InputError for other kinds, saying if they can be merged."""
     try:
         config = parse_json_file(folder / ADAPTER_CONFIG)
         kind = config.get("peft_type")

@@ -39,9 +39,7 @@ _AHEAD: dict[_State, Future[str]] = {}
 
 
 def is_adapter(folder: Path) -> bool:
-    """Return whether the folder holds a peft adapter. Raises InputError if it also holds a model, or an incomplete
-    adapter.
-    """
+    """Return whether this is a peft adapter. Raises InputError if a model is beside it, or a part is missing."""
     if not os.path.isfile(folder / ADAPTER_CONFIG):
         return False
     if model_weights(folder):
@@ -94,9 +92,7 @@ def configuration_home(folder: Path, shards: Shards, base: str | Path | None = N
 
 
 def refuse_training_run(folder: Path) -> None:
-    """Raise InputError for a folder that contains models but is not one: a training run, or a checkpoint with separate
-    folders for its parts. The error names the newest checkpoint, or the model's folder.
-    """
+    """Raise InputError for a run's folder or a checkpoint with folders for its parts, naming the model to give."""
     # Of a name that is too long, Path raises.
     if not os.path.isdir(folder) or model_weights(folder) or (folder / ADAPTER_CONFIG).is_file():
         return
@@ -120,8 +116,7 @@ def list_step_folders(run: Path) -> list[Path]:
 
 
 def model_of_step(folder: Path) -> Path | None:
-    """Return the folder to load from a step's folder: itself if it holds shards, else the outermost model in it.
-    """
+    """Return the folder to load for a step: this one if it holds shards, else the outermost model in it."""
     return folder if find_weights(folder) is not None else _model_within(folder)
 
 
@@ -193,9 +188,7 @@ def checkpoint_homes(folder: Path) -> list[Path]:
 
 
 def tokenizer_places(folder: Path) -> list[Path]:
-    """Return the folders that may hold a checkpoint's tokenizer: with the weights, other parts of the checkpoint, the
-    run.
-    """
+    """Return the folders that may hold a checkpoint's tokenizer: the weights', its other parts, the run."""
     homes = homes_of(Path(os.path.abspath(folder)))
     if named_step(homes[-1]) is None:
         return [folder, folder.absolute().parent] if folder.name == "adapter" else [folder]

@@ -268,9 +268,7 @@ def _known_types() -> set[str]:
 
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
-    """Build the model on the meta device. Raises InputError if the configuration is invalid (as with an unknown
-    activation) or describes a model far larger than the weight files, before allocating memory.
-    """
+    """Build the model on the meta device. Raises InputError if that fails or needs far larger weight files."""
     from transformers import AutoModelForCausalLM
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
@@ -398,9 +396,7 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
 
 
 def find_lossy_text(tokenizer: PreTrainedTokenizerBase) -> tuple[str, str] | None:
-    """Return a text that does not survive encoding and decoding, with the result; None if all do. Words of the
-    tokenizer's vocabulary are tried, one by one and joined.
-    """
+    """Return a text of the vocabulary's words that encoding changes, with the result; None if none does."""
     special = set(tokenizer.all_special_ids)
     ids = [i for i in range(len(tokenizer)) if i not in special]
     sample = ids[len(ids) // 3 :: max(1, len(ids) // 24)][:16]
@@ -433,9 +429,7 @@ def _main_device(device_map: str | dict[str, Any] | None) -> str:
 
 
 def parse_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype | str:
-    """Return the named dtype; None means float32 on a CPU and "auto" (the checkpoint's) elsewhere, as does
-    "upcast".
-    """
+    """Return the named dtype; None, like "upcast", is float32 on a CPU and "auto" (the checkpoint's) elsewhere."""
     if dtype == UPCAST:
         return "auto"
     if dtype is None:

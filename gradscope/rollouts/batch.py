@@ -180,8 +180,7 @@ class TokenBatch:
         return replace(self, response_mask=self.response_mask & own[:, None])
 
     def deal(self, prompts: Int[Tensor, " p"], count: int, generator: torch.Generator) -> list[TokenBatch]:
-        """Randomly divide the prompts into at most `count` batches with (almost) equal numbers of whole prompts.
-        """
+        """Randomly divide the prompts into at most `count` batches of (almost) equally many prompts."""
         order = prompts[torch.randperm(len(prompts), generator=generator)]
         parts = order.tensor_split(min(count, len(order)))
         return [self.select(torch.isin(self.group_ids, part).nonzero()[:, 0]) for part in parts]
@@ -239,9 +238,7 @@ class TokenBatch:
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
     def digest(self) -> str:
-        """Return the SHA-256 of all tensors, in hexadecimal; equal batches have equal digests, whatever they were read
-        from.
-        """
+        """Return the SHA-256 of all tensors, in hexadecimal; equal batches have equal digests, wherever read from."""
         found = hashlib.sha256()
         for name, value in self.tensors().items():
             found.update(f"{name} {value.dtype} {[*value.shape]}".encode())
@@ -277,8 +274,7 @@ class TokenBatch:
             yield {name: value.tolist() for name, value in told.items()} | ({"reward_parts": parts} if parts else {})
 
     def positions(self) -> Int[Tensor, "B S"]:
-        """Return positions [B, S] within the response from 0, counting kept and dropped tokens; negative on the prompt.
-        """
+        """Return positions [B, S] in the response from 0, kept or dropped; negative on the prompt."""
         return torch.arange(self.input_ids.shape[1]) - self.response_start[:, None]
 
     def spread_over_tokens(self, values: Float[Tensor, " B"]) -> Float[Tensor, "B S"]:

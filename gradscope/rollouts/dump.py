@@ -440,9 +440,7 @@ class _Reading:
 
 
 def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:
-    """Return the mean and sample standard deviation (n − 1; exactly 0 for equal rewards); 0 and 1 for a single reward
-    if the trainer keeps it as the advantage.
-    """
+    """Return mean and sample standard deviation (n − 1); 0 and 1 for one reward that the trainer keeps as it is."""
     values = np.array(rewards, dtype=np.float32).astype(np.float64)  # rounded as in the batch
     if len(values) == 1 and keeps_single:
         return 0.0, 1.0

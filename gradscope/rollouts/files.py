@@ -127,9 +127,7 @@ def named_steps(files: Sequence[Path]) -> dict[Path, int]:
 
 
 def rollouts_hash(path: Path) -> str:
-    """Return the SHA-256 of a file, or of the names and contents of several in reading order, including files with loss
-    settings.
-    """
+    """Return the SHA-256 of a file, or of several files' names and contents in reading order, with loss settings."""
     files = [own for file in list_files(path) for own in (file, loss_file(file)) if own == file or own.is_file()]
     if files == [path]:
         return file_hash(path)

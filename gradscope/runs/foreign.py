@@ -116,8 +116,7 @@ def parquet_values(path: Path, column: str) -> set[Any] | None:
 
 
 def numbers_of(tensor: Any) -> Any:
-    """Return the numbers of a tensor or numpy array as lists. Raises ValueError for sparse or meta tensors, and for
-    objects whose code was not run."""
+    """Convert a tensor or array to lists. Raises ValueError for sparse, meta and inert objects."""
     if isinstance(tensor, Array):
         return tensor.numbers()
     if isinstance(tensor, Inert):

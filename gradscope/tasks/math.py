@@ -55,9 +55,7 @@ def verifies(truth: str) -> bool:
 
 
 def _normalise(text: str) -> str:
-    """Strip dollars and superfluous spaces; write 4.5e33, where math-verify would see Euler's number, as a power of
-    ten.
-    """
+    """Strip dollars and superfluous spaces; write 4.5e33, which math-verify reads as Euler's e, as a power of ten."""
     text = " ".join(text.replace(r"\$", "").replace("$", "").split())
     if number := _COMPUTER_NUMBER.fullmatch(text):
         return rf"{number[1]} \times 10^{{{int(number[2])}}}"

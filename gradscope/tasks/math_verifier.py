@@ -88,9 +88,7 @@ _verifier = _Verifier()
 
 
 def serve() -> None:
-    """Answer questions on stdin until it closes: each line has the arguments of `ask` as JSON, each reply is True or
-    False.
-    """
+    """Answer JSON lines with the arguments of `ask` from stdin by True or False, until it closes."""
     replies, sys.stdout = sys.stdout, sys.stderr  # keep libraries' output out of the replies
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     try:
@@ -131,8 +129,7 @@ def _parse(text: str) -> list[Any]:
 
 
 def _precision(gold: list[Any]) -> dict[str, int]:
-    """Return math-verify's settings for small truths: by default it compares 15 decimals, where 5e-27 equals 6e-20.
-    """
+    """Return math-verify's settings for small truths; its default of 15 decimals equates 5e-27 and 6e-20."""
     size = abs(float(gold[0])) if gold and getattr(gold[0], "is_real", False) and gold[0].is_number else 1.0
     if not 0 < size < 1e-3:
         return {}

@@ -163,8 +163,7 @@ def layer_constants(
 
 
 def token_contexts(batch: TokenBatch, tokens: pd.DataFrame) -> list[Int[Tensor, "_"]]:
-    """Return the ids before each token of a table (columns `response`, `position`): the contexts of `layer_constants`.
-    """
+    """Return the ids before each of a table's tokens (`response`, `position`): `layer_constants`' contexts."""
     contexts = []
     for response, position in zip(tokens["response"], tokens["position"], strict=True):
         first = int(batch.attention_mask[response].int().argmax())
@@ -222,8 +221,7 @@ def _context_rows(
 
 
 def _flow_of_last_position(head: LocalJacobian) -> Tensor | None:
-    """Return the Jacobian [d, n·d] of the last position's final hidden state with respect to that layer.
-    """
+    """Return the Jacobian [d, n·d] of the last position's final hidden state by that layer's."""
     width, length = head.shape[1], head.positions
     if width * width * length > LARGEST_FLOW:
         return None
@@ -242,9 +240,7 @@ def _reach(deltas: Tensor, norms: Tensor, flow: Tensor | None) -> tuple[float, f
 
 
 def _run(policy: Policy, ids: Tensor, temperature: float) -> tuple[list[_BlockCall], LocalJacobian]:
-    """Run one forward pass; return every block's call, and the head's graph from the last position to logits /
-    T.
-    """
+    """Run a forward pass; return every block's call, and the head's graph from the last position to logits / T."""
     calls: list[_BlockCall] = []
     last = policy.blocks[-1]
     leaf: Tensor | None = None

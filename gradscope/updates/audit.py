@@ -231,9 +231,7 @@ def _weigh(
 
 
 def _shifted(weights: Float[Tensor, " K"], J: TokenJacobian, shifts: Iterable[int]) -> dict[str, Float[Tensor, " K"]]:
-    """Return the readings whose mask is shifted: each kept token gets the weight of another token of its response, or
-    0.
-    """
+    """Return the readings with a shifted mask: kept tokens get another token's weight, of their response, or 0."""
     response, rows = J.batch.response_mask.nonzero()[:, 0], torch.arange(len(weights))
     found = {}
     for shift in shifts:

@@ -93,8 +93,7 @@ def batch_direction_shares(
 
 
 def log_odds_change(before: TokenStatistics, after: TokenStatistics) -> Float[Tensor, "*tokens"]:
-    """Return Δ(log π − log(1−π)), nats, float64: 0 for tokens that stay certain or impossible, infinite on reaching it.
-    """
+    """Return Δ(log π − log(1−π)), nats, float64: 0 for tokens that stay at 0 or 1, infinite on reaching it."""
     gained, lost = (
         torch.where(new == old, 0.0, new.double() - old.double())  # −inf may stay −inf
         for old, new in ((before.logprob, after.logprob), (before.log_one_minus_prob, after.log_one_minus_prob))
@@ -287,8 +286,7 @@ def _require(table: pd.DataFrame, columns: Iterable[str]) -> None:
 
 
 def _pairs_of_rows(table: pd.DataFrame, batch: TokenBatch) -> np.ndarray:
-    """Return the index of each row's (context, token) pair. Raises InputError if the rows are not the batch's tokens.
-    """
+    """Return each row's (context, token) pair's index. Raises InputError unless rows are the batch's tokens."""
     aligned, _ = batch.left_aligned()
     response, position, token_id = (table[c].to_numpy(np.int64) for c in ("response", "position", "token_id"))
     known = (response >= 0) & (response < len(batch))

@@ -312,8 +312,7 @@ class _Sources:
     def _precondition(
         self, rows: Float[Tensor, "C p"], names: list[str], name: str, own: slice, clipped: Float[Tensor, " p"]
     ) -> None:
-        """Compute (1 − β₁)/(1 − β₁ⁿ) · G ⊘ D in each row, and β₁/(1 − β₁ⁿ) · m ⊘ D for momentum; D is the whole step's.
-        """
+        """Compute (1 − β₁)/(1 − β₁ⁿ) · G ⊘ D by row, and β₁/(1 − β₁ⁿ) · m ⊘ D for momentum; D: the whole step's."""
         moments, beta = self.moments, self.step.betas[0]
         inverse = moments.second.scale_part(name, clipped, 1.0, own)
         correction = 1 - beta ** (moments.second.step[name] + 1)

@@ -134,9 +134,7 @@ SAID = {
 
 
 def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
-    """Return a finding for each followed number: its values at both ends and its largest change; for a single
-    checkpoint, its value.
-    """
+    """Return a finding per followed number: first and last value and largest change; of one checkpoint, its value."""
     found = []
     for ends, largest in trend_changes(trend, label):
         words = FOLLOWED[ends.statistic, ends.metric].format(name_interval(label))

@@ -115,9 +115,7 @@ class GraphBody:
         """Scales of the gradients, if scaled norms are measured too."""
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Return the chunk limits; chunks end only at wide gaps, since each costs a forward pass. rows: most positions
-        × tokens.
-        """
+        """Return the chunk limits; chunks end only at wide gaps, as each costs a forward pass."""
         return Limits(min(ROWS if rows is None else rows, max(1, memory // self.bytes_per_row)), start=None)
 
     def record(self, ids: Int[Tensor, " n"]) -> Recorder:
@@ -244,9 +242,7 @@ def _vjp(
     batched: bool,
     again: bool = False,
 ) -> list[Tensor | None]:
-    """Compute vector-Jacobian products of K seeds, [K, *shape] per edge, None without a gradient; again: keep the graph
-    for another call.
-    """
+    """Return the VJPs of K seeds, [K, *shape] per edge, None without a gradient; again: keep the graph for later."""
     if batched:
         found = torch.autograd.grad(outputs, edges, seeds, is_grads_batched=True, retain_graph=again, allow_unused=True)
         return list(found)

@@ -105,8 +105,7 @@ class Head:
         return join_statistics(statistics), torch.cat(norms)
 
     def square_norms(self, head: HeadPass, name: str, metric: Metric | None = None) -> Float[Tensor, " m"]:
-        """Return the squared gradient norms of a module of the head, at one position per token; metric: scaled norms.
-        """
+        """Return squared gradient norms of a head's module, one position per token; metric: scaled norms."""
         call, delta, inputs = head.local[name]
         if self.ownership.rules[name] == "diagonal":
             width = call.inputs.shape[-1]
@@ -161,8 +160,7 @@ class Head:
         return self.model(input_ids=ids, use_cache=False, **kept).logits
 
     def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
-        """Return the inputs of a module of the head [m, width], or the slopes of a diagonal one [m, parameters, width].
-        """
+        """Return the inputs of a head's module [m, width], or a diagonal one's slopes [m, parameters, width]."""
         if self.ownership.rules[call.name] != "diagonal":
             return targets_at.rows(call.inputs)
         return torch.stack([targets_at.rows(s) for s in parameter_slopes(call.module, call.inputs)], 1)
@@ -177,9 +175,7 @@ class _TargetRows:
         """Positions at which any sequence has a target, ascending."""
 
     def rows(self, values: Tensor) -> Float[Tensor, "m width"]:
-        """Gather the targets' rows from [B, n, …] or, if only kept positions were computed, [B, u, …]; B may be
-        missing.
-        """
+        """Gather the targets' rows from [B, n, …] or, if only kept positions exist, [B, u, …]; B may be missing."""
         rows = values.flatten(2) if values.ndim > 2 else values[None]
         columns = self._positions if rows.shape[1] == self._length else self._columns
         if rows.shape[0] * rows.shape[1] == len(columns):  # all rows, in order

@@ -127,8 +127,7 @@ class TokenGradientMeter:
         return self.measure_together([SequenceTokens(ids.cpu(), targets.cpu(), measured.cpu(), temperature)])[0]
 
     def measure_together(self, sequences: Sequence[SequenceTokens]) -> list[TokenGradients]:
-        """Measure several sequences together (see `group`), with the same results up to rounding.
-        """
+        """Measure several sequences at once (see `group`), with the same results up to rounding."""
         asked = [i for i, s in enumerate(sequences) if len(s.measured)]
         order = sorted(asked, key=lambda i: -len(sequences[i].measured))
         groups = [order] if self._together else [[i] for i in order]
@@ -139,8 +138,7 @@ class TokenGradientMeter:
         return [found[i] for i in range(len(sequences))]
 
     def group(self, sequences: Sequence[SequenceTokens]) -> list[list[int]]:
-        """Return groups of indices of sequences that are best measured together; without measured tokens, alone.
-        """
+        """Return groups of indices of sequences to measure together; those without measured tokens are alone."""
         if not self._together:
             return [[index] for index in range(len(sequences))]
         limits = self._limits(self.decoder)
@@ -234,9 +232,7 @@ class TokenGradientMeter:
         )
 
     def _start(self, stack: Stack) -> tuple[HeadPass | None, DecoderStack | GraphSequence | None]:
-        """Run the head's pass; return it and the body's sequences. None: the sequences must be measured one by one or,
-        for a single one, its graph does not fit.
-        """
+        """Run the head's pass; return it and the body's sequences, None if these go singly or a graph does not fit."""
         if self.decoder is not None:
             with self.decoder.recording(stack) as seen:
                 head = self.head.measure(stack)
@@ -252,8 +248,7 @@ class TokenGradientMeter:
         return head, GraphSequence(self.graph, ids, head, factors)
 
     def _add_head(self, square: dict[str, Tensor], head: HeadPass) -> None:
-        """Add the squared gradient norms of modules that only the head calls, and the head's part of a tied table.
-        """
+        """Add the squared gradient norms of the head's own modules, and the head's part of a tied table."""
         table, tied_head = self.ownership.tied or (None, None)
         for name, (call, delta, inputs) in head.local.items():
             if name == tied_head:  # A tied table counts under the embedding's name, the head's bias under the head's.

@@ -34,9 +34,7 @@ class Metric:
     def linear(
         self, module: nn.Module, delta: Float[Tensor, "B n K out"], inputs: Float[Tensor, "B n in"]
     ) -> Float[Tensor, "B K"]:
-        """Return the scaled squared norms of a linear module's weight and bias, given the gradient at its output
-        [.., n, ..].
-        """
+        """Return a linear module's scaled squared norms (weight, bias) from the gradient at its output [.., n, ..]."""
         weight = self._weight(module).to(delta)
         (batch, _, tokens, outputs), inner = delta.shape, inputs.shape[2]
         square = delta.new_zeros(batch, tokens)

@@ -22,8 +22,7 @@ Squares = dict[str, Float[Tensor, "B K"]]
 
 @dataclass(frozen=True)
 class Widths:
-    """Widths of strips of positions in products with zeros to skip; narrower ones cost more in overhead than they save.
-    """
+    """Widths of strips of positions in products that skip zeros; narrower ones cost more than they save."""
 
     narrowest: int
     narrowest_queries: int

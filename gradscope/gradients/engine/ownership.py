@@ -145,8 +145,7 @@ def find_ownership(model: nn.Module, blocks: nn.ModuleList, probe: Probe) -> Own
 
 
 def check_ownership(model: nn.Module, ownership: Ownership) -> None:
-    """Raise RuntimeError unless every measured parameter is claimed once (a tied table by embedding and head).
-    """
+    """Raise RuntimeError unless each measured parameter is claimed once (a tied table by embedding and head)."""
     counts: dict[int, int] = defaultdict(int)
     for name in ownership.rules:
         for parameter in model.get_submodule(name).parameters(recurse=False):
@@ -265,8 +264,7 @@ def _is_bare(module: nn.Module) -> bool:
 
 
 def parameter_slopes(module: nn.Module, inputs: Tensor) -> Iterator[Tensor]:
-    """Return ∂output/∂parameter, f(1) − f(0), for each parameter of a module that is affine in it channel by channel.
-    """
+    """Return ∂output/∂parameter, f(1) − f(0), for each parameter in which a module is affine by channel."""
     for name, parameter in module.named_parameters(recurse=False):
         one, zero = torch.ones_like(parameter), torch.zeros_like(parameter)
         yield functional_call(module, {name: one}, (inputs,)) - functional_call(module, {name: zero}, (inputs,))

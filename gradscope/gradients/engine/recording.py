@@ -308,9 +308,7 @@ def _is_layer(module: nn.Module) -> bool:
 def _cut_at(
     model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor, split_point: str | None
 ) -> Recorder | None:
-    """Return the body's pass if the head after this split point acts position by position and all gradients cross
-    the cut, else None.
-    """
+    """Return the body's pass if the head acts position by position after this point and all gradients cross it."""
     length = len(input_ids)
     with Recorder(model, blocks, ownership, split_point, "head") as recorder:
         logits = model(input_ids=input_ids[None], use_cache=False).logits

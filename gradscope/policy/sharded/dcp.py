@@ -63,8 +63,7 @@ class Pieces:
         return [name for name, value in self.kinds.items() if isinstance(value, kind)]
 
     def read(self, name: str, make: Callable[..., Tensor] = torch.empty) -> Any:
-        """Return a tensor joined from its pieces, or a saved value. make: allocates a tensor of a shape and dtype.
-        """
+        """Return a tensor joined from its pieces, or a saved value. make: allocates shape and dtype."""
         kind, places = self.kinds[name], self.places.get(name, [])
         if not isinstance(kind, metadata.TensorStorageMetadata):
             if len(places) != 1:
@@ -99,8 +98,7 @@ class Pieces:
 
 
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
-    """Return the model's weights by its own names, from any nested dictionary; empty if none belong to this model.
-    """
+    """Return the model's weights by its own names, from any nested dictionary; empty if none are its own."""
     pieces = Pieces(shards)
     names = without_optimizer(pieces.names(metadata.TensorStorageMetadata))
     return {own: pieces.read(name) for own, name in matching_names(names, expected).items()}

@@ -61,8 +61,7 @@ def find_moments(folder: Path) -> list[Shards]:
 
 
 def moments_at(path: Path) -> Shards | None:
-    """Return the sharded optimizer state in this folder, or the one to which this rank's file belongs, if any.
-    """
+    """Return the sharded optimizer state in this folder, or the one that contains this rank's file, if any."""
     if os.path.isdir(path):
         return _at(path, "moments")
     part = any(pattern.fullmatch(path.name) for pattern in _RANKED.values()) or path.match(_ZERO["moments"])
@@ -86,8 +85,7 @@ def _at(place: Path, part: Part) -> Shards | None:
 
 
 def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
-    """Return one file per rank, in order. Raises InputError if one is missing or two runs are mixed.
-    """
+    """Return one file per rank, in order. Raises InputError for a missing one and for mixed runs."""
     found = [(match, file) for file in place.iterdir() if (match := _RANKED[part].fullmatch(file.name))]
     if not found:
         whole = place / _WHOLE[part]
@@ -110,8 +108,7 @@ def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
 
 
 def _tagged(place: Path) -> Path | None:
-    """Return the folder of DeepSpeed's states: the place itself, the one named in `latest`, or the only global_step.
-    """
+    """Return the folder of DeepSpeed's states: this one, the one named in `latest`, or the only global_step."""
     if any(place.glob(_ZERO["weights"])) or any(place.glob(_ZERO["moments"])):
         return place
     steps = [path for path in place.iterdir() if re.fullmatch(r"global_step\d+", path.name) and path.is_dir()]

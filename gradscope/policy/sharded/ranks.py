@@ -48,8 +48,7 @@ def read_moments(shards: Shards) -> dict[str, Any]:
 
 
 def _is_flat(kept: Sequence[dict[Any, Any]]) -> bool:
-    """Return whether the moments are plain vectors: each rank's section of FSDP 1's flat parameters.
-    """
+    """Return whether moments are plain vectors, sections of FSDP 1's flat parameters by rank."""
     from torch.distributed.tensor import DTensor
 
     moments = [entry.get("exp_avg") for states in kept for entry in states.values()]
@@ -92,8 +91,7 @@ def _state_of_stretches(shards: Shards, kept: Sequence[dict[Any, Any]], groups: 
 def _places(
     names: list[str], shapes: dict[str, tuple[int, ...]], params: list[Any], kept: Sequence[dict[Any, Any]]
 ) -> dict[str, tuple[Any, int]] | None:
-    """Map names to (key of the state, offset within all ranks' parts of it); None if the sizes do not match.
-    """
+    """Map names to (key of the state, offset within all ranks' parts); None if the sizes do not match."""
     held = {key: sum(len(entry[key]["exp_avg"]) for entry in kept if key in entry) for key in params}
     if len(params) == len(names):  # use_orig_params
         fits = all(held[key] in (0, prod(shapes[name])) for key, name in zip(params, names, strict=True))

@@ -118,9 +118,7 @@ class _States:
             raise InputError(f"{self.folder} holds more entries than its parameters have; save it again")
 
     def others(self) -> dict[str, Tensor]:
-        """Return tensors outside the optimizer, such as frozen parameters and buffers; below stage 3, all of the
-        model's.
-        """
+        """Return tensors outside the optimizer, such as frozen parameters and buffers; below stage 3, all."""
         first = self.models[0]
         if not self.is_third:
             return dict(first["module"])

@@ -135,8 +135,7 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]], loss: Mapping[str, An
 
 
 def _check_names(place: str, row: dict[str, Any]) -> None:
-    """Raise InputError for a near miss of a column that the row lacks; otherwise, the name is the user's own.
-    """
+    """Raise InputError for a near miss of a missing column; other unknown names are the user's own."""
     for name in sorted(row.keys() - set(COLUMNS)):
         meant = _meant(name)
         if meant is not None and meant not in row and PARTNERS.get(meant) not in row:

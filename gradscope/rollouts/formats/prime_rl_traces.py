@@ -118,9 +118,7 @@ def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
 
 
 def _split_stream(update: Record, name: str, stream: Any, nodes: list[dict[str, Any]]) -> None:
-    """Distribute a stream over the nodes' sampled tokens, null if unknown; tokens past the trainer's cut-off get loss
-    weight 0.
-    """
+    """Distribute a stream over the nodes' sampled tokens, null if unknown; tokens beyond the cut-off get weight 0."""
     if stream is None:
         return
     if not isinstance(stream, list):

@@ -140,9 +140,7 @@ class BlockActivations:
             del self.mlp_norm, self.gate_slope, self.activated, self.attention_end, self.mlp_end
 
     def factor(self, matrix: Matrix, n: int) -> tuple[Float[Tensor, "B n r"], bool]:
-        """Return a factor of the module's inputs at the first n positions (`prefix_factor`, or the inputs themselves
-        with ones for a bias), and whether it is triangular.
-        """
+        """Return a factor (`prefix_factor`, or inputs with ones for a bias) at n positions, and if it is triangular."""
         made, triangular = self._factors[self.block.inputs[matrix.name]]
         return made[:, :n, : min(n, made.shape[2]) if triangular else None], triangular
 
@@ -155,9 +153,7 @@ class BlockActivations:
         return self._seen.outputs[part.name].to(self.dtype)
 
     def _rotated_heads(self, matrix: Matrix, norm: Norm | None) -> tuple[tuple[Tensor, Tensor] | None, Tensor]:
-        """Return the head norm's normalised input and inverse rms, if there is one, and the rotated heads
-        [B, n, heads, c].
-        """
+        """Return the head norm's normalised input and inverse rms, if any, and the rotated heads [B, n, heads, c]."""
         if norm is None:
             normalized, heads = None, self._heads(self.outputs(matrix))
         else:

@@ -64,8 +64,7 @@ def chunk_limits(
 
 
 def row_bytes(hidden: int, mlp: int | float, heads: int, *, device: str = "cpu") -> int | float:
-    """Bound the bytes of one token's gradients at one position: in an MLP, or in a strip of attention's queries.
-    """
+    """Bound the bytes of a token's gradients at one position: in an MLP, or in a strip of attention's queries."""
     return 4 * max(3 * mlp + 6 * hidden, 8 * hidden + 2 * heads * widths_of(device).widest)
 
 
@@ -141,8 +140,7 @@ class DecoderBody:
 
     @classmethod
     def find(cls, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> DecoderBody | None:
-        """Return the body if its blocks are a common decoder's on one device and the head follows the last; else None.
-        """
+        """Return the body if its blocks are a common decoder's on one device and the head comes next; else None."""
         if len({parameter.device for parameter in policy.model.parameters()}) > 1:
             return None  # autograd handles several devices
         blocks = find_decoder_blocks(policy.model, policy.blocks, ownership)
@@ -222,8 +220,7 @@ class DecoderBody:
         return self.memory // (4 * self._widths[0])
 
     def limits(self, rows: int | None, memory: int) -> Limits:
-        """Return chunk limits. rows: most positions × tokens, or None (`chunk_limits`); memory: bytes for them.
-        """
+        """Return chunk limits. rows: most positions × tokens, or None (`chunk_limits`); memory: their bytes."""
         weights = max(sum(matrix.module.weight.numel() for matrix in block.matrices) for block in self.blocks)
         fit = max(1, memory // self.bytes_per_row)
         return chunk_limits(weights, *self._widths, device=self.model.device.type, rows=rows, fit=fit)

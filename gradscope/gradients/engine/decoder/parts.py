@@ -83,8 +83,7 @@ class DecoderBlock:
 
     @cached_property
     def inputs(self) -> dict[str, tuple[str, bool]]:
-        """Map each matrix to (a matrix with the same input, whether it has a bias): matrices that share a factor.
-        """
+        """Map each matrix to (a matrix with the same input, and so the same factor; whether it has a bias)."""
         same = {self.key.name: self.query.name, self.value.name: self.query.name, self.up.name: self.gate.name}
         return {m.name: (same.get(m.name, m.name), m.module.bias is not None) for m in self.matrices}
 

@@ -38,8 +38,7 @@ class Probabilities:
             self._kept = self.strip(len(queries), 0, queries.shape[1])
 
     def strip(self, batch: int, start: int, end: int) -> Rows:
-        """Return the rows of queries start … end − 1 of the first `batch` sequences, over the last keys before `end`.
-        """
+        """Return queries start … end − 1 of the first `batch` sequences, over the last keys before `end`."""
         first = 0
         if isinstance(self._mask, Band) and self._mask.window is not None:
             first = max(0, start - self._mask.window + 1)

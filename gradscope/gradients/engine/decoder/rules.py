@@ -60,9 +60,7 @@ def rms_norm_backward(
 def rotary_backward(
     delta: Float[Tensor, "B n K heads c"], cos: Float[Tensor, "B n #K 1 c"], sin: Float[Tensor, "B n #K 1 c"]
 ) -> Float[Tensor, "B n K heads c"]:
-    """Carry δ through y = x ∘ cos + R x ∘ sin, with R (a, b) = (−b, a) the quarter turn of the halves, so Rᵀ = −R
-    (RoFormer).
-    """
+    """Carry δ through y = x ∘ cos + R x ∘ sin (RoFormer), with R (a, b) = (−b, a) on the halves, so Rᵀ = −R."""
     back = delta * cos
     (first, second), (sin_1, sin_2) = delta.chunk(2, -1), sin.chunk(2, -1)
     half_1, half_2 = back.chunk(2, -1)
