@@ -219,11 +219,7 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
 
 @paper_style()
 def plot_steps(steps: pd.DataFrame) -> Figure:
-    """Draw what was seen of each step, a panel per number, a line per interval; numbers that are not known are left
-    out.
-
-    steps: a row per step and interval (its label), with columns of STEP_TITLES.
-    """
+    """Draw each step's numbers (columns of STEP_TITLES), a panel per known number, a line per interval."""
     known = [name for name in STEP_TITLES if steps[name].notna().any()]
     figure, panels = new_panels(len(known), width=2.4, height=2.0)
     labels = list(dict.fromkeys(steps["interval"]))

@@ -86,10 +86,7 @@ def sampling_error(
     seed: Seed = 0,
     resamples: int = 1000,
 ) -> SamplingError | None:
-    """Compute the sampling error of the lowest interval with measured tokens; None if all or none were measured.
-
-    shares: rows of `token_shares`, if known.
-    """
+    """Compute the sampling error of the lowest measured interval; None if all or none of its tokens were measured."""
     probabilities, measured = sampling_probabilities(table), table[PARAMETERS].notna().to_numpy()
     if probabilities is None or not measured.any():
         return None

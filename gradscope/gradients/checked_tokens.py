@@ -14,10 +14,7 @@ cheaper."""
 def choose_checked(
     intervals: np.ndarray, rows: np.ndarray, prefixes: np.ndarray, generator: np.random.Generator, *, parameters: int
 ) -> np.ndarray:
-    """Return the mask of CHECKED_EACH random tokens per interval, or cheaper ones if these cost too much.
-
-    parameters: number of the policy's parameters; see `lighten_check`.
-    """
+    """Return the mask of CHECKED_EACH random tokens per interval, or of cheaper ones (see `lighten_check`)."""
     chosen = np.zeros(len(intervals), dtype=bool)
     for interval in np.unique(intervals):
         members = (intervals == interval).nonzero()[0]

@@ -81,10 +81,7 @@ def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, nu
 
 
 def refuse_infinite_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
-    """Raise InputError if a token's weight is infinite.
-
-    columns: `response`, `position` and those of `describe_tokens`, or a token table.
-    """
+    """Raise InputError if a token's weight is infinite, naming its `response` and `position`."""
     names = ("response", "position", "logprob", "old_logprob", "ref_logprob", "advantage", "kl_weight", "weight")
     values = {name: np.asarray(to_column(columns[name])) for name in names if name in columns}
     endless = np.isinf(values["weight"]).nonzero()[0]

@@ -53,10 +53,7 @@ def norms_bytes(model: nn.Module, blocks: nn.ModuleList, length: int) -> int:
 
 @contextmanager
 def recomputing(model: nn.Module, blocks: nn.ModuleList, length: int) -> Iterator[None]:
-    """Checkpoint each block if the graph of a forward pass over this many tokens would not fit.
-
-    Each backward pass then runs every block once more, with the hooks that it has at that time.
-    """
+    """Checkpoint each block, which then runs again in the backward pass, if this many tokens' graph would not fit."""
     if graph_fits(model, blocks, length):
         yield
         return

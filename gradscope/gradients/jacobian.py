@@ -291,10 +291,7 @@ class TokenJacobian:
         return self._group_sums(torch.zeros(rows, self.num_tokens), None).plan(pairs, metric=metric, way=way)
 
     def rows_at_once(self, most: int, *, metric: bool = False) -> int:
-        """Return how many rows `gram` can compute at a time with pairs="within", in addition to one fixed row.
-
-        Each row takes two vectors: its total and the current group's.
-        """
+        """Return how many rows `gram` computes at a time with pairs="within" (two vectors each), beside a fixed one."""
         beside = 3 + metric  # the fixed row's two, one for autograd, one for the metric
         return int(min(most, max(1, (self.resources.vectors // vector_bytes(self.model) - beside) // 2)))
 

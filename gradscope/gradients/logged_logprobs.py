@@ -116,10 +116,7 @@ class Contradiction:
 def refuse_foreign_logprobs(
     own: Sequence[Float[Tensor, " _"]], logged: Sequence[Float[Tensor, " _"]], name: str
 ) -> None:
-    """Raise InputError if logged log π are 0.0 at most unlikely tokens, or belong to the neighbouring token.
-
-    own: the policy's log π by response, in nats; logged: the log's for the same tokens, NaN where unknown.
-    """
+    """Raise InputError if logged log π are 0.0 at most unlikely tokens, or belong to the neighbouring token."""
     mine, told = (torch.cat(list(values)).double().numpy() for values in (own, logged))
     unlikely = ~np.isnan(told) & (mine < np.log(LIKELY))
     zero = int((told[unlikely] == 0).sum())
@@ -253,10 +250,7 @@ def _readings(
 
 
 def _kept_mass(top: np.ndarray, rank: np.ndarray, top_k: int | None, top_p: float | None) -> np.ndarray:
-    """Return the mass of the tokens that top-k and then top-p keep, including all down to the token itself.
-
-    top: cumulative probabilities of the likeliest tokens, [k, n]; rank: the token's own rank, from 0.
-    """
+    """Return the mass kept by top-k, then top-p, given cumulative probabilities [k, n] and the token's rank."""
     kept = np.full(len(top), top.shape[1] - 1 if top_k is None else min(top_k, top.shape[1]) - 1)
     if top_p is not None:
         within = top[np.arange(len(top)), kept] if top_k is not None else np.ones(len(top))

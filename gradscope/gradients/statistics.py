@@ -107,10 +107,7 @@ def find_statistics(
 def _response_columns(
     meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings, num_tokens: int
 ) -> dict[str, Tensor]:
-    """Compute the columns of one response's tokens.
-
-    Each response gets a separate pass, so that the digits of π do not depend on what else is measured.
-    """
+    """Compute one response's columns, in its own pass, so that the digits of π do not depend on other responses."""
     ids, targets = batch.sequence(row)
     one = batch.select([row])
     statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))

@@ -113,10 +113,7 @@ class Sweep:
     def _tails(
         self, passed: Passed, weights: Float[Tensor, "R K"], of: Quantity
     ) -> Iterator[tuple[int, Tensor, Float[Tensor, " k"], Float[Tensor, " k"]]]:
-        """Yield (row, hidden states before the head, quantity, weights) for some tokens of a row at a time.
-
-        The head runs on each row's own tokens only, so disjoint rows cost no more than a single row of all tokens.
-        """
+        """Yield (row, hidden states, quantity, weights) for some of a row's own tokens; the head runs on these only."""
         for row, own in enumerate(weights):
             for kept in own.nonzero()[:, 0].split(most_logits(self.model, 4 if of == "logprob" else 6)):
                 if len(kept):

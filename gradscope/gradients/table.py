@@ -230,10 +230,7 @@ class TableMeasurement:
         return self.statistics.backward_cost(self.sample.take(each) & ~self.sample.take(previous))
 
     def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]:
-        """Yield the table of a sample of `each` per interval, a DataFrame per response.
-
-        norms: the results of `measure_more` for all of these tokens.
-        """
+        """Yield the table of a sample of `each` per interval by response; norms: `measure_more` of all its tokens."""
         self._select(np.zeros(self.num_tokens, dtype=bool))
         self._probabilities = self._sampling_probabilities(each)
         norms = norms.sort_index()

@@ -186,10 +186,7 @@ def most_logits(model: nn.Module, copies: int) -> int:
 
 
 def finish(model: nn.Module, hidden: Float[Tensor, "k hidden"]) -> Float[Tensor, "k N"]:
-    """Return the logits of hidden states at the head's input.
-
-    Runs the model on one token with the head's input replaced, so that anything it does to logits is applied.
-    """
+    """Return the logits of hidden states at the head's input, by a one-token pass with that input replaced."""
     with _showing(model, lambda _: hidden):
         return model(input_ids=torch.zeros(1, 1, dtype=torch.long, device=_device(model)), use_cache=False).logits[0]
 
@@ -197,10 +194,7 @@ def finish(model: nn.Module, hidden: Float[Tensor, "k hidden"]) -> Float[Tensor,
 def _kept_logits(
     model: nn.Module, piece: TokenBatch, *, hidden: bool = False
 ) -> tuple[Float[Tensor, "K N"], Int[Tensor, " K"], Float[Tensor, " K"]]:
-    """Compute the logits at the kept tokens, row by row, with the tokens' ids and temperatures.
-
-    hidden: return the head's input [K, hidden] at these tokens instead, without running the head.
-    """
+    """Compute the kept tokens' logits, ids and temperatures; hidden: the head's inputs [K, hidden] instead."""
     device, width = _device(model), piece.input_ids.shape[1]
     # Computed on the CPU, where the micro-batch is, to avoid synchronising with a GPU.
     piece = piece.to(torch.device("cpu"))

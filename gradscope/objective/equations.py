@@ -294,10 +294,7 @@ def _clipped_surrogate(
 
 
 def _kept(mask: Bool[Tensor, "B T"], refuse_nan: bool, **tensors: Tensor) -> list[Tensor]:
-    """Return each tensor as [B, T] with 0 at masked tokens, all but `logprobs` detached.
-
-    A masked token then has ratio 1, advantage 0 and k3 0, and contributes exactly 0.
-    """
+    """Return [B, T] tensors, 0 at masked tokens (ratio 1, advantage 0, k3 0), all but `logprobs` detached."""
     if refuse_nan:
         check_known(mask, **tensors)
     own = {name: tensor if name == "logprobs" else tensor.detach() for name, tensor in tensors.items()}

@@ -127,10 +127,7 @@ def split_steps(
 
 
 def clip_scale(norm: float, max_grad_norm: Number | None) -> float:
-    """Return the factor by which clipping scales a gradient of this norm; 1 without a maximum.
-
-    Raises InputError if the norm is not finite, in which case no step is taken.
-    """
+    """Return the factor of gradient clipping, 1 without a maximum. Raises InputError if the norm is not finite."""
     if not math.isfinite(norm):
         raise InputError(f"the gradient's norm is {norm}, so no step is taken; find the response that causes it")
     return max_grad_norm / (norm + 1e-6) if max_grad_norm is not None and norm > max_grad_norm else 1.0

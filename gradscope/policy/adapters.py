@@ -280,10 +280,7 @@ def _widen(parameters: Any, dtype: torch.dtype) -> None:
 
 
 def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
-    """Raise InputError unless the file and the adapted model have the same tensors; peft at most warns.
-
-    saved: names of the file's tensors in this model.
-    """
+    """Raise InputError unless file (`saved`) and model have the same tensors; peft at most warns."""
     from peft import get_peft_model_state_dict
 
     file, modules = adapter_weights(folder), {name for name, _ in adapted.named_modules()}

@@ -238,10 +238,7 @@ def weights_hash(path: str | Path) -> str:
 
 
 def hash_ahead(path: str | Path) -> None:
-    """Start computing `weights_hash` in a thread while the weights load; small ones are hashed later.
-
-    A folder that is not a checkpoint is ignored, since loading it raises the error.
-    """
+    """Start computing `weights_hash` of a checkpoint in a thread while it loads; small ones are hashed later."""
     files = _weight_files(path) if os.path.isdir(path) else []  # of a name that is too long, Path raises
     if sum(file.stat().st_size for file in files) < WORTH_A_THREAD:
         return

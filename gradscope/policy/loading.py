@@ -206,10 +206,7 @@ def _load_model(
 def outline_policy(
     path: str, *, dtype: str | None = None, blocks: str | None = None, trust_remote_code: bool = False
 ) -> Policy:
-    """Make a policy without weights: configuration, tokenizer, and modules on the meta device.
-
-    dtype: of the weights; None or "upcast": the checkpoint's.
-    """
+    """Make a policy without weights, its modules on the meta device; dtype: None or "upcast" is the checkpoint's."""
     from transformers import AutoModelForCausalLM
 
     folder = Path(EMBEDDED.get(path, path))
@@ -268,7 +265,7 @@ def _known_types() -> set[str]:
 
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
-    """Build the model on the meta device. Raises InputError if that fails or needs far larger weight files."""
+    """Build the model on the meta device. Raises InputError if it is invalid or far larger than the weight files."""
     from transformers import AutoModelForCausalLM
 
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)

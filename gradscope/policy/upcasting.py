@@ -70,10 +70,7 @@ def is_upcast(model: nn.Module) -> bool:
 
 @contextmanager
 def moving(pairs: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
-    """Attach tangents to the float32 copies of upcast parameters, within one level of forward mode.
-
-    Forward mode would otherwise require tangents in half precision.
-    """
+    """Attach tangents to upcast parameters' float32 copies; forward mode would require half-precision ones."""
     pairs = list(pairs)
     try:
         for parameter, tangent in pairs:

@@ -8,10 +8,7 @@ from gradscope.rollouts.batch import LARGEST, ROUNDING, TokenBatch
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:
-    """Raise InputError, naming the response, if the batch cannot be measured on this policy.
-
-    NaN is allowed and means unknown.
-    """
+    """Raise InputError, naming the response, if this policy cannot be measured on the batch. NaN means unknown."""
     if batch.num_tokens == 0:
         raise InputError(
             "response_mask keeps no token, so there is nothing to measure; give responses with sampled tokens"

@@ -159,10 +159,7 @@ def loss_file(path: Path) -> Path:
 
 
 def read_loss(path: Path) -> dict[str, Any] | None:
-    """Read the loss settings of a file's rows, if recorded.
-
-    Parquet files have them under LOSS_KEY, others in `loss_file`.
-    """
+    """Read the loss settings of a file's rows, if recorded: in parquet under LOSS_KEY, else in `loss_file`."""
     if path.suffix == ".parquet":
         told = parquet_metadata(path).get(LOSS_KEY)
     elif os.path.isfile(own := loss_file(path)):
@@ -260,10 +257,7 @@ def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Split train data with a list per column into samples.
-
-    Uses only columns with an entry for each sample.
-    """
+    """Split train data with a list per column into samples, using the columns with an entry for each."""
     data = _columns_of(content)
     tokens = data.get("tokens")
     if not isinstance(tokens, list):

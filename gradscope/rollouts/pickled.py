@@ -83,10 +83,7 @@ def _pass_over(*args: Any) -> None:
 
 
 def read_pickled(path: Path, load: Callable[[Path, bytes], Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each row's place and columns: prompt and response ids, and the batch's per-token values.
-
-    load: reads bytes saved by torch.
-    """
+    """Yield each row's place and columns (ids, per-token values); `load` reads bytes saved by torch."""
     state = _unpickle(path)
     batch, metadata = state["batch_dict"], state["metadata"] or {}
     columns = {

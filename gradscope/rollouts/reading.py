@@ -79,10 +79,7 @@ BatchLike = TokenBatch | str | Path
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
-    """Return a policy and a batch, loaded if given as paths, and checked.
-
-    A batch without notes, such as one built by hand, gets the caveats that its numbers call for.
-    """
+    """Return a checked policy and batch, loaded if given as paths; a batch built by hand gets its caveats."""
     return read_logged(policy, batch)[:2]
 
 
@@ -306,10 +303,7 @@ def _first(file: Path) -> Iterator[Record]:
 
 
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
-    """Return the format whose columns the record has. Nearly native rows count as native; its reader reports errors.
-
-    Raises InputError, naming the columns and the nearest format, if none fits.
-    """
+    """Return the format of a record, native if nearly so. Raises InputError with the nearest format if none fits."""
     names = set(record.columns)
     if record.path.suffix in TOLD_BY_NAME:
         return formats[TOLD_BY_NAME[record.path.suffix].name]

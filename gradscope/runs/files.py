@@ -62,10 +62,7 @@ def write_parquet(path: Path, frame: pd.DataFrame) -> None:
 
 
 def write_parquet_parts(path: Path, frames: Iterable[pd.DataFrame]) -> None:
-    """Write the concatenation of all frames atomically, buffering about ROW_GROUP rows.
-
-    Frames need the same columns and types; empty frames may lack columns, but at least one frame must have rows.
-    """
+    """Write all frames atomically, buffering about ROW_GROUP rows; only empty frames may lack columns."""
     import pandas as pd
     import pyarrow as pa
     from pyarrow.parquet import ParquetWriter

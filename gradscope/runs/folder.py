@@ -161,10 +161,7 @@ class RunFolder:
         return map(self.read_part, range(count))
 
     def publish(self, manifest: dict[str, Any]) -> None:
-        """Replace an earlier run's results by the staged ones, the manifest last, and delete `.partial`.
-
-        The manifest lists the files. If killed meanwhile, the run stays unfinished.
-        """
+        """Replace an earlier run's results by the staged ones, the manifest last: a killed run stays unfinished."""
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]
         names = list(dict.fromkeys([*manifest.get("files", []), *map(Path.as_posix, files)]))
         earlier = self.manifest or {"key": self.key}

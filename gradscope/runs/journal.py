@@ -94,10 +94,7 @@ class Journal:
             file.write(json.dumps(plain_json(record), allow_nan=False) + "\n")
 
     def lines_up_to(self, step: int) -> str:
-        """Return the records of steps 1 to `step`, ignoring everything after an invalid line.
-
-        Raises InputError if a record is missing.
-        """
+        """Return the records of steps 1 to `step` before any invalid line. Raises InputError if one is missing."""
         path, kept, missing = self.out / METRICS, [], set(range(1, step + 1))
         for line in path.read_bytes().splitlines() if path.is_file() else []:
             try:

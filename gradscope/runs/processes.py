@@ -79,10 +79,7 @@ class Processes:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Barrier: leave the block together. If one process raises an error in KINDS, every process raises it.
-
-        Without it, the others would wait forever for a process that has failed.
-        """
+        """Barrier: leave the block together. If one process raises an error in KINDS, every process raises it."""
         failure = None
         try:
             yield

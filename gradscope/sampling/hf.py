@@ -163,10 +163,7 @@ def _greedy(temperature: float) -> Draw:
 def _decode(
     policy: Policy, prompts: list[list[int]], length: int, draw: Draw, temperature: float, advance: Advance
 ) -> list[Sample]:
-    """Decode at most `length` tokens per prompt; finished responses leave the batch at once.
-
-    Each step synchronises with the device once, for the drawn tokens.
-    """
+    """Decode at most `length` tokens per prompt, dropping finished responses; synchronises once per step."""
     from gradscope.sampling.kv_cache import take_rows
 
     stops, width = stop_ids(policy), max(map(len, prompts))

@@ -109,10 +109,7 @@ class Sheets:
         folded: bool = False,
         links: bool = False,
     ) -> Table:
-        """columns: those that the page shows, None: all; the file has all, by their names in the code.
-
-        links: each row is about a token, which it links to.
-        """
+        """Add a table with these columns (None: all); its file has all. links: each row links to its token."""
         self.tables[f"{DATA}/{name}.csv"] = frame
         shown = merge_bounds(frame)
         if columns is not None:

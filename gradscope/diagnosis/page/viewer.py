@@ -246,10 +246,7 @@ def _describe(quantity: Quantity, column: pd.Series, exact: int | None) -> dict[
 
 
 def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
-    """Ends of a scale from the values, beyond which at most a share EXTREME of the tokens lies (and tiny ones).
-
-    A linear scale holds 0.
-    """
+    """Return a scale's ends, beyond which at most EXTREME of the tokens lie; a linear scale contains 0."""
     values = values[np.isfinite(values)]
     if quantity.scale == "diverging":
         reach = float(np.quantile(np.abs(values), 1 - EXTREME, method="higher")) or 1.0

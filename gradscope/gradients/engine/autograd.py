@@ -44,11 +44,7 @@ class Factors:
                 self._whole.setdefault(call.name, []).append(call)
 
     def compare(self, calls: list[Call]) -> None:
-        """Find the calls of this forward pass whose inputs are the first rows of the whole sequence's call.
-
-        Rows in an order other than by position (sorted by expert, say) differ from the prefix's. Synchronises with the
-        device once.
-        """
+        """Find the calls whose inputs are the first rows of the whole sequence's call; synchronises with the device."""
         asked, same = [], []
         for call in calls:
             whole = self._whole.get(call.name, [])

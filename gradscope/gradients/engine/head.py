@@ -47,10 +47,7 @@ class HeadPass:
 
 
 class Head:
-    """Runs the head of a policy, cut at its split point; see `recording`.
-
-    memory: bytes for the logits of one pass, including the copies that their gradient needs.
-    """
+    """Runs a policy's head, cut at its split point (see `recording`), with at most `memory` bytes of logits a pass."""
 
     def __init__(self, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> None:
         self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
@@ -59,10 +56,7 @@ class Head:
         """Number of positions whose logits fit into memory."""
 
     def measure(self, stack: Stack, *, keep_calls: bool = False) -> HeadPass:
-        """Run one pass for all targets, or several if their logits would not fit into memory.
-
-        keep_calls: also return the calls of every claimed module, with inputs over the whole stack.
-        """
+        """Run one pass for all targets, or several if logits would not fit; keep_calls: return all modules' calls."""
         everything = torch.arange(len(stack.positions), device=stack.ids.device)
         places = len(stack.positions.unique()) if self._keeps_logits else stack.ids.shape[1]
         fits = len(stack.ids) * places <= self.rows

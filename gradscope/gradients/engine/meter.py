@@ -313,10 +313,7 @@ class TokenGradientMeter:
                 parameter.requires_grad_(False)
 
     def _rules_hold(self, ids: Int[Tensor, " n"], seen: Recorder | None) -> bool:
-        """Return whether rules and autograd agree on two tokens each of a short sequence and of a prefix of it.
-
-        seen: the body's forward pass over the sequence.
-        """
+        """Return whether rules and autograd agree on two tokens each of a short sequence and of a prefix of it."""
         lengths, here = (len(ids), max(2, 3 * len(ids) // 4)), ids.cpu()
         targets = [torch.tensor(sorted({n // 2, n - 1})) for n in lengths]
         both = [SequenceTokens(here[:n], at, torch.arange(len(at))) for n, at in zip(lengths, targets, strict=True)]

@@ -133,10 +133,7 @@ def diagonal_square_norms(
 def embedding_square_norms(
     delta: Float[Tensor, "B n K d"], ids: Int[Tensor, "B n"], scale: Float[Tensor, "vocab d"] | None = None
 ) -> Float[Tensor, "B K"]:
-    """Return the squared norm of an embedding table's gradient; gradients of repeated ids are summed first.
-
-    scale: multiplies the gradient.
-    """
+    """Return the squared norm of an embedding table's gradient (times `scale`), summed over repeated ids first."""
     batch, tokens = len(ids), delta.shape[2]
     entries = ids * batch + torch.arange(batch, device=ids.device)[:, None]
     # Not unique(), whose size needs a synchronisation on a GPU: as many rows as ids, spare ones zero.

@@ -40,10 +40,7 @@ def multiply_in_tf32(left: Tensor, right: Tensor, into: Tensor | None = None) ->
 
 
 def measure_speedup(precision: Precision, weight: Tensor, *, rows: int = 256) -> float:
-    """Measure the speedup of a product in that precision over an exact one, with this matrix on this machine.
-
-    Best of three by wall time; the exact product is in float32 or wider, like the gradients.
-    """
+    """Measure a product's speedup in that precision over an exact one with this matrix: best of three, wall time."""
     left = weight.new_ones(rows, len(weight), dtype=torch.promote_types(weight.dtype, torch.float32))
     seconds = {}
     for way in ("exact", precision):

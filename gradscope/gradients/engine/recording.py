@@ -349,10 +349,7 @@ def _follow_cut(
     seed: Tensor,
     at_cut: Sequence[Tensor],
 ) -> Recorder | None:
-    """Return the body's pass if its gradients are the same from the logits as from both sides of the cut.
-
-    local: claimed modules of the head. seed: a gradient at the logits; at_cut: the resulting gradients at both sides.
-    """
+    """Return the body's pass if the logits' `seed` gives the same gradients as those on both sides of the cut."""
     with Recorder(model, blocks, ownership, split_point, "body") as body:
         logits = model(input_ids=input_ids[None], use_cache=False).logits
     edges = [*body.block_edges, *(call.edge for call in body.calls if call.name not in local)]

@@ -13,10 +13,7 @@ from gradscope.objective import TokenStatistics
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """The engine's results for m response tokens of one sequence: unweighted L2 norms of the gradient of log π.
-
-    NaN where not requested.
-    """
+    """Unweighted L2 norms of ∇ log π for m response tokens of one sequence; NaN where not requested."""
 
     statistics: TokenStatistics
     """log π, log(1−π) and entropy at the temperature, [m] each."""

@@ -39,10 +39,7 @@ class SequenceTokens:
 
 @dataclass(frozen=True)
 class Stack:
-    """Stacked sequences, each cut after its last target's prefix; m targets in all, one sequence after the other.
-
-    Shorter sequences are padded on the right with their last id, which a causal model cannot see from the left.
-    """
+    """Sequences with m targets in all, cut after the last target's prefix, padded on the right with the last id."""
 
     ids: Int[Tensor, "B n"]
     sequences: Int[Tensor, " m"]

@@ -54,10 +54,7 @@ class Seen:
 def record_blocks(
     model: nn.Module, blocks: list[DecoderBlock], leave: Callable[[DecoderBlock, Seen, Tensor], None] | None = None
 ) -> Iterator[list[Seen]]:
-    """Record the first forward pass through the blocks.
-
-    leave: called after each block, with the block, its record and its output.
-    """
+    """Record the first forward pass through the blocks; `leave` gets each block, its record and its output."""
     seen = {block.name: Seen() for block in blocks}
     by_block = {block.name: block for block in blocks}
     by_attention = {block.attention: seen[block.name] for block in blocks}

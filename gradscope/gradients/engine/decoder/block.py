@@ -26,10 +26,7 @@ Delta = Float[Tensor, "B n K d"]
 
 
 class BlockBackward:
-    """One block's backward pass over the first n positions of the first `batch` sequences.
-
-    It accumulates the squared norms of its modules' gradients.
-    """
+    """One block's backward pass over n positions of `batch` sequences; accumulates squared norms of its modules."""
 
     def __init__(
         self, activations: BlockActivations, batch: int, n: int, multiply: Product, metric: Metric | None = None

@@ -91,10 +91,7 @@ def seen_bytes(
 def kept_bytes(
     hidden: int, query: int | float, key: int | float, mlp: int | float, length: int, *, norms: int
 ) -> int | float:
-    """Return the bytes kept for the backward pass: the activations and factors that the rules use.
-
-    Excludes attention probabilities.
-    """
+    """Return the bytes kept for the backward pass (activations and factors), without attention probabilities."""
     factors = sum(min(length, inside) for inside in (hidden, hidden, query, mlp))
     return 4 * length * (norms * hidden + 2 * (query + key + mlp) + factors)
 
@@ -150,10 +147,7 @@ class DecoderBody:
         return cls(policy, ownership, blocks, tables[0], memory)
 
     def recording(self, stack: Stack) -> AbstractContextManager[list[Seen]]:
-        """Return a context in which the head's forward pass records the blocks' activations.
-
-        If they do not fit into memory, each block is checked as soon as it is done, and only its input is kept.
-        """
+        """Record the blocks' activations in the head's forward pass; if they do not fit, only the blocks' inputs."""
         keeps = self.keeps_blocks(*stack.ids.shape)
         return record_blocks(self.model, self.blocks, None if keeps else self._accountant())
 
@@ -199,10 +193,7 @@ class DecoderBody:
         return account
 
     def _make_again(self, seen: list[Seen], attention: str | None, tokens: int) -> Iterator[BlockActivations]:
-        """Yield the blocks' activations, last block first, each recomputed from the block's input.
-
-        attention: the blocks' attention implementation. tokens: number of tokens per sequence.
-        """
+        """Yield the blocks' activations, last block first, recomputed from their inputs for `tokens` per sequence."""
         for block, one in zip(reversed(self.blocks), reversed(seen), strict=True):
             self.model.config._attn_implementation = attention  # passes of other lengths may have changed it
             with record_blocks(self.model, [block]) as (again,):

@@ -42,10 +42,7 @@ def is_complete(block: DecoderBlock, seen: Seen) -> bool:
 
 @torch.no_grad()
 def account_for(activations: BlockActivations, following: Float[Tensor, "B n d"] | None) -> Bool[Tensor, ""]:
-    """Return whether a block's activations follow from each other as the rules assume.
-
-    following: the next block's input; None for the last block.
-    """
+    """Return whether a block's activations follow from each other by the rules; following: the next block's input."""
     wide = activations.model_dtype in (torch.float32, torch.float64)
     tolerance, close = TOLERANCE if wide else HALF_TOLERANCE, []
     for ours, theirs in _pairs(activations, following):

@@ -28,10 +28,7 @@ def linear_backward(
     into: Float[Tensor, "B n K in"] | None = None,
     multiply: Product = multiply_exactly,
 ) -> Float[Tensor, "B n K in"]:
-    """Carry δ through y = W x + b: ∂/∂x = Wᵀ δ, one product for all positions and tokens.
-
-    into: the gradient of x through other paths; the product is added in place.
-    """
+    """Carry δ through y = W x + b: ∂/∂x = Wᵀ δ for all positions and tokens, added in place to `into`."""
     into = None if into is None else into.flatten(0, 2)
     return multiply(delta.flatten(0, 2), weight, into).view(*delta.shape[:3], -1)
 
