@@ -458,10 +458,13 @@ def sum_gradients(task: Task) -> GradientPart:
     weights = J.kept(steps.seeds_of(task.table, task.batch, size))
     way = task.settings.gradient_way
     plan = J.plan_gram(size, metric=metric is not None, way=way)
-    once = plan.forward_passes * largest_share(len(J.prompts), task.processes.count)
+    # The main process decides for all, since each has its own clock. A prompt starts if half of it fits.
+    if not task.processes.gather([plan.forward_passes / len(J.prompts) <= 2 * task.minutes.left])[0]:
+        task.run_out("sums", plan.forward_passes / len(J.prompts))
+        return GradientPart(_adamw_energy(task))
     if metric is not None:
+        once = plan.forward_passes * largest_share(len(J.prompts), task.processes.count)
         passes = (1 + (plan.way != "whole")) * once
-        # The main process decides for all, since each has its own clock.
         if not task.processes.gather([passes <= task.minutes.left])[0]:
             task.run_out("adamw_sums", passes)
             metric = None
@@ -483,17 +486,23 @@ def sum_gradients(task: Task) -> GradientPart:
         gradients.gradient_rows(own, counts, task.labels, metric=name, **task.resampling(2))
         for name, own in made.items()
     ]
-    if ADAMW in task.table and bool(task.table[ADAMW].notna().any()):
-        sums = tokens.sum_by_prompt(task.table, size, ADAMW)
-        squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
-        kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
-        rows.append(squares[kept].assign(metric="adamw"))
-    elif metric is not None:
+    rows += _adamw_energy(task)
+    if len(rows) == len(made) and metric is not None:
         task.leave_out("adamw_energy", "impossible", "the table lacks norms in this metric; measure with metric adamw")
     cosines = {name: gradients.cosine_matrix(own.products) for name, own in made.items()}
     partial_sums = len(found.groups) < len(J.prompts)
     totals = None if found.totals is None or partial_sums else found.totals.rows
     return GradientPart(tuple(rows), cosines, totals, found.plan, gradients.prompt_table(found))
+
+
+def _adamw_energy(task: Task) -> tuple[pd.DataFrame, ...]:
+    """Return the shares of Σ‖w·g‖² in AdamW's metric, if the table has these norms."""
+    if ADAMW not in task.table or task.table[ADAMW].isna().all():
+        return ()
+    sums = tokens.sum_by_prompt(task.table, len(task.labels), ADAMW)
+    squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
+    kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
+    return (squares[kept].assign(metric="adamw"),)
 
 
 @dataclass(frozen=True)

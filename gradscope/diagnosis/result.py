@@ -132,6 +132,7 @@ PARTS = {
     "where": "where the norm is",
     "drivers": "probability against entropy",
     "proxies": "proxies of the norm",
+    "sums": "the summed gradient, even of a single prompt",
     "adamw_sums": "the AdamW-preconditioned summed gradient",
     "adamw_energy": "the AdamW-preconditioned gradient energy",
     "actual_step": "the actual step",
@@ -163,8 +164,8 @@ class DiagnosisSettings:
     """How to compute the gradients of prompts and intervals, regardless of cost; None: what fits."""
     minutes: Number | None = None
     """Time limit for the whole diagnosis, including the table if none is given. Prompts are subsampled to fit, those
-    with summed gradients further; AdamW's metric, steps and the comparison are left out, with a note, if they would
-    take longer. None: no limit."""
+    with summed gradients further; the sums, AdamW's metric, steps and the comparison are left out, with a note, if
+    they would take longer. None: no limit."""
     influence_tokens: int | None = 16_000
     """Number of tokens (in whole prompts) of the step whose movement is split by source; None: skip this."""
     actual_step: bool = True

@@ -372,8 +372,8 @@ class GroupSums:
                 yield group, self._pieces[group]
                 self._made.append(group)
             return
-        latest, longest = latest_end(begun, deadline), 0.0
-        with progress.stage("gradients of as many prompts as fit", max(1.0, deadline - begun), "seconds") as advance:
+        latest, longest, left = latest_end(begun, deadline), 0.0, max(0.0, deadline - begun)
+        with progress.stage("gradients of as many prompts as fit", left or None, "seconds") as advance:
             for group in self.mine:
                 started = monotonic()
                 half = (started - begun) / (2 * max(1, len(self._made)))

@@ -276,6 +276,7 @@ def test_what_is_left_out_is_not_there_and_a_note_names_each(name):
     names = set(zip(d.statistics["statistic"], d.statistics["metric"], strict=True))
     shown = {
         "adamw_energy": ("squared_share", "adamw") in names,
+        "sums": d.sums is not None or ("gradient_share", "raw") in names,
         "adamw_sums": d.adamw_cosines is not None or ("gradient_share", "adamw") in names,
         "actual_step": d.movement is not None or ("right_direction_positive_actual", "none") in names,
         "influence": d.influence is not None or ("low_to_high_share", "none") in names,

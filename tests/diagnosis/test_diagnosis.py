@@ -210,9 +210,9 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same
         held["step"] = torch.tensor(7.0)
     settings = replace(whole.settings, minutes=1e-9)
     short = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
-    for part in ("influence", "movement", "adamw_cosines"):
+    for part in ("sums", "influence", "movement", "adamw_cosines"):
         assert getattr(short, part) is None and getattr(whole, part) is not None
-    assert kinds(short).count("minutes") == 4 and kinds(short).count("fewer-sums") == 1
+    assert short.left_out == ("sums", "actual_step", "influence", "comparison") and kinds(short).count("minutes") == 4
     of_tokens = "metric == 'raw' and statistic in ['squared_share', 'dominance_index', 'largest_share']"
     ours, theirs = (d.statistics.query(of_tokens) for d in (short, whole))
     pd.testing.assert_frame_equal(ours.reset_index(drop=True), theirs.reset_index(drop=True))
