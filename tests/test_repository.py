@@ -93,6 +93,14 @@ def test_each_embedded_policy_is_at_most_four_megabytes(repository):
         assert sum(path.stat().st_size for path in files if path.parent == folder) <= 4 * 2**20
 
 
+@pytest.mark.skipif(not (Path(__file__).parents[1] / ".git").exists(), reason="not in the source distribution")
+def test_the_kept_runs_and_tables_are_at_most_thirty_megabytes(repository):
+    listed = ["git", "ls-files", "-z", "analyses/runs"]
+    done = subprocess.run(listed, cwd=repository, capture_output=True, text=True, check=True)
+    names = done.stdout.rstrip("\0").split("\0")
+    assert len(names) > 1_000 and sum((repository / name).stat().st_size for name in names) <= 30e6
+
+
 def test_every_dependency_is_pinned(repository):
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]

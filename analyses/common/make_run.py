@@ -3,7 +3,7 @@
     RUNS/SCALE/TRACK/VARIANT/seedN/
         config.json         as the trainer wrote it
         manifest.json       versions, commit, processor
-        metrics.csv         a row per step; lists by their mean, six digits
+        metrics.csv.gz      a row per step; lists by their mean, six digits
         test.csv            a row per judged checkpoint and level: the table of `evaluate`
         responses.parquet   the last checkpoint's answers to the test's questions, or to so many of them (Test.kept)
 
@@ -36,10 +36,11 @@ from analyses.common.experiments import RUNS, WORK, Run, Test
 from analyses.common.measurements import describe_machine
 from analyses.common.read_runs import PLANNED
 from analyses.common.script import COMPLAINT, end_with, exit_with
+from analyses.common.tables import write_csv, write_parquet
 from gradscope import load_policy
 from gradscope.errors import DivergedError, InputError, first_line
 from gradscope.policy import Policy
-from gradscope.runs import leave_launch, replacing, scalars, write_text
+from gradscope.runs import leave_launch, scalars, write_text
 from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import OPTIMIZER, TrainConfig, list_checkpoints, step_of, train
@@ -67,13 +68,13 @@ def make(run: Run) -> Run:
     kept.mkdir(parents=True, exist_ok=True)
     write_text(kept / "config.json", (work / "config.json").read_text(encoding="utf-8"))
     write_text(kept / "manifest.json", json.dumps(describe(work) | {"ended": ended}, indent=2) + "\n")
-    write(read_metrics(work / "metrics.jsonl"), kept / "metrics.csv")
+    write_csv(read_metrics(work / "metrics.jsonl"), kept / "metrics.csv.gz", float_format="%.6g")
     tables = []
     for checkpoint in list_checkpoints(work)[-run.test.checkpoints :]:
         result = judge(checkpoint, run.test, engine=run.config.engine, dtype=run.config.precision)
         tables.append(result.table.assign(step=step_of(checkpoint)))
-    write(pd.concat(tables, ignore_index=True), kept / "test.csv")
-    write(keep_responses(result.responses, run.test.kept), kept / LAST)
+    write_csv(pd.concat(tables, ignore_index=True), kept / "test.csv", float_format="%.6g")
+    write_parquet(keep_responses(result.responses, run.test.kept), kept / LAST)
     if (weights := run.launch.get("weights_kept")) is not None:
         clear(work, weights)
     return run
@@ -185,15 +186,6 @@ def read_metrics(file: Path) -> pd.DataFrame:
     """Return a row per step of metrics.jsonl; entries per pass become their mean."""
     lines = pd.read_json(file, lines=True).to_dict("records")
     return pd.DataFrame([scalars(line) for line in lines])
-
-
-def write(table: pd.DataFrame, file: Path) -> None:
-    """Write atomically."""
-    with replacing(file) as beside:
-        if file.suffix == ".parquet":
-            table.to_parquet(beside, index=False, compression="zstd")
-        else:
-            table.to_csv(beside, index=False, float_format="%.6g")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import tyro
 
 from analyses.common.experiments import RUNS, check_scale, read
 from analyses.common.script import exit_with
-from analyses.common.tables import read_whole
+from analyses.common.tables import read_whole, write_csv, write_parquet
 from gradscope.errors import InputError
 from gradscope.runs import MANIFEST, library_versions, read_json, replacing, write_text
 
@@ -107,16 +107,8 @@ def keep(out: Path, tables: Mapping[str, pd.DataFrame], **facts: Any) -> None:
     out.mkdir(parents=True, exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
     for name, table in tables.items():
-        with replacing(out / name) as beside:
-            if Path(name).suffix == ".parquet":
-                floats = [str(column) for column in table.columns if table[column].dtype.kind == "f"]
-                others = [str(column) for column in table.columns if table[column].dtype.kind != "f"]
-                few = [column for column in floats if table[column].nunique() < len(table) / 50]
-                split = [column for column in floats if column not in few]
-                how = {"use_dictionary": [*others, *few], "use_byte_stream_split": split, "compression_level": 12}
-                table.to_parquet(beside, index=False, compression="zstd", **how)
-            else:
-                table.to_csv(beside, index=False, lineterminator="\n")
+        write = write_parquet if name.endswith(".parquet") else write_csv
+        write(table, out / name)
     write_manifest(out, {name: table.columns for name, table in tables.items()}, **facts)
     shutil.rmtree(out / PARTS, ignore_errors=True)
 

@@ -21,6 +21,8 @@ SEED = re.compile(r"seed(0|[1-9]\d*)")
 """Name of a run's folder; others, such as copies, are ignored."""
 UNTRAINED = Path("measured", "untrained", "untrained.csv")
 """File in a scale's folder: the untrained policy's results."""
+METRICS = "metrics.csv*"
+"""File in a run's folder: the trainer's metrics, compressed (.gz) or not."""
 PLANNED = "as planned"
 """Entry in the manifest of a run that did not diverge."""
 ANSWERS = ("group", "level", "response", "reward", "correct", "greedy", "tokens", "logprob")
@@ -32,13 +34,13 @@ def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "p
 
     Raises InputError for a run whose steps end early, unless it is recorded as diverged there.
     """
-    metrics = _read(variants, scale, track, "metrics.csv", ["step", "reward_mean"])
+    metrics = _read(variants, scale, track, METRICS, ["step", "reward_mean"])
     for (variant, seed), last in metrics.groupby(["variant", "seed"])["step"].max().items():
         folder = RUNS / scale / track / variant / f"seed{seed}"
         config, manifest = (read_json(folder / name) or {} for name in ("config.json", "manifest.json"))
         if last < (config.get("steps") or 0) and manifest.get("ended", PLANNED) == PLANNED:
             found = f"ends at step {last} of {config['steps']}"
-            raise InputError(f"{folder / 'metrics.csv'} {found}; {_again(folder, scale)}")
+            raise InputError(f"{folder} {found}; {_again(folder, scale)}")
     return metrics
 
 
@@ -92,7 +94,7 @@ def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
     found = [
         (figure if track == "puzzles" else f"{figure}_{track}", track, variants)
         for track, variants in tracks.items()
-        if any(file for variant in variants for file in (RUNS / scale / track / variant).glob("seed*/metrics.csv"))
+        if any(file for variant in variants for file in (RUNS / scale / track / variant).glob(f"seed*/{METRICS}"))
     ]
     if not found:
         raise InputError(
@@ -129,10 +131,10 @@ def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: S
     for variant in variants:
         folders = [path for path in (RUNS / scale / track / variant).glob("seed*") if SEED.fullmatch(path.name)]
         for folder in sorted(folders, key=_seed):
-            if (folder / name).is_file():
-                table = read_whole(folder / name, _again(folder, scale), columns=columns)
-                if name.endswith(".csv"):
-                    _check_numbers(table, folder / name, _again(folder, scale))
+            for file in sorted(folder.glob(name))[-1:]:
+                table = read_whole(file, _again(folder, scale), columns=columns)
+                if file.suffix != ".parquet":
+                    _check_numbers(table, file, _again(folder, scale))
                 named = {"track": track, "variant": variant, "label": words[variant], "seed": _seed(folder)}
                 frames.append(table.assign(**named))
     if not frames:

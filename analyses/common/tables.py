@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pandas as pd
 
 from gradscope.errors import InputError, first_line
-from gradscope.runs import write_text
+from gradscope.runs import replacing, write_text
 
 ABSENT = "–"
 """Markdown for a missing number."""
 
 
 def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.DataFrame:
-    """Read a .csv or .parquet table. Raises InputError with the remedy if it is damaged.
+    """Read a .csv, .csv.gz or .parquet table. Raises InputError with the remedy if it is damaged.
 
     columns: required columns, without missing values. A column `level` of a CSV is text, even if it has only digits.
     """
     try:
         table = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file, dtype={"level": str})
-    except ValueError as error:  # pandas' and pyarrow's are of this kind
+    except (ValueError, OSError, EOFError, zlib.error) as error:  # of pandas, pyarrow and gzip
         raise InputError(f"{file} cannot be read ({first_line(error)}); {remedy}") from error
     if table.empty:
         raise InputError(f"{file} has no rows; {remedy}")
@@ -31,9 +32,22 @@ def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.Da
 
 
 def write_csv(table: pd.DataFrame, path: Path, *, float_format: str | None = None) -> None:
-    """Write the table without its index, atomically."""
+    """Write the table without its index, atomically; compressed if the path ends in .gz."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, table.to_csv(index=False, float_format=float_format, lineterminator="\n"))
+    # The same table gives the same bytes, whenever it is written.
+    packed = {"method": "gzip", "mtime": 1} if path.suffix == ".gz" else None
+    with replacing(path) as beside:
+        table.to_csv(beside, index=False, float_format=float_format, lineterminator="\n", compression=packed)
+
+
+def write_parquet(table: pd.DataFrame, path: Path) -> None:
+    """Write the table without its index, atomically, with the encodings that keep it smallest."""
+    floats = [str(column) for column in table.columns if table[column].dtype.kind == "f"]
+    others = [str(column) for column in table.columns if table[column].dtype.kind != "f"]
+    how = {"use_byte_stream_split": floats, "use_dictionary": others, "compression": "zstd", "compression_level": 19}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as beside:
+        table.to_parquet(beside, index=False, **how)
 
 
 def write_table(table: pd.DataFrame, path: Path, *, digits: int = 3, shown: pd.DataFrame | None = None) -> Path:

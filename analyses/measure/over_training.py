@@ -30,8 +30,8 @@ import analyses.common.puzzles  # noqa: F401  (registers its tasks)
 from analyses.common.batch_gradients import Tables, measure_batch
 from analyses.common.experiments import WORK, Run, list_runs
 from analyses.common.in_training import FRESH, Moment
-from analyses.common.make_run import write
 from analyses.common.measurements import list_measurements, write_manifest
+from analyses.common.tables import write_csv
 from gradscope import load_policy
 from gradscope.errors import InputError
 from gradscope.policy import AdamWState
@@ -63,7 +63,7 @@ def measure(out: Path, *, scale: str = "cpu") -> None:
     columns = {}
     for name in TABLES:
         table = pd.concat([_read(part / f"{name}.csv", run, step) for run, step, part in parts], ignore_index=True)
-        write(table, out / f"{name}.csv")
+        write_csv(table, out / f"{name}.csv", float_format="%.6g")
         columns[f"{name}.csv"] = table.columns
     if missing:
         print(f"left out, not made to their end yet: {', '.join(missing)}")
@@ -115,7 +115,7 @@ def _keep(tables: Tables, part: Path) -> None:
     with replacing(part) as beside:
         beside.mkdir(parents=True)
         for name in TABLES:
-            write(tables[name], beside / f"{name}.csv")
+            write_csv(tables[name], beside / f"{name}.csv", float_format="%.6g")
 
 
 def _read(file: Path, run: Run, step: int) -> pd.DataFrame:

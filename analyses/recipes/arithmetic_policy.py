@@ -22,10 +22,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from analyses.common.experiments import RUNS, list_runs
-from analyses.common.make_run import judge, write
+from analyses.common.make_run import judge
 from analyses.common.math_tracks import BEFORE
 from analyses.common.script import exit_with
 from analyses.common.sums import STEPS, draw_terms, is_of_test, write_question, write_steps
+from analyses.common.tables import write_csv
 from analyses.recipes.supervised import EOS, PAD, UNKNOWN, Stage, batches, open_log, train
 
 
@@ -122,7 +123,7 @@ def main(options: Options) -> None:
     test = next(run.test for run in list_runs("cpu") if run.track == "math")
     table = judge(folder, test).table
     (options.out / "math").mkdir(parents=True, exist_ok=True)
-    write(table.assign(step=0), options.out / "math" / BEFORE)
+    write_csv(table.assign(step=0), options.out / "math" / BEFORE, float_format="%.6g")
     for row in table.to_dict("records"):
         log(level=row["level"], **{name: round(row[name], 4) for name in _LOGGED})
 

@@ -134,7 +134,7 @@ def test_killed_and_started_again_it_repeats_no_finished_work_and_ends_at_the_sa
     assert {path: stamps(path, "*") for path in finished} == before
     later = stamps(killed / "runs", "step-*/model.safetensors")
     assert {path: later[path] for path in checkpoints} == checkpoints
-    for name in ("metrics.csv", "test.csv", "responses.parquet"):
+    for name in ("metrics.csv.gz", "test.csv", "responses.parquet"):
         files = sorted(path.relative_to(whole / "kept") for path in (whole / "kept").rglob(name))
         assert len(files) == 3
         for file in files:

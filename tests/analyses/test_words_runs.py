@@ -42,7 +42,7 @@ def plant(kept: Path, track: str, variant: str, seed: int, accuracies: tuple[flo
     # Shares of other steps do not count; those around a named one do by their mean.
     shares = pd.Series(0.5, index=range(1, 61), name="token_share_0")
     shares.loc[1:3], shares.loc[29:31] = [0.16, 0.1, 0.1], [low - 0.02, low + 0.01, low + 0.01]
-    shares.rename_axis("step").reset_index().assign(reward_mean=0.0).to_csv(folder / "metrics.csv", index=False)
+    shares.rename_axis("step").reset_index().assign(reward_mean=0.0).to_csv(folder / "metrics.csv.gz", index=False)
 
 
 def plant_validation(kept: Path) -> None:

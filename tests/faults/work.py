@@ -8,8 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from tests.support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
 
 TASK = """
@@ -90,8 +88,6 @@ def _content(path: Path) -> Any:
             return found
         if path.name == "metrics.jsonl":
             return [_untimed(json.loads(line)) for line in data.splitlines()]
-        if path.name == "metrics.csv":
-            return _untimed(pd.read_csv(path).to_dict("list"))
     except ValueError:
         pass
     return data
