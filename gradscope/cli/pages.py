@@ -14,7 +14,7 @@ from gradscope.cli.measure import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step
-from gradscope.runs import MANIFEST, RunFolder, counted, file_hash, provenance, read_json
+from gradscope.runs import MANIFEST, RunFolder, counted, digits, file_hash, provenance, read_json
 from gradscope.updates import StepSettings
 
 PAGE = "report.html"
@@ -53,7 +53,9 @@ def make_facts(model: str, measured: Measured) -> dict[str, str]:
         if isinstance(sample, str)
         else f"{sample['tokens_per_interval']:,} of each interval at most",
         "precision, device": f"{manifest['dtype']}, {manifest['device']}",
-        "self-check": check if isinstance(check, str) else ", ".join(f"{k} {v}" for k, v in check.items()),
+        "self-check": check
+        if isinstance(check, str)
+        else ", ".join(f"{name.replace('_', ' ')} {digits(value)}" for name, value in check.items()),
         "gradscope": manifest["gradscope"],
         "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
     }

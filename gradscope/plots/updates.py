@@ -28,6 +28,8 @@ from gradscope.updates import without_extremes
 SIGNS = {"positive": ("#2a7f62", 1), "negative": ("#b5483a", -1)}
 """Ink and sign of the advantage."""
 _FEW_TOKENS = 10
+_MANY = 12
+"""Places side by side, beyond which a figure is wider than a page."""
 _GRID = 400
 _WORDS = {
     "delta_prob": "Δπ",
@@ -183,14 +185,17 @@ def plot_influence(
 @paper_style()
 @checked
 def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters", ax: Axes | None = None) -> Axes:
-    """Draw the standardised coefficients of the log norm on probability and entropy, by layer, with their intervals.
+    """Draw the standardised coefficients of the log norm on probability and entropy, by layer, with their intervals:
+    side by side or, if they are many, below one another.
 
     Reads quantity, driver, coefficient, lower, upper: what `drivers.regress_norms` returns.
     parameters: those that ‖g‖ is over, in words.
     """
     require(fits, ["quantity", "driver", "coefficient", "lower", "upper"], what="the table of fits")
     quantities = [name for name in dict.fromkeys(fits["quantity"]) if name != "layers"]
-    ax = new_axes(ax, width=max(3.4, 0.78 * len(quantities)))
+    many = len(quantities) > _MANY
+    size = {"height": 0.8 + 0.16 * len(quantities)} if many else {"width": max(3.4, 0.78 * len(quantities))}
+    ax = new_axes(ax, **size)
     inks = {"log_one_minus_prob": (interval_colors()[0], "log(1−π)"), "entropy": (interval_colors()[2], "entropy")}
     for shift, (driver, (ink, label)) in zip((-0.1, 0.1), inks.items(), strict=True):
         rows = (
@@ -198,11 +203,17 @@ def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters",
         )
         bounds = np.abs(rows[["lower", "upper"]].to_numpy().T - rows["coefficient"].to_numpy())
         places = np.arange(len(rows)) + shift
-        ax.errorbar(places, rows["coefficient"], bounds, color=ink, fmt="o", ms=3.5, elinewidth=0.9, label=label)
-    ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
-    names = [norm_words(name, parameters)[0].replace(" of block ", "\nof block ") for name in quantities]
-    names = [name.replace(" parameters", "\nparameters") for name in names]
-    ax.set_xticks(range(len(quantities)), names)
-    ax.set_ylabel("standardised coefficient of log norm")
+        look = {"color": ink, "fmt": "o", "ms": 3.5, "elinewidth": 0.9, "label": label}
+        ends = (rows["coefficient"], places, None, bounds) if many else (places, rows["coefficient"], bounds)
+        ax.errorbar(*ends, **look)
+    (ax.axvline if many else ax.axhline)(0, color=NEUTRAL, lw=0.6, zorder=0)
+    names = [norm_words(name, parameters)[0] for name in quantities]
+    if many:
+        ax.set_yticks(range(len(quantities)), names)
+        ax.set(xlabel="standardised coefficient of log norm", ylim=(len(quantities) - 0.5, -0.5))
+    else:
+        names = [name.replace(" of block ", "\nof block ").replace(" parameters", "\nparameters") for name in names]
+        ax.set_xticks(range(len(quantities)), names)
+        ax.set_ylabel("standardised coefficient of log norm")
     ax.legend()
     return finish(ax, fits)

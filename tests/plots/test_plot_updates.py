@@ -98,19 +98,22 @@ def test_the_influence_map_shows_every_share_and_leaves_out_sources_that_do_noth
     np.testing.assert_allclose(shown.sum(0), 1, atol=0.03)
 
 
-def test_norm_drivers_show_both_coefficients_of_every_place_with_their_bounds():
-    rows = []
-    for number, quantity in enumerate(("act_grad_norm.0", "act_grad_norm.1", "param_grad_norm", "layers")):
+@pytest.mark.parametrize("layers", [2, 30])
+def test_norm_drivers_show_both_coefficients_of_every_place_with_their_bounds(layers):
+    """Upright or, of many layers, lying: on a page no wider than its text."""
+    rows, count, value_axis = [], layers + 1, int(layers == 2)
+    for number, quantity in enumerate((*(f"act_grad_norm.{n}" for n in range(layers)), "param_grad_norm", "layers")):
         for driver, value in (("log_one_minus_prob", 0.8), ("entropy", 0.1), ("difference", 0.7)):
             bounds = {"lower": value - 0.1, "upper": value + 0.2 + 0.01 * number}
             rows.append({"quantity": quantity, "driver": driver, "coefficient": value, **bounds})
     ax = plot_norm_drivers(pd.DataFrame(rows))
     for container, value in zip(ax.containers, (0.8, 0.1), strict=True):
         line, _, [bars] = container
-        assert line.get_ydata() == pytest.approx([value] * 3)
-        ends = [tuple(segment[:, 1]) for segment in bars.get_segments()]
-        assert ends == [pytest.approx((value - 0.1, value + 0.2 + 0.01 * number)) for number in range(3)]
-    assert len(ax.get_xticks()) == 3
+        assert line.get_data()[value_axis] == pytest.approx([value] * count)
+        ends = [tuple(segment[:, value_axis]) for segment in bars.get_segments()]
+        assert ends == [pytest.approx((value - 0.1, value + 0.2 + 0.01 * number)) for number in range(count)]
+    assert len((ax.get_yticks, ax.get_xticks)[value_axis]()) == count
+    assert ax.figure.get_figwidth() <= 7.3
 
 
 @pytest.mark.parametrize(
