@@ -142,9 +142,9 @@ def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:
         bounds[base] = ("lower", "upper")
     told = {}
     for name, ends in bounds.items():
-        write = share_words if is_share(name) else number_words
+        write = share_words if is_share(name) else partial(number_words, significant=3)
         cells = frame[[name, *ends]].set_axis(["value", "lower", "upper"], axis=1)
-        told[name] = ["–" if row["value"] != row["value"] else write(row) for _, row in cells.iterrows()]
+        told[name] = [write(row) for _, row in cells.iterrows()]
     frame = frame.assign(**told).drop(columns=[end for ends in bounds.values() for end in ends])
     if "quantity" in frame:
         frame = frame.assign(quantity=frame["quantity"].map(label_of))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.resampling import FEWEST, in_brackets
-from gradscope.runs import counted
+from gradscope.runs import counted, digits
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
@@ -47,7 +48,7 @@ def signal_sentence(comparison: Comparison) -> str:
     n = comparison.num_prompts
     if not np.isfinite(lower):
         return f"{n} prompts are too few to tell signal from noise; give at least {FEWEST} with unequal rewards."
-    found = f"plain GRPO's signal to noise is {value:.3f}{in_brackets(lower, upper, '{:.3f}'.format)} for one prompt"
+    found = f"plain GRPO's signal to noise is {digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
     if lower > 0:
         return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
     if upper <= 0:
@@ -75,7 +76,7 @@ def gain_sentence(comparison: Comparison) -> str:
 
 def _gains(rows: pd.DataFrame) -> list[str]:
     """Return plain GRPO's gain, then the other weightings' differences from it."""
-    return _plain(rows[:1], "gain", ".4f") + _plain(rows[1:], "gain_difference", ".4f")
+    return _plain(rows[:1], "gain", digits) + _plain(rows[1:], "gain_difference", digits)
 
 
 def _prompts(ratio: float) -> str:
@@ -100,11 +101,11 @@ def _numbers(c: Comparison) -> str:
     first = c.by_interval[c.by_interval["interval"] == 0].set_index(["method", "step"])
     shown = c.table[c.table["same_as"] == ""].set_index(["method", "step"])
     columns = {f"energy, π in {c.labels[0]}": _percent(first.reindex(shown.index), "energy_share")}
-    columns |= {"norm": _plain(shown, "norm_ratio", ".2f"), "cosine": _plain(shown, "cosine", ".2f")}
-    columns |= {"signal/noise": _plain(shown, "signal_to_noise", ".3f")}
+    columns |= {"norm": _plain(shown, "norm_ratio"), "cosine": _plain(shown, "cosine")}
+    columns |= {"signal/noise": _plain(shown, "signal_to_noise", digits)}
     names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": f"real {_optimizer(c)} steps"}
     columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}
-    columns |= {"ΔH, nats": _plain(shown, "entropy_change", ".2g")}
+    columns |= {"ΔH, nats": _plain(shown, "entropy_change", digits)}
     columns |= {"tokens that carry it": _percent(shown, "effective_share")}
     table = pd.DataFrame(columns, index=[" ".join(key).removesuffix(" all") for key in shown.index])
     return table.to_string()
@@ -115,15 +116,14 @@ def _optimizer(c: Comparison) -> str:
 
 
 def _percent(frame: pd.DataFrame, name: str) -> list[str]:
-    return _cells(100 * frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], "{:.0f}", " %")
+    return _cells(100 * frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], "{:.0f}".format, " %")
 
 
-def _plain(frame: pd.DataFrame, name: str, form: str) -> list[str]:
-    return _cells(frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], f"{{:{form}}}", "")
+def _plain(frame: pd.DataFrame, name: str, write: Callable[[float], str] = "{:.2f}".format) -> list[str]:
+    return _cells(frame[[f"{name}{end}" for end in ("", "_lower", "_upper")]], write, "")
 
 
-def _cells(numbers: pd.DataFrame, form: str, unit: str) -> list[str]:
-    write = form.format
+def _cells(numbers: pd.DataFrame, write: Callable[[float], str], unit: str) -> list[str]:
     return [
         "–" if np.isnan(value) else f"{write(value)}{unit}{in_brackets(lower, upper, write)}".replace("-", "−")
         for value, lower, upper in numbers.to_numpy(np.float64)
