@@ -142,9 +142,13 @@ def told(driver) -> dict[str, float | str]:
     return {column: number_in(text) for column, text in cells}
 
 
+RAISED = str.maketrans("⁻⁰¹²³⁴⁵⁶⁷⁸⁹", "-0123456789")
+
+
 def number_in(text):
     try:
-        return float(text.split(" ")[0].replace("−", "-"))
+        mantissa, _, power = text.split(" ")[0].replace("−", "-").partition("·10")
+        return float(f"{mantissa}e{power.translate(RAISED)}" if power else mantissa)
     except ValueError:
         return text
 
@@ -452,6 +456,11 @@ def test_nothing_is_cut_off(chromium, diagnosed, width, media):
         assert chromium.execute_script(f"return {wide}.map((e) => e.textContent)") == []
     chromium.execute_script("dispatchEvent(new Event('resize'))")
     assert chromium.execute_script(f"return {wide}.every((e) => e.tabIndex === 0)")
+    if media == "print":  # the tallest figure fits on a page of A4 with its caption, and nothing is left to click
+        drawing = "document.querySelector('.drawing svg')"
+        chromium.execute_script(f"{drawing}.setAttribute('viewBox', '0 0 100 900')")
+        assert chromium.execute_script(f"return {drawing}.getBoundingClientRect().height") <= 200 / 25.4 * 96 + 1
+        assert not any(link.is_displayed() for link in chromium.find_elements(By.CSS_SELECTOR, "a[href$='.csv']"))
 
 
 ALL = pytest.mark.all
