@@ -7,6 +7,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
+from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -159,7 +160,8 @@ class RolloutWriter(TrainerCallback):
         def scored(*args: Any, **keywords: Any) -> Any:
             found = log_probs(*args, **keywords)
             if self._window and found[0].requires_grad and self._window[-1].get(OLD) is None:
-                self._window[-1] = {**self._window[-1], OLD: found[0].detach()}
+                self._window[-1] = copy(self._window[-1])
+                self._window[-1][OLD] = found[0].detach()
             return found
 
         return scored

@@ -74,8 +74,6 @@ class TokenBatch:
     """What the log has of each response beside its reward, such as each reward function's number; NaN where unknown."""
     advantages: Float[Tensor, "B S"] | None = None
     """Advantage of each token; NaN where unknown."""
-    uncorrected_advantages: Float[Tensor, "B S"] | None = None
-    """The same before a correction for the sampler multiplied it by 0 at some token of the response; NaN elsewhere."""
     old_logprobs: Float[Tensor, "B S"] | None = None
     """log π_old in nats, under the policy that sampled; None: on-policy, ratio 1."""
     ref_logprobs: Float[Tensor, "B S"] | None = None
@@ -99,6 +97,8 @@ class TokenBatch:
     """Index of the response's micro-batch within its process and step."""
     grad_norms: Float[Tensor, " B"] | None = None
     """Norm of the step's gradient before clipping, as logged by the trainer."""
+    uncorrected_advantages: Float[Tensor, "B S"] | None = None
+    """`advantages` before a correction for the sampler, in responses where it was 0 at some token; NaN in others."""
     notes: tuple[Note, ...] = ()
     """Remarks for anyone interpreting results: what was assumed, left out or mixed when reading."""
 
@@ -301,7 +301,6 @@ class Response:
     temperature: float = 1.0
     reward: float | None = None
     advantage: float | list[float] | None = None
-    uncorrected_advantage: float | list[float] | None = None
     old_logprobs: list[float] | None = None
     ref_logprobs: list[float] | None = None
     response_mask: list[bool] | None = None
@@ -314,6 +313,7 @@ class Response:
     micro_batch: float | None = None
     grad_norm: float | None = None
     reward_parts: Mapping[str, float] | None = None
+    uncorrected_advantage: float | list[float] | None = None
 
 
 def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "right") -> TokenBatch:
