@@ -26,6 +26,12 @@ class Options:
     """The scale of analyses/runs.toml whose runs are drawn."""
 
 
+@dataclass(frozen=True)
+class WordsOptions(Options):
+    out: Path = Path("figures/words")
+    scale: str = "words"
+
+
 def exit_with(call: Callable[[], int | None]) -> None:
     """Exit with `call`'s status (None: 0), or with 2 and the error's line if the input or a file is at fault.
 

@@ -93,7 +93,7 @@ def measure_checkpoint(run: Run, step: int, checkpoint: Path | None) -> Tables:
 def _measure_run(run: Run, parts: Path) -> Iterator[tuple[Run, int, Path]]:
     """Measure each checkpoint of the run and return it with its folder of tables, written atomically."""
     found = {step_of(folder): folder for folder in list_checkpoints(WORK / run.place)}
-    checkpoints = {step: folder for step, folder in found.items() if _is_wanted(run, step)}
+    checkpoints = {step: folder for step, folder in found.items() if step in (STEP, run.config.steps)}
     folder = parts / run.variant / f"seed{run.seed}"
     measured = {step_of(part): part for part in folder.glob("step-*")}
     steps = {0, *checkpoints, *measured} if checkpoints or measured else set()
@@ -104,10 +104,6 @@ def _measure_run(run: Run, parts: Path) -> Iterator[tuple[Run, int, Path]]:
             _keep(measure_checkpoint(run, step, checkpoints.get(step)), part)
             print(f"{run.variant} seed {run.seed} step {step}: {time.process_time() - start:.0f} s", flush=True)
         yield run, step, part
-
-
-def _is_wanted(run: Run, step: int) -> bool:
-    return step in (STEP, run.config.steps)
 
 
 def _keep(tables: Tables, part: Path) -> None:

@@ -65,7 +65,8 @@ def table(scale: str) -> tuple[pd.DataFrame, pd.DataFrame]:
     """
     cosines = read_measured("cosines", scale).query("metric == 'raw' and interval != other")
     gradients = read_measured("gradients", scale).query("metric == 'raw'")
-    cosines = cosines.assign(of=_pair_names(cosines))
+    pairs = cosines[["interval", "other"]].astype(int).itertuples(index=False, name=None)
+    cosines = cosines.assign(of=[pair_name(*pair) for pair in pairs])
     parts = [
         cosines.assign(quantity="cosine", value=cosines["cosine"]),
         cosines.assign(quantity="signal part", value=signal_parts(cosines, gradients)),
@@ -188,10 +189,6 @@ def _draw_pairs(ax: Axes, pooled: pd.DataFrame) -> None:
         )
     ax.axvline(0.0, color=NEUTRAL, linewidth=0.5)
     ax.set_yticks(-np.arange(len(PAIR_COLORS)), list(PAIR_COLORS))
-
-
-def _pair_names(rows: pd.DataFrame) -> list[str]:
-    return [pair_name(int(a), int(b)) for a, b in zip(rows["interval"], rows["other"], strict=True)]
 
 
 def write(figure: Figure, drawn: pd.DataFrame, compared: pd.DataFrame, path: Path) -> None:

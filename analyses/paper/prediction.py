@@ -65,7 +65,10 @@ def table() -> pd.DataFrame:
 
 def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataFrame:
     """Return share of right signs and correlation, each with a 95 % interval over origins."""
-    predicted, actual = (to_matrix(found, name) for name in ("predicted", "actual"))
+    predicted, actual = (
+        found.pivot_table(index=ORIGIN, columns="variant", values=name, sort=False).to_numpy()  # [origins, methods]
+        for name in ("predicted", "actual")
+    )
     rng = np.random.default_rng(seed)
     chosen = rng.integers(len(predicted), size=(draws, len(predicted)))
     rows = []
@@ -75,11 +78,6 @@ def score(found: pd.DataFrame, *, seed: int = 0, draws: int = DRAWS) -> pd.DataF
         value = float(statistic(predicted[None], actual[None])[0])
         rows.append({"score": name, "value": value, "lower": lower, "upper": upper, "origins": len(predicted)})
     return pd.DataFrame(rows)
-
-
-def to_matrix(found: pd.DataFrame, name: str) -> np.ndarray:
-    """Return [origins, methods]."""
-    return found.pivot_table(index=ORIGIN, columns="variant", values=name, sort=False).to_numpy()
 
 
 def right_signs(predicted: np.ndarray, actual: np.ndarray) -> np.ndarray:

@@ -13,9 +13,6 @@ Differs from the paper: the policy, its task, and batches of 8 × 8 responses of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -24,22 +21,13 @@ from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 from analyses.common.measurements import read_facts, read_table
-from analyses.common.script import exit_with
+from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper import fig1
 from gradscope.diagnosis import PAPER_NORMS
 from gradscope.intervals import interval_labels
 from gradscope.plots import paper_style, save_figure
 from gradscope.theory import theory_report
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures/words")
-    """Folder for the figures and their CSVs."""
-    scale: str = "words"
-    """The scale of analyses/runs.toml whose measurement is drawn."""
-
 
 TABLES = ("tokens.parquet", "moves.parquet", "gradients.csv", "similarity.csv", "samples.csv")
 KEYS = ["policy", "temperature"]

@@ -1,4 +1,4 @@
-"""Tables 2, 3 and 4 of the paper, from the presets, analyses/runs.toml and the runs' reward.
+"""Tables 2, 3 and 4 of the paper, whatever the scale, from the presets, analyses/runs.toml and the runs' reward.
 
     python -m analyses.paper.tables2_4 [--out figures]
 
@@ -13,14 +13,12 @@ ones. Table 4 here is the reward of constructed responses, beside both readings.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 import pandas as pd
 import tyro
 
 from analyses.common.experiments import configure, tracks_of
-from analyses.common.script import exit_with
+from analyses.common.script import Options, exit_with
 from analyses.common.tables import ABSENT, write_table
 from gradscope.tasks.knights_knaves import reward
 from gradscope.trainer import TrainConfig, get_preset
@@ -119,14 +117,6 @@ def _only(things: tuple[str, ...] | list[str], value: Callable[[str | TrainConfi
     """Return the common value: presets and tracks of a kind share these settings."""
     [found] = {value(get_preset(thing) if thing in PUZZLES + MATH else thing) for thing in things}
     return found
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures")
-    """Folder of table2, table3 and table4, as CSV and as Markdown."""
-    scale: str = "cpu"
-    """Ignored: settings and reward are the paper's at every scale."""
 
 
 def main(options: Options) -> None:

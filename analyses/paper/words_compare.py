@@ -14,25 +14,14 @@ bits, on word problems.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pandas as pd
 import tyro
 
 from analyses.common.measurements import read_table
-from analyses.common.script import exit_with
+from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.intervals import interval_labels
 from gradscope.plots import plot_comparison, save_figure
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures/words")
-    """Folder of the pictures and the table."""
-    scale: str = "words"
-    """The scale of analyses/runs.toml whose measurement is drawn."""
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:

@@ -15,9 +15,6 @@ seeds).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import pandas as pd
 import tyro
@@ -27,7 +24,7 @@ from analyses.common.contrasts import half_width, power_of
 from analyses.common.experiments import RUNS, configure, labels, list_runs, needs
 from analyses.common.measurements import is_measured, read_table
 from analyses.common.read_runs import has_runs, read_metrics, read_tests
-from analyses.common.script import exit_with
+from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.decision import PLANS, SMALLEST
 from gradscope.errors import InputError
@@ -49,14 +46,6 @@ AROUND = {"low_1": (1, 2, 3), "low_30": (29, 30, 31)}
 CLOSE = 0.03
 SPREADS = (0.03, 0.04, 0.05, 0.06)
 NOT_RUN = "not run"
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures/words")
-    """Folder of the tables."""
-    scale: str = SCALE
-    """The scale of these runs; there is no other."""
 
 
 def read_validation(track: str) -> pd.DataFrame:

@@ -16,9 +16,6 @@ The paper has no such figure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -28,7 +25,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_table
-from analyses.common.script import exit_with
+from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.words_trained import unflatten
 from analyses.paper import pretrained_batches
@@ -38,15 +35,6 @@ from gradscope.gradients import ADAMW, LAYER, PARAMETERS, Gram
 from gradscope.intervals import interval_labels
 from gradscope.plots import interval_colors, paper_style, save_figure
 from gradscope.theory import fit_powers
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures/words")
-    """Folder of the picture and the tables."""
-    scale: str = "words"
-    """The scale of analyses/runs.toml whose measurement is drawn."""
-
 
 NAME, LABELS = "words_trained", interval_labels()
 TABLES = (

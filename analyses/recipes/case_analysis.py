@@ -61,7 +61,8 @@ def judge(statement: Statement, speaker: int, status: Sequence[bool | None]) -> 
     """
     known = {person: value for person, value in enumerate(status) if value is not None}
     unknown = sorted(mentioned(statement) - known.keys())
-    completions = [dict(zip(unknown, values, strict=True)) for values in _all_values(len(unknown))]
+    values = itertools.product((True, False), repeat=len(unknown))
+    completions = [dict(zip(unknown, drawn, strict=True)) for drawn in values]
     possible = [c for c in completions if holds(statement, known | c) == status[speaker]]
     if not possible:
         return Verdict("no")
@@ -69,10 +70,6 @@ def judge(statement: Statement, speaker: int, status: Sequence[bool | None]) -> 
         return Verdict("ok")
     forced = {p: possible[0][p] for p in unknown if len({c[p] for c in possible}) == 1}
     return Verdict("so", forced) if forced else Verdict("open")
-
-
-def _all_values(n: int) -> itertools.product:
-    return itertools.product((True, False), repeat=n)
 
 
 class _Trace:

@@ -131,7 +131,10 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             print(self.make_plan())
             return
         check_no_plan(self.flops)
-        self._check_constants()
+        if self.theory and not self.figures:
+            raise InputError("--theory needs figures; leave out --no-figures, or --theory")
+        if self.constants < 0:
+            raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
         measured = self.measure()
         if self.figures:
             asked = {"contexts": self.constants, "gradient_memory": self.gradient_memory}
@@ -223,12 +226,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     def passes_after(self) -> float | None:
         """Return the forward passes of everything after the table; None: only summed gradients."""
         return None
-
-    def _check_constants(self) -> None:
-        if self.theory and not self.figures:
-            raise InputError("--theory needs figures; leave out --no-figures, or --theory")
-        if self.constants < 0:
-            raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
 
     def make_plan(self) -> Plan:
         """Predict the cost here or, without loading weights, on a machine of a stated speed."""

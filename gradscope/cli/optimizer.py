@@ -29,11 +29,5 @@ def read_step(
         if asked:
             raise InputError(error.reason, path=path) from error
         return None, None, [f"{path.name} beside the checkpoint is ignored: {error.reason}"]
-    return state, step, note_learning_rate(state, step.learning_rate)
-
-
-def note_learning_rate(state: dict[str, Any], rate: float) -> list[str]:
-    """Return a note if the state's learning rate is 0 and another one is used."""
-    if float(state["param_groups"][0]["lr"]) > 0:
-        return []
-    return [f"the optimizer's learning rate is 0 (the end of its schedule); steps use {rate:g} instead"]
+    rate = f"the optimizer's learning rate is 0 (the end of its schedule); steps use {step.learning_rate:g} instead"
+    return state, step, [] if float(state["param_groups"][0]["lr"]) > 0 else [rate]

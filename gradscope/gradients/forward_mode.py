@@ -140,7 +140,8 @@ def _changes(
             continue
         # A tangent at an offset in its storage would be copied, so each gets its own.
         parts = {f"model.{name}": _alone(vector[part]) for name, part in vectors.slices.items()}
-        tangents = {name: _tangent(p, parts[name]) for name, p in parameters.items()}
+        kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
+        tangents = {name: parts[name].view(p.shape).to(kinds[name]) for name, p in parameters.items()}
         for places, piece in pieces(micro_batch, 6):
             numbers = partial(_numbers_at, module, piece)
             changes[r, places] = differentiate(numbers, parameters, tangents).to(changes)
@@ -185,10 +186,6 @@ def _alone(part: Float[Tensor, " p"]) -> Float[Tensor, " p"]:
 
 def _numbers_at(module: KeptNumbers, piece: TokenBatch, parameters: Tangents) -> Float[Tensor, "K Q"]:
     return functional_call(module, parameters, (piece,))
-
-
-def _tangent(parameter: Tensor, direction: Float[Tensor, " n"]) -> Tensor:
-    return direction.view(parameter.shape).to(torch.promote_types(parameter.dtype, torch.float32))
 
 
 def _forward_mode(

@@ -222,6 +222,7 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     """Read the configuration of a causal language model, checking that it may be loaded."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     if not os.path.isfile(folder / "config.json"):  # of a name that is too long, Path raises
         raise InputError(
@@ -231,7 +232,7 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
         refuse_huge_files(folder)
         plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
         own = {**(plain.get("auto_map") or {})}
-        if own and not trust_remote_code and plain.get("model_type") not in _known_types():
+        if own and not trust_remote_code and plain.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
                 f"{folder} brings its own code ({next(iter(own.values()))}), which would be run; inspect it, then give "
                 "--trust-remote-code"
@@ -255,13 +256,6 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             "AutoModelForCausalLM loads"
         )
     return config
-
-
-def _known_types() -> set[str]:
-    """Return the model types that transformers implements, for which a checkpoint's code is never run."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return set(CONFIG_MAPPING.keys())
 
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:

@@ -80,22 +80,13 @@ def _scalar(dtype: Any = None, data: Any = None, *_: Any) -> Any:
     return np.frombuffer(data, plain)[0].item()
 
 
-def _array(*_: Any) -> Array:
-    return Array()
-
-
-def _dictionary(*_: Any) -> dict[Any, Any]:
-    """Return an empty dictionary for the unpickler to fill."""
-    return {}
-
-
 KNOWN: dict[str, Any] = {
     "numpy.ndarray": Array,
     "numpy.dtype": _Dtype,
-    "collections.defaultdict": _dictionary,
+    "collections.defaultdict": lambda *_: {},  # for the unpickler to fill
 }
 for _place in ("numpy.core.multiarray", "numpy._core.multiarray"):  # numpy 1, numpy 2
-    KNOWN |= {f"{_place}._reconstruct": _array, f"{_place}.scalar": _scalar}
+    KNOWN |= {f"{_place}._reconstruct": lambda *_: Array(), f"{_place}.scalar": _scalar}
 
 
 def stand_ins(names: Iterable[str]) -> list[tuple[Any, str]]:

@@ -132,7 +132,7 @@ def predict_step(
     step.check()
     loss.check()
     moments = read_moments(J.model, step, optimizer_state)
-    names = [*map(str, range(len(interval_labels(edges)))), "kl", *_of_the_step(step)]
+    names = [*map(str, range(len(interval_labels(edges)))), "kl", *["momentum"] * (step.optimizer == "adamw"), "decay"]
     J.check_room(len(names) + 2)  # before anything is measured
     refuse_narrow_arithmetic(J.model)
     before = J.statistics
@@ -208,11 +208,6 @@ def moved_against(contributions: pd.DataFrame, n: int = 20) -> pd.DataFrame:
     table["mover"] = pushes.idxmax(axis=1).str.removeprefix(BY)
     table["mover_change"] = pushes.max(axis=1)
     return table[table["against"] > 0].nlargest(n, "against").reset_index(drop=True)
-
-
-def _of_the_step(step: StepSettings) -> tuple[str, ...]:
-    """Return the sources outside the loss."""
-    return ("momentum", "decay") if step.optimizer == "adamw" else ("decay",)
 
 
 def _cotangents(

@@ -222,7 +222,7 @@ def _encode_response(
         "response": response,
         "tokens": [tokens.number(str(token)) for token in part["token"]],
         "jumps": [[int(at), int(positions[at])] for at in jumps],
-        "values": [_base64(part[quantity.column]) for quantity in quantities],
+        "values": [base64.b64encode(part[q.column].to_numpy("<f4").tobytes()).decode("ascii") for q in quantities],
     }
     if viewer.prompts is not None:
         encoded["prompt"] = prompts.number(str(viewer.prompts[response]))
@@ -232,10 +232,6 @@ def _encode_response(
     if known := {name: value for name, value in parts.items() if np.isfinite(value)}:
         encoded["parts"] = known
     return encoded
-
-
-def _base64(column: pd.Series) -> str:
-    return base64.b64encode(column.to_numpy(dtype="<f4").tobytes()).decode("ascii")
 
 
 def _describe(quantity: Quantity, column: pd.Series, exact: int | None) -> dict[str, Any]:

@@ -119,7 +119,8 @@ class Head:
         targets_at = _TargetRows(sequences, positions, length=stack.ids.shape[1])
         parts = self.model, self.blocks, self.ownership, self.split_point
         with Recorder(*parts, "head", keep_all=keep_calls) as recorder:
-            logits = targets_at.rows(self._logits_of_all(stack.ids, targets_at.kept))
+            kept = {"logits_to_keep": targets_at.kept} if self._keeps_logits else {}
+            logits = targets_at.rows(self.model(input_ids=stack.ids, use_cache=False, **kept).logits)
         seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
         for few in parts_at_once(logits):
             statistics, errors = statistics_and_gradient(logits[few], token_ids[few], temperature=temperature[few])
@@ -147,11 +148,6 @@ class Head:
         }
         last = rows[splits].norm(dim=1)
         return HeadPass(statistics, size, logit_norm, last, rows[:splits], local, recorder.calls if keep_calls else [])
-
-    def _logits_of_all(self, ids: Int[Tensor, "B n"], positions: Int[Tensor, " u"]) -> Tensor:
-        """Return the logits of every sequence, at least at these positions, [B, u or n, vocab]."""
-        kept = {"logits_to_keep": positions} if self._keeps_logits else {}
-        return self.model(input_ids=ids, use_cache=False, **kept).logits
 
     def _local_inputs(self, call: Call, targets_at: _TargetRows) -> Tensor:
         """Return the inputs of a head's module [m, width], or a diagonal one's slopes [m, parameters, width]."""

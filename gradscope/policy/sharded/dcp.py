@@ -112,12 +112,8 @@ def has_moments(shards: Shards) -> bool:
 def read_moments(shards: Shards) -> dict[str, Any]:
     """Return the optimizer's state in the form of AdamW's `state_dict()`, with parameter names."""
     pieces = Pieces(shards)
-    return flat_state(pieces.kinds, lambda name: pieces.read(name, _make_aside))
-
-
-def _make_aside(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate a tensor in a scratch file, since moments take twice the model's memory."""
-    return scratch_zeros(*shape, dtype=dtype)
+    # In scratch files, since moments take twice the model's memory.
+    return flat_state(pieces.kinds, lambda name: pieces.read(name, lambda s, dtype: scratch_zeros(*s, dtype=dtype)))
 
 
 def _read_metadata(path: Path) -> Any:

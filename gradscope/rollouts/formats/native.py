@@ -116,7 +116,8 @@ def write_rollouts(
             _write_parquet(partial, list(rows), loss)
         else:
             with partial.open("w", encoding="utf-8") as file:
-                file.writelines(json.dumps(row, ensure_ascii=False, default=_as_json) + "\n" for row in rows)
+                lines = (json.dumps(row, ensure_ascii=False, default=lambda value: value.tolist()) for row in rows)
+                file.writelines(f"{line}\n" for line in lines)
     if path.suffix != ".parquet":
         if loss is None:
             loss_file(path).unlink(missing_ok=True)  # from earlier rows
@@ -154,8 +155,3 @@ def _check_suffix(path: Path) -> None:
     if path.suffix not in SUFFIXES:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise InputError(f"{path} {ending}; rollouts are written as {', '.join(SUFFIXES)}")
-
-
-def _as_json(value: Any) -> Any:
-    """Convert a tensor, an array or a numpy number for JSON."""
-    return value.tolist()

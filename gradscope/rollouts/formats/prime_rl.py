@@ -6,8 +6,6 @@ tokens of all three loss terms; rl_weights, if present, gives each token's weigh
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import Answers, Format, Row, row_by_row, whole_number
@@ -29,10 +27,6 @@ def _row(record: Record, policy: Policy | None) -> Row:
     return split_sequence(record, **arrays, columns={}, step=step)
 
 
-def _is_stable(path: Path) -> bool:
-    return (path.parent / "STABLE").exists()
-
-
 PRIME_RL = Format(
     "prime_rl",
     needs=frozenset({"token_ids", "loss_mask", "inference_logprobs"}),
@@ -48,7 +42,7 @@ PRIME_RL = Format(
         "the log does not identify prompts: sequences of a step with the same tokens before the first trained one form "
         "a group",
     ),
-    is_finished=_is_stable,
+    is_finished=lambda path: (path.parent / "STABLE").exists(),
     answers=Answers(
         group="the same tokens before the first trained one, within a step",
         step=(

@@ -163,7 +163,9 @@ class DecoderBody:
             return DecoderStack(self, stack, head, partial(self._make_again, seen, attention), self._wave_rows)
         if not all(map(is_complete, self.blocks, seen)):
             return None
-        keep, activations, consistent = self.keeps_probs(*stack.ids.shape), [], []
+        batch, length = stack.ids.shape
+        keep = batch * probs_bytes(sum(map(_heads, self.blocks)), length) <= self.memory
+        activations, consistent = [], []
         tokens = -(-len(stack.positions) // len(stack.ids))
         for block in self.blocks:
             one = BlockActivations(block, seen.pop(0), keep_probs=keep)
@@ -229,10 +231,6 @@ class DecoderBody:
         mlp = max(block.down.module.in_features for block in self.blocks)
         heads = max(block.heads for block in self.blocks)
         return row_bytes(hidden, mlp, heads, device=self.model.device.type)
-
-    def keeps_probs(self, batch: int, length: int) -> bool:
-        """Return whether the attention probabilities of all blocks are kept between chunks."""
-        return batch * probs_bytes(sum(map(_heads, self.blocks)), length) <= self.memory
 
     def keeps_blocks(self, batch: int, length: int) -> bool:
         """Return whether the activations of all blocks are kept."""
