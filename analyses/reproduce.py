@@ -41,8 +41,7 @@ class Options:
     jobs: int | None = None
     """Runs side by side; none: one per core, or one at a time if each takes several processes."""
     dry_run: bool = False
-    """Make nothing; list the runs and which are finished, and check settings, data, reference answers and batches
-    (analyses/common/dry_run.py)."""
+    """Make nothing; list runs, and check settings, data, reference answers and batches (analyses/common/dry_run.py)."""
 
 
 def count_jobs(options: Options) -> int:

@@ -49,8 +49,7 @@ LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"
 """Files for the processes of `train_launched`: what to train, and how it ended."""
 ALONE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
-"""Options of `accelerate launch` that it would otherwise guess with a warning; precision comes from the
-configuration."""
+"""Options of `accelerate launch` that it would guess with a warning; precision comes from the configuration."""
 KEPT = ["group", "level", "response", "reward", "correct", "format_ok", "finished", "greedy"]
 """Columns of responses.parquet besides tokens and logprob."""
 

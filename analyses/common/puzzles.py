@@ -12,8 +12,7 @@ from gradscope.tasks.knights_knaves import Puzzle, compact_prompt, generate_puzz
 from gradscope.tasks.knights_knaves_wording import Statement, compact_text
 
 PATIENCE = 20_000
-"""Draws without a new puzzle after which a number of people counts as used up; the rarest puzzle comes once in some
-600."""
+"""Draws without a new puzzle after which a number of people counts as used up; the rarest comes once in some 600."""
 
 
 def fifth_of(statements: Sequence[Statement]) -> int:

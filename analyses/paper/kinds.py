@@ -26,8 +26,7 @@ from gradscope.intervals import interval_labels
 from gradscope.plots import NEUTRAL, paper_style, save_figure
 
 QUANTITIES = ("token_share", "norm_of_all", "gradient_share", "half_cosine")
-"""Share of the tokens; norm of the summed gradient relative to that of all tokens; ⟨G_a, G⟩/‖G‖²; cosine between two
-halves of the prompts."""
+"""Share of the tokens; norm relative to that of all tokens; ⟨G_a, G⟩/‖G‖²; cosine of two halves of the prompts."""
 COLORS = {"all kinds": "#4c566a"} | dict(zip(KINDS, ("#e9a23b", "#b5548a", "#2a9d8f"), strict=True))
 
 

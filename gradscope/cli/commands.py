@@ -103,10 +103,7 @@ def _parse(args: Sequence[str]) -> Any:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run one command.
-
-    Exit status 0: success, 2: bad input or flag, 1: failed self-check or OS error, 130: interrupted.
-    """
+    """Run one command; exit status 0: success, 2: bad input or flag, 1: self-check or OS error, 130: interrupted."""
     args = sys.argv[1:] if args is None else list(args)
     go_on = GO_ON.get(args[0] if args else "", "run the same command to continue")
     try:

@@ -39,8 +39,7 @@ class SamplingError:
     standard_error: float
     """Standard error due to the sample alone: over other tokens of the same responses."""
     part: float
-    """Share of the variance behind lower and upper that is due to the sample; the rest is the prompts'. NaN with one
-    prompt."""
+    """Share of the variance behind lower and upper due to the sample; the rest is the prompts'. NaN with one prompt."""
     measured: int
     """Number of measured tokens."""
     tokens: int

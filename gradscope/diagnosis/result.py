@@ -64,12 +64,10 @@ def make_rows(
     return pd.DataFrame(columns)[[*COLUMNS, *SHORTAGE]].astype({"n": np.int64, "wanted": np.int64})
 
 
-def one_row(
-    statistic: str, value: float, n: int, *, unit: str, metric: str = "none", interval: str = ""
-) -> pd.DataFrame:
+def one_row(statistic: str, value: float, n: int, *, unit: str) -> pd.DataFrame:
     """Make the row of a number that is not specific to an interval."""
     found = np.array([[value], [np.nan], [np.nan]], dtype=np.float64)
-    return make_rows(statistic, found, n, unit=unit, metric=metric, intervals=[interval])
+    return make_rows(statistic, found, n, unit=unit, metric="none", intervals=[""])
 
 
 def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
@@ -379,8 +377,7 @@ class Diagnosis:
     entropy: pd.DataFrame | None = None
     """Contributions to the change of the mean entropy by interval and sign of Â: `steps.entropy_rows`."""
     movement: pd.DataFrame | None = None
-    """`updates.movement_table` of the real step, with columns ending in .all; join with `table` by response and
-    position."""
+    """`updates.movement_table` of the real step, columns ending in .all; join with `table` by response and position."""
     comparison: Comparison | None = None
     """Effect of each weighting: `updates.compare`."""
     findings: Findings = field(default_factory=Findings)

@@ -7,8 +7,7 @@ import numpy as np
 CHECKED_EACH = 2
 """Most tokens per interval that the self-check recomputes."""
 LIGHT = 2e11
-"""FLOPs allowed for the plain backward passes of the drawn tokens, about 3 s on one core; above, the check is made
-cheaper."""
+"""FLOPs allowed for the drawn tokens' plain backward passes, about 3 s on one core; beyond, the check is cheaper."""
 
 
 def choose_checked(

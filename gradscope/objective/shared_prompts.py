@@ -36,8 +36,7 @@ SHARED_PROMPTS = "gradscope_shared_prompts"
 WORTH = 0.95
 """Largest ratio of packed to padded tokens at which packing pays off, given the copies in attention."""
 TOLERANCE = 1e-4
-"""Largest difference between packed and padded pass in the trial, relative to the largest logit; float32 rounding is
-1e-6."""
+"""Largest difference of the trial's packed and padded logits, relative to the largest; float32 rounding is 1e-6."""
 
 
 @dataclass(frozen=True)

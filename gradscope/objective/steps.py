@@ -73,8 +73,8 @@ class StepResult:
     name: str
     """The step's name."""
     outcome: Literal["taken", "empty", "nonfinite"]
-    """empty: no tokens, so no step (AdamW would still decay and coast); nonfinite: NaN or infinite gradient, no
-    step."""
+    """empty: no tokens, so no step (AdamW would still decay and coast); nonfinite: no step, gradient NaN or
+    infinite."""
     loss: float
     """Loss of the step, divided by its denominator."""
     grad_norm: float

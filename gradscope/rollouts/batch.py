@@ -79,8 +79,7 @@ class TokenBatch:
     ref_logprobs: Float[Tensor, "B S"] | None = None
     """log π_ref in nats, under the reference policy."""
     sampler_logprobs: Float[Tensor, "B S"] | None = None
-    """Log-probabilities reported by the sampling engine, in nats, if logged in addition to the trainer's
-    `old_logprobs`."""
+    """The sampling engine's log-probabilities, in nats, if logged in addition to the trainer's `old_logprobs`."""
     steps: Int[Tensor, " B"] | None = None
     """Training step of each response, as numbered in the log; a group belongs to a single step."""
     group_reward_means: Float[Tensor, " B"] | None = None

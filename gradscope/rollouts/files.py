@@ -45,8 +45,7 @@ IN_SAMPLES = frozenset(
         *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages", "entropy"),
     )
 )
-"""Entries read from a sample in a file of tensors; others (experts, images, caches) can be a thousand times larger.
-"""
+"""Entries read from a sample in a file of tensors; others (experts, images, caches) can be 1,000 times larger."""
 
 LOSS_KEY = b"gradscope.loss"
 """Key of the loss settings, a JSON object, in a parquet file's schema metadata."""

@@ -67,10 +67,7 @@ def _check_options(task: Task, options: dict[str, Any]) -> None:
 
 
 def draw_rows(rows: Sequence[T], n: int | None, rng: random.Random, files: Sequence[str | Path]) -> list[T]:
-    """Draw `n` rows of the files (None: all) in random order, without replacement.
-
-    Raises InputError if there are no rows, or fewer than n.
-    """
+    """Draw `n` different rows (None: all) of the files in random order. Raises InputError if there are too few."""
     source = ", ".join(map(str, files))
     if not rows:
         raise InputError(f"{source}: there are no matching rows; give files with suitable rows")
@@ -92,10 +89,7 @@ def read_rows(files: Sequence[str | Path], columns: Sequence[str]) -> list[tuple
 
 
 def find_files(patterns: Sequence[str | Path]) -> list[Path]:
-    """Expand each pattern, as given or below `data_folder()`, without duplicates; `*` and `**` are wildcards.
-
-    Raises InputError for a pattern without matches.
-    """
+    """Expand patterns (`*`, `**`), as given or below `data_folder()`. Raises InputError for one without matches."""
     found: dict[Path, Path] = {}
     for pattern in [patterns] if isinstance(patterns, (str, Path)) else patterns:
         places = [Path(pattern), data_folder() / pattern]

@@ -63,10 +63,7 @@ _tasks: dict[str, Task] = {}
 
 
 def register(task: Any) -> Any:
-    """Register a Task under its name, replacing an earlier one; return the task.
-
-    Raises InputError if the object lacks what a Task has.
-    """
+    """Register a Task under its name, replacing any other; return it. Raises InputError if it is no Task."""
     callables = [getattr(task, name) for name in ("questions", "reward", "grade") if hasattr(task, name)]
     if not (isinstance(task, Task) and isinstance(task.name, str) and task.name and all(map(callable, callables))):
         raise InputError(

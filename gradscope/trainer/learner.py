@@ -45,8 +45,7 @@ ADAPTER = "adapter"
 PATIENCE = timedelta(hours=4)
 """Timeout of collective operations: one process may sample or measure for a long time while the others wait."""
 GROUPS: list[torch.distributed.ProcessGroup] = []
-"""Keep process groups alive: if DDP's reducer drops the last reference, it joins its threads while holding the GIL and
-can deadlock."""
+"""Keeps process groups alive: DDP's reducer would join their threads while holding the GIL, and can deadlock."""
 
 
 @dataclass(frozen=True)
@@ -106,10 +105,7 @@ class Learner:
 
 
 def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
-    """Make the accelerate.Accelerator, with device, processes and trackers.
-
-    Raises InputError for a tracker that is unknown or not installed, and for an unavailable device.
-    """
+    """Make the accelerate.Accelerator. Raises InputError for an unknown or missing tracker, or a missing device."""
     from accelerate import Accelerator, InitProcessGroupKwargs
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 

@@ -91,8 +91,7 @@ class Step:
     """The step's number, from 1."""
     policy: Policy
     batch: TokenBatch
-    """The batch, with the advantages used in training, old_logprobs, sampler_logprobs and, with a reference,
-    ref_logprobs."""
+    """The batch with the training's advantages, old_logprobs, sampler_logprobs and, with a reference, ref_logprobs."""
     statistics: TokenStatistics
     """Statistics of the batch's tokens before the update."""
     settings: LossSettings

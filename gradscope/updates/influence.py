@@ -287,10 +287,7 @@ class _Sources:
         clip_factor: float,
         crossed: list[tuple[str, slice, slice]],
     ) -> None:
-        """Turn the sources' gradients into their parts of Δθ, in place, within a span over several parameters.
-
-        whole: the total gradient in the span, before clipping.
-        """
+        """Turn the sources' gradients in a span into parts of Δθ, in place; whole: the total gradient, unclipped."""
         step, moments, parameters = self.step, self.moments, dict(float_parameters(self.jacobian.model))
         rows.mul_(clip_factor)
         clipped = None if moments is None else whole * clip_factor

@@ -37,8 +37,7 @@ UPDATES = {
     "high-entropy": "only the 20 % of tokens with the largest entropy (arXiv:2506.01939)",
     "positive": "only tokens with Â > 0",
 }
-"""Name → description; α and η may follow (`reweight-lopti:alpha=.3,eta=.5`). Other `edges` give other numbers of only-
-and without-."""
+"""{name: description}; α and η may follow (`reweight-lopti:alpha=.3,eta=.5`). `edges` change only-N and without-N."""
 
 HIGH_ENTROPY = Fraction(1, 5)
 """Fraction of the tokens that "high-entropy" trains."""

@@ -10,9 +10,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 MOST_SEQUENCES = 8
-"""Most sequences in a group. Eight are a third faster than one at S, T = 64 in
-analyses/benchmarks/token_gradients.py, and so are four.
-"""
+"""At S, T = 64 in analyses/benchmarks/token_gradients.py, eight are a third faster than one, and so are four."""
 POSITION_COST = 3
 """Cost of a position's forward pass, head and factors, in positions × tokens: 2 to 4 at M and S."""
 WORTHWHILE = 0.03
@@ -97,9 +95,8 @@ class Limits:
     rows: int
     """Most rows of a chunk; one token per sequence is always allowed."""
     start: int | None
-    """Cost of starting a chunk, in rows; None: chunks end only at gaps of more than 16 positions and a quarter of the
-    shortest prefix.
-    """
+    """Cost of starting a chunk in rows; None: chunks end only at gaps of over 16 positions and ¼ of the shortest
+    prefix."""
     shared: float = 0.0
     """Cost of fetching what a chunk's tokens share, in rows per position and sequence."""
 

@@ -24,8 +24,7 @@ from gradscope.objective import (
 from gradscope.policy import Policy, takes
 
 LOGIT_BYTES = 5 * 4
-"""Bytes per logit: up to five float32 arrays, for the logit and its gradient, if logits are capped and rows
-gathered."""
+"""Bytes per logit: up to five float32 arrays (logit and gradient), if logits are capped and rows gathered."""
 
 
 @dataclass(frozen=True)

@@ -211,8 +211,8 @@ class Cut:
     split_point: str | None
     """Name of the module whose input is the split point; None: the last block's output."""
     body: Recorder | None
-    """The body's pass over the test sequence, with its graph; None if the model has no such division, or was not tried.
-    """
+    """The body's pass over the test sequence, with its graph; None if the model has no such division, or was not
+    tried."""
 
 
 def find_cut(model: nn.Module, blocks: nn.ModuleList, ownership: Ownership, input_ids: Tensor) -> Cut:

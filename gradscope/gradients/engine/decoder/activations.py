@@ -108,8 +108,7 @@ class BlockActivations:
             activated = block.activation(gate)
         slope = torch.autograd.grad(activated, gate, torch.ones_like(activated))[0]
         self.gate_slope, self.activated = (slope * self.outputs(block.up))[:, :, None], activated.detach()[:, :, None]
-        """Derivatives of activation(gate) ∘ up by gate, and by up (that is activation(gate)), [B, n, 1, MLP's
-        width]."""
+        """Derivatives of activation(gate) ∘ up by gate and by up (activation(gate)), [B, n, 1, MLP's width]."""
         self._factors: dict[tuple[str, bool], tuple[Tensor, bool]] = {}
         scores = {"scaling": block.scaling, "cap": block.cap}
         self.probs = Probabilities(self.queries, self.keys, seen.mask, **scores, keep=keep_probs)

@@ -15,8 +15,7 @@ from gradscope.policy import arithmetic_dtype
 
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-"""Names of the norms before and after attention, and before and after the MLP, in most families and in Gemma 2 and 3.
-"""
+"""Names of the norms around attention and around the MLP: in most families, and in Gemma 2 and 3."""
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from gradscope.gradients.engine.norms import strips
 from gradscope.gradients.engine.products import Product, multiply_exactly
 
 Rows = tuple[Float[Tensor, "B H m n"], Float[Tensor, "B H m n"] | None]
-"""Attention probabilities of m queries over n keys, and the derivatives of capped scores, cap · tanh(score / cap) (None
-without a cap)."""
+"""Attention probabilities [m queries, n keys], and derivatives of capped scores, cap · tanh(score / cap), or None."""
 
 
 def linear_backward(
