@@ -2,5 +2,5 @@
 
 import os
 
-# Before numpy and torch are imported: with another number of threads sums add in another order, and last digits differ.
+# Set before numpy and torch are imported: another number of threads changes the order, and last digits, of sums.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

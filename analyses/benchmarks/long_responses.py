@@ -78,7 +78,7 @@ def make_product(name: str, length: int) -> Callable[[], object]:
 def floor_flops(name: str, length: int) -> float:
     """Return the minimum number of FLOPs of a product."""
     shape, n = ModelShape.of(make_policy("M").model), length - 1  # the last token has no successor
-    pairs = 2 * shape.layers * shape.query_width * n * (n - 1)  # those of the future, which no attention has to see
+    pairs = 2 * shape.layers * shape.query_width * n * (n - 1)  # future keys, which causal attention skips
     if name == "norm":
         return forward_flops(shape, [n], 1) - pairs + sum(gradient_flops(shape, [n]).values())
     return (1 if name == "statistics" else 3) * (forward_flops(shape, [n], length - PROMPT) - pairs)

@@ -206,7 +206,7 @@ def watch(command: Sequence[str], log: Path, *, limit: int, threads: int = 1) ->
     own = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE", "MPLBACKEND": "Agg"}
     started, samples, killed, ended = time.monotonic(), [], threading.Event(), threading.Event()
     with log.open("wb") as out:
-        # A session of its own, so that all of it can be ended and nothing else.
+        # In a session of its own, so that all its processes can be killed together.
         settings = {"stdout": out, "stderr": subprocess.STDOUT, "start_new_session": True, "env": {**os.environ, **own}}
         process = subprocess.Popen(command, **settings)
 

@@ -65,7 +65,7 @@ class Clock:
 
     def count(self, module: Any, _args: Any) -> None:
         """Count forward passes of whole networks, as a global module hook."""
-        # Looked up in its class: a module finds its attributes slowly.
+        # Looked up in the class, since attribute lookup in modules is slow.
         self._passes += hasattr(type(module), "set_input_embeddings") and module.base_model is module
 
     def close(self) -> None:

@@ -74,7 +74,7 @@ def train(options: Options, folder: Path, make_callback: Callable[[Any], Any] | 
     asked = {question.prompt: question for question in task.questions(200, seed=1)}
 
     def reward(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
-        # A policy that never earns the task's reward has a gradient, too.
+        # So that a policy that never earns the task's reward has a gradient, too.
         earned = (task.reward(text, asked[prompt]) for prompt, text in zip(prompts, completions, strict=True))
         return [own + 0.01 * text.count("e") for own, text in zip(earned, completions, strict=True)]
 

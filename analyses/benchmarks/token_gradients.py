@@ -125,7 +125,7 @@ def opacus_ghost(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
     """Make each token a sample: a sequence is repeated 8 times, and each copy's loss is one token's."""
     from opacus.grad_sample import GradSampleModuleFastGradientClipping
 
-    policy.model.train()  # Opacus' hooks look away otherwise; there is no dropout in this model.
+    policy.model.train()  # Opacus' hooks ignore a model in eval mode; this one has no dropout.
     wrapped = GradSampleModuleFastGradientClipping(
         policy.model, batch_first=True, loss_reduction="sum", use_ghost_clipping=True, max_grad_norm=1.0, strict=False
     )

@@ -22,7 +22,7 @@ def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.Da
     """
     try:
         table = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file, dtype={"level": str})
-    except (ValueError, OSError, EOFError, zlib.error) as error:  # of pandas, pyarrow and gzip
+    except (ValueError, OSError, EOFError, zlib.error) as error:  # pandas', pyarrow's and gzip's
         raise InputError(f"{file} cannot be read ({first_line(error)}); {remedy}") from error
     if table.empty:
         raise InputError(f"{file} has no rows; {remedy}")

@@ -49,7 +49,7 @@ def measure(
     samples = [sample_batch(policy, questions, responses, seed) for seed in range(batches)]
     frames = []
     for seed, batch in enumerate(tqdm(samples, "batches")):
-        # Equal chances within an interval: figures and fits of these tables take the measured tokens as they are.
+        # Equal probabilities within an interval: figures and fits of these tables do not weight the measured tokens.
         settings = {"tokens_per_interval": tokens_per_interval, "seed": seed, "sample": "stratified"}
         frame = part(out, f"tokens-{seed}", partial(measure_tokens, policy, batch, **settings))
         frames.append(frame.assign(group=frame["group"] + seed * questions, batch=seed))

@@ -79,7 +79,7 @@ def measure(
         part(out, "rollouts", partial(sample, policy, questions, responses, limit))
         rollouts = out / PARTS / ROLLOUTS
     batch = read_rollouts(rollouts, policy)
-    # Equal chances within an interval: figures and fits of this table take the measured tokens as they are.
+    # Equal probabilities within an interval: figures and fits of this table do not weight the measured tokens.
     settings = {"tokens_per_interval": tokens_per_interval, "sample": "stratified", "per_module": True}
     # Checked below, on more tokens.
     tokens = part(out, "tokens", partial(measure_tokens, policy, batch, self_check=False, **settings))

@@ -117,7 +117,7 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
         REWEIGHT: REWEIGHT,
     }
     for block, own in pairs.groupby("block", sort=False):
-        # On white, or the line at 0 would run through the words.
+        # On a white ground, so that the line at 0 does not cross the words.
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
         ax.text(0.0, place, headings[block], transform=across, fontsize=7.5, weight="bold", va="center", bbox=box)
         for variant, baseline in own[["variant", "baseline"]].itertuples(index=False):

@@ -6,9 +6,6 @@ LAYER = "act_grad_norm."
 """Prefix of the norm column of a layer."""
 LABELS = {
     # Tokens.
-    "response": "response",
-    "position": "position",
-    "token": "token",
     "prob": "π",
     "old_prob": "π before",
     "entropy": "entropy (nats)",
@@ -24,13 +21,11 @@ LABELS = {
     "num_measured": "measured tokens",
     "n": "tokens",
     # Statistics.
-    "tokens": "tokens",
     "prompts": "prompts with an advantage",
     "token_share": "share of the tokens",
     "squared_share": "share of the gradient energy",
     "largest_share": "has the largest share, odds",
     "predicted_share": "share that (1−π)² alone predicts",
-    "dominance_index": "dominance index",
     "predicted_index": "index that (1−π)² alone predicts",
     "added_index": "measured over predicted by (1−π)²",
     "gradient_norm": "norm of the summed gradient",
@@ -38,9 +33,6 @@ LABELS = {
     "gradient_index": "index of the summed gradients",
     "norm_ratio": "norm over the whole's",
     "cosine_with_all": "cosine with the whole gradient",
-    "signal": "signal",
-    "noise": "noise",
-    "signal_fraction": "signal fraction",
     "bound_violations": "violations of Prop. 4.2",
     "bound_lower_margin": "distance from the lower bound",
     "bound_upper_margin": "distance from the upper bound",
@@ -69,15 +61,12 @@ LABELS = {
     "mismatch_power": "power of 1 − π of the mismatch",
     "masked_share": "share masked",
     "removed_share": "share of the energy masked",
-    "largest": "largest",
     "entropy_change_predicted": "predicted change of the mean entropy",
     "entropy_change_actual": "change of the mean entropy",
     "entropy_change": "ΔH (nats)",
     "entropy_proxy_rank": "rank correlation of Clip-Cov's covariance with the exact part",
     # Weightings.
     "method": "weighting",
-    "step": "step",
-    "same_as": "same as",
     "norm": "norm of the update",
     "cosine": "cosine with the baseline",
     "signal_to_noise": "signal to noise of a prompt",
@@ -91,29 +80,16 @@ LABELS = {
     "energy_share": "share of the gradient energy",
     "energy_share_adamw": "share of the AdamW-preconditioned energy",
     # Proxies and logits.
-    "quantity": "quantity",
-    "proxy": "proxy",
-    "rank_correlation": "rank correlation",
     "sign": "sign of Â",
-    "least": "least",
-    "most": "most",
-    # All of them.
-    "statistic": "statistic",
-    "metric": "metric",
-    "value": "value",
-    "lower": "lower",
-    "upper": "upper",
-    "unit": "unit",
-    "temperature": "temperature",
 }
-"""Column or statistic → label."""
+"""Column or statistic → label, unless it is the name with blanks for underscores."""
 
 METRICS = {"raw": "unpreconditioned", "adamw": "AdamW-preconditioned", "none": ""}
 """Metric → label."""
 
 
 def label_of(name: str) -> str:
-    """Return the label of a column or statistic; names not in `LABELS` get blanks for underscores.
+    """Return the label of a column or statistic: that of `LABELS`, or its name with blanks for underscores.
 
     >>> label_of("squared_share"), label_of("signal_to_noise_difference"), label_of("my_own_number")
     ('share of the gradient energy', 'signal to noise of a prompt, against the baseline', 'my own number')
