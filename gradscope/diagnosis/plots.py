@@ -1,7 +1,4 @@
-"""Pictures of a diagnosis: dominance, signal against noise, where the norm is, and the trend over checkpoints.
-
-Numbers come in, ink goes out, as in `plots`: the tidy statistics of a diagnosis, or of several with their step.
-"""
+"""Pictures of a diagnosis, drawn from its tidy statistics (of several checkpoints: with their step)."""
 
 from collections.abc import Sequence
 
@@ -24,7 +21,7 @@ SHARES = {
     ("squared_share", "adamw"): ("of the energy, AdamW", "#56b4e9", "^"),
     ("gradient_share", "adamw"): ("of the summed gradient, AdamW", "#e69f00", "^"),
 }
-"""Statistic and metric → words, ink and marker; those that are there are drawn."""
+"""Statistic and metric → words, colour and marker; missing ones are not drawn."""
 INDICES = {
     ("predicted_index", "none"): ("(1−π) alone", "#999999", "D"),
     ("dominance_index", "raw"): ("gradient energy", "#0072b2", "o"),
@@ -41,7 +38,7 @@ TREND = (
     ("low_to_high_share", "none", -1), ("right_direction_positive_actual", "none", "all"),
     ("right_direction_negative_actual", "none", "all"),
 )  # fmt: skip
-"""Statistic, metric, and interval (by place, or "all") of the panels of `plot_trend`, if they are there."""
+"""Statistic, metric and interval (by place, or "all") of `plot_trend`'s panels; missing ones are skipped."""
 _TITLES = {
     "token_share": "share of the tokens",
     "squared_share": "share of the gradient energy",
@@ -61,7 +58,7 @@ STEP_TITLES = {
     "mismatch": "|Δ log π| of the sampler",
     "entropy": "entropy (nats)",
 }
-"""Column of what was seen of a step → its panel's title."""
+"""Column of a step's numbers → its panel's title."""
 _KINDS = {"predicted": ("#999999", "D"), "actual": ("#0072b2", "o")}
 _SIGNS = {"positive": "Â > 0: share that rose", "negative": "Â < 0: share that fell"}
 _DRIVERS = {
@@ -77,7 +74,7 @@ _DRIVERS = {
 def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
     """Draw the first screen's figure: each interval's share of tokens, of gradient energy and of the summed gradient.
 
-    statistics: of a `Diagnosis`; labels: its intervals; bars are 95 %. Raises InputError where no share is there.
+    statistics, labels: a `Diagnosis`'s. Bars are 95 % intervals. Raises InputError without shares.
     """
     ax, shown = new_axes(ax, width=4.6, height=2.5), ("token_share", "squared_share", "gradient_share")
     series = {key: look for key, look in SHARES.items() if key[0] in shown and key[1] != "adamw"}
@@ -91,10 +88,9 @@ def plot_shares(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | N
 
 @paper_style()
 def plot_dominance(statistics: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Draw each interval's share of the tokens beside its shares of the gradients, and the dominance indices, with
-    bars.
+    """Draw each interval's share of the tokens beside its shares of the gradients, and the dominance indices.
 
-    statistics: of a `Diagnosis`; labels: its intervals. Raises InputError where no share is there.
+    statistics, labels: a `Diagnosis`'s. Bars are 95 % intervals. Raises InputError without shares.
     """
     figure, (left, right) = new_panels(2, width=3.6, height=3.0)
     _draw_series(left, statistics, labels, SHARES, factor=100.0, name="share (%)")
@@ -116,7 +112,7 @@ def plot_signal(statistics: pd.DataFrame, labels: Sequence[str], *, ax: Axes | N
 
 @paper_style()
 def plot_where(where: pd.DataFrame, driver: str = "token_class", *, ax: Axes | None = None) -> Axes:
-    """Draw the shares of tokens and energy by the values of one driver (`Diagnosis.where`); bars are 95 %."""
+    """Draw the shares of tokens and energy by the values of one driver (`Diagnosis.where`), with 95 % bars."""
     require(where, ["driver", "value", "token_share", "squared_share"], what="the table of shares")
     rows = where[where["driver"] == driver]
     if rows.empty:
@@ -156,7 +152,7 @@ def plot_module_shares(modules: pd.DataFrame) -> Axes:
 
 @paper_style()
 def plot_entropy(entropy: pd.DataFrame, labels: Sequence[str], *, ax: Axes | None = None) -> Axes:
-    """Draw whose gradients change the mean entropy (`Diagnosis.entropy`); bars are 95 %."""
+    """Draw whose gradients change the mean entropy (`Diagnosis.entropy`), with 95 % bars."""
     require(entropy, ["interval", "sign", "change", "lower", "upper"], what="the table of entropy")
     ax = new_axes(ax, width=4.6, height=2.5)
     looks = {"positive": ("Â > 0", "#0072b2", "o"), "negative": ("Â < 0", "#d55e00", "s")}
@@ -177,10 +173,10 @@ def plot_entropy(entropy: pd.DataFrame, labels: Sequence[str], *, ax: Axes | Non
 
 @paper_style()
 def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Draw headline numbers over training steps, a panel each, with 95 % bands: statistics with a column step.
+    """Draw headline numbers over training steps (statistics with a column step), a panel each, with 95 % bands.
 
-    A number of an interval names it; where a column other_step is True, the point is hollow; one without a band, of too
-    few prompts or tokens, is a cross beside the line. Raises InputError where none of them is there.
+    Titles name the interval of a number that has one. Points with other_step are hollow; points without a band, from
+    too few prompts or tokens, are crosses beside the line. Raises InputError without any headline number.
     """
     require(trend, ["step", *COLUMNS], what="the trend")
     chosen = []
@@ -243,7 +239,7 @@ def plot_steps(steps: pd.DataFrame) -> Figure:
 def plot_right_directions(directions: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Draw Fig. 3 for one step: the share of each interval's tokens that moved the right way, a panel per sign of Â.
 
-    directions: `Diagnosis.directions`; of the steps that it knows, the predicted and the actual one. Bars are 95 %.
+    directions: `Diagnosis.directions`; draws the predicted and the actual step, if known, with 95 % bars.
     """
     require(directions, ["kind", "interval", "sign", "share", "lower", "upper"], what="the table of directions")
     figure, panels = new_panels(2, width=3.2, height=2.6)

@@ -1,4 +1,4 @@
-"""Draw what every weighting would do with one batch, a row per weighting."""
+"""Draw what each weighting would do with one batch, a row per weighting."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ _ROW = 0.24
 def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Draw each weighting's energy by interval of π, norm, cosine, signal to noise, right directions, carrying tokens.
 
-    table, by_interval, labels: of a `Comparison`. Weightings with the weights of another are named below. Bars over the
-    points are 95 % intervals over prompts; the grey line is plain GRPO's value, or 0. Raises InputError for a missing
-    column.
+    table, by_interval, labels: a `Comparison`'s. Weightings equal to another are named below. Bars are 95 % intervals
+    over prompts; the grey line is plain GRPO's value, or 0. Raises InputError for a missing column.
     """
     require(table, ["method", "step", "same_as", *_PANELS], what="the comparison")
     rows = table[table["same_as"] == ""].reset_index(drop=True)

@@ -52,9 +52,9 @@ def plot_feasible_cone(
 
     The cone is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π). `layer` is "logits" (both gains 1: a
     theorem) or a block's number ℓ; `kind` says where the gains come from ("measured" or "certified"). Reads `prob`,
-    `log_one_minus_prob`, `interval` and the layer's norm. At most 1,000 points per interval are drawn; tokens outside
-    the cone are counted over all. Raises InputError for a missing column, gains out of order, and a layer where no
-    token was measured.
+    `log_one_minus_prob`, `interval` and the layer's norm. At most 1,000 points per interval are drawn, but all tokens
+    outside the cone are counted. Raises InputError for a missing column, gains out of order, or a layer without
+    measured tokens.
     """
     cone = pd.DataFrame({"layer": [layer], "lower_gain": lower_gain, "upper_gain": upper_gain, "kind": kind})
     return _draw_cones(table, cone, vocab_size, new_axes(ax, height=2.9))
@@ -65,7 +65,7 @@ def plot_feasible_cone(
 def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) -> Figure:
     """Draw Fig. 2 with measured points: a panel for the logits (the theorem), and one per layer of `cones`.
 
-    `cones` has columns `layer`, `lower_gain`, `upper_gain`, `kind`; several kinds of one layer share its panel.
+    `cones` has columns `layer`, `lower_gain`, `upper_gain`, `kind`; cones of one layer share its panel.
     """
     require(cones, ["layer", "lower_gain", "upper_gain", "kind"], what="the table of cones")
     theorem = pd.DataFrame({"layer": ["logits"], "lower_gain": 1.0, "upper_gain": 1.0, "kind": "theorem"})
@@ -148,9 +148,9 @@ def plot_layers_by_interval(
 ) -> Axes:
     """Draw a heat map of the median norm of the unweighted token gradients (log colours) by layer and interval.
 
-    Rows run from the logits down to the first block's input, then ‖g‖, over the parameters so called. All rows are over
-    the same tokens, those measured everywhere, which count for 1 / p each where a sample was drawn; their number is
-    under each interval. A layer where no token was measured stays empty.
+    Rows run from the logits down to the first block's input, then ‖g‖ over `parameters`. All use the same tokens, those
+    measured everywhere (weighted by 1 / p if sampled), whose number is under each interval. A layer without measured
+    tokens stays empty.
     """
     layers = sorted(int(c.rpartition(".")[2]) for c in table.columns if c.startswith("act_grad_norm."))
     rows = ["logits", *reversed(layers), "parameters"]
@@ -211,11 +211,11 @@ def plot_norm_against_one_minus_prob(
 ) -> Figure:
     """Draw ‖δ_ℓ‖ and ‖g‖ against 1 − π, log-log, with the fitted power, the theory's 1 and the √ law's ½.
 
-    `fits`, a row per panel: `quantity` ("logits", a block number, "parameters" or a column of the table), `slope`,
+    `fits` has a row per panel: `quantity` ("logits", a block number, "parameters" or a column of the table), `slope`,
     `slope_lower`, `slope_upper`, and `intercept`: log norm = intercept + slope · log(1−π), natural logarithms;
-    optionally `floor`, the smallest 1−π fitted. parameters: those that ‖g‖ is over, in words. The reference lines cross
-    the fit in the middle of the fitted range. At most 1,000 points per interval are drawn; tokens of norm 0 have no
-    logarithm and are counted in the panel.
+    optionally `floor`, the smallest 1−π fitted. parameters: what ‖g‖ is over. The reference lines cross the fit in the
+    middle of its range. At most 1,000 points per interval are drawn; tokens of norm 0 have no logarithm and are counted
+    in the panel.
     """
     require(fits, ["quantity", "slope", "slope_lower", "slope_upper", "intercept"], what="the table of fits")
     fits = fits if "floor" in fits else fits.assign(floor=floor)

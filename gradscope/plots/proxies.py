@@ -1,4 +1,4 @@
-"""Figures of proxies of a token's norm, and of the modules that make up the norm."""
+"""Figures of proxies for a token's norm, and of the modules that drive the norm."""
 
 import numpy as np
 import pandas as pd
@@ -15,8 +15,8 @@ from gradscope.plots.style import NEUTRAL, finish, new_axes, new_panels, paper_s
 def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -> Figure:
     """Draw how well each proxy stands for the exact norm: rank correlation, R² of logs, share of largest tokens found.
 
-    proxies: of `theory.judge_proxies`; drawn of the norm over all parameters, and AdamW-preconditioned where it is
-    there. Bars are 95 % intervals over prompts. parameters: what ‖g‖ is over.
+    proxies: `theory.judge_proxies`; drawn for the norm over all parameters, also AdamW-preconditioned if known. Bars
+    are 95 % intervals over prompts. parameters: what ‖g‖ is over.
     """
     panels = {"spearman": "Rank correlation", "r2": "R² of the logarithms", "found": "Largest 1 % found"}
     require(proxies, ["quantity", "proxy", *panels], what="the table of proxies")
@@ -47,7 +47,7 @@ def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -
 def plot_modules(table: pd.DataFrame, *, most: int = 24) -> Axes:
     """Draw which matrices drive the norm: the share of the energy, in percent, of the `most` largest modules.
 
-    table: of `measure` with per_module; without weights it is Σ‖g‖². Raises InputError without modules' columns.
+    table: from `measure` with per_module; without weights the energy is Σ‖g‖². Raises InputError without such columns.
     """
     prefix = f"{PARAMETERS}."
     names = [name for name in table if name.startswith(prefix)]

@@ -1,4 +1,4 @@
-"""Style shared by all figures, names of intervals and layers, and reproducible files."""
+"""Style of all figures, names of intervals and layers, and reproducible files."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from gradscope.plots.labels import LAYER, label_of
 from gradscope.runs import replacing
 
 NEUTRAL = "#555555"
-"""Ink of all that belongs to no interval: all tokens, fits, reference lines."""
+"""Colour of everything that belongs to no interval: all tokens, fits, reference lines."""
 
 _FONT_SIZE = 8
 _PAGE_WIDTH = 7.3
@@ -69,9 +69,9 @@ def new_axes(ax: Axes | None, *, width: float = 3.4, height: float = 2.5) -> Axe
 def new_panels(
     count: int, *, width: float, height: float, ratios: Sequence[float] | None = None
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure of `count` axes of `width` × `height` inches, in as few rows as a page (7.3 inches) allows.
+    """Return a figure of `count` axes of `width` × `height` inches, in as few rows as fit a page (7.3 inches wide).
 
-    pyplot forgets it at once: a notebook shows it as a cell's value, once, and it is freed with its last name.
+    pyplot does not keep it, so a notebook shows it once, as a cell's value, and it is freed with its last reference.
     """
     rows = -(-count // int(_PAGE_WIDTH // width))
     columns = -(-count // rows)
@@ -109,11 +109,10 @@ def drawn_numbers(figure: Figure | Axes) -> pd.DataFrame:
 
 
 def save_figure(figure: Figure | Axes, path: str | os.PathLike, data: pd.DataFrame | None = None) -> Path:
-    """Write the picture (.png, .pdf or .svg) and, beside it, a CSV of what it shows; then close the figure.
+    """Write the picture (.png, .pdf or .svg) and, beside it, a CSV of what it shows, both atomically; close the figure.
 
-    `data` are the numbers for the CSV (an index other than 0, 1, … is written too); without it, those that this
-    package's functions drew. The same figure gives the same bytes again in the same environment. Each file appears
-    whole or not at all. Raises InputError for another suffix.
+    `data` are the numbers for the CSV (with the index, unless it is 0, 1, …), by default those that this package's
+    functions drew. The same figure gives the same bytes in the same environment. Raises InputError for another suffix.
     """
     path = Path(path)
     while not isinstance(figure, Figure):  # an Axes, perhaps inside a SubFigure
@@ -135,7 +134,7 @@ def save_figure(figure: Figure | Axes, path: str | os.PathLike, data: pd.DataFra
 
 
 def name_intervals(ax: Axes, labels: Sequence[str], counts: Sequence[int] | None = None) -> None:
-    """Label the x ticks with intervals and, beneath, their counts; upright where they are long or many."""
+    """Label the x ticks with intervals and their counts beneath, upright if they are long or many."""
     words = [label.replace(", ", ",") for label in labels]
     upright = len(words) > 5 or max(map(len, words)) > 9
     if counts is not None:
@@ -154,15 +153,14 @@ def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
 
 
 def interval_colors(count: int = 4) -> list[tuple[float, float, float]]:
-    """Return a colour per interval, from dark (low probability) to light; distinct in grey and to colour-blind eyes."""
+    """Return a colour per interval, from dark (low probability) to light, distinct in grey and for the colour-blind."""
     import seaborn as sns
 
     return list(sns.color_palette("viridis", count))
 
 
 def norm_column(layer: int | str) -> str:
-    """Return the table's column for "logits", "parameters", a block number ℓ (0 = input of the first), or a column
-    name.
+    """Return the column of "logits", "parameters", a block number ℓ (0: input of the first) or a column name.
 
     >>> norm_column("logits"), norm_column(3), norm_column("param_grad_norm")
     ('logit_grad_norm', 'act_grad_norm.3', 'param_grad_norm')
@@ -188,16 +186,17 @@ def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[st
 
 
 def describe_drawn(points: pd.DataFrame, tokens: int) -> str:
-    """Return a sentence if `draw_tokens` would draw only some of these tokens; an empty one otherwise."""
+    """Return a remark if `draw_tokens` would draw only some of these tokens, else ""."""
     if len(points) == tokens:
         return ""
     return f",\n≤ {_POINTS_PER_INTERVAL:,} drawn an interval"
 
 
 def draw_tokens(ax: Axes, x: str, y: str, tokens: pd.DataFrame) -> pd.DataFrame:
-    """Draw a scatter of at most 10,000 tokens of each interval in its colour; return the rows that were drawn.
+    """Draw a scatter of at most 10,000 tokens per interval in its colour; return the rows drawn.
 
-    Always the same ones, in random order, so that no interval hides another; rasterized, so that a PDF stays small.
+    They are always the same ones, in random order, so that no interval hides another, and rasterized to keep PDFs
+    small.
     """
     shuffled = tokens.iloc[np.random.default_rng(0).permutation(len(tokens))]
     points = shuffled[shuffled.groupby("interval").cumcount() < _POINTS_PER_INTERVAL]

@@ -1,8 +1,8 @@
-"""Every picture of a token table; drawn here: the paper's Fig. 1 (a, b, d) and the cosines between the intervals.
+"""Pictures of a token table: the paper's Fig. 1 (a, b, d) and the cosines between the intervals.
 
-Numbers come in, ink goes out: a function takes a DataFrame, draws, and returns the Axes or the Figure; `save_figure`
-writes it together with the numbers that were drawn. Norms are L2 norms. "Token gradient" is of one token's own log π,
-unweighted; "summed gradient" is of the objective over a group of tokens.
+Functions take a DataFrame, draw, and return Axes or a Figure, which `save_figure` writes with the numbers drawn. Norms
+are L2 norms. A "token gradient" is that of one token's own log π, unweighted; a "summed gradient" is that of the
+objective over a group of tokens.
 """
 
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ __all__ = [
 
 _DENSITY_BINS = 40
 _FEW_VALUES = 24
-"""Up to so many distinct advantages are drawn value by value; a smooth violin would invent values between them."""
+"""At most this many distinct advantages are drawn value by value; a violin would invent values between them."""
 _FEW_TOKENS = 10
 """Fewer tokens than this are drawn as points; a violin would invent a distribution."""
 
@@ -59,9 +59,9 @@ _FEW_TOKENS = 10
 @paper_style()
 @checked
 def plot_token_shares(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
-    """Draw Fig. 1 (a): the share of tokens in each probability interval (%, log scale), and above it the density of π.
+    """Draw Fig. 1 (a): the share of tokens in each probability interval (%, log scale), and the density of π above it.
 
-    Reads `interval` and `prob`. Bars are equally wide, whatever the edges. Raises InputError for a missing column.
+    Reads `interval` and `prob`. Bars are equally wide whatever the edges. Raises InputError for a missing column.
     """
     require(table, ["interval", "prob"])
     require_intervals(table, len(edges) - 1)
@@ -113,9 +113,9 @@ def _draw_density(strip: Axes, probs: np.ndarray) -> pd.DataFrame:
 def plot_advantages(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
     """Draw Fig. 1 (b): the advantages of each interval's tokens, with their median (white mark) and number.
 
-    Reads `interval` and `advantage`. Where advantages take few distinct values (GRPO on a rule-based reward), every
-    value has a bar as wide as its share; else a violin that ends at the extreme values; below 10 tokens, a point for
-    each. All are scaled to the same largest width. Raises InputError where one is NaN (rollouts without reward).
+    Reads `interval` and `advantage`. Few distinct advantages (GRPO with a rule-based reward) are drawn as bars as wide
+    as their shares, others as a violin that ends at the extremes, and fewer than 10 tokens as points, all scaled to the
+    same largest width. Raises InputError if an advantage is NaN (rollouts without rewards).
     """
     require(table, ["interval", "advantage"])
     require_intervals(table, len(edges) - 1)
@@ -174,8 +174,9 @@ def _profile(values: np.ndarray, *, discrete: bool) -> pd.DataFrame:
 def plot_interval_gradient_norms(norms: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     """Draw Fig. 1 (d): the norm of the summed gradient of each interval's tokens alone, and of all tokens.
 
-    `norms`, a row per bar: `interval` (0, 1, … or "all"), `label`, `norm`; optionally `norm_sd` (over `batches`, drawn
-    as ± one standard deviation) and `paper` (the paper's norms, drawn as markers scaled so that "all" coincide).
+    `norms` has a row per bar: `interval` (0, 1, … or "all"), `label`, `norm`; optionally `norm_sd` (over `batches`,
+    drawn as ± one standard deviation) and `paper` (the paper's norms, drawn as markers and scaled so that "all"
+    coincide).
     """
     require(norms, ["interval", "label", "norm"], what="the table of norms")
     everything = (norms["interval"].astype(str) == "all").to_numpy()
@@ -212,8 +213,8 @@ def plot_interval_gradient_norms(norms: pd.DataFrame, *, ax: Axes | None = None)
 def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
     """Draw a heat map of the cosines between the intervals' summed gradients.
 
-    `cosines` is square, a row and a column per interval; NaN where an interval has no gradient. Rows named 0, 1, … are
-    shown by their interval's edges. Raises InputError for a matrix that is not square or leaves [−1, 1].
+    `cosines` is a square matrix over intervals, NaN for an interval without gradient. Rows named 0, 1, … are labelled
+    by their interval's edges. Raises InputError unless it is square and within [−1, 1].
     """
     import seaborn as sns
 

@@ -1,6 +1,6 @@
 """Pictures of what an update does: Fig. 1 (c, e, f), Fig. 3, who moves whom, and what drives the norm.
 
-Numbers come in, ink goes out, as in `plots`: tables of `updates`, `directions`, `influence` and `drivers`.
+They draw the tables of `updates` and `theory` in the manner of the other `plots`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ from gradscope.plots.style import (
 from gradscope.updates import without_extremes
 
 SIGNS = {"positive": ("#2a7f62", 1), "negative": ("#b5483a", -1)}
-"""Ink and sign of the advantage."""
+"""{sign of the advantage: (colour, side)}."""
 _FEW_TOKENS = 10
 _MANY = 12
 """Places side by side, beyond which a figure is wider than a page."""
@@ -49,13 +49,12 @@ def plot_movement(
     edges: Sequence[float] = EDGES,
     ax: Axes | None = None,
 ) -> Axes:
-    """Draw Fig. 1 (c, e, f): how far each interval's tokens moved, of negative (left) and positive advantage (right).
+    """Draw Fig. 1 (c, e, f): how far each interval's tokens moved, for negative (left) and positive advantages (right).
 
-    table: of `updates.movement_table`, with the movement `name`. The `leave_out` share of each interval's tokens with
-    the largest |movement| is not drawn (the paper's 1 % of all would, where most tokens are certain, take nearly all of
-    its tokens from the others). Half violins, as wide as the root of the density, scaled to one width, with the
-    median; below 10 tokens a point for each. Under each interval stands the mean |movement| of all its tokens, those
-    left out too.
+    table: `updates.movement_table` with the movement `name`. In each interval the `leave_out` share of tokens with the
+    largest |movement| is not drawn; the paper's 1 % of all tokens would hit almost only uncertain ones if most are
+    certain. Half violins are as wide as the root of the density, scaled to one width, with the median; fewer than 10
+    tokens are points. Under each interval is the mean |movement| of all its tokens, drawn or not.
     """
     column = f"{value}.{name}"
     require(table, ["interval", "advantage", column], what="the movement table")
@@ -89,7 +88,7 @@ def plot_movement(
 
 
 def _half_violin(ax: Axes, place: int, moved: np.ndarray, ink: str, sign: int) -> dict[str, int | float]:
-    """Draw one half of a violin, on the side of the sign; return what it shows, in numbers."""
+    """Draw one half of a violin on the side given by the sign; return the numbers shown."""
     if len(moved) < _FEW_TOKENS:
         ax.plot(np.full(len(moved), place + 0.12 * sign), moved, ".", color=ink, ms=3)
     else:
@@ -122,9 +121,8 @@ def plot_directions(
 ) -> Axes:
     """Draw Fig. 3: the share of tokens that moved the right way, by sign of the advantage, interval and method.
 
-    Reads method, interval, sign, mean, sd: means over steps and their standard deviation (bars), as
-    `directions.over_batches` makes them. colors: method → colour, which also orders the methods; None: a palette, in
-    the order of the table.
+    Reads method, interval, sign, mean and sd (over steps, drawn as bars), as made by `directions.over_batches`. colors
+    maps methods to colours and orders them; None: a palette in the table's order.
     """
     import seaborn as sns
 
@@ -188,8 +186,7 @@ def plot_norm_drivers(fits: pd.DataFrame, *, parameters: str = "all parameters",
     """Draw the standardised coefficients of the log norm on probability and entropy, by layer, with their intervals:
     side by side or, if they are many, below one another.
 
-    Reads quantity, driver, coefficient, lower, upper: what `drivers.regress_norms` returns.
-    parameters: those that ‖g‖ is over, in words.
+    Reads quantity, driver, coefficient, lower and upper, as from `theory.regress_norms`. parameters: what ‖g‖ is over.
     """
     require(fits, ["quantity", "driver", "coefficient", "lower", "upper"], what="the table of fits")
     quantities = [name for name in dict.fromkeys(fits["quantity"]) if name != "layers"]

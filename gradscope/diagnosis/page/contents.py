@@ -58,8 +58,8 @@ def make_report(
 ) -> Report:
     """Lay out one checkpoint's diagnosis as a page.
 
-    policy, batch: the diagnosed ones; the viewer shows their prompts. facts: how the results were made. notes: added to
-    the diagnosis's own, such as how the rollouts were read.
+    policy, batch: as diagnosed; the viewer shows their prompts. facts: how the results were made. notes: added to the
+    diagnosis's own, such as how the rollouts were read.
     """
     from gradscope.diagnosis.page.sections import Sheets, make_lead, make_sections  # which load matplotlib
 

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _DOTS = 200
-"""Per inch, of what is drawn as an image inside the SVG, such as a scatter of thousands of tokens."""
+"""Resolution, per inch, of parts drawn as an image inside the SVG, such as a scatter of thousands of tokens."""
 _FONTS = ["DejaVu Sans", "Verdana", "Geneva"]
-"""What letters are drawn with where the page is read: the font they were laid out in, or one as wide."""
+"""Fonts for the page's reader: the one used for layout, or others as wide."""
 
 
 def inline_svg(drawing: Figure | Axes, prefix: str) -> str:

@@ -16,7 +16,7 @@ from gradscope.resampling import in_brackets
 def decide(d: Diagnosis, findings: Findings, *, brief: bool = False) -> tuple[str, ...]:
     """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
 
-    brief: without the numbers of `make_tiles`, which stand beside.
+    brief: omit the numbers that `make_tiles` shows beside them.
     """
     [first] = [finding for finding in findings if finding.kind == "dominance_raw"]
     return tuple(filter(None, ((brief and first.brief) or first.statement, _summed(d, brief=brief), _next(d))))

@@ -75,8 +75,8 @@ class Sheets:
     ) -> Block:
         """Return `draw`'s figure, or a paragraph with its error if these tokens do not suffice.
 
-        again: `redraw`, which makes it of the files beside the page. bars: what they are, said where there are some.
-        token_column: known in the rows of single tokens alone, which tokens.parquet has: the CSV leaves them out.
+        again: `redraw`'s code, from the files beside the page. bars: what they show. token_column: known only for
+        single tokens, which are in tokens.parquet, and left out of the CSV.
         """
         before = {*plt.get_fignums()}
         try:

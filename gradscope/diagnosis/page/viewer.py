@@ -130,7 +130,7 @@ class ViewerData:
     """Number of tokens in `json`."""
 
     def sentence(self, chosen: str) -> str:
-        """State how many responses are shown of how many, and why not more."""
+        """State how many of the responses are shown, and why not more."""
         tokens = counted(self.tokens, "token")
         if self.shown == self.responses:
             return f"All {counted(self.shown, 'response')}, {tokens}."
@@ -151,9 +151,9 @@ class _Texts:
 def viewer_data(viewer: Viewer) -> ViewerData:
     """Encode as many responses as the budget allows.
 
-    Numbers are kept as float32, which is what a token table has. Scales span the whole table, so that a shade means the
-    same in every response. Raises InputError if the table lacks `response`, `position` or `token`, has no row, or has
-    none of the quantities, and for prompts, rewards or responses that do not fit it.
+    Numbers are float32, as in a token table. Scales span the whole table, so that a shade means the same in every
+    response. Raises InputError if the table lacks `response`, `position` or `token`, has no row, or has none of the
+    quantities, and for prompts, rewards or responses that do not fit it.
     """
     table = _checked(viewer)
     quantities = tuple(q for q in viewer.quantities if q.column in table and np.isfinite(table[q.column]).any())
@@ -235,7 +235,7 @@ def _encode_response(
 
 
 def _describe(quantity: Quantity, column: pd.Series, exact: int | None) -> dict[str, Any]:
-    """exact: number of the quantity that is known where this one is exact; None: none."""
+    """Describe a quantity and its scale; exact: index of the quantity that is known where this one is exact."""
     low, high = quantity.limits or _limits(quantity, column.to_numpy(dtype=np.float64))
     names = ("column", "label", "scale", "unit", "definition", "reverse", "missing")
     return {name: getattr(quantity, name) for name in names} | {"low": low, "high": high, "exact": exact}
@@ -257,7 +257,7 @@ def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
 
 
 def _orders(viewer: Viewer, quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
-    """Ways to sort the responses: `by` is "place", "reward", "length", or how to sum up a quantity."""
+    """Return ways to sort the responses: `by` is "place", "reward", "length", or how to sum up a quantity."""
     names = [quantity.column for quantity in quantities]
     orders: list[dict[str, Any]] = [{"label": "as in the rollouts", "by": "place"}]
     if viewer.rewards is not None:
