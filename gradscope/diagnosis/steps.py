@@ -248,7 +248,7 @@ def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resampl
 
 
 def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
-    """Groups with a token whose advantage is nonzero."""
+    """Return the groups with a token whose advantage is nonzero."""
     advantages = resolve_advantages(batch)
     return batch.group_ids[((advantages != 0) & batch.response_mask).any(1)].unique()
 
@@ -259,7 +259,7 @@ def predicted_movement(contributions: pd.DataFrame) -> pd.DataFrame:
 
 
 def seeds_of(table: pd.DataFrame, batch: TokenBatch, num_intervals: int) -> Float[Tensor, "A B S"]:
-    """−w_t / num_tokens for each interval's tokens, 0 elsewhere: the seeds of its gradient of the loss."""
+    """Return −w_t / num_tokens for each interval's tokens, 0 elsewhere: the seeds of its gradient of the loss."""
     weights = torch.zeros(batch.input_ids.shape, dtype=torch.float64)
     intervals = torch.full(batch.input_ids.shape, -1)
     weights[batch.response_mask] = torch.tensor(table["weight"].to_numpy(np.float64)) / -batch.num_tokens

@@ -157,7 +157,7 @@ def _fits_together(model: nn.Module, vectors: Vectors, batch: TokenBatch) -> boo
 def _changes_together(
     module: KeptNumbers, vectors: Vectors, num_tokens: int, micro_batch: int, pieces: Pieces
 ) -> Float[Tensor, "R K Q"]:
-    """`_changes` in forward mode along several vectors at once."""
+    """Do `_changes` in forward mode along several vectors at once."""
     parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
     changes = torch.zeros(len(vectors), num_tokens, len(module.names), dtype=vectors.rows.dtype)
     active = vectors.rows.any(1).nonzero()[:, 0].cpu()

@@ -357,7 +357,7 @@ class TokenJacobian:
         return self._group_pieces(self.batch.group_ids)
 
     def _group_pieces(self, ids: Int[Tensor, " B"]) -> dict[int, list[Piece]]:
-        """Micro-batches by group id, ascending."""
+        """Return micro-batches by group id, ascending."""
         found: dict[int, list[Piece]] = {}
         size = fitting_size(self.model, self.batch, self._responses_at_once, copies=4)
         for group in ids[self.batch.response_mask.any(1)].unique().tolist():

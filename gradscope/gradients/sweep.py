@@ -67,7 +67,7 @@ class Sweep:
         self._held: bool | None = None
 
     def segments(self) -> dict[int, list[str]] | None:
-        """Names of the measured parameters by block, the others under OUTER; None if a block shares a parameter."""
+        """Return the measured parameters' names by block, others under OUTER; None if a block shares a parameter."""
         homes: dict[int, set[int]] = defaultdict(set)
         inside = set()
         for index, block in enumerate(self.blocks):

@@ -250,9 +250,7 @@ class TokenBatch:
         return self.input_ids[row][real], self.response_mask[row][real].nonzero()[:, 0]
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield a native row per response with everything that is known, as for `write_rollouts` and `read_rollouts`;
-        advantages as corrected only.
-        """
+        """Yield a native row per response with everything known, as for `write_rollouts`; advantages as corrected."""
         per_token = {"advantage": "advantages"} | {n: n for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
         for row, start in enumerate(self.response_start.tolist()):
             real = self.attention_mask[row].nonzero()[:, 0]

@@ -229,8 +229,10 @@ class _KnightsKnaves:
     def questions(
         self, n: int | None, *, seed: int, people: Sequence[int] | None = None, files: Sequence[str | Path] = ()
     ) -> list[Question]:
-        """`n` questions whose number of people cycles through `people`; or `n` rows of parquet `files` (None: all),
-        drawn without repetition (of those rows that have one of these numbers of people, where `people` is given)."""
+        """Return `n` questions with a cycling number of `people`, or `n` rows of parquet `files` (None: all).
+
+        Rows are drawn without repetition, only from those with one of these numbers of people if `people` is given.
+        """
         rng = random.Random(seed)
         if files:
             puzzles = [puzzle for puzzle in read_puzzles(*files) if not people or len(puzzle.names) in people]
@@ -253,8 +255,11 @@ class _KnightsKnaves:
         return reward(response, names=question.answer["names"], solution=question.answer["solution"])
 
     def grade(self, response: str, question: Question) -> Grade:
-        """Correct if the reward is 3: everybody named rightly, in good format. format_ok if the four tags are in order,
-        which is the +1 that all rewards but −3 hold: an answer in good format that cannot be read (−1) has it too."""
+        """Grade a response as correct if its reward is 3: everybody named rightly, in good format.
+
+        format_ok: the four tags are in order, which all rewards but −3 include as +1; an answer in good format that
+        cannot be parsed (−1) has it too.
+        """
         earned = self.reward(response, question)
         return Grade(earned, correct=earned == 3.0, format_ok=earned > -3.0)
 

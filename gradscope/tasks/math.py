@@ -96,7 +96,7 @@ class _Math:
         self.name, self.chat = name, chat
 
     def questions(self, n: int | None, *, seed: int, files: Sequence[str | Path] = ()) -> list[Question]:
-        """`n` rows of the parquet `files` (None: all), drawn without repetition."""
+        """Return `n` rows of the parquet `files` (None: all), drawn without repetition."""
         if not files:
             raise InputError(
                 f"task {self.name!r} takes its questions from files; give some, such as math/dsr_uniform_train.parquet"

@@ -89,7 +89,7 @@ def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] = E
 
 
 def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
-    """Changes of π, log π and the log odds, after minus before, without the difference of two probabilities near 1."""
+    """Return the changes of π, log π and the log odds, without subtracting two probabilities near 1."""
     before, after = movement.before, movement.after
     rise = torch.where(after.logprob == before.logprob, 0.0, after.logprob - before.logprob)  # −∞ − (−∞) = 0
     # log π keeps its digits near 0, and so does π·(e^rise − 1), unlike π' − π.
@@ -101,13 +101,13 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
 
 
 def resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:
-    """The batch with advantages and, where they are unknown, the policy's own log-probabilities as π_old."""
+    """Return the batch with advantages and, if unknown, the policy's own log-probabilities as π_old."""
     old = fill_unknown(batch.old_logprobs, before.logprob)
     return replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
 
 
 def _check_movements(movements: Sequence[Movement]) -> None:
-    """InputError unless they can stand side by side."""
+    """Raise InputError unless the movements belong in one table."""
     if not movements:
         raise InputError("no movement to tabulate; give at least one")
     names = [movement.name for movement in movements]

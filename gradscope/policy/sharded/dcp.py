@@ -28,7 +28,7 @@ _KNOWN = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 
 
 def _text(*parts: object) -> str:
-    """A stand-in for a path, which is never followed."""
+    """Stand in for a path, which is never followed."""
     return "/".join(map(str, parts))
 
 
