@@ -57,7 +57,8 @@ def measure(out: Path, *, batches: int = 4, questions: int = 8, tokens_per_inter
         policy = load_policy(WORK / name)
         place, frames = f"{name}-{temperature}", {}
         for seed in range(batches):
-            draw = partial(sample, policy, task, temperature, questions, seed)
+            settings = {"n": RESPONSES, "temperature": temperature, "max_new_tokens": LIMIT}
+            draw = partial(sample, policy, task, questions, seed, **settings)
             frames[seed] = part(out, f"rows-{place}-{seed}", draw)
         samples = {seed: as_batch(rows) for seed, rows in frames.items()}
         tables = measure_policy(out, place, policy, samples, questions, tokens_per_interval)
@@ -69,13 +70,13 @@ def measure(out: Path, *, batches: int = 4, questions: int = 8, tokens_per_inter
     keep(out, {TABLES[name]: pd.concat(frames) for name, frames in found.items()}, **facts, vocab_size=sizes)
 
 
-def sample(policy: Policy, task_name: str, temperature: float, questions: int, seed: int) -> pd.DataFrame:
-    """Sample one batch of responses, a row each."""
-    task = get_task(task_name)
-    sampler = HFSampler(policy, batch_size=64)
-    settings = {"n": RESPONSES, "temperature": temperature, "max_new_tokens": LIMIT, "seed": seed}
-    asked = task.questions(questions, seed=seed)
-    return pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=sampler, **settings))
+def sample(
+    policy: Policy, name: str, questions: int, seed: int, *, n: int, temperature: float, max_new_tokens: int
+) -> pd.DataFrame:
+    """Sample n responses to each of a task's questions, a row each."""
+    task, settings = get_task(name), {"n": n, "temperature": temperature, "max_new_tokens": max_new_tokens}
+    asked, sampler = task.questions(questions, seed=seed), HFSampler(policy, batch_size=64)
+    return pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=sampler, seed=seed, **settings))
 
 
 def as_batch(rows: pd.DataFrame) -> TokenBatch:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
@@ -21,12 +20,11 @@ import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
 from analyses.common.experiments import RUNS, WORK, Run, list_runs
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
+from analyses.measure.pretrained_batches import sample
 from gradscope import load_policy
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.policy import Policy
-from gradscope.sampling import HFSampler, batch_rows, rollout_rows
-from gradscope.tasks import get_task
+from gradscope.sampling import batch_rows
 from gradscope.trainer import list_checkpoints
 from gradscope.updates import Comparison, compare
 
@@ -48,10 +46,14 @@ def measure(
     folders, task: the two policies and their questions; None: the runs'. weightings: None for `compare`'s default.
     """
     policies = dict(zip(("start", "later"), map(load_policy, folders or find_policies()), strict=True))
-    rows = {name: sample(policy, task or plan().test.task, questions) for name, policy in policies.items()}
+    test, config = plan().test, plan().config
+    settings = {"n": RESPONSES, "temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
+    draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
+    rows = {name: draw(policy) for name, policy in policies.items()}
     found: dict[str, list[pd.DataFrame]] = {"weightings": [], "by_interval": []}
     for case, (name, sampler) in CASES.items():
-        batch, resources = batch_rows(rows[sampler], on_policy=name == sampler), Resources(micro_batch=4, progress=True)
+        batch = batch_rows(rows[sampler].to_dict("records"), on_policy=name == sampler)
+        resources = Resources(micro_batch=4, progress=True)
         once = cache(partial(compare, policies[name], batch, weightings, resources=resources))
         for table, frames in found.items():
             frames.append(part(out, f"{table} {case}", lambda once=once, table=table: tabulate(once(), table)))
@@ -75,22 +77,13 @@ def find_policies() -> tuple[str, str]:
     return plan().config.model, str(checkpoints[-1])
 
 
-def sample(policy: Policy, name: str, questions: int) -> list[dict[str, Any]]:
-    """Sample a row per response, as the runs do."""
-    config, task = plan().config, get_task(name)
-    settings = {"temperature": config.temperature, "max_new_tokens": config.max_new_tokens, "seed": FRESH}
-    asked = task.questions(questions, seed=FRESH)
-    return rollout_rows(policy, asked, task=task, sampler=HFSampler(policy, batch_size=64), n=RESPONSES, **settings)
-
-
 def tabulate(comparison: Comparison, name: str) -> pd.DataFrame:
     """Return one of a comparison's tables."""
     return comparison.by_interval if name == "by_interval" else comparison.table
 
 
-def describe(rows: list[dict[str, Any]]) -> pd.DataFrame:
+def describe(table: pd.DataFrame) -> pd.DataFrame:
     """Return a row: responses, tokens, share of right ones, and problems whose responses differ in reward."""
-    table = pd.DataFrame(rows)
     unlike = int((table.groupby("group")["reward"].nunique() > 1).sum())
     tokens = int(table["response_ids"].map(len).sum())
     row = {"responses": len(table), "tokens": tokens, "accuracy": table["correct"].mean(), "unlike_problems": unlike}

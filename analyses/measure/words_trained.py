@@ -30,7 +30,7 @@ from analyses.common.experiments import WORK, Run, list_runs
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
 from analyses.measure import optimal_baseline, real_language
-from analyses.measure.pretrained_batches import as_batch
+from analyses.measure.pretrained_batches import as_batch, sample
 from analyses.measure.words_compare import describe
 from gradscope import load_policy, measure as measure_tokens
 from gradscope.errors import InputError
@@ -38,8 +38,6 @@ from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, SAMPLING_PROBA
 from gradscope.intervals import interval_labels
 from gradscope.policy import Policy, float_parameters, module_groups
 from gradscope.rollouts import TokenBatch
-from gradscope.sampling import HFSampler, rollout_rows
-from gradscope.tasks import get_task
 from gradscope.trainer import OPTIMIZER, list_checkpoints
 from gradscope.updates import compare
 
@@ -61,7 +59,8 @@ def measure(out: Path, *, questions: int = 8, folders: tuple[str, str] | None = 
     run = plan()
     start, end = map(Path, folders or find_policies(run))
     policy = load_policy(end)
-    draw = partial(sample, policy, run, task or run.test.task)
+    settings = {"temperature": run.config.temperature, "max_new_tokens": run.config.max_new_tokens}
+    draw = partial(sample, policy, task or run.test.task, n=RESPONSES, **settings)
     rows = part(out, "rows", partial(draw, questions, FRESH))
     batch = as_batch(rows)
     tokens = part(out, "tokens", partial(measure_tokens, policy, batch))
@@ -78,7 +77,7 @@ def measure(out: Path, *, questions: int = 8, folders: tuple[str, str] | None = 
         "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, end / OPTIMIZER)),
         "weightings.csv": part(out, "weightings", partial(weigh, policy, batch, tokens)),
         "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
-        "samples.csv": describe(rows.to_dict("records")),
+        "samples.csv": describe(rows),
     }
     facts = {"questions": questions, "responses": RESPONSES, "run": run.place.as_posix(), "steps": run.config.steps}
     keep(out, tables, **facts)
@@ -95,14 +94,6 @@ def find_policies(run: Run) -> tuple[str, str]:
     if last is None or not (last / OPTIMIZER).is_file():
         raise InputError(f"{WORK / run.place} has no checkpoint with {OPTIMIZER}: measure it before the run is judged")
     return run.config.model, str(last)
-
-
-def sample(policy: Policy, run: Run, name: str, questions: int, seed: int) -> pd.DataFrame:
-    """Sample a row per response, as the run does."""
-    task, sampler = get_task(name), HFSampler(policy, batch_size=64)
-    settings = {"temperature": run.config.temperature, "max_new_tokens": run.config.max_new_tokens, "seed": seed}
-    asked = task.questions(questions, seed=seed)
-    return pd.DataFrame(rollout_rows(policy, asked, task=task, sampler=sampler, n=RESPONSES, **settings))
 
 
 def multiply(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:
