@@ -175,20 +175,20 @@ def slopes(accuracy: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["variant", "seed", "slope"])
 
 
-def draw_accuracy(ax: Axes, table: pd.DataFrame, kind: str = "sampled") -> Axes:
+def draw_accuracy(ax: Axes, table: pd.DataFrame) -> Axes:
     """Draw each method's accuracy by number of people with its interval; `untrained` is a bar in neutral ink."""
-    drawn = table.dropna(subset=kind)
+    drawn = table.dropna(subset="sampled")
     levels = levels_of(drawn)
     methods = [variant for variant in drawn["variant"].unique() if variant != UNTRAINED]
     for place, variant in enumerate([UNTRAINED, *methods]):
         own = drawn[drawn["variant"] == variant]
         x = np.array([levels.index(level) for level in own["level"]], dtype=float)
         if variant == UNTRAINED:
-            ax.hlines(own[kind], x - 0.36, x + 0.36, color=NEUTRAL, linewidth=0.9, linestyle=":")
+            ax.hlines(own["sampled"], x - 0.36, x + 0.36, color=NEUTRAL, linewidth=0.9, linestyle=":")
             continue
         x += (place - (len(methods) + 1) / 2) * 0.72 / max(len(methods), 1)
-        errors = [own[kind] - own[f"{kind}_lower"], own[f"{kind}_upper"] - own[kind]]
-        ax.errorbar(x, own[kind], errors, fmt="o", markersize=3.5, color=COLORS[variant], elinewidth=1.1)
+        errors = [own["sampled"] - own["sampled_lower"], own["sampled_upper"] - own["sampled"]]
+        ax.errorbar(x, own["sampled"], errors, fmt="o", markersize=3.5, color=COLORS[variant], elinewidth=1.1)
     ax.set_xticks(range(len(levels)), levels)
     ax.set(xlabel="number of people", ylabel="accuracy", xlim=(-0.5, len(levels) - 0.5))
     within_shares(ax)

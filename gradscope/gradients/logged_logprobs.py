@@ -148,7 +148,7 @@ def _distance(own: Sequence[Tensor], logged: Sequence[Tensor], shift: int) -> fl
 
 
 def find_contradictions(
-    policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor], *, seed: int = 0
+    policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor]
 ) -> list[Contradiction]:
     """Find columns of logged log-probabilities that another reading fits better than the stated one.
 
@@ -164,7 +164,7 @@ def find_contradictions(
             continue
         if found and found[-1].column == "old_logprob" and np.array_equal(told, logged["old_logprob"], equal_nan=True):
             continue  # prime-rl logs one column twice
-        contradiction = _read_column(policy, batch, name, told, np.random.default_rng(seed))
+        contradiction = _read_column(policy, batch, name, told, np.random.default_rng(0))
         if contradiction is not None:
             found.append(contradiction)
     return found

@@ -62,14 +62,14 @@ def micro_batches(batch: TokenBatch, size: int, *, by_group: bool = False) -> li
     return [(rows, aligned.select(rows).narrow(int(ends[rows].max()))) for rows in kept.split(size) if len(rows)]
 
 
-def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int, device: str | None = None) -> int:
+def fitting_size(model: nn.Module, batch: TokenBatch, size: int, *, copies: int) -> int:
     """Return how many responses to take together: at most `size` and as many as LOGITS allows, but at least one.
 
     copies: number of tensors of the size of all kept tokens' logits that exist at once. At a vocabulary of 150,000, the
-    logits of a thousand tokens are 0.6 GB in float32. device: its type; None: the model's.
+    logits of a thousand tokens are 0.6 GB in float32.
     """
     one = copies * int(batch.response_mask.sum(1).max()) * _logit_bytes(model)
-    return max(1, min(size, LOGITS.get(device or _device(model).type, size * one) // max(1, one)))
+    return max(1, min(size, LOGITS.get(_device(model).type, size * one) // max(1, one)))
 
 
 def empty_piece(batch: TokenBatch) -> Piece:

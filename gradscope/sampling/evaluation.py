@@ -198,12 +198,11 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     return 1 - comb(num_samples - num_correct, k) / comb(num_samples, k)
 
 
-def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
+def tabulate(scores: pd.DataFrame) -> pd.DataFrame:
     """Return a row per level, in ascending order, and one for "all", with means over questions.
 
-    scores: of `score_questions`. Columns: level, questions, greedy_responses, sampled_responses (sums: the
+    scores: from `score_questions`. Columns: level, questions, greedy_responses and sampled_responses (sums, the
     denominators), then each score with its interval, as NAME, NAME_lower and NAME_upper.
-    seed: of the bootstrap.
     """
     levels = sorted(scores["level"].dropna().unique())
     groups = {str(level): scores[scores["level"] == level] for level in levels} | {"all": scores}
@@ -212,7 +211,7 @@ def tabulate(scores: pd.DataFrame, *, seed: int = 0) -> pd.DataFrame:
     for name, group in groups.items():
         row = {"level": name, "questions": len(group)} | {count: int(group[count].sum()) for count in counts}
         for column in scores.columns.drop(["level", *counts]):
-            mean = mean_over_questions(group[column], seed=seed)
+            mean = mean_over_questions(group[column])
             row |= {column: mean.value, f"{column}_lower": mean.lower, f"{column}_upper": mean.upper}
         rows.append(row)
     return pd.DataFrame(rows)

@@ -20,20 +20,14 @@ NEAR = 16
 """Tokens this close are assumed to share a chunk, in which one token could corrupt another's norms."""
 
 
-def check_engine(
-    meter: TokenGradientMeter,
-    sequences: list[SequenceTokens],
-    *,
-    tolerance: float | None = None,
-) -> SelfCheck:
+def check_engine(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> SelfCheck:
     """Compare the engine with plain autograd on some tokens; call inside `measuring(policy.model)`.
 
     sequences: their measured tokens are compared. As in a measurement, the engine takes each with nearby tokens, or
     else with the response token before it, and two sequences of similar length together. Raises SelfCheckError naming
     the layer or module that differs most; InputError if a gradient overflows float16.
     """
-    if tolerance is None:
-        tolerance = max(TOLERANCES[arithmetic_dtype(meter.model)], FAST_TOLERANCES.get(meter.precision, 0.0))
+    tolerance = max(TOLERANCES[arithmetic_dtype(meter.model)], FAST_TOLERANCES.get(meter.precision, 0.0))
     count, largest = 0, 0.0
     for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
         ids, targets = sequence.ids, sequence.asked.targets
