@@ -1,4 +1,4 @@
-"""Controls that the paper lacks: is it the choice of tokens, or only the number of steps or the gradient's norm?
+"""Controls that the paper lacks: is it which tokens, or only the steps, the weights' sizes, or the gradient's norm?
 
     python -m analyses.paper.controls [--out figures] [--scale cpu]
 
