@@ -380,7 +380,9 @@ def describe_tokens(task: Task) -> TokenPart:
         steps.lag_rows(table, settings.loss, **draws),
         apart,
     )
-    if table["old_logprob"].isna().any():
+    # A log with its loss has all that went into it: without old log-probabilities, the ratio was 1.
+    logged = batch.old_logprobs is None and any(note.kind == "loss" for note in batch.notes)
+    if table["old_logprob"].isna().any() and not logged:
         task.note("on-policy", "Some or all old log-probabilities are unknown; these tokens count as on-policy.")
     if task.weighted and settings.loss.kl_coef and table["ref_logprob"].isna().any():
         task.note("no-kl", "Some or all reference log-probabilities are unknown; these tokens have no KL part.")

@@ -7,7 +7,6 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from copy import copy
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,10 @@ from gradscope.rollouts import LOSS_KEY
 from gradscope.runs import counted
 
 Number = int | float
-OLD = "old_per_token_logps"
 COLUMNS = {
     **{"prompt_ids": "prompt_ids", "prompt_mask": "prompt_mask", "completion_ids": "response_ids"},
     **{"completion_mask": "response_seen", "tool_mask": "response_mask", "advantages": "advantage"},
-    **{OLD: "old_logprobs", "ref_per_token_logps": "ref_logprobs"},
+    **{"old_per_token_logps": "old_logprobs", "ref_per_token_logps": "ref_logprobs"},
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
 """TRL's tensor → name in rows; those from tool_mask on are optional."""
@@ -44,11 +42,11 @@ class RolloutWriter(TrainerCallback):
 
     Each step gets a file `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on
     for further processes), with a row per response: ids of prompt and response, tool mask, reward (and each reward
-    function's, if there are several), advantages, old, reference and sampler log-probabilities if TRL keeps them (old
-    ones of an on-policy step, which it does not, are those of the loss's own forward pass), the correction factors for
-    the sampler, step, process, micro-batch, temperature, the trainer's gradient norm before clipping, and the loss's
-    scale of the response's terms. The loss's settings are in the file's metadata. `gradscope diagnose CHECKPOINT
-    --rollouts OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a group.
+    function's, if there are several), advantages, old, reference and sampler log-probabilities if TRL keeps them
+    (without old ones, the step was on-policy), the correction factors for the sampler, step, process, micro-batch,
+    temperature, the trainer's gradient norm before clipping, and the loss's scale of the response's terms. The loss's
+    settings are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs
+    nothing else. Identical prompts of a step form a group.
 
     Training stays bit-identical, and weights are not read, so it works under DDP, FSDP and DeepSpeed. A step's tensors
     are copied to the CPU; a separate process does the rest. If that process dies or falls a minute behind, there is one
@@ -115,7 +113,6 @@ class RolloutWriter(TrainerCallback):
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
         looked_at = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
-        looked_at["_get_per_token_logps_and_entropies"] = self._watch_logprobs
         looked_at |= {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
         watch(self.trainer, self, looked_at)
 
@@ -153,18 +150,6 @@ class RolloutWriter(TrainerCallback):
             return compute_loss(model, inputs, *args, **keywords)
 
         return watched
-
-    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        """Record the log π that the loss takes as π_old's, if TRL keeps none."""
-
-        def scored(*args: Any, **keywords: Any) -> Any:
-            found = log_probs(*args, **keywords)
-            if self._window and found[0].requires_grad and self._window[-1].get(OLD) is None:
-                self._window[-1] = copy(self._window[-1])
-                self._window[-1][OLD] = found[0].detach()
-            return found
-
-        return scored
 
     def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
         def normed(*args: Any, **keywords: Any) -> Any:

@@ -47,7 +47,7 @@ def describe_off_policyness(columns: Mapping[str, np.ndarray], loss: LossSetting
     """Describe `off_policyness` in a sentence; without any known log π_old, the assumption made."""
     known = ~np.isnan(np.asarray(columns["old_logprob"], np.float64))
     if not known.any():
-        return "Old log-probabilities are unknown; the rollouts are assumed to be on-policy (ratio 1)."
+        return "There are no old log-probabilities: the rollouts count as on-policy (ratio 1)."
     names = ("logprob", "old_logprob", "advantage")
     found = off_policyness({name: np.asarray(columns[name])[known] for name in names}, loss)
     gap = found["logprob_difference"]

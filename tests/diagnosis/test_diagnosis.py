@@ -20,7 +20,7 @@ from gradscope.intervals import interval_labels
 from gradscope.objective import LossSettings
 from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import AdamWState, Policy
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import Note, TokenBatch
 from gradscope.updates import SGD, StepSettings, apply_update, influence, movement_table, state_step
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -291,6 +291,13 @@ def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batc
     diagnosis = diagnose(policy, equal, settings=QUICK)
     assert "no-gradient" in kinds(diagnosis)
     assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None
+
+
+def test_unknown_old_logprobs_are_a_caveat_unless_the_log_has_the_loss_that_used_none(policy, batch):
+    equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None, old_logprobs=None)
+    for notes, assumed in (((), True), ((Note("the log records the training loss", "loss"),), False)):
+        diagnosis = diagnose(policy, replace(equal, notes=notes), settings=QUICK)
+        assert ("on-policy" in kinds(diagnosis)) == assumed
 
 
 def test_a_single_prompt_has_no_intervals_and_a_note(policy, batch):

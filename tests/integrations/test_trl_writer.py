@@ -177,19 +177,17 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
             factors = part["advantages"][own_row] * part["importance_sampling_ratio"][own_row]
             assert torch.allclose(batch.advantages[row, start : start + n][kept[seen]], factors[kept], rtol=1e-6)
             for column, tensor in LOGPROBS.items():
-                values, told = getattr(batch, column), part.get(tensor)
-                if column == "old_logprobs" and name == "on-policy":
-                    assert told is None
-                    told = logprobs[row - own_row :]
-                assert (values is None) == (told is None)
+                values = getattr(batch, column)
+                assert (values is not None) == (tensor in part)
                 if values is not None:
-                    assert torch.equal(values[row, start : start + n][kept[seen]], told[own_row][kept])
+                    assert torch.equal(values[row, start : start + n][kept[seen]], part[tensor][own_row][kept])
             spread[row, start : start + n] = logprobs[row][seen]
             wanted[row, start : start + n] = slopes[row][seen]
         found = batch_weights(spread, batch, LossSettings.from_log(dump.loss), num_tokens=batch.num_tokens).total
         wanted = -wanted * batch.num_tokens
         assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
         assert (batch.temperature == TEMPERATURE).all() and (batch.steps == number).all()
+    assert (dump.batch.old_logprobs is None) == (name == "on-policy")
     assert "on-policy" not in {note.kind for note in dump.notes}
 
 
