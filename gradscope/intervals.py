@@ -19,6 +19,7 @@ from gradscope.resampling import (
     Resampling,
     Scale,
     bootstrap,
+    effective_tokens,
     sample_worth,
     short_of,
     worth_of_shares,
@@ -87,10 +88,10 @@ def summarize(
         values, intervals, clusters: one entry per token; intervals from `assign_intervals`, clusters any labels. A NaN
             value is an unmeasured token: it counts in `num_tokens` but not in `num_measured`, and enters no statistic
             (so a sum is over the measured tokens).
-        probabilities: sampling probability p of every token (`gradients.sample`). A mean is then Σ values/p over the
-            measured · Σ p over all / num_measured / num_tokens; a sum lacks the last division, and estimates the sum
-            over all tokens. None: equal within each interval.
-        sizes: approximate relative sizes of the values, for all tokens, to judge what a sample is worth; None: equal.
+        probabilities: sampling probability p of every token (`gradients.sample`). A sum is then the ratio estimate of
+            the sum over all tokens, Σ values/p · Σ sizes / (Σ sizes/p over the measured), and a mean is that sum
+            divided by num_tokens. None: equal within each interval.
+        sizes: proxies of the values (of their roots, for an rms), for all tokens; None: equal.
 
     Returns:
         Columns interval, label, num_tokens, num_measured, value, lower, upper. The mean or rms of no tokens is NaN;
@@ -123,19 +124,19 @@ def summarize_cells(
     columns, sampled = [amounts, measured], probabilities is not None
     if sampled:
         probabilities = np.asarray(probabilities, dtype=np.float64)
-        columns = [amounts / probabilities, measured, probabilities, np.ones(values.shape)]
-    totals, [sums, counts, *expected] = _cluster_totals(cells, clusters, columns, num_cells)
-    if sampled:
         sizes = np.ones(values.shape) if sizes is None else np.abs(np.asarray(sizes, dtype=np.float64))
-        worth = sample_worth(sizes**2 if statistic == "rms" else sizes, probabilities, np.asarray(cells), num_cells)
+        sizes = sizes**2 if statistic == "rms" else sizes
+        columns = [amounts / probabilities, measured, sizes, measured * sizes / probabilities, np.ones(values.shape)]
+        worth = sample_worth(sizes, probabilities, np.asarray(cells), num_cells)
+    totals, [sums, counts, *proxies] = _cluster_totals(cells, clusters, columns, num_cells)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
-        total = weights @ sums
-        with np.errstate(invalid="ignore"):  # 0/0 if no token of the interval was drawn
-            mean = total / (weights @ counts)
-            if expected:
-                mean *= (weights @ expected[0]) / (weights @ expected[1])
-                total = mean * (weights @ expected[1])
+        total, tokens = weights @ sums, weights @ counts
+        with np.errstate(invalid="ignore", divide="ignore"):  # no token of the interval was drawn
+            if proxies:
+                whole, sampled, tokens = (weights @ part for part in proxies)
+                total = np.where(whole > 0, total * whole / sampled, total)
+            mean = total / tokens
         return total if statistic == "sum" else np.sqrt(mean) if statistic == "rms" else mean
 
     scale = SHARE if statistic == "mean" and not sampled and np.isin(amounts, (0, 1)).all() else SIZE
@@ -211,7 +212,7 @@ def _table(
     import pandas as pd
 
     measured, prompts = counts.sum(0).astype(np.int64), (counts > 0).sum(0) if served is None else served
-    drawn = None if worth is None else np.where(np.isinf(worth), np.inf, measured)
+    drawn = None if worth is None else effective_tokens(worth, measured)
     found = bootstrap(evaluate, len(counts), measured=drawn, scale=scale, **vars(resampling))
     worth = np.full(len(prompts), np.inf) if worth is None else worth
     found[1:, [short_of(*each) is not None for each in zip(prompts, worth, strict=True)]] = np.nan

@@ -53,7 +53,7 @@ class Scale:
     """Size of a relative change on the unbounded scale; 0: none."""
 
 
-ANY, SHARE, SIZE, BITS = Scale(), Scale(0.0, 1.0, 1.0), Scale(0.0, np.inf, 1.0), Scale(unit=1 / np.log(2))
+ANY, SHARE, SIZE = Scale(), Scale(0.0, 1.0, 1.0), Scale(0.0, np.inf, 1.0)
 
 FEWEST = 6
 """Fewest clusters for an interval: n draws all lie on one side of the median with probability 2·2⁻ⁿ, which exceeds 5 %
@@ -62,7 +62,7 @@ MANY = 50
 """Clusters from which bootstrap percentiles suffice."""
 FEWEST_DRAWN = 4
 """Fewest clusters for an interval about a finite population from which they were drawn."""
-FEWEST_TOKENS = 4
+FEWEST_TOKENS = 6
 """Least worth of a sample for an interval (`sample_worth`), in tokens of equal amounts."""
 CHUNK = 256
 """Clusters processed at a time in a jackknife."""
@@ -87,8 +87,8 @@ def short_of(
     measured: number of measured tokens. reached: number of prompts with a measured token.
 
     >>> short_of(3), short_of(6), short_of(30, 2.0, 16)
-    (Shortage(of='prompts', have=3, wanted=6), None, Shortage(of='tokens', have=16, wanted=32))
-    >>> short_of(30, 5.0, 16, 4)
+    (Shortage(of='prompts', have=3, wanted=6), None, Shortage(of='tokens', have=16, wanted=48))
+    >>> short_of(30, 7.0, 16, 4)
     Shortage(of='tokens', have=16, wanted=32)
     """
     if prompts < FEWEST:
@@ -134,10 +134,9 @@ def bootstrap(
     """Return [3, n]: n statistics of the sample and their lower and upper bounds over clusters, as the module
     describes.
 
-    scale: of all statistics. measured: where tokens were sampled, how many were measured for each statistic (infinity:
-    all that there are), [n]; None: no number rests on a sample. The bounds are NaN with fewer than
-    `FEWEST` clusters, where both are the same, for then nothing was seen to vary, and with seed None. Raises InputError
-    for no confidence level and for no resample.
+    scale: of all statistics. measured: where tokens were sampled, the `effective_tokens` of each statistic, [n]; None:
+    no number rests on a sample. The bounds are NaN with fewer than `FEWEST` clusters, where both are the same, for then
+    nothing was seen to vary, and with seed None. Raises InputError for no confidence level and for no resample.
 
     >>> heights = np.array([1.0, 2.0, 6.0])
     >>> bootstrap(lambda weights: weights @ heights[:, None] / 3, 3).tolist()
@@ -172,6 +171,45 @@ def bound(
     else:
         bounds = jackknife(evaluate, num_clusters, confidence=confidence, scale=scale, measured=measured)
     return np.vstack([value, np.where(bounds[0] < bounds[1], bounds, np.nan)])
+
+
+def bound_bits(
+    evaluate: Evaluate,
+    num_clusters: int,
+    draws: np.ndarray,
+    pair: Sequence[np.ndarray],
+    *,
+    confidence: float = 0.95,
+    measured: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return [3, n]: log₂ of shares over reference shares, and bounds that agree with those of the shares.
+
+    evaluate: maps the counts of each cluster to shares and references, [draws, 2, n]. draws: what `redraw` gave. pair:
+    what `bound` gave for the shares and the references, [3, n] each. A jackknife's bounds reach at least as far as the
+    share's, over the given reference: on a log scale alone, 70 % [10, 98] could be said to exceed 19 %. Since no share
+    exceeds 1, no bound exceeds −log₂ of the reference's lower bound.
+    """
+
+    def bits(pairs: np.ndarray) -> np.ndarray:
+        with np.errstate(invalid="ignore", divide="ignore"):  # a share of 0, a cell without tokens
+            found = np.log2(pairs[:, 0] / pairs[:, 1])
+        return np.where(np.isfinite(found), found, np.nan)
+
+    found = bound(
+        lambda counts: bits(evaluate(counts)),
+        num_clusters,
+        bits(draws),
+        confidence=confidence,
+        scale=Scale(unit=1 / np.log(2)),
+        measured=measured,
+    )
+    shares, references = pair
+    if num_clusters < MANY or measured is not None:
+        found[1] = np.fmin(found[1], np.log2(shares[1] / references[0]))
+        found[2] = np.fmax(found[2], np.log2(shares[2] / references[0]))
+    greatest = -np.log2(references[1])
+    found[2] = np.where(found[2] > greatest, greatest, found[2])
+    return found
 
 
 def jackknife(
@@ -349,6 +387,11 @@ def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarr
         each = np.where(amounts > 0, amounts**2 * (1 / probabilities - 1), 0.0)
         spread = np.bincount(cells, each, minlength=num_cells)
         return np.where(spread > 0, whole / spread, np.inf)
+
+
+def effective_tokens(worth: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Return the effective number of measured tokens of samples; infinity where all tokens are measured."""
+    return np.where(np.isinf(worth), np.inf, np.minimum(worth, measured))
 
 
 def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:

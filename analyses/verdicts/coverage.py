@@ -7,9 +7,10 @@ Worlds: three that are planted (even energies; heavy-tailed ones; one token of e
 and every NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the
 batch, whose tokens alone are drawn; of the world, from whose prompts the batch is drawn, too, with replacement; or of
 a whole batch of four times as many prompts (of all, where there are fewer), some of which are looked at (--whole). For
-each statistic (share of Σ‖w·g‖², what it has beyond (1−π)² in bits, mean ‖g‖) it gives the fraction of the draws that
-have a confidence interval, and the fraction of these that hold the truth: over all probability intervals, and for the
-worst of those that have one in a tenth of the draws. `before`: percentiles of redrawn prompts, from two prompts on.
+each statistic (share of Σ‖w·g‖², its log₂ over the share of the tokens and over that of (1−π)², mean ‖g‖) it gives the
+fraction of the draws that have a confidence interval, and the fraction of these that hold the truth: over all
+probability intervals, and for the worst of those that have one in a tenth of the draws. `before`: percentiles of
+redrawn prompts, from two prompts on.
 Probability intervals that a batch lacks are left out.
 
 figures/verdicts_coverage.csv is of 2,000 draws a cell (`before`: 200, with 200 resamples each), and of two tables of 60
@@ -35,11 +36,12 @@ from tqdm import tqdm
 from analyses.common.script import exit_with
 from gradscope.gradients import TokenSample, token_sizes
 from gradscope.resampling import (
-    BITS,
     SHARE,
     SIZE,
     Evaluate,
     bound,
+    bound_bits,
+    effective_tokens,
     percentiles,
     sample_worth,
     short_of,
@@ -48,7 +50,8 @@ from gradscope.resampling import (
 
 INTERVALS = 4
 PLANTED = ("even", "heavy-tailed", "one-dominates")
-STATISTICS = {"squared_share": SHARE, "added_index": BITS, "mean_norm": SIZE}
+STATISTICS = {"squared_share": 1, "dominance_index": [1, 0], "added_index": [1, 2], "mean_norm": 3}
+"""Statistic → its place among what `statistics_of` evaluates, or the two shares that it compares."""
 BATCHES = 8
 """Draws of tokens from each batch, where its own truth is asked for."""
 Columns = dict[str, np.ndarray]
@@ -96,68 +99,69 @@ def read(path: Path) -> Columns:
     return columns | {"group": np.unique(table["group"], return_inverse=True)[1]}
 
 
-def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: int) -> tuple[Evaluate, list[np.ndarray]]:
-    """Return a function of prompts' weights that evaluates [draws, 3·INTERVALS] as `token_shares` and `summarize` do.
+def statistics_of(own: Columns, taken: np.ndarray, chances: np.ndarray, size: int) -> tuple[Evaluate, np.ndarray]:
+    """Return a function of prompts' weights, and the sums [6, prompts, INTERVALS] that it uses.
 
-    With it come sums [prompts, INTERVALS], first of tokens, measured ones, energy and (1−π)².
+    It gives [draws, 4, INTERVALS] as `token_shares` and `summarize` do: shares of the tokens, of Σ‖w·g‖² and of
+    Σ(w·(1−π))², and the mean ‖g‖. The sums begin with those of tokens, measured tokens, energy and (w·(1−π))².
     """
     cell = own["group"] * INTERVALS + own["interval"]
-
-    def total(values: np.ndarray) -> np.ndarray:
-        return np.bincount(cell, values, minlength=size * INTERVALS).reshape(size, INTERVALS)
-
-    scaled = taken / chances
-    sums = np.hstack(
-        [
-            total(np.ones(len(cell))),
-            total(taken.astype(float)),
-            total(scaled * (own["weight"] * own["norm"]) ** 2),
-            total((own["weight"] * own["rest"]) ** 2),
-            total(scaled * own["norm"]),
-            total(chances),
-        ]
-    )
+    scaled, logits = taken / chances, own["logits"]
+    energies = (own["weight"] * logits) ** 2
+    columns = [np.ones(len(cell)), taken, scaled * (own["weight"] * own["norm"]) ** 2]
+    columns += [(own["weight"] * own["rest"]) ** 2, scaled * own["norm"]]
+    columns += [energies, scaled * energies, logits, scaled * logits]
+    sums = np.stack([np.bincount(cell, column, size * INTERVALS).reshape(size, INTERVALS) for column in columns])
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
-        tokens, measured, energy, predicted, norms, expected = np.split(weights @ sums, 6, axis=1)
+        tokens, _, energy, predicted, norms, *proxies = weights @ sums
         with np.errstate(invalid="ignore", divide="ignore"):  # none was measured, or has energy
-            totals = np.where(tokens > 0, expected * energy / measured, 0.0)
-            share = totals / totals.sum(1, keepdims=True)
-            added = np.log2(share / (predicted / predicted.sum(1, keepdims=True)))
-            out = np.hstack([share, added, expected * norms / measured / tokens])
-        return np.where(np.isfinite(out), out, np.nan)
+            totals = np.where(proxies[0] > 0, proxies[0] * energy / proxies[1], 0.0)
+            shares = [part / part.sum(1, keepdims=True) for part in (tokens, totals, predicted)]
+            out = np.stack([*shares, proxies[2] * norms / proxies[3] / tokens], axis=1)
+        return np.where(np.isfinite(out) & (tokens > 0)[:, None], out, np.nan)
 
-    return evaluate, np.split(sums, 6, axis=1)
+    return evaluate, sums
+
+
+def values_of(found: np.ndarray) -> np.ndarray:
+    """Return the STATISTICS [draws, 4·INTERVALS] of what `statistics_of` evaluates."""
+    tokens, share, predicted, norm = np.moveaxis(found, 1, 0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        out = np.hstack([share, np.log2(share / tokens), np.log2(share / predicted), norm])
+    return np.where(np.isfinite(out), out, np.nan)
 
 
 def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: int) -> dict[str, np.ndarray]:
-    """Return values and bounds [3, 3·INTERVALS] from one sample of a batch: `after` and, with resamples, `before`."""
+    """Return values and bounds [3, 4·INTERVALS] from one sample of a batch: `after` and, with resamples, `before`."""
     design = "proportional" if cell.design == "all" else cell.design
     taken, chances = np.ones(len(own["norm"]), dtype=bool), np.ones(len(own["norm"]))
     if cell.each is not None:
         sizes = token_sizes(design, own["interval"], own["logits"], own["weight"])
         sample = TokenSample(own["interval"], INTERVALS, sizes, rng)
         taken, chances = sample.take(cell.each), sample.probabilities(cell.each)
-    evaluate, sums = statistics_of(own, taken, chances, cell.prompts)
-    _, measured, energy, predicted, _, _ = sums
-    draws = np.ones((0 if short_of(cell.prompts) else 1, cell.prompts))
-    worth = {
-        "energy": sample_worth((own["weight"] * own["rest"]) ** 2, chances, own["interval"], INTERVALS),
-        "norm": sample_worth(own["logits"], chances, own["interval"], INTERVALS),
-    }
+    evaluate, (_, measured, energy, predicted, *_) = statistics_of(own, taken, chances, cell.prompts)
+    draws = evaluate(np.ones((0 if short_of(cell.prompts) else 1, cell.prompts)))
     found = []
-    for place, (name, scale) in enumerate(STATISTICS.items()):
-        of, counted = ("norm", measured) if name == "mean_norm" else ("energy", energy)
-        drawn = None if cell.each is None else np.where(np.isinf(worth[of]), np.inf, measured.sum(0))
-        part = slice(place * INTERVALS, (place + 1) * INTERVALS)
-        numbers = bound(lambda w, part=part: evaluate(w)[:, part], cell.prompts, draws, scale=scale, measured=drawn)
-        value = worth[of] if of == "norm" else worth_of_shares(predicted.sum(0), worth[of])
+    for name, place in STATISTICS.items():
+        amounts = own["logits"] if name == "mean_norm" else (own["weight"] * own["rest"]) ** 2
+        worth = sample_worth(amounts, chances, own["interval"], INTERVALS)
+        drawn = None if cell.each is None else effective_tokens(worth, measured.sum(0))
+        args = (lambda w, place=place: evaluate(w)[:, place], cell.prompts, draws[:, place])
+        if name.endswith("index"):
+            share = bound(lambda w: evaluate(w)[:, 1], cell.prompts, draws[:, 1], scale=SHARE, measured=drawn)
+            under = bound(lambda w, n=place[1]: evaluate(w)[:, n], cell.prompts, draws[:, place[1]], scale=SHARE)
+            numbers = bound_bits(*args, [share, under], measured=drawn)
+        else:
+            numbers = bound(*args, scale=SIZE if name == "mean_norm" else SHARE, measured=drawn)
+        value = worth if name == "mean_norm" else worth_of_shares(predicted.sum(0), worth)
+        counted = measured if name == "mean_norm" else energy
         numbers[1:, [short_of(*each) is not None for each in zip((counted > 0).sum(0), value, strict=True)]] = np.nan
         found.append(numbers)
     out = {"after": np.hstack(found)}
     if resamples:
         redrawn = evaluate(rng.multinomial(cell.prompts, np.full(cell.prompts, 1 / cell.prompts), size=resamples))
-        bounds = percentiles(redrawn, 0.95)
+        bounds = percentiles(values_of(redrawn), 0.95)
         bounds[:, np.tile((measured > 0).sum(0) < 2, len(STATISTICS))] = np.nan
         out["before"] = np.vstack([out["after"][:1], bounds])
     return out
@@ -171,7 +175,7 @@ def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, s
 
     def true(own: Columns, size: int) -> np.ndarray:
         everything = np.ones(len(own["norm"]))
-        return statistics_of(own, everything > 0, everything, size)[0](np.ones((1, size)))[0]
+        return values_of(statistics_of(own, everything > 0, everything, size)[0](np.ones((1, size))))[0]
 
     if cell.truth == "whole":
         rows = rows[: 4 * cell.prompts]
@@ -198,7 +202,7 @@ def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, s
 def _rows(cell: Cell, method: str, found: np.ndarray) -> Iterator[dict]:
     """Yield a cell's rows.
 
-    found: [draws, 3·INTERVALS], 1 where the truth is held, NaN without bounds, −1 where there is no number.
+    found: [draws, 4·INTERVALS], 1 where the truth is held, NaN without bounds, −1 where there is no number.
     """
     for name, part in zip(STATISTICS, np.split(found, len(STATISTICS), axis=1), strict=True):
         known, printed = part != -1, (part != -1) & ~np.isnan(part)

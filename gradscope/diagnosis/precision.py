@@ -11,7 +11,7 @@ from jaxtyping import Float
 
 from gradscope.diagnosis.notes import has_gradient
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
-from gradscope.gradients import PARAMETERS, TableMeasurement, sampling_probabilities
+from gradscope.gradients import LOGITS, PARAMETERS, TableMeasurement, sampling_probabilities
 from gradscope.intervals import interval_labels, summarize_cells
 from gradscope.resampling import Resampling, Seed
 from gradscope.runs import digits
@@ -95,11 +95,12 @@ def sampling_error(
     if not has_gradient(table):
         norms = table[PARAMETERS].to_numpy(np.float64)
         args = (norms, interval, table["group"], size)
-        drawn = {"resampling": Resampling(seed, resamples=resamples), "probabilities": probabilities}
+        proxies = table[LOGITS].to_numpy(np.float64)
+        drawn = {"resampling": Resampling(seed, resamples=resamples), "probabilities": probabilities, "sizes": proxies}
         row = summarize_cells(*args, **drawn).iloc[own]
         found = row[["value", "lower", "upper"]].to_numpy(np.float64)
         tokens = np.bincount(interval, minlength=size)[own]
-        error = np.sqrt(design_variances(norms, probabilities, interval, size)[own]) / tokens
+        error = np.sqrt(design_variances(norms, proxies, probabilities, interval, size)[own]) / tokens
         return SamplingError(
             f"mean ‖g‖ of tokens with π in {labels[own]}", *found, error, _part(error, *found[1:]), **counts
         )
@@ -108,8 +109,9 @@ def sampling_error(
     rows = rows[rows["metric"] == "raw"]
     row = rows[(rows["statistic"] == "squared_share") & (rows["interval"] == labels[own])].iloc[0]
     found = row[["value", "lower", "upper"]].to_numpy(np.float64)
-    variances = design_variances(weighted_norms(table) ** 2, probabilities, interval, size)
-    totals = np.nan_to_num(sums.expected.sum(0) * sums.squares.sum(0) / np.maximum(sums.measured.sum(0), 1))
+    proxies = (table["weight"] * table[LOGITS]).to_numpy(np.float64) ** 2
+    variances = design_variances(weighted_norms(table) ** 2, proxies, probabilities, interval, size)
+    totals = np.nan_to_num(sums.totals(np.ones((1, len(sums.tokens))))[0])
     slopes = np.where(np.arange(size) == own, 1 - found[0], -found[0]) / totals.sum()
     error = float(np.sqrt((slopes**2 * variances).sum()))
     quantity = f"share of Σ‖w·g‖² of tokens with π in {labels[own]}"
@@ -125,25 +127,31 @@ def judge_sample(measurement: TableMeasurement, table: pd.DataFrame) -> str | No
 
 def design_variances(
     values: Float[np.ndarray, " n"],
+    proxies: Float[np.ndarray, " n"],
     probabilities: Float[np.ndarray, " n"],
     interval: np.ndarray,
     num_intervals: int,
 ) -> Float[np.ndarray, " A"]:
-    """Return the sampling variance of each interval's estimated Σ values; values: NaN where not measured.
+    """Return the sampling variance of each interval's ratio estimate of Σ values; values: NaN where not measured.
 
-    Hájek's estimator for samples of fixed size, n/(n − 1) Σ (1 − p)(value/p − B)² over measured tokens, with B the mean
-    of value/p weighted by 1 − p. NaN if fewer than FEWEST of an interval's measured tokens were drawn at random.
+    Hájek's estimator for samples of fixed size, n/(n − 1) Σ (1 − p)(r/p − B)² over measured tokens, with r the residual
+    value − proxy · Σ value / Σ proxy (estimated) and B the mean of r/p weighted by 1 − p. NaN if fewer than FEWEST
+    measured tokens of an interval were drawn at random.
     """
     out = np.zeros(num_intervals)
     for a in range(num_intervals):
-        own = (interval == a) & ~np.isnan(values) & (probabilities < 1)
+        known = (interval == a) & ~np.isnan(values)
+        own = known & (probabilities < 1)
         missing = int(((interval == a) & np.isnan(values)).sum())
         if not missing:
             continue
-        scaled, left, n = values[own] / probabilities[own], 1 - probabilities[own], int(own.sum())
+        left, n = 1 - probabilities[own], int(own.sum())
         if n < FEWEST:
             out[a] = np.nan
             continue
+        sums = ((part[known] / probabilities[known]).sum() for part in (values, proxies))
+        ratio = np.divide(*sums)
+        scaled = (values[own] - ratio * proxies[own]) / probabilities[own]
         middle = (left * scaled).sum() / left.sum()
         out[a] = n / (n - 1) * (left * (scaled - middle) ** 2).sum()
     return out

@@ -224,7 +224,8 @@ def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *
     if gradients is not None:
         drawn = {"resampling": Resampling(seed), "probabilities": sampling_probabilities(table)}
         args = (table["interval"], table["group"])
-        squares = summarize(table["weight"] * table[PARAMETERS], *args, statistic="rms", **drawn)
+        sizes = table["weight"] * table[LOGITS]
+        squares = summarize(table["weight"] * table[PARAMETERS], *args, statistic="rms", sizes=sizes, **drawn)
         total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
         out["squared_share"] = total / total.sum()
         out = out.join(_gradient_columns(gradients))
@@ -233,7 +234,7 @@ def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *
 
 def _mean_norms(table: pd.DataFrame, seed: Seed) -> pd.DataFrame:
     drawn = {"resampling": Resampling(seed), "probabilities": sampling_probabilities(table)}
-    mean = summarize(table[PARAMETERS], table["interval"], table["group"], statistic="mean", **drawn)
+    mean = summarize(table[PARAMETERS], table["interval"], table["group"], sizes=table[LOGITS], **drawn)
     return pd.DataFrame(
         {
             "interval": mean["label"],

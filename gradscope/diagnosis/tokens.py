@@ -6,10 +6,9 @@ as if every token's norm were 1−π times one constant (Prop. 4.2 of arXiv:2505
 Their difference is the network's contribution.
 
 Σ‖w·g‖² sums over single tokens, without cancellation; for shares of the summed gradient see `gradients`. In a sampled
-interval, each measured token counts for 1 / p tokens, p being its sampling probability (`gradients.sample`); with equal
-probabilities, the sum is the number of tokens times the mean over measured ones. 95 % intervals cover the choice of
-prompts and of measured tokens. `resampling` defines them and the prompts and measured tokens they require;
-`PromptSums.short_of` says which are lacking.
+interval it is the ratio estimate from the measured tokens with the proxy (w·‖e − π‖)² (`gradients.sample`). 95 %
+intervals cover the choice of prompts and of measured tokens. `resampling` defines them and the prompts and measured
+tokens they require; `PromptSums.short_of` says which are lacking.
 """
 
 from __future__ import annotations
@@ -27,17 +26,19 @@ from gradscope.gradients import (
     LOGITS,
     PARAMETERS,
     sampling_probabilities,
+    sampling_weights,
     stands_for,
 )
 from gradscope.intervals import interval_shares, summarize
 from gradscope.policy import Policy, float_parameters, module_groups
 from gradscope.resampling import (
-    BITS,
     SHARE,
     Resampling,
     Seed,
     Shortage,
     bound,
+    bound_bits,
+    effective_tokens,
     odds_of_largest,
     prompt_clusters,
     redraw,
@@ -52,6 +53,12 @@ Number = int | float
 PRINTABLE = 10
 """Fewest measured tokens for a kind of token to have its own row."""
 OTHER = "other"
+STATISTICS = (
+    ("token_share", "none", "tokens", 0, None), ("squared_share", "raw", "measured", 1, None),
+    ("predicted_share", "none", "predicted", 2, None), ("dominance_index", "raw", "measured", 1, 0),
+    ("predicted_index", "none", "predicted", 2, 0), ("added_index", "raw", "measured", 1, 2),
+)  # fmt: skip
+"""Name, metric, what is counted, and the place of a share, or of the two that an index compares."""
 Matrix = Float[np.ndarray, "n A"]
 
 
@@ -67,8 +74,10 @@ class PromptSums:
     """Σ‖w·g‖²/p over measured tokens, p being their sampling probability, or 1 if equal throughout an interval."""
     predicted: Matrix
     """Σ(w·(1−π))² over all tokens."""
-    expected: Matrix | None = None
-    """Σp over all tokens; None: p is 1."""
+    proxies: Matrix | None = None
+    """Σ(w·‖e−π‖)² over all tokens; None: every token is measured."""
+    measured_proxies: Matrix | None = None
+    """Σ(w·‖e−π‖)²/p over measured tokens."""
     worth: Float[np.ndarray, " A"] | None = None
     """`resampling.sample_worth` of each interval's sample for Σ‖w·g‖²; None without a sample."""
 
@@ -83,9 +92,18 @@ class PromptSums:
             return np.full(self.tokens.shape[1], np.inf)
         return worth_of_shares(self.predicted.sum(0), self.worth)
 
+    def totals(self, weights: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "draws A"]:
+        """Return Σ‖w·g‖² over all tokens by interval, with the prompts' weights; NaN where none is measured."""
+        squares = weights @ self.squares
+        if self.proxies is None:
+            return squares
+        proxies = weights @ self.proxies
+        with np.errstate(invalid="ignore", divide="ignore"):
+            return np.where(proxies > 0, proxies * squares / (weights @ self.measured_proxies), 0.0)
+
     def drawn(self) -> Float[np.ndarray, " A"] | None:
-        """Return the number of measured tokens by interval, infinity if all were; None without a sample."""
-        return None if self.worth is None else np.where(np.isinf(self.worth), np.inf, self.measured.sum(0))
+        """Return `resampling.effective_tokens` by interval; None without a sample."""
+        return None if self.worth is None else effective_tokens(self.worth, self.measured.sum(0))
 
 
 def weighted_norms(table: pd.DataFrame, norm: str = PARAMETERS) -> Float[np.ndarray, " n"]:
@@ -107,16 +125,18 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
     predicted = total(amounts)
     squares = weighted_norms(table, norm) ** 2
     known, probabilities = ~np.isnan(squares), sampling_probabilities(table)
-    measured, squares = total(known.astype(float)), np.where(known, squares, 0.0)
+    measured, interval = total(known.astype(float)), table["interval"].to_numpy()
+    squares = np.where(known, squares, 0.0)
     if probabilities is None and known.all():
         return PromptSums(tokens, measured, total(squares), predicted)
     if probabilities is None:  # tokens chosen by the user: treated as drawn with equal probabilities
         with np.errstate(invalid="ignore"):
-            chances = (measured.sum(0) / tokens.sum(0))[table["interval"].to_numpy(np.int64)]
-        worth = sample_worth(amounts, chances, table["interval"].to_numpy(np.int64), num_intervals)
-        return PromptSums(tokens, measured, total(squares), predicted, worth=worth)
-    worth = sample_worth(amounts, probabilities, table["interval"].to_numpy(np.int64), num_intervals)
-    return PromptSums(tokens, measured, total(squares / probabilities), predicted, total(probabilities), worth)
+            probabilities = (measured.sum(0) / tokens.sum(0))[interval]
+    proxies = (weight * table[LOGITS].to_numpy(np.float64)) ** 2
+    with np.errstate(invalid="ignore", divide="ignore"):  # none of an interval is measured
+        scaled = [total(np.where(known, part / probabilities, 0.0)) for part in (squares, proxies)]
+    worth = sample_worth(amounts, probabilities, interval, num_intervals)
+    return PromptSums(tokens, measured, scaled[0], predicted, total(proxies), scaled[1], worth)
 
 
 def token_shares(
@@ -135,47 +155,31 @@ def token_shares(
     `PromptSums.short_of` names a shortage, or too few prompts have tokens of the interval.
     """
 
-    each = sums.tokens if sums.expected is None else sums.expected
+    def evaluate(weights: np.ndarray) -> Float[np.ndarray, "draws 3 A"]:
+        tokens = weights @ sums.tokens
+        parts = np.stack([tokens, sums.totals(weights), weights @ sums.predicted], axis=1)
+        with np.errstate(invalid="ignore", divide="ignore"):  # weights that are all 0
+            shares = parts / parts.sum(-1, keepdims=True)
+        return np.where(np.isfinite(shares) & (tokens > 0)[:, None], shares, np.nan)
 
-    def evaluate(weights: np.ndarray) -> np.ndarray:
-        tokens, expected, measured, squares, predicted = (
-            weights @ part for part in (sums.tokens, each, sums.measured, sums.squares, sums.predicted)
-        )
-        with np.errstate(invalid="ignore", divide="ignore"):  # an empty interval, weights that are all 0
-            totals = np.where(tokens > 0, expected * squares / measured, 0.0)
-            shares = [part / part.sum(-1, keepdims=True) for part in (tokens, totals, predicted)]
-            shares = [np.where(tokens > 0, share, np.nan) for share in shares]
-            indices = [np.log2(share / shares[0]) for share in shares[1:]]
-            difference = np.log2(shares[1] / shares[2])
-        parts = np.hstack([*shares, *indices, difference])
-        return np.where(np.isfinite(parts), parts, np.nan)
-
-    size = len(labels)
-    draws = redraw(evaluate, len(sums.tokens), seed, resamples)
-    energies = slice(size, 2 * size)
-    wide = widen(evaluate, len(sums.tokens), draws, sampled=sums.worth is not None)
-    largest = odds_of_largest(wide[:, energies])
+    prompts = len(sums.tokens)
+    draws = redraw(evaluate, prompts, seed, resamples)
+    largest = odds_of_largest(widen(evaluate, prompts, draws, sampled=sums.worth is not None)[:, 1])
     own = {"tokens": sums.tokens, "predicted": sums.predicted}
-    short = {of: [short_of(prompts) for prompts in (part > 0).sum(0)] for of, part in own.items()}
+    short = {of: [short_of(served) for served in (part > 0).sum(0)] for of, part in own.items()}
     short["measured"] = sums.short_of()
     counts = {"tokens": sums.tokens.sum(0), "predicted": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
-    kinds = {
-        "token_share": ("none", "tokens", "share"), "squared_share": ("raw", "measured", "share"),
-        "predicted_share": ("none", "predicted", "share"), "dominance_index": ("raw", "measured", "bits"),
-        "predicted_index": ("none", "predicted", "bits"), "added_index": ("raw", "measured", "bits"),
-    }  # fmt: skip
-    parts = []
-    for column, (name, (metric, of, unit)) in enumerate(kinds.items()):
-        own = slice(column * size, (column + 1) * size)
-        scale, drawn = SHARE if unit == "share" else BITS, sums.drawn() if of == "measured" else None
-        numbers = bound(
-            lambda weights, own=own: evaluate(weights)[:, own],
-            len(sums.tokens),
-            draws[:, own],
-            confidence=confidence,
-            scale=scale,
-            measured=drawn,
-        )
+    parts, found = [], {}
+    for name, metric, of, over, under in STATISTICS:
+        settings = {"confidence": confidence, "measured": sums.drawn() if of == "measured" else None}
+        if under is None:
+            numbers = bound(lambda w, n=over: evaluate(w)[:, n], prompts, draws[:, over], scale=SHARE, **settings)
+            found[over] = numbers
+        else:
+            pair = [over, under]
+            args = (lambda w, pair=pair: evaluate(w)[:, pair], prompts, draws[:, pair], [found[n] for n in pair])
+            numbers = bound_bits(*args, **settings)
+        unit = "share" if under is None else "bits"
         named = {"unit": unit, "metric": metric, "intervals": labels, "short": () if seed is None else short[of]}
         parts.append(make_rows(name, numbers, counts[of], **named))
     alone = np.vstack([largest, np.full((2, len(labels)), np.nan)])
@@ -262,7 +266,7 @@ def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
     if not sizes:
         return None
     squares = table[[f"{PARAMETERS}.{group}" for group in sizes]].to_numpy(np.float64) ** 2
-    squares *= (stands_for(table, table[PARAMETERS].notna().to_numpy()) * table["weight"] ** 2).to_numpy()[:, None]
+    squares *= (energy_factors(table) * table["weight"].to_numpy() ** 2)[:, None]
     columns: dict[str, object] = {"module": [*sizes]}
     lowest = squares[table["interval"].to_numpy() == 0]
     sums = {"parameter_share": np.array([*sizes.values()]), "squared_share": np.nansum(squares, 0)}
@@ -273,9 +277,16 @@ def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """Return ‖w·g‖² of each measured token times the number of tokens it represents; NaN for the others."""
-    squares = weighted_norms(table) ** 2
-    return squares * stands_for(table, ~np.isnan(squares))
+    """Return ‖w·g‖² of each measured token times its factor in sums over all tokens; NaN for the others."""
+    return weighted_norms(table) ** 2 * energy_factors(table)
+
+
+def energy_factors(table: pd.DataFrame, weight: str = "weight") -> Float[np.ndarray, " n"]:
+    """Return `stands_for` with the proxy (w·‖e − π‖)² of each token. weight: the column of w."""
+    known = table[PARAMETERS].notna().to_numpy()
+    if known.all():
+        return np.ones(len(table))
+    return stands_for(table, known, (table[weight] * table[LOGITS]).to_numpy(np.float64) ** 2)
 
 
 def total_squares(table: pd.DataFrame) -> float:
@@ -294,7 +305,7 @@ def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
     """Add weighted_norm_estimate if some tokens were measured and others not; otherwise return the table unchanged.
 
     This is ‖w·g‖ if known, and otherwise |w|·‖e − π‖ times the ratio of the two quantities' sums over the interval's
-    measured tokens, scaled by `stands_for`.
+    measured tokens.
     """
     if not {"weighted_norm", "weight", LOGITS} <= {*table}:
         return table
@@ -302,7 +313,7 @@ def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
     known = exact.notna()
     if known.all() or not known.any():
         return table
-    counts = stands_for(table, known.to_numpy())
+    counts = sampling_weights(table)
     both = pd.DataFrame({"exact": counts * exact, "cheap": counts * cheap.where(known)})
     sums = both.groupby(table["interval"]).sum()
     ratio = (sums["exact"] / sums["cheap"].where(sums["cheap"] > 0)).reindex(table["interval"]).to_numpy()

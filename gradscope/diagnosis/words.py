@@ -26,8 +26,9 @@ from gradscope.diagnosis.result import (
     Shares,
     Verdict,
 )
+from gradscope.diagnosis.tokens import energy_factors, scaled_squares, total_squares
 from gradscope.errors import checked
-from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities, sampling_weights, stands_for
+from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 from gradscope.objective import off_policy_sentence
 from gradscope.runs import counted, digits
 
@@ -105,8 +106,7 @@ def _dominance(d: Diagnosis) -> list[Finding]:
 
 def _concentration(d: Diagnosis) -> list[Finding]:
     """Say if one prompt holds much of the energy, in which case resampling prompts says little."""
-    energy = sampling_weights(d.table) * (d.table["weight"] * d.table[PARAMETERS]).to_numpy(float) ** 2
-    by_prompt = pd.Series(energy).groupby(d.table["group"].to_numpy()).sum()
+    by_prompt = pd.Series(scaled_squares(d.table)).groupby(d.table["group"].to_numpy()).sum()
     share = by_prompt.max() / by_prompt.sum() if by_prompt.sum() > 0 else nan
     if not (share >= CONCENTRATED and len(by_prompt) >= VERDICT_PROMPTS):
         return []
@@ -170,7 +170,7 @@ def _why_vacuous(d: Diagnosis | Shares, metric: str) -> str:
     """Say what makes an interval say nothing: one token that holds much, or prompts that differ."""
     if isinstance(d, Diagnosis) and metric == "raw":
         squares = (d.table["weight"] * d.table[PARAMETERS]).astype(float) ** 2
-        whole = (squares * stands_for(d.table, squares.notna().to_numpy())).sum()
+        whole = total_squares(d.table)
         if squares.max() >= CONCENTRATED * whole:
             token = d.table.loc[squares.idxmax()]
             held = f"one token holds {percent(squares.max() / whole)} % of it"
@@ -474,7 +474,7 @@ def _pull(d: Diagnosis) -> list[Finding]:
     if "kl_weight" not in d.table or not d.table["kl_weight"].any():
         return []
     squares = d.table[["kl_weight", "weight"]].mul(d.table[PARAMETERS], axis=0).astype(float) ** 2
-    own, whole = squares.mul(stands_for(d.table, d.table[PARAMETERS].notna().to_numpy()), axis=0).sum()
+    own, whole = ((squares[name] * energy_factors(d.table, name)).sum() for name in squares)
     if not own > PULLING * whole:
         return []
     first = d.table.assign(squared_share=squares["kl_weight"] / own).nlargest(NAMED, "squared_share")

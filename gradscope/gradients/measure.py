@@ -21,7 +21,7 @@ from pyarrow import parquet
 from torch import Tensor
 
 from gradscope.errors import InputError, checked, make_settings
-from gradscope.gradients.columns import PARAMETERS
+from gradscope.gradients.columns import LOGITS, PARAMETERS
 from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
@@ -37,7 +37,7 @@ from gradscope.runs import RunFolder, counted, write_parquet_parts
 Number = int | float
 
 TABLE = "tokens.parquet"
-SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", SAMPLING_PROBABILITY, PARAMETERS)
+SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", LOGITS, SAMPLING_PROBABILITY, PARAMETERS)
 """Columns that the manifest summarizes."""
 CHOICE = 0
 """Number of the part that records, under a time limit, how many prompts are used and the seconds spent so far."""

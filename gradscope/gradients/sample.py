@@ -8,8 +8,10 @@ Thompson; for this rule Duffield, Lund and Thorup, J. ACM 54(6), 2007, and Ohlss
 sequential Poisson sampling). It remains unbiased when the sample ends because time is up, since the time that a sample
 takes does not depend on the order in which its tokens were drawn.
 
-Statistics multiply this sum by Σ p over all tokens / number measured, which is 1 on average, so that τ cancels. With
-equal sizes, this is the plain mean over the measured tokens times the number of all tokens.
+Statistics use the ratio estimator (Cochran, Sampling Techniques, ch. 6): Σ y / p over the sample · Σ x over all tokens
+/ (Σ x / p over the sample), with x a proxy of y that is known for every token: ‖e − π‖ for ‖g‖. Its variance is that of
+y − x Σy/Σx, which a good proxy makes small; its bias is of order 1 / sample size. With x and p constant it is the plain
+mean over the measured tokens times the number of all tokens.
 """
 
 from __future__ import annotations
@@ -100,17 +102,19 @@ def sampling_weights(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
     return np.ones(len(table)) if probabilities is None else 1.0 / probabilities
 
 
-def stands_for(table: pd.DataFrame, measured: Bool[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
-    """Return how many tokens each measured token stands for, so that sums over any subset of tokens are unbiased.
+def stands_for(
+    table: pd.DataFrame, measured: Bool[np.ndarray, " n"], proxies: Float[np.ndarray, " n"]
+) -> Float[np.ndarray, " n"]:
+    """Return the factor of each measured token in sums over tokens, the ratio estimator's for its interval.
 
-    This is tokens / measured tokens in its interval or, with sampling probabilities p, Σp over the interval / measured
-    tokens / p.
+    proxies: of the values to be summed, for all tokens. The factor is 1 in an interval whose proxies are all 0, and NaN
+    where only those of the measured tokens are.
     """
-    probabilities, interval = sampling_probabilities(table), table["interval"].to_numpy(np.int64)
-    expected = np.bincount(interval, probabilities).astype(np.float64)
-    with np.errstate(divide="ignore", invalid="ignore"):  # an interval without tokens, or none measured
-        counts = (expected / np.bincount(interval, measured, minlength=len(expected)))[interval]
-    return counts if probabilities is None else counts / probabilities
+    interval, weights = table["interval"].to_numpy(np.int64), sampling_weights(table)
+    wholes = np.bincount(interval, proxies)
+    sampled = np.bincount(interval, np.where(measured, proxies * weights, 0.0))
+    ratios = np.divide(wholes, sampled, out=np.where(wholes > 0, np.nan, 1.0), where=sampled > 0)
+    return weights * ratios[interval]
 
 
 def weighted_quantiles(

@@ -27,12 +27,12 @@ def test_the_harness_gives_the_intervals_of_a_diagnosis(prompts, each):
         table["sampling_probability"] = sample.probabilities(each)
         table["param_grad_norm"] = table["param_grad_norm"].where(sample.take(each))
     rows = token_shares(sum_by_prompt(table, 4), interval_labels(), seed=0, resamples=2)
-    for place, name in enumerate(("squared_share", "added_index")):
+    for place, name in enumerate(("squared_share", "dominance_index", "added_index")):
         wanted = rows.loc[rows["statistic"] == name, ["value", "lower", "upper"]].to_numpy().T
         np.testing.assert_allclose(found[:, place], wanted, rtol=1e-9)
     layers = layer_norms(table, EDGES, seed=0, resamples=2)
     wanted = layers.loc[layers["quantity"] == "param_grad_norm", ["value", "lower", "upper"]].to_numpy().T
-    np.testing.assert_allclose(found[:, 2], wanted, rtol=1e-9)
+    np.testing.assert_allclose(found[:, 3], wanted, rtol=1e-9)
     assert np.isnan(found[1:]).all() == (prompts < 6)
 
 

@@ -40,9 +40,14 @@ def diagnosed(model, tmp_path):
 
 
 def shares_by_hand(table: pd.DataFrame) -> list[float]:
-    """Of Σ‖w·g‖², each interval its count times the mean of the norms that are known."""
-    squares = (table["weight"].astype(float) * table["param_grad_norm"]) ** 2
-    sums = [squares[own].mean() * own.sum() for own in (table["interval"] == i for i in range(4)) if own.any()]
+    """Of Σ‖w·g‖², each interval's ratio estimate by (w·‖e − π‖)²."""
+    weight = table["weight"].astype(float)
+    squares, proxies = ((weight * table[name]) ** 2 for name in ("param_grad_norm", "logit_grad_norm"))
+    sums = [
+        squares[own].sum() / proxies[own & squares.notna()].sum() * proxies[own].sum()
+        for own in (table["interval"] == i for i in range(4))
+        if own.any()
+    ]
     return (np.array(sums) / sum(sums)).tolist()
 
 

@@ -321,15 +321,17 @@ def test_an_empty_interval_is_named_and_is_nan(policy, batch, table):
 
 
 @pytest.mark.parametrize("sample", ["stratified", "proportional"])
-def test_of_a_sample_each_token_counts_for_one_over_its_chance(policy, batch, sample):
+def test_sums_of_a_sample_are_ratio_estimates(policy, batch, sample):
     table = measure(policy, batch, loss=NARROW, tokens_per_interval=3, sample=sample)
     diagnosis = diagnose(policy, batch, table, settings=QUICK)
     squares = []
     for a in range(4):
-        own = table[table["interval"] == a].astype({"sampling_probability": float})
+        own = table[table["interval"] == a]
+        proxies = (own["weight"] * own["logit_grad_norm"]).astype(float) ** 2
         terms = (own["weight"] * own["param_grad_norm"]).astype(float) ** 2
-        mean = terms.mean() if sample == "stratified" else (terms / own["sampling_probability"]).mean()
-        squares.append(mean * (len(own) if sample == "stratified" else own["sampling_probability"].sum()))
+        chances = 1.0 if sample == "stratified" else own["sampling_probability"].astype(float)
+        known = terms.notna()
+        squares.append((terms / chances).sum() * proxies.sum() / (proxies / chances)[known].sum())
     for a, label in enumerate(LABELS):
         assert value(diagnosis, "squared_share", "raw", label) == pytest.approx(squares[a] / sum(squares), rel=TABLE)
         assert diagnosis.pick("squared_share", "raw", label)["n"] == min(3, (table["interval"] == a).sum())

@@ -64,16 +64,18 @@ def plant_table(seed: int = 0, *, prompts: int = PROMPTS, each: int = 40, boost:
 
 
 def loop_shares(table: pd.DataFrame) -> dict[str, list[float]]:
-    """Token by token; an interval that was measured in part counts by its mean."""
+    """Token by token; an interval that was measured in part is the ratio estimate by (w·‖e − π‖)²."""
     tokens, squares, predicted = ([0.0] * 4 for _ in range(3))
     for a in range(4):
-        own, known = table[table["interval"] == a], []
+        own, known, proxies = table[table["interval"] == a], [], []
         for row in own.itertuples():
             tokens[a] += 1
             predicted[a] += (row.weight * (1 - row.prob)) ** 2
             if not math.isnan(row.param_grad_norm):
                 known.append((row.weight * row.param_grad_norm) ** 2)
-        squares[a] = len(own) * sum(known) / len(known)
+                proxies.append((row.weight * row.logit_grad_norm) ** 2)
+        whole = sum((row.weight * row.logit_grad_norm) ** 2 for row in own.itertuples())
+        squares[a] = whole * sum(known) / sum(proxies)
     shares = [[part / sum(of) for part in of] for of in (tokens, squares, predicted)]
     return {
         "token_share": shares[0],
@@ -158,8 +160,9 @@ def test_shares_by_kind_and_position_are_those_of_a_loop_over_measured_tokens():
     where = shares_by(table, classes=3, special={"</s>"}, seed=np.random.default_rng(0))
     kinds = {" knight": "word", "12": "digit", ",": "punctuation", "\n": "space", "</s>": "special"}
     counts, squares = dict.fromkeys(kinds.values(), 0), dict.fromkeys(kinds.values(), 0.0)
-    tokens = table["interval"].value_counts()
-    measured = table["interval"][table["param_grad_norm"].notna()].value_counts()
+    proxies = (table["weight"] * table["logit_grad_norm"]) ** 2
+    tokens = proxies.groupby(table["interval"]).sum()
+    measured = proxies[table["param_grad_norm"].notna()].groupby(table["interval"]).sum()
     for row in table.itertuples():
         counts[kinds[row.token]] += 1
         if not math.isnan(row.param_grad_norm):
@@ -215,8 +218,10 @@ def test_module_shares_are_sums_over_tokens(each):
     table = measure(policy, make_batch(policy), per_module=True, module_groups=True, **given)
     found = module_shares(table, policy).set_index("module")
     chances = table.get("sampling_probability", pd.Series(1.0, table.index)).astype(float)
-    counts = table["interval"].map(chances.groupby(table["interval"]).sum()) / chances
-    counts /= table["interval"].map(table.groupby("interval")["param_grad_norm"].count())
+    proxies = (table["weight"] * table["logit_grad_norm"]).astype(float) ** 2
+    known = (proxies / chances).where(table["param_grad_norm"].notna(), 0.0)
+    counts = table["interval"].map(proxies.groupby(table["interval"]).sum() / known.groupby(table["interval"]).sum())
+    counts = (counts / chances).fillna(0.0)
     energy = lambda name, own: np.nansum(own * (table["weight"] * table[name].astype(float)) ** 2)  # noqa: E731
     lowest = counts * (table["interval"] == 0)
     whole = {own: energy("param_grad_norm", weights) for own, weights in (("all", counts), ("low", lowest))}
@@ -634,3 +639,28 @@ def test_norms_that_were_not_measured_are_estimated_by_the_cheap_ones_of_their_i
         )
     whole = add_weighted_norms(plant_table())
     assert add_estimated_norms(whole) is whole
+
+
+def test_an_index_says_no_more_than_its_share():
+    # Prompts differ so much in the norms of their improbable tokens that the share of these is hardly known.
+    found = []
+    for seed in range(40):
+        table, factors = plant_table(seed, prompts=8), np.exp(np.random.default_rng(seed).normal(size=8))
+        table["param_grad_norm"] *= np.where(table["interval"] == 0, factors[table["group"]], 1.0)
+        rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=np.random.default_rng(seed)).set_index("statistic")
+        own = rows[rows["interval"] == LABELS[0]]
+        share, tokens, index = (own.loc[name] for name in ("squared_share", "token_share", "dominance_index"))
+        assert index["value"] == pytest.approx(math.log2(share["value"] / tokens["value"]))
+        assert index["upper"] <= -math.log2(tokens["lower"])
+        found.append((index["lower"] > 0, share["lower"] > tokens["value"]))
+    said, held = np.array(found).T
+    assert not (said & ~held).any() and 0 < said.mean() < 1
+
+
+def test_sums_from_measured_tokens_without_weight_are_unknown():
+    table = plant_table()
+    low = table["interval"] == 0
+    table.loc[low & (table["group"] == 0), "weight"] = 0.0
+    table.loc[low & (table["group"] != 0), "param_grad_norm"] = np.nan
+    rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=None)
+    assert np.isnan(numbers(rows, "squared_share")).all() and not np.isnan(numbers(rows, "predicted_share")).any()

@@ -72,6 +72,7 @@ def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Dia
     """A diagnosis of these rows; a change to None leaves them out."""
     parts = PLANTED | (change or {})
     table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0], "group": [0, 1, 2]})
+    table = table.assign(interval=0, logit_grad_norm=1.0)
     rows = join_rows([part for part in parts.values() if part is not None])
     known = {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
     known |= {"settings": DiagnosisSettings(), "step": SGD, "notes": ("a note",)} | fields

@@ -126,25 +126,30 @@ def test_without_weights_chances_follow_the_norm_at_the_logits_alone():
 # Statistics.
 
 
-def loop_totals(table: pd.DataFrame, values: pd.Series) -> list[float]:
-    """Token by token: Σ values/p over the measured tokens of each interval, times Σp over all / number measured."""
+def loop_totals(table: pd.DataFrame, values: pd.Series, proxies: pd.Series) -> list[float]:
+    """Token by token: Σ values/p over each interval's measured tokens · Σ proxies / (Σ proxies/p of the measured)."""
     out = []
     for interval in range(4):
-        total = expected = measured = 0.0
-        for value, p, own in zip(values, table[SAMPLING_PROBABILITY], table["interval"], strict=True):
+        total = whole = measured = 0.0
+        for value, proxy, p, own in zip(values, proxies, table[SAMPLING_PROBABILITY], table["interval"], strict=True):
             if own == interval:
-                expected += p
+                whole += proxy
                 if not math.isnan(value):
-                    total, measured = total + value / p, measured + 1
-        out.append(total * expected / measured)
+                    total, measured = total + value / p, measured + proxy / p
+        out.append(total * whole / measured)
     return out
+
+
+def square_by(table: pd.DataFrame, name: str) -> pd.Series:
+    return (table["weight"] * table[name]) ** 2
 
 
 def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_chance():
     table = sample_some(plant_table(), 15)
     counts = np.bincount(table["interval"])
-    squares = (table["weight"] * table["param_grad_norm"]) ** 2
-    totals, norms = np.array(loop_totals(table, squares)), np.array(loop_totals(table, table["param_grad_norm"]))
+    squares, proxies = square_by(table, "param_grad_norm"), square_by(table, "logit_grad_norm")
+    totals = np.array(loop_totals(table, squares, proxies))
+    norms = np.array(loop_totals(table, table["param_grad_norm"], table["logit_grad_norm"]))
     shares = token_shares(sum_by_prompt(table, 4), LABELS, seed=None)
     shares = shares[shares["statistic"] == "squared_share"]
     assert shares["value"].tolist() == pytest.approx((totals / totals.sum()).tolist())
@@ -159,9 +164,12 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     assert summary["mean_norm"].tolist() == pytest.approx((norms / counts).tolist())
     args = (table["interval"], table["group"])
     settings = {"resampling": Resampling(resamples=2), "probabilities": table[SAMPLING_PROBABILITY]}
-    rms = summarize(table["weight"] * table["param_grad_norm"], *args, statistic="rms", **settings)
+    weight = table["weight"]
+    rms = summarize(
+        weight * table["param_grad_norm"], *args, statistic="rms", sizes=weight * table["logit_grad_norm"], **settings
+    )
     assert (rms["value"] ** 2 * counts).tolist() == pytest.approx(totals.tolist())
-    sums = summarize(squares, *args, statistic="sum", **settings)
+    sums = summarize(squares, *args, statistic="sum", sizes=proxies, **settings)
     assert sums["value"].tolist() == pytest.approx(totals.tolist())
     assert np.bincount(table["interval"], np.nan_to_num(scaled_squares(table))).tolist() == pytest.approx(
         totals.tolist()
@@ -179,10 +187,15 @@ def test_bounds_are_those_of_a_jackknife_that_leaves_out_each_prompt_with_its_ch
     left, error = [], []
     for prompt in range(12):
         rest = table[table["group"] != prompt]
-        totals = np.array(loop_totals(rest, (rest["weight"] * rest["param_grad_norm"]) ** 2))
+        totals = np.array(loop_totals(rest, square_by(rest, "param_grad_norm"), square_by(rest, "logit_grad_norm")))
         left.append(np.log(totals / (totals.sum() - totals)))
     away = np.array(left) - np.mean(left, axis=0)
-    error = np.sqrt(11 / 12 * (away**2).sum(0) + 1 / 20**2)
+    worth = []  # by (w·(1−π))²: in tokens of equal amounts
+    for a in range(4):
+        inside = table[table["interval"] == a]
+        amounts, p = (inside["weight"] * (1 - inside["prob"])) ** 2, inside[SAMPLING_PROBABILITY]
+        worth.append(min(20, amounts.sum() ** 2 / (amounts**2 * (1 / p - 1)).sum()))
+    error = np.sqrt(11 / 12 * (away**2).sum(0) + 1 / np.array(worth) ** 2)
     freedom = np.clip((away**2).sum(0) ** 2 / (away**4).sum(0) - 0.5, 1, 11)
     odds = own["value"] / (1 - own["value"])
     for name, sign in (("lower", -1), ("upper", 1)):
@@ -261,7 +274,11 @@ def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_to
     interval = table["interval"].to_numpy()
     found = [
         design_variances(
-            squares.where(one["param_grad_norm"].notna()).to_numpy(), one[SAMPLING_PROBABILITY].to_numpy(), interval, 4
+            squares.where(one["param_grad_norm"].notna()).to_numpy(),
+            square_by(one, "logit_grad_norm").to_numpy(),
+            one[SAMPLING_PROBABILITY].to_numpy(),
+            interval,
+            4,
         )
         for one in draws
     ]
@@ -285,7 +302,8 @@ def test_no_error_is_told_of_a_whole_table_and_no_part_of_few_tokens():
     unweighted = sample_some(table.assign(weight=np.nan, advantage=np.nan), 20)
     error = sampling_error(unweighted, LABELS, seed=rng)
     means = [sample_some(table.assign(weight=np.nan), 20, seed) for seed in range(200)]
-    spread = np.std([loop_totals(one, one["param_grad_norm"])[0] for one in means]) / (table["interval"] == 0).sum()
+    sums = [loop_totals(one, one["param_grad_norm"], one["logit_grad_norm"])[0] for one in means]
+    spread = np.std(sums) / (table["interval"] == 0).sum()
     assert error.quantity.startswith("mean") and error.standard_error == pytest.approx(spread, rel=0.4)
     one = sampling_error(sample_some(table.assign(group=0), 20), LABELS, seed=rng)
     assert math.isnan(one.lower) and one.standard_error > 0 and "±" in one.in_words()

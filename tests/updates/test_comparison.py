@@ -474,7 +474,8 @@ def test_a_sample_of_norms_stands_for_all(case):
         _, energy = judge.energies(known["policy_weight"].to_numpy(np.float64)[None])
         draws.append(energy["energy_share"][0, 0])
     exact = found.by_interval.loc[:3, "energy_share"].to_numpy()
-    assert np.abs(np.mean(draws, axis=0) - exact).max() < 0.1
+    unknown = np.isnan(draws).any(1)  # of an interval only tokens without weight were measured
+    assert unknown.mean() < 0.2 and np.abs(np.nanmean(draws, axis=0) - exact).max() < 0.1
 
 
 @pytest.mark.parametrize(

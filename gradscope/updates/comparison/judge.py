@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from gradscope.gradients import PARAMETERS, stands_for
+from gradscope.gradients import LOGITS, PARAMETERS, stands_for
 from gradscope.objective import clip_scale
 from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.updates.comparison.noise import norms_and_cosines, signal_to_noise, signal_to_noise_difference
@@ -74,12 +74,17 @@ class Judge:
         """
         norms = self.table[norm].to_numpy(np.float64)
         known = ~np.isnan(norms)
-        counts, norms = np.where(known, stands_for(self.table, known), 0.0), np.where(known, norms, 0.0)
-        force = np.abs(weights) * norms
-        energy = self._by_prompt(force[:, None] ** 2 * counts * self._inside())
+        force = np.abs(weights) * np.where(known, norms, 0.0)
+        proxies = np.abs(weights) * self.table[LOGITS].to_numpy(np.float64)
+
+        def estimate(power: int) -> Float[np.ndarray, "R K"]:
+            factors = [stands_for(self.table, known, own) for own in proxies**power]
+            return np.where(known, factors, 0.0) * force**power
+
+        energy = self._by_prompt(estimate(2)[:, None] * self._inside())
         whole = energy.sum(2, keepdims=True)
         # (Σ|w|‖g‖)² over Σw²‖g‖² and the number of tokens: two factors below the line.
-        parts = self._by_prompt(force * counts), whole[..., 0]
+        parts = self._by_prompt(estimate(1)), whole[..., 0]
         tokens = self._by_prompt(np.ones((1, len(self.table))))
         carried = self._bootstrap(
             f"effective_share{end}", (*parts, tokens), lambda over, squares, n: over**2 / squares / n
