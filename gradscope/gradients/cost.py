@@ -359,7 +359,7 @@ class Plan:
             f"{self.shape.hidden:,}, vocabulary {self.shape.vocab:,}; measured by {way}",
             f"{counted(len(found.lengths), 'response')}, {counted(found.targets, 'response token')}. Backward passes "
             f"for {counted(len(found.prefixes), 'token')} ({self.draw}), over prefixes of {np.mean(each):,.0f} tokens "
-            "in the mean.",
+            "on average.",
             "",
             f"{'':16}{'FLOPs':>12}{'seconds':>12}",
         ]
