@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import tyro
@@ -34,6 +35,20 @@ STAGE = Stage("worked answers", steps=64, batch=4, lr=(1.5e-4, 1.5e-5), warmup=1
 LONGEST = 25
 """Maximum tokens of a worked answer, including the end of turn; longer ones are reworded."""
 EVALUATION_SEED = 2_000_003
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Phrases from which a worked answer is drawn."""
+
+    first: tuple[str, ...]
+    equals: tuple[str, ...]
+    further: tuple[str, ...]
+    last: tuple[str, ...]
+    words: Mapping[str, tuple[str, ...]]
+    """Of each sign."""
+
+
 _FIRST = ("", "", "First ", "We get ", "So ", "Now ", "That makes ", "It is ", "Let's see: ", "Well, ", "There are ")
 _EQUALS = ("{a}{sign}{b}={c}", "{a} {word} {b} is {c}", "{a}{sign}{b} = {c}", "{a} {sign} {b}={c}")
 _NEXT = (
@@ -44,7 +59,51 @@ _LAST = (
     *(". The answer is {c}.", ", so the answer is {c}.", ". So the answer is {c}.", "; the answer is {c}."),
     *(". Thus, the answer is {c}.", "! The answer is {c}", ". Answer: {c}.", ", hence the answer is {c}."),
 )
-_WORDS = {"+": "plus", "-": "minus", "*": "times"}
+_OPENINGS = (
+    *(
+        "OK, ",
+        "Here ",
+        "To start, ",
+        "I count ",
+        "Start: ",
+        "We have ",
+        "Take ",
+        "I get ",
+        "Work: ",
+        "Think: ",
+        "Just ",
+    ),
+    *("This is ", "You get ", "Note ", "Begin: ", "All right: ", "Hmm, ", "Sure: ", "Calculate ", "Step 1: ", "See: "),
+)
+_RESULTS = (
+    *("{a} {word} {b} makes {c}", "{a} {word} {b} gives {c}", "{a} {sign} {b} is {c}", "{a} {word} {b} equals {c}"),
+    *("{a}{sign}{b}: {c}", "{a} {word} {b} = {c}", "{a}{sign}{b} makes {c}", "{a}{sign}{b} gives {c}"),
+)
+_STEPS = (
+    *("; then {sign}{b} gives {c}", ", and {sign}{b} makes {c}", ". Next {sign}{b} = {c}", " -> {sign}{b}: {c}"),
+    *(". After {sign}{b}: {c}", ", next {sign}{b} is {c}", "! Now {sign}{b}={c}", " | {sign}{b}={c}"),
+    *(", with {sign}{b} {c}", ": {sign}{b} gives {c}"),
+)
+_ENDS = (
+    *(
+        ". Hence the answer is {c}.",
+        ", and the answer is {c}.",
+        ". Therefore the answer is {c}.",
+        ": the answer is {c}.",
+    ),
+    *(". Answer {c}", ", therefore the answer is {c}", " -> the answer is {c}.", ". My answer: {c}.", " | answer: {c}"),
+    *(". Then the answer is {c}!", ", which means the answer is {c}.", ". Overall, the answer is {c}."),
+)
+WORDINGS = {
+    "plain": Wording(_FIRST, _EQUALS, _NEXT, _LAST, {"+": ("plus",), "-": ("minus",), "*": ("times",)}),
+    "varied": Wording(
+        _FIRST + _OPENINGS,
+        _EQUALS + _RESULTS,
+        _NEXT + _STEPS,
+        _LAST + _ENDS,
+        {"+": ("plus", "and", "with"), "-": ("minus", "less", "without"), "*": ("times", "by", "x")},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +112,8 @@ class Options:
     """The pretrained checkpoint."""
     out: Path
     """Folder for the warm-started checkpoint."""
+    wording: Literal["plain", "varied"] = "plain"
+    """How many phrases the worked answers are drawn from: after "varied" the policy is less certain of its words."""
     log: Path = Path("analyses/recipes/logs/word_problems_policy.jsonl")
     questions: int = 64
     """Questions for the accuracy, four responses each."""
@@ -61,7 +122,7 @@ class Options:
     """One is fastest on a busy machine."""
 
 
-def write_answer(problem: Problem, rng: random.Random) -> str:
+def write_answer(problem: Problem, rng: random.Random, wording: Wording = WORDINGS["plain"]) -> str:
     """Solve a problem in one line of randomly drawn words.
 
     >>> problem = draw_problem(3, random.Random(0))
@@ -72,15 +133,18 @@ def write_answer(problem: Problem, rng: random.Random) -> str:
     """
     (sign, by), *more = problem.steps
     result, *results = problem.results
-    text = rng.choice(_FIRST) + rng.choice(_EQUALS).format(
-        a=problem.start, sign=sign, word=_WORDS[sign], b=by, c=result
-    )
+    first, equals = rng.choice(wording.first), rng.choice(wording.equals)
+    words = wording.words[sign]
+    word = words[0] if len(words) == 1 else rng.choice(words)  # "plain" draws nothing here
+    text = first + equals.format(a=problem.start, sign=sign, word=word, b=by, c=result)
     for (sign, by), result in zip(more, results, strict=True):
-        text += rng.choice(_NEXT).format(sign=sign, b=by, c=result)
-    return text + rng.choice(_LAST).format(c=result)
+        text += rng.choice(wording.further).format(sign=sign, b=by, c=result)
+    return text + rng.choice(wording.last).format(c=result)
 
 
-def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator[tuple[list[int], int]]:
+def examples(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, wording: Wording
+) -> Iterator[tuple[list[int], int]]:
     """Yield (ids of prompt and worked answer, length of the prompt) endlessly."""
     while True:
         problem = draw_problem(rng.choice(LEVELS), rng)
@@ -89,7 +153,7 @@ def examples(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Iterator
         prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
         answer_ids = []
         while not 0 < len(answer_ids) <= LONGEST:
-            answer = write_answer(problem, rng)
+            answer = write_answer(problem, rng, wording)
             answer_ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         yield prompt_ids + answer_ids, len(prompt_ids)
 
@@ -122,11 +186,12 @@ def main(options: Options) -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(options.seed)
     log = open_log(options.log, append=False)
-    log(event="start", seed=options.seed, threads=options.threads, **evaluate(options.model, options.questions))
+    settings = {"seed": options.seed, "threads": options.threads, "wording": options.wording}
+    log(event="start", **settings, **evaluate(options.model, options.questions))
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     rng = random.Random(f"{options.seed} {STAGE.name}")
-    train(model, STAGE, batches(examples(tokenizer, rng), STAGE.batch, rng), log)
+    train(model, STAGE, batches(examples(tokenizer, rng, WORDINGS[options.wording]), STAGE.batch, rng), log)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     log(event=f"after {STAGE.name}", **evaluate(options.out, options.questions))

@@ -3,7 +3,7 @@
 import random
 import re
 
-from analyses.recipes.word_problems_policy import write_answer
+from analyses.recipes.word_problems_policy import WORDINGS, write_answer
 from gradscope.tasks import get_task
 from gradscope.tasks.word_problems import LEVELS, draw_problem
 
@@ -31,3 +31,23 @@ def test_worked_answers_are_right_step_by_step_and_say_so_in_many_ways():
             assert task.grade(answer, task.question(problem)).correct, answer
             forms.add(re.sub(r"\d+", "#", answer))
     assert len(forms) > 600
+
+
+def test_varied_answers_are_right_too_and_say_so_in_more_ways():
+    rng, task = random.Random(0), get_task("word-problems")
+    forms = {name: set() for name in WORDINGS}
+    for name, wording in WORDINGS.items():
+        for _ in range(300):
+            for level in LEVELS:
+                problem = draw_problem(level, rng)
+                answer = write_answer(problem, rng, wording)
+                numbers = [int(number) for number in re.findall(r"\d+", answer.removeprefix("Step 1: "))]
+                steps = [
+                    number
+                    for (_, by), result in zip(problem.steps, problem.results, strict=True)
+                    for number in (by, result)
+                ]
+                assert numbers == [problem.start, *steps, problem.results[-1]], answer
+                assert task.grade(answer, task.question(problem)).correct, answer
+                forms[name].add(re.sub(r"\d+", "#", answer))
+    assert len(forms["varied"]) > 850 > len(forms["plain"])
