@@ -30,7 +30,9 @@ from analyses.paper.decision import PLANS, SMALLEST
 from gradscope.errors import InputError
 
 SCALE = "words"
-TRACKS = ("words-low", "words-high")
+RATED = ("varied-low", "varied-high")
+TRACKS = {"words-low": "words_start", **dict.fromkeys(RATED, "words_start_varied")}
+"""Track of the gates → the measurement of its policy before training. The first one's warm start did not pass."""
 PARTS = {"words_gates": "gates", "words_rates": "learning rates", "decision": "decision"}
 """{figure of analyses/runs.toml: purpose of its runs}; runs of an earlier figure are not counted again."""
 GATES = {
@@ -52,7 +54,8 @@ def read_validation(track: str) -> pd.DataFrame:
     """Return a row per judged run of a track: variant, seed, sampled (accuracy on validation problems)."""
     if not has_runs(SCALE, track):
         return pd.DataFrame(columns=["variant", "seed", "sampled"])
-    variants = [variant for place, variant in needs("words_rates", SCALE) if place == track]
+    wanted = (*needs("words_gates", SCALE), *needs("words_rates", SCALE))
+    variants = list(dict.fromkeys(variant for place, variant in wanted if place == track))
     found = accuracy_by_people(read_tests(variants, scale=SCALE, track=track))
     return found[found["level"] == "all"][["variant", "seed", "sampled"]]
 
@@ -60,7 +63,7 @@ def read_validation(track: str) -> pd.DataFrame:
 def read_plain(track: str) -> pd.DataFrame:
     """Return a row per judged run of plain GRPO: seed, and the numbers that GATES names."""
     runs = read_validation(track).query("variant == 'grpo'").rename(columns={"sampled": "end"})
-    runs["start"] = read_start()
+    runs["start"] = read_start(track)
     runs["gain"] = runs["end"] - runs["start"]
     if len(runs):
         shares = read_metrics(["grpo"], scale=SCALE, track=track).set_index(["seed", "step"])["token_share_0"]
@@ -69,11 +72,11 @@ def read_plain(track: str) -> pd.DataFrame:
     return runs.reindex(columns=["seed", *(number for number, *_ in GATES.values())])
 
 
-def read_start() -> float:
+def read_start(track: str) -> float:
     """Return accuracy on the validation problems before training; NaN if it is not measured."""
-    if not is_measured("words_start", SCALE):
+    if not is_measured(TRACKS[track], SCALE):
         return np.nan
-    table = read_table("words_start", "start.csv", scale=SCALE)
+    table = read_table(TRACKS[track], "start.csv", scale=SCALE)
     return float(table.loc[table["level"] == "all", "sampled"].iloc[0])
 
 
@@ -84,7 +87,7 @@ def judge_gates() -> pd.DataFrame:
         runs = read_plain(track)
         rate = configure(SCALE, track, "grpo").learning_rate
         planned = {run.seed for run in list_runs(SCALE) if (run.track, run.variant) == (track, "grpo")}
-        whole = planned <= set(runs["seed"]) and is_measured("words_start", SCALE)
+        whole = planned <= set(runs["seed"]) and is_measured(TRACKS[track], SCALE)
         for gate, (number, lower, upper) in GATES.items():
             value = float(runs[number].mean(skipna=False)) if whole else np.nan
             state = ("passes" if lower <= value <= upper else "fails") if whole else NOT_RUN
@@ -95,12 +98,12 @@ def judge_gates() -> pd.DataFrame:
 
 def choose_rates() -> pd.DataFrame:
     """Return a row per method and rate: seeds, mean accuracy, whether it is chosen, and the decision's planned rate."""
-    runs = pd.concat([read_validation(track).assign(track=track) for track in TRACKS])
-    planned = {(run.track, run.variant, run.seed) for run in list_runs(SCALE) if run.track in TRACKS}
+    runs = pd.concat([read_validation(track).assign(track=track) for track in RATED])
+    planned = {(run.track, run.variant, run.seed) for run in list_runs(SCALE) if run.track in RATED}
     whole = planned == set(runs[["track", "variant", "seed"]].itertuples(index=False, name=None))
     rows, best = [], {}
     for variant in dict.fromkeys(variant for _, variant in needs("words_rates", SCALE)):
-        own = runs[runs["variant"] == variant].groupby("track")["sampled"].agg(["size", "mean"]).reindex(TRACKS)
+        own = runs[runs["variant"] == variant].groupby("track")["sampled"].agg(["size", "mean"]).reindex(RATED)
         if whole:
             close = variant != "grpo" and abs(own["mean"].diff().iloc[-1]) < CLOSE
             best[variant] = best["grpo"] if close else own["mean"].idxmax()

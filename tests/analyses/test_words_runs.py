@@ -19,12 +19,12 @@ from gradscope.trainer import list_checkpoints
 
 START = 0.3
 ENDS = {
-    ("words-low", "grpo"): 0.50,
-    ("words-low", "reweight"): 0.47,
-    ("words-low", "lopti"): 0.51,
-    ("words-high", "grpo"): 0.42,
-    ("words-high", "reweight"): 0.52,
-    ("words-high", "lopti"): 0.53,
+    ("varied-low", "grpo"): 0.50,
+    ("varied-low", "reweight"): 0.47,
+    ("varied-low", "lopti"): 0.51,
+    ("varied-high", "grpo"): 0.42,
+    ("varied-high", "reweight"): 0.52,
+    ("varied-high", "lopti"): 0.53,
 }
 """Mean accuracy of the last three checkpoints; the tokens below ¼ fall to .10 at step 30 of the low rate, .05 of the
 high one."""
@@ -50,13 +50,13 @@ def plant_validation(kept: Path) -> None:
         for seed in (20, 21):
             off = 0.01 if seed == 20 else -0.01
             plant(kept, track, variant, seed, (end + off - 0.02, end + off, end + off + 0.02), LOW[track])
-    measured = kept / "words" / "measured" / "words_start"
+    measured = kept / "words" / "measured" / "words_start_varied"
     measured.mkdir(parents=True)
     pd.DataFrame({"level": ["1", "all"], "sampled": [0.9, START]}).to_csv(measured / "start.csv", index=False)
     (measured / "manifest.json").write_text("{}")
 
 
-LOW = {"words-low": 0.1, "words-high": 0.05}
+LOW = {"varied-low": 0.1, "varied-high": 0.05}
 
 
 def judge(kept: Path, out: Path) -> dict[str, pd.DataFrame]:
@@ -70,15 +70,16 @@ def test_gates_and_rates_are_those_of_the_planted_runs(tmp_path):
     plant_validation(tmp_path / "kept")
     found = judge(tmp_path / "kept", tmp_path / "out")
     gates = found["gates"].set_index(["track", "gate"])
-    assert gates.loc["words-low", "value"].tolist() == pytest.approx([0.3, 0.2, 0.5, 0.12, 0.1], abs=1e-3)
-    assert gates.loc["words-high", "value"].tolist() == pytest.approx([0.3, 0.12, 0.42, 0.12, 0.05], abs=1e-3)
-    assert (gates.loc["words-low", "state"] == "passes").all() and (gates["seeds"] == 2).all()
-    fails = gates.loc["words-high", "state"] == "fails"
+    assert gates.loc["varied-low", "value"].tolist() == pytest.approx([0.3, 0.2, 0.5, 0.12, 0.1], abs=1e-3)
+    assert gates.loc["varied-high", "value"].tolist() == pytest.approx([0.3, 0.12, 0.42, 0.12, 0.05], abs=1e-3)
+    assert (gates.loc["varied-low", "state"] == "passes").all() and (gates.loc[list(LOW), "seeds"] == 2).all()
+    assert (gates.loc["words-low", "state"] == "not run").all()
+    fails = gates.loc["varied-high", "state"] == "fails"
     assert fails[fails].index.tolist() == ["gain", "tokens with π < ¼ at step 30"]
     assert all(name in found["said"] for name in fails[fails].index)  # a gate that fails is named
     chosen = found["rates"].query("chosen").set_index("variant")["track"].to_dict()
     # Lopti's rates differ by .02, so that it gets GRPO's; Reweight's by .05.
-    assert chosen == {"grpo": "words-low", "reweight": "words-high", "lopti": "words-low"}
+    assert chosen == {"grpo": "varied-low", "reweight": "varied-high", "lopti": "varied-low"}
     planned = {variant: configure("words", "words", variant).learning_rate for variant in chosen}
     assert found["rates"].set_index("variant")["in_decision"].to_dict() == planned
     rates = {track: configure("words", track, "grpo").learning_rate for track in LOW}
@@ -90,17 +91,17 @@ def test_gates_and_rates_are_those_of_the_planted_runs(tmp_path):
 
 def test_what_is_not_run_is_said_so_with_a_command_that_makes_it(tmp_path):
     kept = tmp_path / "kept"
-    plant(kept, "words-low", "grpo", 20, (0.5, 0.5, 0.5))
+    plant(kept, "varied-low", "grpo", 20, (0.5, 0.5, 0.5))
     found = judge(kept, tmp_path / "out")
     assert (found["gates"]["state"] == "not run").all() and found["gates"]["value"].isna().all()
     assert not found["rates"]["chosen"].any() and found["rates"]["seeds"].tolist() == [1, 0, 0, 0, 0, 0]
     runs = found["runs"].set_index("part")
-    assert runs["made"].tolist() == [1, 0, 0] and runs["planned"].tolist() == [4, 8, 24]
+    assert runs["made"].tolist() == [1, 0, 0] and runs["planned"].tolist() == [6, 8, 24]
     for command in runs["command"]:
         listed = Command(*command.split()[1:], "--dry-run", GRADSCOPE_RUNS=str(kept)).wait()
         assert listed.status == 0 and f"{command.split('--only ')[1].split()[0]}" in command
         planned = {line.split(",")[0].strip() for line in listed.stdout.splitlines() if line.startswith("  words/")}
-        assert len(planned) == {"words_gates": 4, "words_rates": 12, "decision": 24}[command.split()[6]]
+        assert len(planned) == {"words_gates": 6, "words_rates": 12, "decision": 24}[command.split()[6]]
 
 
 @pytest.mark.parametrize(("spread", "seeds", "verdicts"), [(0.02, 8, True), (0.08, 12, False)])
@@ -160,7 +161,7 @@ def test_the_runs_are_those_that_were_named():
     assert {run.seed for run in decided}.isdisjoint(run.seed for run in runs if run.track != "words")
     assert {run.test.task for run in decided} == {"word-problems-test"}
     assert {run.test.task for run in runs if run.track != "words"} == {"word-problems-validation"}
-    low, high = (configure("words", track, "grpo") for track in words_gates.TRACKS)
+    low, high = (configure("words", track, "grpo") for track in words_gates.RATED)
     assert low.learning_rate < high.learning_rate and low.task == high.task == "word-problems-train"
     assert {run.config.learning_rate for run in decided} <= {low.learning_rate, high.learning_rate}
 
