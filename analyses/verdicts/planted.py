@@ -40,7 +40,7 @@ from gradscope.diagnosis import (
     token_shares,
     trend_changes,
 )
-from gradscope.gradients import Gram
+from gradscope.gradients import PARAMETERS, Gram
 from gradscope.intervals import interval_labels
 from gradscope.theory import regress_norms
 from gradscope.updates import SGD
@@ -76,6 +76,7 @@ def diagnose_tokens(table: pd.DataFrame, rng: np.random.Generator | None) -> Dia
 
 def make_diagnosis(rows: pd.DataFrame, table: pd.DataFrame, informative: int, **parts: object) -> Diagnosis:
     prompts = int(table["group"].nunique())
+    table = table.assign(**{name: 1.0 for name in ("weight", PARAMETERS) if name not in table})  # not asked about
     known = {"statistics": rows, "notes": (), "table": table, "labels": LABELS, "num_prompts": prompts}
     known |= {"num_responses": prompts, "num_informative_prompts": informative}
     return Diagnosis(**known, settings=DiagnosisSettings(), step=SGD, **parts)
