@@ -13,11 +13,10 @@ probability intervals, and for the worst of those that have one in a tenth of th
 redrawn prompts, from two prompts on.
 Probability intervals that a batch lacks are left out.
 
-figures/verdicts_coverage.csv is of 2,000 draws a cell (`before`: 200, with 200 resamples each), and of two tables of 60
-prompts: the embedded policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 733 cells with intervals
-3 are below .93: one is .925, and two are of single draws; `before`, 1,060 of 1,275. In the worst probability interval
-alone it is .86 to .93 in 20 cells, nearly all of the embedded policy, a few of whose norms are ten times what their 1−π
-says.
+figures/verdicts_coverage.csv is of 1,000 draws a cell, without `before`, and of two tables of 60 prompts: the embedded
+policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 909 cells with intervals 22 are below .93: 18
+have one in fewer than 3 % of the draws, four (.87 to .93) are of the planted world in which one token of each prompt
+dominates.
 """
 
 from __future__ import annotations
