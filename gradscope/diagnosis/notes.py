@@ -15,7 +15,6 @@ from gradscope.gradients import (
     PARAMETERS,
     describe_reread,
     refuse_infinite_weights,
-    sampling_probabilities,
 )
 from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note, TokenBatch
@@ -40,9 +39,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
     """Return notes on what is missing, sampled or approximate: tokens, prompts, norms, the optimizer's state."""
     size, unknown = len(table), int(table["weight"].isna().sum())
     prompts, informative = table["group"].nunique(), count_informative_prompts(table)
-    measured, probabilities = int(table[PARAMETERS].notna().sum()), sampling_probabilities(table)
+    measured = int(table[PARAMETERS].notna().sum())
     start = "For weighted statistics there are" if informative < prompts else "There are"
-    mean = "their mean." if probabilities is None else "their mean, weighted by 1 / their sampling probability."
     improbable = describe_improbable(table)
     told = [
         (bool(improbable), "improbable", improbable),
@@ -60,8 +58,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
          "counted, but have no gradient except the KL penalty's."),
         *((not (table["interval"] == place).any(), "empty-interval",
            f"No token has π in {label}, so its statistics are NaN.") for place, label in enumerate(labels)),
-        (measured < size, "sampled-norms", f"The norms of {measured:,} of {size:,} tokens were measured: the sum over "
-         f"an interval is its count times {mean}"),
+        (measured < size, "sampled-norms", f"The norms of {measured:,} of {size:,} tokens were measured. Sums over an "
+         "interval are estimated from these in proportion to (w·‖e − π‖)², which is known for every token."),
         (not second_moments, "no-optimizer",
          "There is no optimizer state: nothing is AdamW-preconditioned, and steps start without momentum."),
         (second_moments and not whole_state, "second-moments",
