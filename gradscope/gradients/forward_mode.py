@@ -34,7 +34,7 @@ float32) and from curvature are about equal."""
 BACKWARD, FORWARD_MODE = 2.0, 3.0
 """Cost in forward passes; 1.8 and 3.1 were measured at 32 M parameters on one core."""
 TOGETHER = 8
-"""Most directions differentiated at once (on fewer responses), so that they share one forward pass."""
+"""Most directions differentiated at once (on half as many responses), so that they share one forward pass."""
 TANGENTS = 1 << 28
 """Bytes of tangents above which directions are taken one by one: the copies would cost too much memory."""
 ATTEMPTS = 8
@@ -167,7 +167,7 @@ def _changes_together(
             name: rows[:, part].view(len(rows), *parameters[name].shape).to(parameters[name])
             for name, part in ((f"model.{name}", part) for name, part in vectors.slices.items())
         }
-        for places, piece in pieces(max(1, micro_batch // len(chosen)), 6 * len(chosen)):
+        for places, piece in pieces(max(1, micro_batch // 2), 6 * len(chosen)):
             along = partial(_along, partial(_numbers_at, module, piece), parameters)
             changes[chosen[:, None], places] = torch.func.vmap(along)(tangents).to(changes)
     return changes
