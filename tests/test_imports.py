@@ -7,7 +7,7 @@ import pytest
 
 import gradscope
 
-HEAVY = ("torch", "pandas", "transformers", "matplotlib", "scipy", "numpy")
+HEAVY = ("torch", "pandas", "transformers", "matplotlib", "seaborn", "scipy", "numpy")
 
 # What other programs call by its dotted name, after `import gradscope` and nothing else.
 DOTTED = (

@@ -15,7 +15,6 @@ from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.style import (
     NEUTRAL,
     describe_drawn,
-    draw_cells,
     draw_tokens,
     edge_names,
     finish,
@@ -169,11 +168,7 @@ def plot_layers_by_interval(
     counts = measured["interval"].value_counts().reindex(numbers, fill_value=0)
     names = [norm_words(row, parameters)[0] for row in rows]
     ax = new_axes(ax, width=2.2 + 0.6 * len(counts), height=1.1 + 0.24 * len(rows))
-    positive = medians[medians > 0]
-    low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
-    norm, label = LogNorm(low, max(high, 1.01 * low), clip=True), "median norm of token gradient\n(unweighted)"
-    draw_cells(ax, medians, short_number, "viridis", norm, {"label": label})
-    ax.set_yticklabels(names)
+    _draw_log_heatmap(ax, pd.DataFrame(medians, names))
     name_intervals(ax, interval_labels(edges), counts.tolist())
     ax.set(xlabel="π interval, number of measured tokens", ylabel="")
     drawn = pd.DataFrame(medians, columns=interval_labels(edges)).assign(layer=names)
@@ -190,6 +185,23 @@ def _medians(measured: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
         weights = sampling_weights(part)
         parts[interval] = [weighted_quantiles(part[c].to_numpy(float), weights, np.array([0.5]))[0] for c in columns]
     return pd.DataFrame.from_dict(parts, orient="index", columns=list(columns))
+
+
+def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
+    import seaborn as sns
+
+    positive = medians.to_numpy()[medians.to_numpy() > 0]
+    low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
+    words = medians.map(lambda value: "–" if np.isnan(value) else short_number(value))
+    sns.heatmap(
+        medians.clip(lower=low), ax=ax, annot=words, fmt="", norm=LogNorm(low, max(high, 1.01 * low)), cmap="viridis",
+        annot_kws={"size": 8}, linewidths=0.5,
+        cbar_kws={"label": "median norm of token gradient\n(unweighted)", "pad": 0.02},
+    )  # fmt: skip
+    for row, column in np.argwhere(medians.isna().to_numpy()):
+        ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
+    ax.tick_params(length=0)
+    ax.set_yticklabels(medians.index, rotation=0)
 
 
 @paper_style()

@@ -1,19 +1,16 @@
 """Style of all figures, names of intervals and layers, and reproducible files."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from jaxtyping import Float
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from gradscope.errors import InputError
@@ -157,30 +154,9 @@ def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
 
 def interval_colors(count: int = 4) -> list[tuple[float, float, float]]:
     """Return a colour per interval, from dark (low probability) to light, distinct in grey and for the colour-blind."""
-    return [tuple(color[:3]) for color in mpl.colormaps["viridis"](np.linspace(0, 1, count + 2)[1:-1])]
+    import seaborn as sns
 
-
-def draw_cells(
-    ax: Axes,
-    numbers: Float[np.ndarray, "R C"],
-    write: Callable[[float], str],
-    cmap: str,
-    norm: Normalize,
-    bar: dict[str, Any],
-) -> None:
-    """Draw a heat map with each number written in its cell, a dash for NaN; bar: settings of the colour bar."""
-    mesh = ax.pcolormesh(np.ma.masked_invalid(numbers), cmap=cmap, norm=norm, linewidths=0.5, edgecolor="white")
-    rows, columns = numbers.shape
-    ax.set(xlim=(0, columns), ylim=(rows, 0), xticks=np.arange(columns) + 0.5, yticks=np.arange(rows) + 0.5)
-    ax.spines[:].set_visible(False)
-    ax.tick_params(length=0)
-    ax.figure.colorbar(mesh, ax=ax, pad=0.02, **bar).outline.set_linewidth(0)
-    for (row, column), number in np.ndenumerate(numbers):
-        rgb = np.array(mesh.to_rgba(number)[:3])
-        linear = np.where(rgb <= 0.03928, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-        is_dark = np.isfinite(number) and linear @ (0.2126, 0.7152, 0.0722) <= 0.408
-        word, ink = "–" if np.isnan(number) else write(number), "white" if is_dark else "0.15"
-        ax.text(column + 0.5, row + 0.5, word, ha="center", va="center", color=ink, size=_FONT_SIZE)
+    return list(sns.color_palette("viridis", count))
 
 
 def norm_column(layer: int | str) -> str:

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from gradscope.errors import InputError, checked
@@ -23,7 +22,6 @@ from gradscope.plots.layers import (
 )
 from gradscope.plots.style import (
     NEUTRAL,
-    draw_cells,
     edge_names,
     finish,
     interval_colors,
@@ -218,6 +216,8 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
     `cosines` is a square matrix over intervals, NaN for an interval without gradient. Rows named 0, 1, … are labelled
     by their interval's edges. Raises InputError unless it is square and within [−1, 1].
     """
+    import seaborn as sns
+
     values = cosines.to_numpy(dtype=float)
     if values.ndim != 2 or values.shape[0] != values.shape[1] or not values.size:
         raise InputError(
@@ -230,10 +230,16 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
     numbered = list(cosines.index) == list(range(len(edges) - 1))
     labels = interval_labels(edges) if numbered else [str(name) for name in cosines.index]
     ax = new_axes(ax, height=2.7)
-    ax.set_aspect("equal")
-    bar = {"label": "cosine of summed gradients", "shrink": 0.8, "ticks": [-1, -0.5, 0, 0.5, 1]}
-    draw_cells(ax, values, lambda cosine: f"{cosine:.2f}".replace("-", "−"), "RdBu_r", Normalize(-1, 1), bar)
-    ax.set_yticklabels([label.replace(", ", ",") for label in labels])
+    words = np.vectorize(lambda value: "" if np.isnan(value) else f"{value:.2f}".replace("-", "−"))(values)
+    sns.heatmap(
+        pd.DataFrame(values, labels, labels), ax=ax, annot=words, fmt="", vmin=-1, vmax=1, cmap="RdBu_r", square=True,
+        annot_kws={"size": 8}, linewidths=0.5,
+        cbar_kws={"label": "cosine of summed gradients", "pad": 0.02, "shrink": 0.8, "ticks": [-1, -0.5, 0, 0.5, 1]},
+    )  # fmt: skip
+    for row, column in np.argwhere(np.isnan(values)):
+        ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
+    ax.tick_params(length=0)
+    ax.set_yticklabels([label.replace(", ", ",") for label in labels], rotation=0)
     name_intervals(ax, labels)
     ax.set(xlabel="tokens with π in", ylabel="")
     return finish(ax, pd.DataFrame(values, columns=labels).assign(interval=labels).set_index("interval").reset_index())

@@ -4,7 +4,6 @@ They draw the tables of `updates` and `theory` in the manner of the other `plots
 """
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 
 import numpy as np
 import pandas as pd
@@ -32,11 +31,6 @@ _FEW_TOKENS = 10
 _MANY = 12
 """Places side by side, beyond which a figure is wider than a page."""
 _GRID = 400
-_COLORBLIND = (
-    *("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc"),
-    *("#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9"),
-)
-"""Seaborn's palette for colour-blind eyes."""
 _WORDS = {
     "delta_prob": "Δπ",
     "delta_logprob": "Δ log π (nats)",
@@ -130,12 +124,14 @@ def plot_directions(
     Reads method, interval, sign, mean and sd (over steps, drawn as bars), as made by `directions.over_batches`. colors
     maps methods to colours and orders them; None: a palette in the table's order.
     """
+    import seaborn as sns
+
     require(shares, ["method", "interval", "sign", "mean", "sd"], what="the table of shares")
     ax = new_axes(ax)
     chosen = shares[shares["sign"] == sign]
     methods = list(dict.fromkeys(chosen["method"]))
     if colors is None:
-        colors = dict(zip(methods, cycle(_COLORBLIND), strict=False))
+        colors = dict(zip(methods, sns.color_palette("colorblind", len(methods)), strict=True))
     if uncolored := [method for method in methods if method not in colors]:
         raise InputError(f"colors has none for {', '.join(map(str, uncolored))}; give every method of the table one")
     methods = [method for method in colors if method in methods]

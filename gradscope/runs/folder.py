@@ -40,7 +40,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """errno values for a full disk."""
 Changes = dict[str, tuple[Any, Any]]
 """Setting → its value in an earlier run and now; None: it has none."""
-LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "scipy", "accelerate", "peft", "vllm")
+LIBRARIES = ("torch", "transformers", "numpy", "pandas", "matplotlib", "seaborn", "scipy", "accelerate", "peft", "vllm")
 
 
 class RunFolder:
