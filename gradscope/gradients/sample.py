@@ -107,8 +107,8 @@ def stands_for(
 ) -> Float[np.ndarray, " n"]:
     """Return the factor of each measured token in sums over tokens, the ratio estimator's for its interval.
 
-    proxies: of the values to be summed, for all tokens. The factor is 1 in an interval whose proxies are all 0, and NaN
-    where only those of the measured tokens are.
+    proxies: of the values to be summed, for all tokens. The factor is 1 / p in an interval whose proxies are all 0, and
+    NaN where only those of the measured tokens are.
     """
     interval, weights = table["interval"].to_numpy(np.int64), sampling_weights(table)
     wholes = np.bincount(interval, proxies)
