@@ -1,24 +1,29 @@
-"""Measure the pretrained policy at the end of a training run on word problems, on a batch of its own answers.
+"""Measure the pretrained policy at the start or the end of a training run on word problems, on its own answers.
 
-The last checkpoint of the GRPO run of track words-low at seed 20, with its AdamW state; analyses/measure/
-pretrained_batches.py has the policy that starts it. It answers 8 validation problems, four times each and sampled as in
-the run, and every token's norm is measured; the gradients of 24 further problems are summed. Writes
+The policy that starts the GRPO run of track words-low at seed 20 (the measurement `words_untrained`), or the run's last
+checkpoint with its AdamW state (`words_trained`). It answers 8 validation problems, eight times each at the start and
+four times at the end, sampled as in the run, and every token's norm is measured; the gradients of 24 further problems ×
+4 are summed. Writes
 
     tokens.parquet      the token table
     summed.parquet      prompt and interval of each token of the 24
     products.parquet    ⟨g_{p,a}, g_{q,b}⟩ of their summed gradients: a row and a column per prompt and interval (`p.a`)
     responses.parquet   the columns of analyses/measure/optimal_baseline.py, a row per response
+    samples.csv         responses, tokens, accuracy, and problems whose responses differ in reward
+
+and at the end of the run
+
     scaled.parquet      the token table with SCALED measured tokens per interval, also in AdamW's metric
     weightings.csv      `Comparison.table` of WEIGHTINGS
     weights.csv         by group of parameters: number of weights, how many training changed, how many of
                         these also in bfloat16, and the norm of the change
-    samples.csv         responses, tokens, accuracy, and problems whose responses differ in reward
 """
 
 from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -51,36 +56,47 @@ WEIGHTINGS = ("reweight", "up-weight", "lopti", "top-entropy")
 """With their defaults: Reweight at the paper's α = .3, its opposite at its authors' .2."""
 
 
-def measure(out: Path, *, questions: int = 8, folders: tuple[str, str] | None = None, task: str | None = None) -> None:
+def measure(
+    out: Path,
+    *,
+    when: Literal["start", "end"] = "end",
+    questions: int = 8,
+    responses: int = RESPONSES,
+    folders: tuple[str, str] | None = None,
+    task: str | None = None,
+) -> None:
     """Sample and measure, and keep the tables.
 
-    folders, task: the policies at the start and at the end, and the latter's questions; None: the run's.
+    folders, task: the policies at the start and at the end, and the questions; None: the run's.
     """
     run = plan()
-    start, end = map(Path, folders or find_policies(run))
-    policy = load_policy(end)
+    start, end = map(Path, folders or find_policies(run, when))
+    policy = load_policy(end if when == "end" else start)
     settings = {"temperature": run.config.temperature, "max_new_tokens": run.config.max_new_tokens}
-    draw = partial(sample, policy, task or run.test.task, n=RESPONSES, **settings)
-    rows = part(out, "rows", partial(draw, questions, FRESH))
+    draw = partial(sample, policy, task or run.test.task, **settings)
+    rows = part(out, "rows", partial(draw, questions, FRESH, n=responses))
     batch = as_batch(rows)
     tokens = part(out, "tokens", partial(measure_tokens, policy, batch))
-    others = as_batch(part(out, "rows-sums", partial(draw, 3 * questions, FRESH + 1)))
+    others = as_batch(part(out, "rows-sums", partial(draw, 3 * questions, FRESH + 1, n=RESPONSES)))
     unmeasured = {"tokens": torch.empty(0, dtype=torch.long), "self_check": False}
     summed = part(out, "tokens-sums", partial(measure_tokens, policy, others, **unmeasured))
-    responses = optimal_baseline.by_prompt(out, "end", policy, batch, tokens, by_token=False)
+    of_responses = optimal_baseline.by_prompt(out, when, policy, batch, tokens, by_token=False)
     layers = [column for column in tokens if column.startswith(LAYER)]
     tables = {
         "tokens.parquet": tokens[[*KEPT, *layers]].astype(real_language.SMALL),
         "summed.parquet": summed[["group", "interval"]].astype(np.int8),
         "products.parquet": part(out, "products-sums", partial(multiply, policy, others, summed)),
-        "responses.parquet": responses.drop(columns="policy"),
-        "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, end / OPTIMIZER)),
-        "weightings.csv": part(out, "weightings", partial(weigh, policy, batch, tokens)),
-        "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
+        "responses.parquet": of_responses.drop(columns="policy"),
         "samples.csv": describe(rows),
     }
-    facts = {"questions": questions, "responses": RESPONSES, "run": run.place.as_posix(), "steps": run.config.steps}
-    keep(out, tables, **facts)
+    if when == "end":
+        tables |= {
+            "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, end / OPTIMIZER)),
+            "weightings.csv": part(out, "weightings", partial(weigh, policy, batch, tokens)),
+            "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
+        }
+    steps = run.config.steps if when == "end" else 0
+    keep(out, tables, questions=questions, responses=responses, run=run.place.as_posix(), steps=steps)
 
 
 def plan() -> Run:
@@ -88,8 +104,10 @@ def plan() -> Run:
     return next(run for run in list_runs("words") if (run.track, run.variant, run.seed) == ("words-low", "grpo", 20))
 
 
-def find_policies(run: Run) -> tuple[str, str]:
-    """Return the run's first and last checkpoint. Raises InputError if one is missing or incomplete."""
+def find_policies(run: Run, when: str) -> tuple[str, str]:
+    """Return the run's first and last checkpoint. Raises InputError if the latter is wanted and not complete."""
+    if when == "start":
+        return run.config.model, ""
     last = next(iter(list_checkpoints(WORK / run.place)[::-1]), None)
     if last is None or not (last / OPTIMIZER).is_file():
         raise InputError(f"{WORK / run.place} has no checkpoint with {OPTIMIZER}: measure it before the run is judged")
