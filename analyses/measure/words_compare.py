@@ -1,8 +1,9 @@
-"""Measure what every token weighting would do with a batch of the pretrained policy before training.
+"""Measure what every token weighting would do with a batch of the pretrained policy, early in a run and after it.
 
-The policies are the one that starts the runs of scale words and the one after the four GRPO steps of the track
-words-stale; each answers 16 validation problems × 8. Three cases: the first policy on its own responses, the second on
-the first's (as if rollouts were some steps old), and the first on the second's. Writes, with a column `case`,
+The policies are the one that starts the runs of scale words, the one after the four GRPO steps of the track
+words-stale, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 8 validation problems ×
+8. Four cases: the first policy on its own responses, the second on the first's (as if rollouts were some steps old),
+the first on the second's, and the third on its own. Writes, with a column `case`,
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
@@ -28,7 +29,12 @@ from gradscope.sampling import batch_rows
 from gradscope.trainer import list_checkpoints
 from gradscope.updates import Comparison, compare
 
-CASES = {"on-policy": ("start", "start"), "older rollouts": ("later", "start"), "newer rollouts": ("start", "later")}
+CASES = {
+    "on-policy": ("start", "start"),
+    "older rollouts": ("later", "start"),
+    "newer rollouts": ("start", "later"),
+    "after training": ("trained", "trained"),
+}
 """{case: (measured policy, whose responses)}."""
 RESPONSES = 8
 
@@ -36,16 +42,16 @@ RESPONSES = 8
 def measure(
     out: Path,
     *,
-    questions: int = 16,
-    folders: tuple[str, str] | None = None,
+    questions: int = 8,
+    folders: tuple[str, str, str] | None = None,
     task: str | None = None,
     weightings: tuple[str, ...] | None = None,
 ) -> None:
-    """Sample both batches, compare on each case, and keep the tables.
+    """Sample a batch of each policy, compare on each case, and keep the tables.
 
-    folders, task: the two policies and their questions; None: the runs'. weightings: None for `compare`'s default.
+    folders, task: the three policies and their questions; None: the runs'. weightings: None for `compare`'s default.
     """
-    policies = dict(zip(("start", "later"), map(load_policy, folders or find_policies()), strict=True))
+    policies = dict(zip(("start", "later", "trained"), map(load_policy, folders or find_policies()), strict=True))
     test, config = plan().test, plan().config
     settings = {"n": RESPONSES, "temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
@@ -63,18 +69,23 @@ def measure(
     keep(out, tables, questions=questions, responses=RESPONSES)
 
 
-def plan() -> Run:
-    """Return the run of a few steps."""
-    return next(run for run in list_runs("words") if run.track == "words-stale")
+def plan(track: str = "words-stale") -> Run:
+    """Return the last seed's run of GRPO of a track: that of a few steps, unless another is named."""
+    return [run for run in list_runs("words") if (run.track, run.variant) == (track, "grpo")][-1]
 
 
-def find_policies() -> tuple[str, str]:
-    """Return the checkpoint that starts the runs, and that after the few steps. Raises InputError if one is missing."""
-    work = WORK / plan().place
+def find_policies() -> tuple[str, str, str]:
+    """Return the checkpoint that starts the runs, and the last of both runs. Raises InputError if one is missing."""
+    return plan().config.model, *(str(find_last(plan(track))) for track in ("words-stale", "varied-low"))
+
+
+def find_last(run: Run) -> Path:
+    """Return a run's last checkpoint."""
+    work = WORK / run.place
     if not (checkpoints := list_checkpoints(work)):
         command = "python -m analyses.reproduce --scale words --only words_compare"
-        raise InputError(f"{work} has no checkpoint; remove {RUNS / plan().place} and make the run again: {command}")
-    return plan().config.model, str(checkpoints[-1])
+        raise InputError(f"{work} has no checkpoint; remove {RUNS / run.place} and make the run again: {command}")
+    return checkpoints[-1]
 
 
 def tabulate(comparison: Comparison, name: str) -> pd.DataFrame:

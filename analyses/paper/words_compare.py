@@ -1,4 +1,4 @@
-"""What every token weighting would do with a pretrained policy's batch: on-policy, and with older and newer rollouts.
+"""What every token weighting would do with a pretrained policy's batch: on- and off-policy, and after training.
 
     python -m analyses.paper.words_compare [--out figures/words]
 
