@@ -4,7 +4,7 @@
     python -m analyses.recipes.report_pretrained --policy work/smollm2 [--out figures/report-smollm2]
 
 Eight responses of at most 48 tokens to each of 16 problems, each after two worked ones, sampled at temperature 1, then
-`gradscope diagnose` with ten minutes. OUT gets the page and its tables, except the token table, which is large.
+`gradscope diagnose` with 25 minutes. OUT gets the page and its tables, except the token table, which is large.
 
 Differs from a training run: the policy has had no RL training, so it has no optimizer state; its weights are
 de-quantised from four bits.
@@ -34,7 +34,7 @@ class Options:
     """Folder for the rollouts and the whole report."""
     out: Path = Path("figures/report-smollm2")
     """Folder for the page and its tables."""
-    minutes: float = 10
+    minutes: float = 25
     """Time for the diagnosis, in minutes."""
 
 
