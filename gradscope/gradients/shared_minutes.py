@@ -17,6 +17,9 @@ APART = 25.0
 prompts, 76 tokens per interval)."""
 FEWEST = 6
 """Fewest prompts for a confidence interval (`resampling.short_of`)."""
+ENOUGH = 20
+"""Measured tokens per interval of π that usually give a confidence interval: an effective sample of six. SmolLM2 needs
+19."""
 AFTER = 8.0
 """Seconds for everything else: the self-check, the page."""
 HALVINGS = 60
@@ -51,24 +54,28 @@ def share_seconds(
 ) -> Shares:
     """Divide the seconds so that the sum of the three variances is smallest.
 
-    Fewer than FEWEST prompts are scored or summed only if these alone would exceed the time.
+    FEWEST prompts scored, ENOUGH tokens measured and FEWEST prompts summed come first. If these exceed the time, only
+    one prompt is summed, since a share of fewer has no interval; if they still do, nothing comes first.
 
     Args:
         prompts: number of prompts.
         tokens: largest possible number of tokens in an interval.
         summable: prompts whose gradients fit into memory; None: all.
-        least: prompts that are summed however long it takes.
+        least: prompts that are summed however long it takes; if more than one, sums come before tokens.
 
     >>> share_seconds(300.0, Prices(scoring=2.0, measuring=1.5, summing=20.0), prompts=16, tokens=4000)
     Shares(scored=16, measured=98, summed=6)
     """
     fewest, most = min(FEWEST, prompts), prompts if summable is None else min(summable, prompts)
     least = min(least, most)
+    enough = 1 if least > 1 else min(ENOUGH, tokens)
     apart = {
         "scored": _Number(1.0, prices.scoring, fewest, prompts),
-        "measured": _Number(APART, prices.measuring, 1, tokens),
-        "summed": _Number(1.0, prices.summing, fewest, most, least),
+        "measured": _Number(APART, prices.measuring, enough, tokens),
+        "summed": _Number(1.0, prices.summing, min(fewest, most), most, least),
     }
+    if least == 1 and _cost(apart) > seconds:
+        apart["summed"] = _Number(1.0, prices.summing, 1, 1)
     found = _divide(seconds, apart)
     if found["summed"] >= found["scored"]:  # summed prompts are a subset of the scored ones
         both = _Number(2.0, prices.scoring + prices.summing, fewest, prompts, least)
@@ -95,16 +102,17 @@ class _Number:
         return min(self.most, max(self.least if floor else self.kept, wanted))
 
 
+def _cost(numbers: dict[str, _Number], scale: float = 0.0, *, floor: bool = True) -> float:
+    """Return the seconds that the numbers at this scale take; by default, the least ones."""
+    return sum(number.price * number.at(scale, floor=floor) for number in numbers.values())
+
+
 def _divide(seconds: float, numbers: dict[str, _Number]) -> dict[str, float]:
     """Return the numbers with the smallest sum of variances that together take this many seconds."""
-
-    def cost(scale: float, floor: bool) -> float:
-        return sum(number.price * number.at(scale, floor=floor) for number in numbers.values())
-
-    floor = cost(0.0, True) <= seconds
+    floor = _cost(numbers) <= seconds
     low, high = 0.0, max(number.most * sqrt(max(number.price, 1e-12) / number.gain) for number in numbers.values())
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        low, high = (middle, high) if cost(middle, floor) <= seconds else (low, middle)
+        low, high = (middle, high) if _cost(numbers, middle, floor=floor) <= seconds else (low, middle)
     # With a tolerance for rounding, so that everything is used if time suffices.
     return {name: number.at(low, floor=floor) + 1e-6 for name, number in numbers.items()}

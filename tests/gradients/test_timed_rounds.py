@@ -25,7 +25,7 @@ from gradscope.gradients import (
 from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
-from gradscope.gradients.shared_minutes import AFTER, APART, FEWEST, Prices, Shares, share_seconds
+from gradscope.gradients.shared_minutes import AFTER, APART, ENOUGH, FEWEST, Prices, Shares, share_seconds
 from gradscope.gradients.table import join_responses
 from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
@@ -149,8 +149,12 @@ def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, p
     m, k, s = (np.array(list(range(1, n + 1))) for n in (prompts, tokens, prompts))
     m, k, s = m[:, None, None], k[None, :, None], s[None, None]
     fits = (cost(m, k, s) <= seconds) & (s <= m) & (s >= least)
-    floors = fits & (m >= FEWEST) & (s >= FEWEST)
-    best = np.where(floors if floors.any() else fits, variance(m, k, s), np.inf).min()
+    wide = fits & (m >= FEWEST)
+    enough = k >= ENOUGH
+    # In this order; with least = 2, sums come before tokens.
+    some = [wide & enough & (s >= FEWEST), wide & enough & (s == 1), fits & (s == 1)]
+    tried = some if least == 1 else [wide & (s >= FEWEST), fits]
+    best = np.where(next((which for which in tried if which.any()), False), variance(m, k, s), np.inf).min()
     own = variance(found.scored, found.measured, found.summed)
     assert cost(found.scored, found.measured, found.summed) <= seconds or own == variance(least, 1, least)
     # Whole numbers: each may be one below the best, and summed prompts are among the scored ones.
@@ -161,6 +165,14 @@ def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, p
 def test_prompts_that_something_needs_are_summed_however_long_they_take():
     assert share_seconds(300.0, Prices(3.5, 1.2, 165.0), prompts=16, tokens=4000).summed == 1
     assert share_seconds(300.0, Prices(3.5, 1.2, 165.0), prompts=16, tokens=4000, least=2) == Shares(2, 1, 2)
+
+
+def test_tokens_for_an_interval_come_before_sums_without_one():
+    """Ten minutes on a slow core: six sums leave time for seven tokens of each interval, too few for a bound."""
+    prices = Prices(1.0, 7.5, 66.0)
+    found = share_seconds(470.0, prices, prompts=16, tokens=1945)
+    assert found.measured >= ENOUGH and found.scored == 16 and found.summed == 1
+    assert share_seconds(570.0, prices, prompts=16, tokens=1945).summed == FEWEST
 
 
 def test_a_pilot_prices_all_that_follows(policy):
