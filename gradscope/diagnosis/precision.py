@@ -66,15 +66,15 @@ class SamplingError:
         if not np.isfinite(self.part):
             return f"Too few tokens were measured to say how much more of them would narrow {which}."
         if self.part > NEARLY_ALL:  # an estimate: the prompts' own part need not be 0
-            return f"Nearly all of the variance of {which} is the sample of tokens': more would narrow it."
-        said = f"{self.part:.0%} of the variance of {which} is the sample of tokens', the rest the prompts'"
+            return f"Nearly all of the variance behind {which} comes from sampling tokens: more would narrow it."
+        said = f"{100 * self.part:.0f} % of the variance behind {which} comes from sampling tokens, the rest from prompts"
         if self.part < LITTLE:
             return f"{said}: more tokens would hardly narrow it."
         names = {4.0: "4 times as many tokens", np.inf: "all tokens"}
         bought = []
         for times in (4.0, np.inf) if 4 * self.measured < self.tokens else (np.inf,):
             bought.append(f"{self.width(times):.2f} times as wide with {names[times]}")
-        return f"{said}. It would be {', '.join(bought)}."
+        return f"{said}. It would be {' and '.join(bought)}."
 
 
 def sampling_error(

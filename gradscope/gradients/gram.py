@@ -78,7 +78,7 @@ class SumsPlan:
             return f"summed gradients: exact, all parameters at once, {cost}"
         return (
             f"summed gradients: sketches of {self.sketch_size:,} numbers, {cost}; inner products err by "
-            f"{self.sketch_size**-0.5:.1%} of the norms' product (one standard deviation)"
+            f"{100 * self.sketch_size**-0.5:.1f} % of the norms' product (one standard deviation)"
         )
 
 

@@ -389,7 +389,7 @@ def _prompts(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption += "" if extremes is found else f", and the {EXTREMES} that do so least or oppose it"
     caption += ", each linked to its token with the largest |w|·(1−π)."
     if (found["share_error"] > 0).any():
-        caption += f" Shares have a standard error of at most {found['share_error'].max():.1%} from sketching."
+        caption += f" Shares have a standard error of at most {100 * found['share_error'].max():.1f} % from sketching."
     shown = ["group", "reward", "responses", "tokens", "gradient_norm", "gradient_share", "cosine_with_rest"]
     table = sheets.table("prompts", extremes, caption, shown, links=True)
     sheets.tables[table.csv] = found
