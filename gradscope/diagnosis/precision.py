@@ -67,7 +67,8 @@ class SamplingError:
             return f"Too few tokens were measured to say how much more of them would narrow {which}."
         if self.part > NEARLY_ALL:  # an estimate: the prompts' own part need not be 0
             return f"Nearly all of the variance behind {which} comes from sampling tokens: more would narrow it."
-        said = f"{100 * self.part:.0f} % of the variance behind {which} comes from sampling tokens, the rest from prompts"
+        part = f"{100 * self.part:.0f} %"
+        said = f"{part} of the variance behind {which} comes from sampling tokens, the rest from prompts"
         if self.part < LITTLE:
             return f"{said}: more tokens would hardly narrow it."
         names = {4.0: "4 times as many tokens", np.inf: "all tokens"}
