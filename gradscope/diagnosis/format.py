@@ -57,8 +57,12 @@ def times_words(row: pd.Series) -> str:
 
 
 def times(bits: float) -> str:
-    """Write the ratio of which a number is log₂."""
-    return digits(2.0**bits)
+    """Write the ratio of which a number is log₂.
+
+    >>> [times(bits) for bits in (4.75, -1.0, -21.0)]
+    ['27', '0.5', '<0.001']
+    """
+    return "<0.001" if 2.0**bits < 1e-3 else digits(2.0**bits)
 
 
 def name_interval(label: str) -> str:
