@@ -438,7 +438,10 @@ def _spikes(d: Diagnosis) -> list[Finding]:
     of = "the gradient energy of all"
     if sampling_probabilities(d.table) is not None:
         of = "the gradient energy, estimated for all tokens"
-    statement = f"The {len(d.spikes)} of {measured:,} measured tokens with the largest ‖w·g‖ hold {together} % of {of}."
+    these = f"{len(d.spikes)} of {measured:,} measured tokens with the largest ‖w·g‖"
+    if len(d.spikes) == measured:
+        these = f"{measured} measured tokens"
+    statement = f"The {these} hold {together} % of {of}."
     statement += _split_rewards(d.spikes.head(NAMED))
     told = "; ".join(_spike_words(spike) for _, spike in d.spikes.head(NAMED).iterrows())
     detail = f"The largest: {told}. This describes this batch only."
