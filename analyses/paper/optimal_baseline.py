@@ -29,7 +29,7 @@ from analyses.measure.optimal_baseline import ENERGY, LENGTH, POWER, PROXY, SUM,
 from analyses.measure.real_language import MODELS
 from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.plots import paper_style, save_figure
-from gradscope.resampling import ANY, Scale, bootstrap
+from gradscope.resampling import ANY, FEWEST, Scale, bootstrap
 from gradscope.theory import FLOOR
 
 POLICIES = {"embedded": "embedded, T = 0.7", "smollm2": "SmolLM2-135M-Instruct (4 bits), T = 1"}
@@ -106,17 +106,20 @@ def judge_all(responses: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def save_variance(responses: pd.DataFrame) -> pd.DataFrame:
-    """Return the share of the estimator's variance that each baseline saves against the others' plain mean."""
+    """Return the share of the estimator's variance that each baseline saves against the others' plain mean.
+
+    Empty below FEWEST prompts whose responses differ in reward; the others have no terms.
+    """
     by_prompt = responses.groupby("group").sum(numeric_only=True)
     plain, signal = by_prompt[POWER + "mean"].to_numpy(), by_prompt["signal"].to_numpy()
-    rows = []
-    for name in [*WHOLE, *TOKENWISE]:
-        if name == "mean" or responses[POWER + name].isna().any():
+    rows, names = [], [*WHOLE, *TOKENWISE] if (plain > 0).sum() >= FEWEST else []
+    for name in names:
+        if name == "mean" or POWER + name not in responses or responses[POWER + name].isna().any():
             continue
         own = by_prompt[POWER + name].to_numpy()
         found = bootstrap(lambda w, own=own: (w @ (plain - own) / (w @ (plain - signal)))[:, None], len(plain))[:, 0]
         rows.append({"baseline": name} | dict(zip(("saved", "lower", "upper"), found, strict=True)))
-    return pd.DataFrame(rows)
+    return pd.DataFrame(rows, columns=["baseline", "saved", "lower", "upper"])
 
 
 def compare_units(responses: pd.DataFrame) -> pd.DataFrame:

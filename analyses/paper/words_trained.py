@@ -2,19 +2,22 @@
 
     python -m analyses.paper.words_trained [--out figures/words]
 
-Drawn from the measurements `words_trained` (analyses/measure/words_trained.py), at the end of the run, and
-`pretrained_batches`, at its start and T = 1: words_trained.png, and words_trained.csv with the intervals' shares and
-norms, of Σ‖w·g‖² in AdamW's metric, too. With the same prefix, _powers.csv has the powers of 1 − π that norms follow,
-_proxy.csv how well verl's sums stand for norms (as in analyses/paper/optimal_baseline.py), _sizes.csv the shares of the
-summed gradient in batches of fewer prompts, _weightings.csv what token weightings would do (`gradscope compare`),
-_weights.csv how many weights training changed, _samples.csv what was sampled. Bounds are over the prompts of one batch
-(8, and 24 for summed gradients), before training over four batches. This is one run of one seed and says nothing about
-others.
+Drawn from the measurements `words_untrained` and `words_trained` (analyses/measure/words_trained.py), at the start and
+the end of the run, and, for shares, norms and powers at the start, from the four batches of `pretrained_batches` at
+T = 1: words_trained.png, and words_trained.csv with the intervals' shares and norms, of Σ‖w·g‖² in AdamW's metric, too.
+With the same prefix, _powers.csv has the powers of 1 − π that norms follow; _proxy.csv, _saved.csv and _units.csv how
+well verl's sums stand for norms and what baselines save (as in analyses/paper/optimal_baseline.py); _sizes.csv the
+shares of the summed gradient in batches of fewer prompts; _weightings.csv what token weightings would do (`gradscope
+compare`); _weights.csv how many weights training changed; _samples.csv what was sampled. Bounds are over the prompts of
+one batch (8, and 24 for summed gradients), for pretrained_batches over the four. This is one run of one seed and says
+nothing about others.
 
 The paper has no such figure.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -29,7 +32,7 @@ from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.words_trained import unflatten
 from analyses.paper import pretrained_batches
-from analyses.paper.optimal_baseline import judge_all, judge_tokens
+from analyses.paper.optimal_baseline import compare_units, judge_all, judge_tokens, save_variance
 from gradscope.diagnosis import gradient_rows, sum_by_prompt, token_shares
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS, Gram
 from gradscope.intervals import interval_labels
@@ -37,10 +40,9 @@ from gradscope.plots import interval_colors, paper_style, save_figure
 from gradscope.theory import fit_powers
 
 NAME, LABELS = "words_trained", interval_labels()
-TABLES = (
-    *("tokens.parquet", "summed.parquet", "products.parquet", "responses.parquet", "scaled.parquet"),
-    *("weightings.csv", "weights.csv", "samples.csv"),
-)
+SHARED = ("tokens.parquet", "products.parquet", "responses.parquet", "samples.csv")
+"""Tables of both measurements."""
+TABLES = (*SHARED, "summed.parquet", "scaled.parquet", "weightings.csv", "weights.csv")
 START, END = "before training", "after 60 steps"
 COLORS = {START: "#9aa5b1", END: "#b5548a"}
 QUANTITIES = ("token_share", "squared_share", "norm_ratio", "gradient_share", "signal_fraction")
@@ -54,7 +56,8 @@ DEALS = 200
 
 def table(options: Options) -> dict[str, pd.DataFrame]:
     """Return the numbers by the ending of their file's name."""
-    of = {name.split(".")[0]: read_table(NAME, name, scale=options.scale) for name in TABLES}
+    of = read_tables(NAME, TABLES, options.scale)
+    untrained = read_tables("words_untrained", SHARED, options.scale)
     start = {
         name: pretrained_batches.pick(rows, ("smollm2-words", 1.0)).reset_index(drop=True)
         for name, rows in pretrained_batches.table(pretrained_batches.Options(scale=options.scale)).items()
@@ -68,10 +71,12 @@ def table(options: Options) -> dict[str, pd.DataFrame]:
     before = pretrained_batches.compare(start["gradients"]).assign(when=START, metric="raw")
     before = before.rename(columns={"quantity": "statistic", "mean": "value"})
     columns = ["when", "statistic", "metric", "interval", "value", "lower", "upper"]
-    proxy = [judge_all(of["responses"], of["tokens"])]
+    both = {START: untrained, END: of}
+    proxy = [judge_all(own["responses"], own["tokens"]).assign(when=when) for when, own in both.items()]
     for name, norm in SCALED_PAIRS.items():
         scaled = of["scaled"].assign(**{PARAMETERS: of["scaled"][norm]})
         proxy.append(pd.DataFrame([{"question": "ii", "pair": name, "of": "token"} | judge_tokens(scaled)]))
+        proxy[-1]["when"] = END
     ends = [name + end for name in NUMBERS for end in ("", "_lower", "_upper")]
     weightings = of["weightings"][["method", "step", *(end for end in ends if end in of["weightings"])]]
     powers = [fit_powers(start["tokens"]).assign(when=START), fit_powers(of["tokens"]).assign(when=END)]
@@ -79,11 +84,25 @@ def table(options: Options) -> dict[str, pd.DataFrame]:
         "": pd.concat([before, end[end["statistic"].isin(QUANTITIES)]])[columns],
         "_powers": pd.concat(powers),
         "_proxy": pd.concat(proxy),
-        "_sizes": by_size(products),
+        "_saved": join(both, lambda own: save_variance(own["responses"])),
+        "_units": join(both, lambda own: compare_units(own["responses"])),
+        "_sizes": join(both, lambda own: by_size(unflatten(own["products"]))),
         "_weightings": weightings,
         "_weights": share_weights(of["weights"]),
-        "_samples": of["samples"],
+        "_samples": join(both, lambda own: own["samples"]),
     }
+
+
+def read_tables(name: str, tables: tuple[str, ...], scale: str) -> dict[str, pd.DataFrame]:
+    """Return a measurement's tables by their names without endings."""
+    return {table.split(".")[0]: read_table(name, table, scale=scale) for table in tables}
+
+
+def join(
+    both: dict[str, dict[str, pd.DataFrame]], make: Callable[[dict[str, pd.DataFrame]], pd.DataFrame]
+) -> pd.DataFrame:
+    """Make a table of each measurement's, and put them below one another with a column `when`."""
+    return pd.concat(make(own).assign(when=when) for when, own in both.items())
 
 
 def by_size(products: Float[np.ndarray, "n A n A"]) -> pd.DataFrame:
@@ -128,7 +147,7 @@ def draw_shares(ax: Axes, rows: pd.DataFrame, title: str) -> None:
 @paper_style()
 def draw(found: dict[str, pd.DataFrame]) -> Figure:
     """Draw shares by interval, the power of 1 − π by layer, and shares by batch size."""
-    figure, axes = plt.subplots(1, 4, figsize=(12.0, 2.9), layout="constrained")
+    figure, axes = plt.subplots(1, 5, figsize=(14.5, 2.9), layout="constrained")
     for ax, (quantity, title) in zip(axes, SHOWN.items(), strict=False):
         draw_shares(ax, found[""][found[""]["statistic"] == quantity], title)
     axes[0].legend(loc="upper left")
@@ -140,17 +159,23 @@ def draw(found: dict[str, pd.DataFrame]) -> Figure:
         axes[2].fill_between(places, layers["slope_lower"], layers["slope_upper"], color=color, alpha=0.25, lw=0)
     axes[2].axhline(1, color="0.6", lw=0.8, ls="--")
     axes[2].set(xlabel="layer", ylabel="power of 1 − π\nthat norms follow (95 %)")
-    sizes = found["_sizes"]
+    axes[4].sharey(axes[3])
+    for ax, (when, sizes) in zip(axes[3:], found["_sizes"].groupby("when", sort=False), strict=True):
+        draw_sizes(ax, sizes, when)
+    figure.legend(*axes[3].get_legend_handles_labels(), title="π", loc="outside right center")
+    return figure
+
+
+def draw_sizes(ax: Axes, sizes: pd.DataFrame, when: str) -> None:
+    """Draw the intervals' shares of the summed gradient by number of prompts."""
     for place, (label, color) in enumerate(zip(LABELS, interval_colors(), strict=True)):
         own = sizes[sizes["interval"] == label]
         errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["mean"].to_numpy())
         beside = own["prompts"] * 1.06 ** (place - 1.5)
-        axes[3].errorbar(beside, own["mean"], errors, fmt="o-", color=color, ms=3.5, lw=1, capsize=2, label=label)
-    axes[3].set_xscale("log", base=2)
-    axes[3].set_xticks(sizes["prompts"].unique(), sizes["prompts"].unique().astype(str))
-    axes[3].set(xlabel=f"prompts in the batch, {END}", ylabel="share of the summed gradient\n(mean, 95 % of batches)")
-    figure.legend(*axes[3].get_legend_handles_labels(), title="π", loc="outside right center")
-    return figure
+        ax.errorbar(beside, own["mean"], errors, fmt="o-", color=color, ms=3.5, lw=1, capsize=2, label=label)
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(sizes["prompts"].unique(), sizes["prompts"].unique().astype(str))
+    ax.set(xlabel=f"prompts in the batch, {when}", ylabel="share of the summed gradient\n(mean, 95 % of batches)")
 
 
 def main(options: Options) -> None:
