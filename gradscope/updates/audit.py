@@ -315,8 +315,9 @@ def _judge(
     if not next(iter(found.values()))["other"].sum():
         raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
     readings = pd.DataFrame([{"reading": name} | _summarize(products) for name, products in found.items()])
-    exact = readings[(readings["typical"] <= FLOAT32) & ((readings["factor"] - 1).abs() <= FLOAT32)]
-    best = exact.iloc[0] if len(exact) else readings.sort_values("typical", kind="stable").iloc[0]
+    fitting = readings[readings["typical"] <= FLOAT32]  # up to a factor; rounding must not choose among these
+    exact = fitting[(fitting["factor"] - 1).abs() <= FLOAT32]
+    best = pd.concat([exact, fitting, readings.sort_values("typical", kind="stable")]).iloc[0]
     products, factor = found[best["reading"]], float(best["factor"])
     count = max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))  # that one process accumulates
     # Each of n additions rounds a partial sum by up to eps/2 of it, eps/√12 in the root mean square; partial sums grow
