@@ -11,12 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import sqrt
 
+from gradscope.resampling import FEWEST
+
 APART = 25.0
 """Variance of a share of Σ‖w·g‖² from measuring one token per interval, relative to that from one prompt. Measured for
 [0, ¼): 14 for the embedded policy (ten prompts, 300 tokens per interval), 39 to 52 for SmolLM2-135M-Instruct (16
 prompts, 76 tokens per interval)."""
-FEWEST = 6
-"""Fewest prompts for a confidence interval (`resampling.short_of`)."""
 ENOUGH = 20
 """Measured tokens per interval of π that usually give a confidence interval: an effective sample of six. SmolLM2 needs
 19."""
@@ -55,7 +55,7 @@ def share_seconds(
     """Divide the seconds so that the sum of the three variances is smallest.
 
     FEWEST prompts scored, ENOUGH tokens measured and FEWEST prompts summed come first. If these exceed the time, only
-    one prompt is summed, since a share of fewer has no interval; if they still do, nothing comes first.
+    one prompt is summed, since a share from fewer than FEWEST has no interval; if they still do, nothing comes first.
 
     Args:
         prompts: number of prompts.

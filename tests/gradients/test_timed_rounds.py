@@ -25,11 +25,12 @@ from gradscope.gradients import (
 from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
-from gradscope.gradients.shared_minutes import AFTER, APART, ENOUGH, FEWEST, Prices, Shares, share_seconds
+from gradscope.gradients.shared_minutes import AFTER, APART, ENOUGH, Prices, Shares, share_seconds
 from gradscope.gradients.table import join_responses
 from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.objective import PAPER
+from gradscope.resampling import FEWEST
 from gradscope.runs import ALONE, RunFolder
 
 
