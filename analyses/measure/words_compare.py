@@ -1,8 +1,8 @@
 """Measure what every token weighting would do with a batch of the pretrained policy, early in a run and after it.
 
 The policies are the one that starts the runs of scale words, the one after the four GRPO steps of the track
-words-stale, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 8 validation problems ×
-8. Four cases: the first policy on its own responses, the second on the first's (as if rollouts were some steps old),
+words-stale, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 16 validation problems
+× 8. Four cases: the first policy on its own responses, the second on the first's (as if rollouts were some steps old),
 the first on the second's, and the third on its own. Writes, with a column `case`,
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
@@ -42,7 +42,7 @@ RESPONSES = 8
 def measure(
     out: Path,
     *,
-    questions: int = 8,
+    questions: int = 16,
     folders: tuple[str, str, str] | None = None,
     task: str | None = None,
     weightings: tuple[str, ...] | None = None,

@@ -2,14 +2,15 @@
 
     python -m analyses.recipes.report_example [--out figures/report-example] [--run runs/cpu/in-training/grpo/seed0]
 
-At each checkpoint 8 responses to the same 16 puzzles of 2 to 4 people, at the run's temperature of 0.7; the puzzles are
-drawn by a seed that the run does not use. Then `gradscope diagnose` runs with the optimizer's saved state and 500
-tokens per interval; at the earlier checkpoints a step is split by source on 5,000 tokens. OUT gets the trend's page,
-and the last checkpoint's page with its tables; everything else stays in RUN/report.
+At each checkpoint the policy gives 8 responses to each of the same 64 puzzles of 2 to 4 people, at the run's
+temperature of 0.7; the puzzles are drawn by a seed that the run does not use. Then `gradscope diagnose` runs with the
+optimizer's saved state and 500 tokens per interval; at the earlier checkpoints a step is split by source on 5,000
+tokens and token weightings are not compared. OUT gets the trend's page, and the last checkpoint's page with its tables;
+everything else stays in RUN/report.
 
-Differs from the run's training: a batch of 16 × 8 responses makes one optimizer step, the run's two; the rollouts lack
-the reference's log π, so the KL term's part of the weights is 0. The untrained policy is left out because it has no
-optimizer state.
+Differs from the run's training: a batch of 64 × 8 responses makes one optimizer step; the run makes two from each batch
+of 16 × 8. The rollouts lack the reference's log π, so the KL term's part of the weights is 0. The untrained policy is
+left out because it has no optimizer state.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from gradscope.runs import MANIFEST, read_json
 from gradscope.trainer import list_checkpoints, step_of
 
 STEPS = (4, 12, 20, 28, 40)
-SAMPLE = ["--questions", "16", "--n", "8", "--people", "2", "3", "4", "--temperature", "0.7"]
+SAMPLE = ["--questions", "64", "--n", "8", "--people", "2", "3", "4", "--temperature", "0.7"]
 SAMPLE += ["--task", "knights-knaves-compact", "--max-new-tokens", "400", "--seed", str(FRESH)]
-EARLIER = ["--tokens-per-interval", "500", "--influence-tokens", "5000"]
+EARLIER = ["--tokens-per-interval", "500", "--influence-tokens", "5000", "--no-compare"]
 KEPT = ("report.html", "manifest.json", "data")
 """Files of a checkpoint's folder that go with the trend; tokens.parquet is large."""
 
