@@ -14,8 +14,8 @@ diagnose --plan` for a size that does not fit on this machine. Each replaces its
 and "whole" for all together.
 
     seconds, cpu_seconds, forward_passes    of a stage without the stages within it
-    anonymous_gib                           memory that no file backs, of all processes together, at most in the stage
-    resident_gib                            with what of files is mapped, which the system takes back when it needs room
+    anonymous_gib                           peak memory not backed by files, over all processes
+    resident_gib                            the same plus mapped file pages, which the system can reclaim
     device_gib                              allocated on a GPU at most
 
 Linux only: memory is read from /proc. `real_size_stages` is the clock.

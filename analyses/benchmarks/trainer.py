@@ -11,8 +11,8 @@ embedded-certain; "large" hidden 256, 4 layers, vocabulary 32,000; both Qwen2, t
              prompts, reward, temperature, KL and optimizer steps per batch. "puzzles" is the preset kk-embedded with
              that policy, whose responses end where they end; "embedded" and "large" have random weights and an EOS
              outside their vocabulary, so that all responses are equally long and nothing is to be gained from those
-             that end early. Where a batch makes one optimizer step, both take its own
-             log-probabilities for π_old.
+             that end early. Where a batch makes one optimizer step, both use the current policy's
+             log-probabilities as π_old.
     lopti    All optimizer steps on one batch that the policy sampled, in two mini-batches. "large" has random weights,
              so η is set at the quantile of π_old below which the wanted share of tokens lies, spread over all responses
              (the paper's policies: 19 % below ¼, 29 % below ½); "embedded" is the real one at η = ½. Lopti computes the

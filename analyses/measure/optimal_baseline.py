@@ -7,8 +7,9 @@ responses to the same prompt, since a baseline looks better on its own data. Mea
 24 × 8 responses at temperature 0.7, and, without per-token baselines, all responses of the pretrained policy of
 analyses/measure/real_language.py. Writes
 
-    responses.parquet   a row per response: squared norms, also of its term in the estimator by baseline; `signal`:
-                        mean product of two responses' terms in its prompt; `loss_gradient_squared`: ‖Σ_i A_i·s_i‖²
+    responses.parquet   a row per response: squared norms, including that of its estimator term under each baseline;
+                        `signal`: mean product of two responses' terms in its prompt; `loss_gradient_squared`:
+                        ‖Σ_i A_i·s_i‖²
     tokens.parquet      a row per token of the embedded policy: its norms over all parameters and at the logits
 """
 

@@ -3,8 +3,8 @@
     python -m analyses.paper.fig2 [--out figures]
 
 Drawn from the measurement `base_policy` (analyses/measure/base_policy.py), a policy before training. At the logits the
-cone is a theorem; at the layers its gains are those of the tokens drawn, so it shows how wide the gains are and proves
-nothing.
+cone is a theorem; at the layers it is spanned by the plotted tokens' smallest and largest gains, so it shows how wide
+these are and proves nothing.
 
 Differs from the paper: its figure is a drawing, without data.
 """

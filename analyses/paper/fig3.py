@@ -5,7 +5,7 @@
 Drawn from the measurement `directions` (analyses/measure/directions.py): at each of ten checkpoints of a run, one
 update of each method from the same weights, by the run's own AdamW and by SGD. Shown are means ± standard deviations
 over the ten steps and, with t intervals over them, paired differences from GRPO, from a random split (absent from the
-paper), and of the most certain tokens from those of the intervals below.
+paper), and of the highest interval from each lower one.
 
 A token's direction is judged by log π − log(1−π), against the sign of its advantage and against that of its net weight:
 a token that follows the same words in a good and in a bad response of a group would have to move both ways at once, so

@@ -7,8 +7,8 @@ of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's
 test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at ten origins: two policies, each untrained
 and after 40 and 80 steps of two GRPO runs. Scores are the share of right signs (chance: .5) and Pearson's correlation,
 with intervals that resample origins. The gain predicts if the interval of the share lies above .5 and that of the
-correlation above 0. A method that is better or worse everywhere counts as well; `within methods` subtracts each
-method's means first. Not named beforehand: `right signs, by steps alone`, the score of a rule that expects more of
+correlation above 0. These scores also credit differences that a method has everywhere; `within methods` subtracts
+each method's means first. Not named beforehand: `right signs, by steps alone`, the score of a rule that expects more of
 methods with two optimizer steps to GRPO's one and less of the others; and the correlation without each of the origins
 in turn.
 

@@ -9,7 +9,7 @@ Differs from the paper: the policy. At scale cpu these are wall seconds of one t
 by side, and runs of one seed were not all made at the same time, so every ratio of seconds includes the machine's load
 and, at scale certain, which of two machines made a run. The last row, training relative to the same run's sampling,
 which the methods do not change, is affected less. The paper's sampling and training of 7B seem swapped: otherwise
-Lopti's second pass would cost sampling time. It gives no numbers for Reweight, which by its words costs milliseconds.
+Lopti's second pass would cost sampling time. It gives no numbers for Reweight, which it says costs milliseconds.
 """
 
 from __future__ import annotations

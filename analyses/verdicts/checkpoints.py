@@ -4,13 +4,13 @@
 
 Five checkpoints of each of two GRPO runs of `embedded-certain` (trained here first, where they are not there yet).
 At each, 4 responses to each of 2,000 puzzles; 3,000 tokens of each probability interval are measured, with known
-chances. All prompts together tell what is true; their 31 disjoint batches of 64 prompts are each given a verdict by
+chances. All prompts together define the truth; their 31 disjoint batches of 64 prompts are each given a verdict by
 the code of `diagnose`, on the same sample of tokens, which is about 100 of each interval: `--each 50_000` gives a batch
 what `diagnose` itself measures, and `--informative` 64 prompts that have an advantage, as on planted tables. So this
-tries sentences on tokens, of a table that is itself a sample: dominance, the ranking, what (1−π)² predicts, where the
-energy is, what norms follow. Sentences on summed gradients and steps are tried on planted tables alone. Prints and
-writes the table of `planted.tabulate`, and every verdict by checkpoint. Each checkpoint's table is kept in RUNS; what
-was interrupted goes on.
+tests the sentences about tokens, on a table that is itself a sample: dominance, the ranking, what (1−π)² predicts,
+where the energy is, what norms follow. Sentences on summed gradients and steps are tested on planted tables only.
+Prints and writes the table of `planted.tabulate`, and every verdict by checkpoint. Each checkpoint's table is kept in
+RUNS; an interrupted run resumes.
 """
 
 from __future__ import annotations

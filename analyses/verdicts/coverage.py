@@ -2,21 +2,20 @@
 
     python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out figures/verdicts_coverage.csv]
 
-A cell is a world, a truth, a design of the sample, so many prompts and measured tokens of each probability interval.
-Worlds: three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its energy),
-and every NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. Truths: of the
-batch, whose tokens alone are drawn; of the world, from whose prompts the batch is drawn, too, with replacement; or of
-a whole batch of four times as many prompts (of all, where there are fewer), some of which are looked at (--whole). For
-each statistic (share of Σ‖w·g‖², its log₂ over the share of the tokens and over that of (1−π)², mean ‖g‖) it gives the
-fraction of the draws that have a confidence interval, and the fraction of these that hold the truth: over all
-probability intervals, and for the worst of those that have one in a tenth of the draws. `before`: percentiles of
-redrawn prompts, from two prompts on.
-Probability intervals that a batch lacks are left out.
+A cell combines a world, a truth, a sampling design, and numbers of prompts and of measured tokens per probability
+interval. Worlds: three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its
+energy), and every NAME.parquet in FOLDER, a table of `gradscope measure` in which all tokens are measured. The truth is
+that of the batch (only its tokens are sampled); of the world (the batch's prompts are drawn from it, too, with
+replacement); or, with --whole, of a batch of four times as many prompts (or all, if fewer), from which the prompts are
+drawn. For each statistic (share of Σ‖w·g‖², its log₂ over the share of the tokens and over that of (1−π)², mean ‖g‖) it
+gives the fraction of the draws that have a confidence interval, and the fraction of these that hold the truth: over all
+probability intervals, and for the worst of those that have one in a tenth of the draws. `before`: the percentile
+bootstrap over prompts, for at least two prompts. Probability intervals that a batch lacks are left out.
 
 figures/verdicts_coverage.csv is of 1,000 draws a cell, without `before`, and of two tables of 60 prompts: the embedded
-policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 909 cells with intervals 22 are below .93: 18
-have one in fewer than 3 % of the draws, four (.87 to .93) are of the planted world in which one token of each prompt
-dominates.
+policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 909 rows with intervals (a cell has one per
+statistic), 22 are below .93: 18 have an interval in fewer than 3 % of the draws; four (.87 to .93) are from the planted
+world in which one token of each prompt dominates.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
     python -m analyses.verdicts.planted [--tables 200] [--prompts 64] [--out figures/verdicts_planted.csv]
 
-Every kind of headline is tried on so many tables, each of a world of its own (`worlds`), with so many prompts that have
-an advantage, in the mean; the truth of a world is that
-of 3,000 of its prompts, or a closed form. A verdict is false if the truth is the opposite or equality. A ranking is
-clear where one interval's true share is twice the next. Prints and writes, per kind: tables, verdicts, false ones,
-the upper end of their rate (Clopper and Pearson, 95 %), clear tables, and how many of those were decided.
+Each kind of headline is tried on --tables tables, each drawn from its own world (`worlds`), with --prompts prompts that
+have an advantage on average. The truth is computed from 3,000 prompts of the world or in closed form. A verdict is
+false if the opposite or equality is true. A ranking is clear if the largest true share is at least twice the next.
+Prints and writes, per kind: tables, verdicts, false ones, the upper end of their rate (Clopper and Pearson, 95 %),
+clear tables, and how many of those were decided.
 """
 
 from __future__ import annotations

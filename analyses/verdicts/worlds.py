@@ -1,8 +1,8 @@
 """Planted worlds: populations of prompts with known truth, and batches drawn from them.
 
-A world is drawn by a seed and says, of every kind of headline, what is true of the population of prompts: tokens
-(whose energy, where, by what), summed gradients (shares, signal), the movement of tokens (influence, directions) and
-scores of settings. Prompts differ: in length, in size of gradient (log-normal, up to a standard deviation of 1.2 in the
+A world, drawn from a seed, fixes what is true of the population of prompts for each kind of headline: tokens (which
+hold the energy, where, what it follows), summed gradients (shares, signal) and the movement of tokens (influence,
+directions). Prompts differ: in length, in size of gradient (log-normal, up to a standard deviation of 1.2 in the
 logarithm), and up to 60 % of them have no advantage at all.
 """
 

@@ -106,7 +106,7 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             "was measured on these rollouts"
         )
     if told := describe_reread(table, batch):
-        raise InputError(f"the table's maker {told}: measure these rollouts again")
+        raise InputError(f"the given table {told}: measure these rollouts again")
     own = assign_intervals(table["prob"], settings.edges)
     if wrong := int((own != table["interval"].to_numpy()).sum()):
         raise InputError(

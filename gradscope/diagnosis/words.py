@@ -35,7 +35,7 @@ from gradscope.runs import counted, digits
 CERTAIN = 0.95
 """Share of the resampled batches in which a ranking must hold to be stated."""
 MOST_PROMPTS = 100
-"""Largest number of deciding prompts to state, as a multiple of those present; beyond, it would be a guess."""
+"""Largest number of prompts stated to decide a ranking, as a multiple of those present; more would be a guess."""
 CONCENTRATED = 0.25
 """Share of the gradient energy above which a single prompt is mentioned."""
 NAMED = 5
@@ -140,7 +140,7 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
     index, share = d.pick("dominance_index", metric, low), d.pick("squared_share", metric, low)
     they = f"tokens with {name_interval(low)}"
     if share["value"] == 0:
-        none = f"T{they[1:]} account for none of the {energy}: no measured one has a weight."
+        none = f"T{they[1:]} account for none of the {energy}: none of those measured has a nonzero weight."
         return Finding(kind, Verdict.UNKNOWN, none)
     if isnan(index["value"]):
         words = f"It is unknown how much of the {energy} {they} account for."
@@ -174,7 +174,8 @@ def _why_vacuous(d: Diagnosis | Shares, metric: str) -> str:
         if squares.max() >= CONCENTRATED * whole:
             token = d.table.loc[squares.idxmax()]
             held = f"one token holds {percent(squares.max() / whole)} % of it"
-            return f"{held} ({token['token']!r} in response {token['response']}), and other prompts may have none such"
+            held += f" ({token['token']!r} in response {token['response']})"
+            return f"{held}, and other prompts may have no such token"
     return "its prompts differ too much"
 
 
@@ -318,17 +319,18 @@ def influence_words(d: Diagnosis) -> list[Finding]:
     if share is None or isnan(share["value"]):
         return []
     statement = (
-        f"In one {step_words(d)} step, to first order, tokens with {name_interval(low)} cause {share_words(share)} of "
-        f"how tokens with {name_interval(top)} move."
+        f"In one {step_words(d)} step, to first order, tokens with {name_interval(low)} account for "
+        f"{share_words(share)} of the movement of tokens with {name_interval(top)}."
     )
     if compare(share) is Verdict.LESS:
-        statement += " Below 0: they oppose the overall movement."
+        statement += " The negative share means that they oppose the overall movement."
     detail = f"Share of the variance of the predicted Δ log π of {share['n']:,} tokens; the shares of all sources add "
-    detail += f"up to 100 %, and are negative for sources that counteract. Their own interval causes {share_words(own)}"
+    detail += "up to 100 %, and are negative for sources that counteract. Their own interval accounts for "
+    detail += share_words(own)
     rows = d.influence[(d.influence["source"] == "momentum") & (d.influence["target"] == len(d.labels) - 1)]
     if len(rows):
         bounds = {"share": "value", "share_lower": "lower", "share_upper": "upper"}
-        detail += f", the momentum of earlier steps {share_words(rows.iloc[0][list(bounds)].rename(bounds))}"
+        detail += f", the momentum of earlier steps for {share_words(rows.iloc[0][list(bounds)].rename(bounds))}"
     more = compare(share, own) is Verdict.MORE
     tone, verdict = ("warn", Verdict.MORE) if more else ("plain", Verdict.FACT)
     return [Finding("influence", verdict, statement, f"{detail}.", tone)]
@@ -459,7 +461,8 @@ def _split_rewards(spikes: pd.DataFrame) -> str:
     others = [other for other in has if has.loc[lacks[name], other].any()]
     count = int(lacks[name].sum())
     are = "is raised in a response" if count == 1 else "are raised in responses"
-    return f" {count} of the first {len(spikes)} {are} without {name} (0 or less) but with {' or '.join(others)}."
+    earned = f"whose {name} is 0 or less but whose {' or '.join(others)} is positive"
+    return f" Of the {len(spikes)} largest, {count} {are} {earned}."
 
 
 def _spike_words(spike: pd.Series) -> str:
@@ -511,11 +514,11 @@ def _mismatch(d: Diagnosis) -> list[Finding]:
     if power is None or isnan(power["lower"]):
         return [Finding("mismatch", verdict, statement, tone=tone)]
     verdict = compare(power, 1.0, write=digits)
-    detail = f"It grows with the power {number_words(power, 2)} of 1 − π"
+    detail = f"It grows as 1 − π to the power {number_words(power, 2)}"
     detail += {
-        Verdict.MORE: ", more than the power 1 of an error in the logits.",
-        Verdict.LESS: ", less than the power 1 of an error in the logits.",
-    }.get(verdict, "; an error in the logits has power 1.")
+        Verdict.MORE: ": more than the 1 of an error in the logits.",
+        Verdict.LESS: ": less than the 1 of an error in the logits.",
+    }.get(verdict, "; an error in the logits gives 1.")
     return [Finding("mismatch", verdict, statement, detail, tone)]
 
 
@@ -545,7 +548,7 @@ def bound_words(d: Diagnosis) -> list[Finding]:
         f"{digits(b.upper_margin)}, relative; rounding is allowed at most {digits(b.tolerance, 1)}."
     )
     if b.violations:
-        words = f"The bounds of Prop. 4.2 fail on {b.violations:,} of {b.num_tokens:,} tokens: do not trust this."
-        return [Finding("bounds", Verdict.BROKEN, words, detail, "bad")]
+        words = f"The bounds of Prop. 4.2 fail on {b.violations:,} of {b.num_tokens:,} tokens"
+        return [Finding("bounds", Verdict.BROKEN, f"{words}: do not trust these measurements.", detail, "bad")]
     words = f"The bounds of Prop. 4.2 hold at the logits of all {counted(b.num_tokens, 'token')}."
     return [Finding("bounds", Verdict.FACT, words, detail)]

@@ -75,15 +75,15 @@ class GradScopeCallback(TrainerCallback):
         trainer: TRL's GRPOTrainer or RLOOTrainer, or a subclass.
         budget: Largest share of the wall time since training began (measuring included) to spend on measuring. Each due
             step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
-            with all its responses in the step; if it allows fewer than four (and not all), for which there are no
-            numbers, the next affordable step is measured. The first step always measures one prompt, to learn the cost.
-            A prompt costs five forward passes (two, if it has no
-            advantage and the loss no KL) and one vector of memory; with weights below float32, both are as without a
-            budget. Logged are the shares, estimated for the whole step, with 95 % confidence bounds
-            (grad_share_lower/a, grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of
-            num_tokens. grad_norm_ratio is replaced by grad_projection, with bounds: the length of the measured G along
-            the trainer's gradient over the trainer's norm, 1 on average; it can give a warning only if all prompts were
-            measured. Norms of intervals and cosines, which are not sums over prompts, are omitted.
+            with all its responses in the step; if it allows fewer than four (and not all), too few for an
+            estimate, it waits for the next step that can afford them. The first step always measures one prompt, to
+            learn the cost. A prompt costs five forward passes (two, if it has no advantage and the loss no KL) and one
+            vector of memory; with weights below float32, both are as without a budget. Logged are the shares, estimated
+            for the whole step, with 95 % confidence bounds (grad_share_lower/a, grad_share_upper/a, …), and
+            measured_prompts of num_prompts, measured_tokens of num_tokens. grad_norm_ratio is replaced by
+            grad_projection, with bounds: the length of the measured G along the trainer's gradient over the trainer's
+            norm, 1 on average; it can give a warning only if all prompts were measured. Norms of intervals and cosines,
+            which are not sums over prompts, are omitted.
         edges: Edges of the intervals.
         micro_batch_size: Largest number of responses in one forward pass.
         progress: Report progress on stderr, or to a `Progress`; only the main process does.
@@ -111,15 +111,15 @@ class GradScopeCallback(TrainerCallback):
         if budget is not None and not 0 < budget < 1:
             raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
         if budget is not None and cosines:
-            raise InputError("cosines need all prompts' gradients, but a budget may allow some; give one of the two")
+            raise InputError("cosines need all prompts' gradients, and a budget may allow fewer; give one of the two")
         self.loss = measured_loss(trainer)
         if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("Lopti steps with two gradients, but a budget needs a single one; give one of the two")
         _refuse_launch(trainer, budget)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         if (lost := find_lossy_text(tokenizer)) is not None:
-            seen = f"{type(tokenizer).__name__} makes {lost[1]!r} out of {lost[0]!r}"
-            warnings.warn(f"the trainer's {seen}, and trains on the result", stacklevel=2)
+            seen = f"{type(tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
+            warnings.warn(f"the trainer's {seen}, and training uses the result", stacklevel=2)
         interval_labels(edges)
         self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
         self.cosines, self.budget = cosines, budget
@@ -203,7 +203,7 @@ class GradScopeCallback(TrainerCallback):
         too_few = sample.measured_prompts + count < sample.fewest  # whose time is better kept for a later step
         count = 0 if too_few else count
         if self.progress is not SILENT and (measured := sample.measured_prompts + count):
-            why = f", for the cost alone: shares need {sample.fewest}" if too_few else ""
+            why = f", only to learn the cost: shares need {sample.fewest}" if too_few else ""
             _say(f"gradscope: measuring step {number}: {measured} of {counted(sample.num_prompts, 'prompt')}{why}")
         sample.measure(count)
 
@@ -287,10 +287,11 @@ class GradScopeCallback(TrainerCallback):
             total = time.perf_counter() - self._started
             off = sum(abs(_ratio_of_all(row) - 1) > TOLERANCE for row in self.rows)
             budget = "" if self.budget is None else f" (budget {100 * self.budget:g} %)"
+            unlike = f"; in {off} of them its gradient differs by over {100 * TOLERANCE:g} % from the trainer's"
             print(
                 f"gradscope: measuring took {self.seconds:.1f} s, {100 * self.seconds / total:.1f} % of the training's "
                 f"{total:.1f} s{budget}; {counted(len(self.rows), 'measured step')} in {self.path}"
-                + (f"; in {off} of them the gradient is over {100 * TOLERANCE:g} % from the trainer's" if off else "")
+                + (unlike if off else "")
             )
 
     def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:

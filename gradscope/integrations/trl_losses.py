@@ -76,12 +76,12 @@ def measured_loss(trainer: Any) -> StepLoss:
         return step_loss(trainer)
     except InputError as error:
         reasons = {
-            "DeepSpeed steps before its slopes are known": trainer.is_deepspeed_enabled,
-            "fp16 scales its slopes": trainer.args.fp16,
+            "DeepSpeed steps before it is known": trainer.is_deepspeed_enabled,
+            "fp16 scales it": trainer.args.fp16,
             "Lopti steps twice": getattr(trainer, "lopti_eta", None) is not None,
         }
         if found := [reason for reason, holds in reasons.items() if holds]:
-            raise InputError(f"{error}; nor can it be measured by its slopes: {found[0]}") from error
+            raise InputError(f"{error}; nor can ∂loss/∂ log π be used: {found[0]}") from error
     return SlopeLoss()
 
 

@@ -1,4 +1,4 @@
-"""Log at every step of a TRL run whose gradient it is, from what the trainer computes anyway."""
+"""Log at every step of a TRL run which tokens hold its gradient, from what the trainer computes anyway."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ from gradscope.runs import counted
 
 Number = int | float
 BEFORE = 12
-"""Tokens before a token that are written with it."""
+"""Number of preceding tokens written with each token."""
 SHOWN = 30
 """Most tokens on a page."""
 ENERGY = "gradient at the logits, Σ|w|·‖e − π‖"
 MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
-"""Methods of a trainer whose results its loss is multiplied by."""
+"""Methods of a trainer that return masks for its loss."""
 
 
 class TokenMonitor(TrainerCallback):
@@ -88,7 +88,7 @@ class TokenMonitor(TrainerCallback):
         page_every: number of steps between writes of `OUTPUT_DIR/gradscope/live.html`, which is also written at the
             end: all steps, the verdict, the largest tokens. W&B, trackio and MLflow get it as an artifact, including
             the text of these tokens. None: no page.
-        forward_every: where the loss computes log π out of sight (in a fused kernel, say), run one forward pass without
+        forward_every: if the loss computes log π itself (in a fused kernel, say), run one forward pass without
             gradients every `forward_every` steps, starting with the first. Weights are then those of the loss in the
             trainer's settings. None: such steps are skipped, with one warning.
 
@@ -125,7 +125,7 @@ class TokenMonitor(TrainerCallback):
         self._loss = None if forward_every is None else trl_settings(trainer.args).loss
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
         self.left_out = left_out(trainer)
-        """Parts of the loss that are no function of log π."""
+        """Parts of the loss that do not depend on log π."""
         self.seconds = self.cpu_seconds = 0.0
         """Spent inside the calls of this callback since training began, wall time and this thread's CPU time. What Σπ²
         adds inside TRL's head is not in them."""
@@ -133,18 +133,18 @@ class TokenMonitor(TrainerCallback):
         """The numbers of each step since training began."""
         self._clips = own_loss(trainer) is None and getattr(trainer, "weighting", None) is None
         self.verdict: Verdict | None = None
-        """The last one that was decided, with `alert`."""
+        """The last decided verdict, with `alert`."""
         self._started = 0.0
         self._histograms = np.zeros((2, len(BINS) - 1))
-        """Since the last log."""
+        """Histograms since the last log."""
         self._prompts: deque[np.ndarray] = deque(maxlen=window)
-        """Of each of the last steps the sums by prompt."""
+        """Sums by prompt, for each of the last steps."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=window * max(largest, 1))
         """The largest tokens of the last steps."""
         self._inputs: Inputs | None = None
         self._seen: list[SeenBatch] = []
         self._unseen: list[SeenBatch] = []
-        """Whose slopes the loss's own pass does not hand back."""
+        """Micro-batches whose slopes the loss's own backward pass does not give."""
         self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -157,7 +157,7 @@ class TokenMonitor(TrainerCallback):
             if state.is_world_process_zero:
                 self._begin_file(state.global_step)
                 for part in self.left_out:
-                    print(f"gradscope: {part} is no function of log π and is left out of gradscope/live")
+                    print(f"gradscope: {part} does not depend on log π and is left out of gradscope/live")
             looked_at = {"compute_loss": self._watch_loss, "_get_per_token_logps_and_entropies": self._watch_logprobs}
             looked_at |= {name: self._watch_mask for name in MASKS if hasattr(self.trainer, name)}
             watch(self.trainer, self, looked_at)
@@ -311,7 +311,7 @@ class TokenMonitor(TrainerCallback):
     def _look(self, model: Any, inputs: Inputs) -> None:
         """Run an extra pass on a micro-batch whose log π was not seen, if one is due."""
         if self.forward_every is None:
-            return self._warn("the loss is not made of the log π that TRL's trainer hands it; give forward_every")
+            return self._warn("the loss does not use the log π that TRL's trainer computes; give forward_every")
         if "pixel_values" in inputs:
             return self._warn("the loss makes its log π itself, and prompts hold images")
         if self.trainer.state.global_step % self.forward_every:
@@ -410,7 +410,7 @@ def _head() -> Any:
     from trl.trainer import utils
 
     if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise InputError("this TRL's head does not give Σπ², which tokens are weighed by; install trl 1.16")
+        raise InputError("the head of this TRL version does not return Σπ², needed for ‖e − π‖; install trl 1.16")
     return utils
 
 

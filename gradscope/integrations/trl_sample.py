@@ -131,7 +131,7 @@ class StepSample:
         return self._order[: self.measured_prompts]
 
     def measure(self, count: int) -> None:
-        """Measure this many more prompts, up to what requires the step to be taken."""
+        """Measure this many more prompts, except for what needs the step to be taken."""
         drawn = self._order[self.measured_prompts :][:count].tolist()
         self.measured_prompts += len(drawn)
         mine = [number for number in drawn if number in self._numbers]

@@ -30,7 +30,7 @@ def check_methods(settings: Any) -> None:
             raise InputError(f"weighting is {settings.weighting}; give reweight_alpha and lopti_eta instead, or none")
         check_weighting(weighting, entropy=False, sampler_logprobs=False)  # verl's policy losses get neither
     if settings.lopti_pass not in (None, "low", "high"):
-        raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low or high for that group alone, or null: both")
+        raise InputError(f"lopti_pass is {settings.lopti_pass!r}; give low, high (that group alone) or null (both)")
     if settings.lopti_pass is not None and settings.lopti_eta is None:
         raise InputError(f"lopti_pass is {settings.lopti_pass} without lopti_eta, which splits the groups; give both")
 

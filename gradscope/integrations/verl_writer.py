@@ -60,7 +60,8 @@ def verl_loss(config: Any) -> LossSettings:
         raise InputError(f"actor.policy_loss.loss_mode is {mode}, {CANNOT_SAY}; use vanilla")
     for name in ("lopti_eta", "weighting"):
         if policy.get(name, None) is not None:
-            raise InputError(f"actor.policy_loss.{name} is {policy.get(name)}, {CANNOT_SAY}; leave one of the two out")
+            found = f"actor.policy_loss.{name} is {policy.get(name)}"
+            raise InputError(f"{found}, {CANNOT_SAY}; leave out it or the writer")
     if actor.get("entropy_coeff", 0):
         raise InputError(f"actor.entropy_coeff is {actor.entropy_coeff}, a bonus {CANNOT_SAY}; set it to 0")
     if (config.get("distillation", None) or {}).get("enabled", False):

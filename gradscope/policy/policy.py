@@ -175,7 +175,7 @@ class Policy:
         if self.has_unknown(response, ids):
             instead = "drop it" if tokenizer.unk_token is None else f"take {tokenizer.unk_token!r} for it"
             raise InputError(
-                f"the tokenizer has no tokens for some of the response {response[:60]!r} and would {instead}; give the "
+                f"the tokenizer cannot encode parts of the response {response[:60]!r} and would {instead}; give the "
                 "checkpoint that sampled it, or ids"
             )
         return self._within_vocabulary(ids, response)

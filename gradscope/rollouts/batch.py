@@ -71,7 +71,7 @@ class TokenBatch:
     rewards: Float[Tensor, " B"] | None = None
     """Reward of each response."""
     reward_parts: Mapping[str, Float[Tensor, " B"]] | None = None
-    """What the log has of each response beside its reward, such as each reward function's number; NaN where unknown."""
+    """Further numbers logged per response, such as each reward function's value; NaN where unknown."""
     advantages: Float[Tensor, "B S"] | None = None
     """Advantage of each token; NaN where unknown."""
     old_logprobs: Float[Tensor, "B S"] | None = None
@@ -97,7 +97,7 @@ class TokenBatch:
     grad_norms: Float[Tensor, " B"] | None = None
     """Norm of the step's gradient before clipping, as logged by the trainer."""
     uncorrected_advantages: Float[Tensor, "B S"] | None = None
-    """`advantages` before a correction for the sampler, in responses where it was 0 at some token; NaN in others."""
+    """`advantages` before the sampler correction, in responses where that correction is 0 at some token; else NaN."""
     notes: tuple[Note, ...] = ()
     """Remarks for anyone interpreting results: what was assumed, left out or mixed when reading."""
 
@@ -126,7 +126,7 @@ class TokenBatch:
             raise InputError("input_ids must be a tensor of responses × columns, [B, S]")
         per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
         if any(part.shape != self.input_ids.shape[:1] for part in (self.reward_parts or {}).values()):
-            raise InputError(f"reward_parts are not of {len(self.input_ids)} responses; give each part one number each")
+            raise InputError(f"reward_parts do not match the {len(self.input_ids)} responses; give a number for each")
         named = [f.name for f in fields(self) if f.name not in ("notes", "reward_parts")]
         for name, value in ((name, getattr(self, name)) for name in named):
             if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN):

@@ -170,8 +170,8 @@ def select_checkpoint_step(dump: Dump, checkpoint: int | None) -> Dump:
     if not known or (len(known) == 1 and wanted in (None, known[0])):
         return dump
     if len(known) == 1:
-        taken = f"step {known[0]} is taken, sampled by a different checkpoint"
-        return dump.with_note(f"{taken}: this one's would be step {wanted}", "other-step")
+        used = f"step {known[0]} is used, though a different checkpoint sampled it"
+        return dump.with_note(f"{used}: this one's would be step {wanted}", "other-step")
     if wanted is None:
         told = f"{_span(known)}; which of them this checkpoint sampled is unknown, so all are taken"
         return dump.with_note(told, "step")
@@ -188,7 +188,7 @@ def choose_step(known: Sequence[int], wanted: int) -> tuple[int, Note]:
     own = min(known, key=lambda step: (abs(step - wanted), step))
     if own == wanted:
         return own, Note(f"{_span(known)}; step {own} is taken, the one after this checkpoint's", "step")
-    told = f"step {own} is taken, sampled by a different checkpoint: step {wanted}, this one's, is not there"
+    told = f"step {own}, sampled by a different checkpoint, is used: the log lacks this one's step {wanted}"
     if wanted > known[-1]:
         told += " (a run that goes one step beyond its last checkpoint logs it)"
     return own, Note(f"{_span(known)}; {told}", "other-step")
@@ -431,8 +431,8 @@ class _Reading:
             return told
         share = f"{self._unknown} of {len(self.responses)} prompts"
         token = self._policy.tokenizer.unk_token
-        instead = "it is left out" if token is None else f"{token!r} is there"
-        return [Note(f"the tokenizer has no tokens for some of {share}: {instead}"), *told]
+        instead = "they are left out" if token is None else f"they become {token!r}"
+        return [Note(f"the tokenizer cannot encode parts of {share}: {instead}"), *told]
 
     def _left_out_notes(self) -> list[str]:
         total = len(self.responses) + self._left_out.total()

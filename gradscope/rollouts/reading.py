@@ -239,7 +239,7 @@ def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int
     chosen = [step for step in earlier if step >= first]
     taken = f"step {first} is" if len(chosen) == 1 else f"steps {first} to {chosen[-1]} are"
     few = f"{alone} prompt{' has' if alone == 1 else 's have'} an advantage, fewer than {prompts}"
-    words = f"{taken} added to step {own}, in which {few} (--step own takes it alone)"
+    words = f"{taken} added to step {own}, in which {few} (--step own uses step {own} alone)"
     return read([*chosen, own]).with_note(note, note.kind).with_note(words, "pooled")
 
 

@@ -140,7 +140,8 @@ def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
     pd.testing.assert_frame_equal(pd.read_csv(ROOT / "figures/prediction_without.csv"), without, rtol=1e-6)
     fails = without.loc[without["lower"] < 0, prediction.ORIGIN].apply(tuple, axis=1).tolist()
     assert fails == [("cpu", 30, 0), ("certain", 30, 0), ("certain", 30, 40)]  # the page names them
-    assert f"correlation {told(correlation)}; without any one of three of them its interval reaches below 0)" in words
+    left_out = "leaving out any one of three of the checkpoints takes its lower bound below 0"
+    assert f"correlation {told(correlation)}; {left_out})" in words
     assert f"right in {alone['value'] * 40:.0f} of 40" in words
     assert prediction.predicts(again.reset_index()) and kept.loc[again.index[2:], "lower"].min() < 0.5
 

@@ -292,9 +292,8 @@ def test_the_tokens_that_push_hardest_are_named_with_what_they_were_rewarded_for
 def test_tokens_that_are_raised_for_another_part_of_the_reward_are_counted(right, form, weights, count):
     spikes = SPIKES.assign(weight=weights, reward=1.0, **{"reward.right": right, "reward.form": form})
     said = findings(plant(spikes=spikes))["spikes"]
-    assert (re.findall(r"(\d) of the first 2 (?:is|are) raised.*without right .* but with form", said.statement)) == (
-        [str(count)] if count else []
-    )
+    raised = r"Of the 2 largest, (\d) (?:is|are) raised.* whose right is 0 or less but whose form is positive"
+    assert re.findall(raised, said.statement) == ([str(count)] if count else [])
     assert "form 0.2" in said.detail
 
 

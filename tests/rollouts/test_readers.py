@@ -209,7 +209,7 @@ def test_text_that_the_tokenizer_has_no_tokens_for_is_refused_in_a_response_and_
     dump = read_dump(write_jsonl(tmp_path / "prompt.jsonl", rows), policy)
     assert [note.kind for note in dump.notes] == ["temperature", "dump"]
     [note] = dump.remarks
-    assert note == "the tokenizer has no tokens for some of 1 of 3 prompts: '<unk>' is there"
+    assert note == "the tokenizer cannot encode parts of 1 of 3 prompts: they become '<unk>'"
     for prompt in ("é", "w4 é ü", [{"role": "user", "content": "é ü ö"}]):
         with refused("row 0"):
             read_dump(write_jsonl(tmp_path / "most.jsonl", [{"prompt": prompt, "response": "w7"}]), policy)

@@ -87,19 +87,20 @@ def make_dump(tmp_path, steps: list[int]) -> Dump:
     return read_dump(tmp_path / "token_exports")
 
 
+OTHER = ", sampled by a different checkpoint, is used: the log lacks this one's step"
 BEYOND = "(a run that goes one step beyond its last checkpoint logs it)"
 
 
 @pytest.mark.parametrize(
     ("steps", "checkpoint", "own", "why"),
     [
-        ([1, 2, 3], 1, 2, "the one after this checkpoint's"),
-        ([1, 2, 3], 0, 1, "the one after this checkpoint's"),
-        ([10, 20, 30], 12, 10, "sampled by a different checkpoint: step 13, this one's, is not there"),
-        ([10, 20, 30], 16, 20, "sampled by a different checkpoint: step 17, this one's, is not there"),
-        ([10, 20, 30], 14, 10, "sampled by a different checkpoint: step 15, this one's, is not there"),  # as near as 20
-        ([1, 2, 3], 3, 3, f"sampled by a different checkpoint: step 4, this one's, is not there {BEYOND}"),
-        ([2, 10, 9], 100, 10, f"sampled by a different checkpoint: step 101, this one's, is not there {BEYOND}"),
+        ([1, 2, 3], 1, 2, " is taken, the one after this checkpoint's"),
+        ([1, 2, 3], 0, 1, " is taken, the one after this checkpoint's"),
+        ([10, 20, 30], 12, 10, f"{OTHER} 13"),
+        ([10, 20, 30], 16, 20, f"{OTHER} 17"),
+        ([10, 20, 30], 14, 10, f"{OTHER} 15"),  # as near as 20
+        ([1, 2, 3], 3, 3, f"{OTHER} 4 {BEYOND}"),
+        ([2, 10, 9], 100, 10, f"{OTHER} 101 {BEYOND}"),
     ],
 )
 def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, checkpoint, own, why):
@@ -107,7 +108,7 @@ def test_the_step_after_a_checkpoint_is_its_own_or_the_nearest(tmp_path, steps, 
     assert len(dump.batch) == 4 * len(steps)
     kept = select_checkpoint_step(dump, checkpoint)
     assert kept.steps.tolist() == [own] * 4
-    told = f"the log holds 3 training steps, {min(steps)} to {max(steps)}; step {own} is taken, {why}"
+    told = f"the log holds 3 training steps, {min(steps)} to {max(steps)}; step {own}{why}"
     assert kept.notes == (*dump.notes, told)
     # All that goes with a response went with it: the same as if only that step had been read.
     alone = read_dump(tmp_path / "token_exports", step=own)
@@ -127,7 +128,7 @@ def test_a_dump_of_one_step_or_of_none_is_whole_and_without_a_checkpoints_step_a
     assert select_checkpoint_step(one, 6) is one and select_checkpoint_step(one, None) is one
     for checkpoint in (3, 7):
         kept = select_checkpoint_step(one, checkpoint)
-        told = "step 7 is taken, sampled by a different checkpoint: this one's would be step"
+        told = "step 7 is used, though a different checkpoint sampled it: this one's would be step"
         assert kept.batch.input_ids is one.batch.input_ids
         assert kept.notes == (*one.notes, f"{told} {checkpoint + 1}") and kept.notes[-1].kind == "other-step"
     none = read_dump(write_jsonl(tmp_path / "r.jsonl", rows("w7 w8 w9")))

@@ -117,7 +117,7 @@ def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
     notes = " ".join(read_dump(WRITERS[name](tmp_path), policy).notes)
     assert ("tokenized again" in notes) == (name not in WITH_IDS)
     assert ("on-policy" in notes) == (name not in OLD)
-    assert ("they are GRPO's from the rewards" in notes) == (name not in WITH_ADVANTAGE)
+    assert ("GRPO's are computed from the rewards" in notes) == (name not in WITH_ADVANTAGE)
     assert ("the sampling temperature is not in the log" in notes) == (name not in TEMPERATURE)
 
 
@@ -464,7 +464,7 @@ def test_samples_that_the_trainer_masked_out_are_left_out_and_counted(tmp_path):
     path = change(dumps.write_nemo_rl(tmp_path), 1, sample_loss_mask=0.0)
     dump = read_dump(change(path, 2, token_loss_mask=[0] * 6))
     assert dump.batch.rewards.tolist() == [1.0, -1.0]
-    assert "2 of 4 rows left out: the trainer's mask keeps no token of them" in dump.notes
+    assert "2 of 4 rows left out: the trainer's mask drops all of their tokens" in dump.notes
 
 
 HOSTILE = {

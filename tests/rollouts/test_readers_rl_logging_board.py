@@ -78,7 +78,7 @@ def test_another_turn_in_the_text_is_told_also_between_special_tokens(tmp_path, 
     own = Policy(policy.model, tokenizer, policy.blocks_name)
     several = row("w4", ["w5", "<bos>", "assistant", "w6"], response="w5 \n<bos>assistant\nw6")
     notes = read_dump(write_jsonl(tmp_path / "r.jsonl", [row("w4", ["w5"]), several]), own).notes
-    assert [note for note in notes if note.startswith("1 of 2 responses: its text shows the opening")]
+    assert [note for note in notes if note.startswith("1 of 2 responses: their text shows the opening")]
 
 
 def test_the_boards_rows_without_a_policy_are_refused_and_rows_of_ids_are_native(policy, tmp_path):

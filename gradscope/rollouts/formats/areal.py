@@ -60,12 +60,12 @@ AREAL = Format(
     ),
     answers=Answers(
         group="`task_id` and the prompt, within a version",
-        step="`tail_version`, the folder's name: the newest weights that sampled any token of the task, by the steps "
-        "that they had taken; a checkpoint's `globalstepN` counts from 0",
+        step="`tail_version`, the folder's name: the optimizer steps taken by the newest weights that sampled any "
+        "token of the task; a checkpoint's `globalstepN` counts from 0",
         sampled="all of the completion, with the token that ended it",
         logprobs="none",
-        left_out="evaluations (`eval-rollout`); what may be of several turns: a prompt that no other sample of its "
-        "task has, a completion that goes on behind a token that ends an answer",
+        left_out="evaluations (`eval-rollout`); samples that may have several turns: no other sample of the task "
+        "has the prompt, or text follows a token that ends an answer",
         checked="1.0.4: its writer's own code (that of 4aef98d8, 2026-05-21), 2026-11-27",
     ),
 )

@@ -34,15 +34,15 @@ NO_TEMPERATURE = Note(
     "temperature",
 )
 FROM_REWARDS = (
-    "the rollouts hold no advantages: they are GRPO's from the rewards of each prompt's responses, which may differ "
-    "from those of another algorithm or filter"
+    "the rollouts hold no advantages: GRPO's are computed from the rewards of each prompt's responses; another "
+    "algorithm or filter may give others"
 )
 EMPTY = "the response is empty"
 UNKNOWN = "the {} is unknown (null, NaN or infinite)"
 TORN = "the last line of the file was cut off while being written"
 RESIZED = "their text gives a different number of tokens than the log states"
-MASKED_OUT = "the trainer's mask keeps no token of them"
-MADE_AGAIN = "the run was resumed before their step, which it repeated later in the log"
+MASKED_OUT = "the trainer's mask drops all of their tokens"
+MADE_AGAIN = "the run was resumed from an earlier step, and their step is repeated later in the log"
 ROUTED = (
     "the log holds the experts chosen by the sampler, which a trainer with routing replay reuses; the measured pass "
     "chooses its own, so log π and gradients may come from other experts"

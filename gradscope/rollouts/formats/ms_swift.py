@@ -33,7 +33,7 @@ TAKES = ("step", "gen_step", "num_turns")
 REPEATED = "an earlier line holds the same generation (ms-swift writes the newest one at every logging step)"
 EVALUATION = "they are from an evaluation: the previous line is from training at the same step"
 LAST_TURN = (
-    "it had several turns (num_turns), but the log holds only the last: the tokens of earlier ones, which were also "
+    "they had several turns (num_turns), but the log holds only the last: the tokens of earlier ones, which were also "
     "trained, are missing"
 )
 PLACEHOLDER = re.compile(r"\[(-?[0-9]{1,9}) \* ([0-9]{1,9})\]")

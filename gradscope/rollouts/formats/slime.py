@@ -33,7 +33,7 @@ NAMES = {
     "reward": "reward",
     "response": "response",
 }
-UNTRAINED = "no train data has them, though other samples have train data"
+UNTRAINED = "they have no train data, though other samples do"
 TWICE = "another rank's train data has the same sample"
 STAGE = "their rank computed neither log-probabilities nor advantages (an earlier pipeline stage)"
 REMOVED = "the trainer removed them (`remove_sample`): none of their tokens is in its loss"
@@ -44,7 +44,7 @@ AS_ONE = (
     "their rewards are scaled over all samples of the step: slime's own rule if prompts have unequal numbers of "
     "samples, or one rollout gave several"
 )
-SIBLING = "its reward counts in the group's mean through another sample of the same rollout, as in miles"
+SIBLING = "their rewards count in the group's mean through another sample of the same rollout, as in miles"
 Key = tuple[int | None, int | None, int, int]
 
 
@@ -256,8 +256,8 @@ SLIME = Format(
             "one reward per rollout in miles"
         ),
         step=(
-            "the file's `rollout_id`, from 0; a checkpoint has the id of the last one it was trained on, and the next "
-            "one is read; asynchronous runs sample before that step (a note counts these responses by "
+            "the file's `rollout_id`, from 0; a checkpoint's id is that of the last rollout it was trained on, so the "
+            "next rollout is read; asynchronous runs sample before that step (a note counts these responses by "
             "`weight_versions`)"
         ),
         sampled="those that `loss_mask` keeps; all if there is none",

@@ -61,13 +61,13 @@ TOOL_OUTPUT = re.compile(
 )
 """Tags that chat templates and tool environments put around tool output; tool calls are the policy's own tokens."""
 SHOWS_TOOLS = (
-    "its text shows a tool's output, which the log does not mask: these tokens count as sampled, though the trainer "
+    "their text shows a tool's output, which the log does not mask: these tokens count as sampled, though the trainer "
     "left them out of its loss"
 )
 
 
 SHOWS_TURNS = (
-    "its text shows the opening of another answer: the tokens of all turns count as sampled, though the trainer left "
+    "their text shows the opening of another answer: the tokens of all turns count as sampled, though the trainer left "
     "those between the policy's own out of its loss"
 )
 THOUGHT = re.compile(r"<think>\s*(</think>)?\s*\Z")

@@ -35,7 +35,7 @@ WITHOUT_IDS = (
     "turns, thoughts, tool calls, or an answer that was not parsed"
 )
 FLAT = "all advantages of their group are 0: by default, torchtitan drops groups of equal rewards before training"
-NEWER = "newer weights than those that began their group sampled some of their tokens"
+NEWER = "some of their tokens were sampled by newer weights than those that began their group"
 UNKNOWN_LOGPROB = "tokens whose log-probability by the sampler is not finite are dropped, as in torchtitan's loss"
 
 

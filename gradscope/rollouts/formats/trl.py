@@ -107,9 +107,9 @@ TRL = Format(
         NO_SPECIAL_TOKENS,
         "TRL's loss settings are not in the log: clip ratios and KL are the paper's unless set by flags, and truncated "
         "completions count, even if mask_truncated_completions excluded them from TRL's loss",
-        "when TRL samples with vLLM, it weights a response by the ratio of its own probability to vLLM's, and by 0 if "
-        "the ratio exceeds 3 (default vllm_importance_sampling_mode, sequence_mask): neither is in the log, and "
-        "weights lack this correction",
+        "when TRL samples with vLLM, it weights a response by the ratio of its own probability to vLLM's, or by 0 if "
+        "the ratio exceeds 3 (default vllm_importance_sampling_mode, sequence_mask): these factors are not in the log, "
+        "so the measured weights lack them",
         "TRL's tools and chat template are not in the log: chats are rendered with the policy's own template",
     ),
     answers=Answers(

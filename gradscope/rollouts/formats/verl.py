@@ -33,10 +33,10 @@ KEY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_([0-9]+)_([0-9]
 PADDING = re.compile(r"pad[0-9a-f]{32}_[0-9]+_[0-9]+")
 FILLED_UP = "they are padding of verl's batch, not samples"
 VALIDATED = (
-    "its column `reward` equals its score, as verl writes it for a validation (`validation_data_dir`), which is not "
+    "their column `reward` equals the score, as verl writes it for a validation (`validation_data_dir`), which is not "
     "trained on"
 )
-PENALISED = "its reward is the answer's score plus the length penalty (`overlong_reward`)"
+PENALISED = "their rewards are the answers' scores plus the length penalty (`overlong_reward`)"
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:

@@ -92,10 +92,10 @@ class Comparison:
     """Effects of each weighting on one batch."""
 
     table: pd.DataFrame
-    """A row per weighting and optimizer step. `method`; `step`: "all", or "low" and "high" for weightings of two steps,
-    and "both" for two real ones; `same_as`: the earlier row with the same weights (up to rounding) and therefore the
-    same numbers, or "". Each number has columns NAME_lower and NAME_upper; NAME_difference is the difference to plain
-    GRPO.
+    """A row per weighting and optimizer step. `method`; `step`: "all"; "low" and "high" for the steps of a two-step
+    weighting; "both" for its two real steps together; `same_as`: the earlier row with the same weights (up to rounding)
+    and therefore the same numbers, or "". Each number has columns NAME_lower and NAME_upper; NAME_difference is the
+    difference to plain GRPO.
 
     norm_ratio: ‖U‖ over plain's, U being the summed gradient; cosine: of U and plain's. signal_to_noise: for one prompt
     (see `IntervalGradients`), with its difference. right_sgd, right_adamw: among tokens that have an advantage and
@@ -178,9 +178,9 @@ def compare(
 ) -> Comparison:
     """Compare token weightings with plain GRPO on one batch; the policy is left unchanged.
 
-    Each distinct row of weights costs a backward pass over the batch and a forward-mode derivative along its sum. With
-    an optimizer state it costs another derivative, and real steps on each half of the prompts with one more derivative;
-    with `settings.take_steps`, a real step.
+    Each distinct row of weights costs a backward pass over the batch and a forward-mode derivative along its sum. An
+    optimizer state adds another derivative and, on each half of the prompts, real steps and one derivative;
+    `settings.take_steps` adds a real step.
 
     Args:
         weightings: Weightings, or strings as for `make_weighting`, with slashes between several values of a parameter
@@ -212,7 +212,7 @@ def compare(
             table = fill_table(measurement)
     batch = batch.of_prompts(table["group"].unique()) if "group" in table else batch
     if told := describe_reread(table, batch):
-        raise InputError(f"the table's maker {told}; give a table measured on this batch")
+        raise InputError(f"the given table {told}; give a table measured on this batch")
     J = TokenJacobian(policy, _with_advantages(batch, table), resources)
     found = compare_rows(J, table, weightings, settings=replace(s, step=step), saved=saved, metric=metric)
     told = (*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes)
@@ -306,10 +306,8 @@ def _notes(table: pd.DataFrame, loss: LossSettings) -> list[Note]:
     """Return notes on the tokens."""
     notes = [Note(describe_off_policyness(table, loss), "off-policy")]
     if "sampler_logprob" in table and 0 < (unknown := int(table["sampler_logprob"].isna().sum())) < len(table):
-        words = (
-            f"{unknown:,} of {len(table):,} tokens have no log-probability of the sampler: its correction k is 1"
-        )
-        notes.append(Note(f"{words} there, as in TRL.", "sampler-unknown"))
+        words = f"{unknown:,} of {len(table):,} tokens lack the sampler's log-probability"
+        notes.append(Note(f"{words}: their correction factor k is 1, as in TRL.", "sampler-unknown"))
     return notes
 
 
@@ -368,9 +366,10 @@ def _notes_on(weightings: Sequence[Weighting], split: dict[str, list[_Sum]]) -> 
     notes = []
     if split:
         words = "takes two optimizer steps" if len(split) == 1 else "take two optimizer steps"
-        notes.append(Note(f"{', '.join(split)} {words}, equal to GRPO's one to first order under SGD.", "two-steps"))
+        words += ", which under SGD equal GRPO's single step to first order."
+        notes.append(Note(f"{', '.join(split)} {words}", "two-steps"))
     if any(weighting.rule.control == "matched-norm" for weighting in weightings):
-        notes.append(Note("matched-norm is GRPO's update, as long as Reweight's.", "matched-norm"))
+        notes.append(Note("matched-norm is GRPO's update, rescaled to the norm of Reweight's.", "matched-norm"))
     return notes
 
 
@@ -378,7 +377,7 @@ def _notes_on_steps(sums: Sequence[_Sum], taken: dict[str, Any]) -> list[Note]:
     """Return a note naming the distinct weightings without a real step."""
     left = [own.weighting for own in sums if not own.same_as and own.weighting not in (PLAIN, *taken)]
     names = ", ".join(dict.fromkeys(left))
-    why = "a trainer's batch lacks its columns, or its steps do not add up to GRPO's"
+    why = "a trainer's batch lacks the needed columns, or the steps do not add up to GRPO's"
     return [Note(f"No real step was taken under {names}: {why}.", "no-step")] if left else []
 
 

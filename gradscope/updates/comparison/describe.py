@@ -20,9 +20,10 @@ This describes one batch: which gradients each weighting enlarges, how far it tu
 stands out from the noise between prompts."""
 RECORD = """How far to trust it: in a preregistered trial on the two embedded policies (10 checkpoints, 4 weightings),
 the difference had the same sign as the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
-over checkpoints; correlation .69 [.16, .88]; without any one of three of them its interval reaches below 0). The number
-of optimizer steps does no worse: expecting more of Lopti and the random split, which take two, and less of the others
-is right in 31 of 40. Whether the gain tells at which checkpoint a weighting earns more is unknown."""
+over checkpoints; correlation .69 [.16, .88]; leaving out any one of three of the checkpoints takes its lower bound
+below 0). Counting optimizer steps does no worse: the rule that Lopti and the random split, which take two, earn more
+than GRPO and the others less is right in 31 of 40. Whether the gain predicts at which checkpoint a weighting earns more
+is unknown."""
 """From figures/prediction_scores.csv (analyses/paper/prediction.py)."""
 WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards. Thresholds over the batch
 (quantiles of entropy, covariances), random draws and, for directions, the update itself are held fixed."""
@@ -55,7 +56,7 @@ def signal_sentence(comparison: Comparison) -> str:
         return f"These {n} prompts show no signal: {found}."
     needed = f"Signal equals noise at {_prompts(upper)} prompts or more."
     if ceil(1 / upper) <= n:
-        needed = "They are too few to say how many would be needed."
+        needed = "There are too few prompts to say how many would be needed."
     return f"On these {n} prompts the update's signal cannot be distinguished from 0: {found}. {needed}"
 
 

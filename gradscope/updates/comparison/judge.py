@@ -83,7 +83,7 @@ class Judge:
 
         energy = self._by_prompt(estimate(2)[:, None] * self._inside())
         whole = energy.sum(2, keepdims=True)
-        # (Σ|w|‖g‖)² over Σw²‖g‖² and the number of tokens: two factors below the line.
+        # (Σ|w|‖g‖)² / (Σw²‖g‖² · number of tokens)
         parts = self._by_prompt(estimate(1)), whole[..., 0]
         tokens = self._by_prompt(np.ones((1, len(self.table))))
         carried = self._bootstrap(

@@ -49,7 +49,7 @@ class Passes:
     """Rows skipped because of the deadline; their numbers are zeros."""
 
     def select(self, rows: Sequence[int]) -> Passes:
-        """Keep these rows, ascending, the first among them."""
+        """Select these rows, given in ascending order and including row 0."""
         rows = [*rows]
         products = Products(*(values[rows] for values in self.products))
         adamw = None if self.adamw_changes is None else self.adamw_changes[rows]
@@ -147,7 +147,7 @@ class _Work:
             longest = max(longest, monotonic() - started)
 
     def _is_late(self, now: float, longest: float) -> bool:
-        """Return whether another pass as long as the longest would end far, or run mostly, beyond the deadline."""
+        """Return whether a pass as long as the longest would end far beyond the deadline or run mostly after it."""
         if self.deadline is None:
             return False
         late = now + longest / 2 > self.deadline or now + longest > latest_end(self.begun, self.deadline)
@@ -192,7 +192,7 @@ class _Work:
 
 
 def find_combinations(weights: Float[np.ndarray, "R K"]) -> dict[int, tuple[float, float, int]]:
-    """Map each row that is a·(first row) + c·(row b) up to rounding to (a, c, b), where b is no such row itself.
+    """Map each row equal to a·(first row) + c·(row b), up to rounding, to (a, c, b); row b is not itself in the map.
 
     >>> find_combinations(np.array([[1.0, 1.0, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 2.0]]))
     {2: (1.0, -1.0, 1)}

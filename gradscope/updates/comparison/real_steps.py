@@ -51,9 +51,9 @@ def gains_on_unseen_prompts(
     gain = Cov_i(R_i, Σ_t ⟨∇ log π(o_it), Δθ⟩) over the prompt's responses, which is unbiased for ⟨∇ E[R], Δθ⟩ if the
     policy itself sampled the responses.
 
-    Prompts with several responses are dealt into two halves. Δθ comes from the half without the prompt, whose tokens
-    alone determine thresholds and draws. weightings: plain first. None without rewards, without tokens or with fewer
-    than four such prompts.
+    Prompts with several responses are dealt into two halves. Each prompt's Δθ comes from the half without it;
+    thresholds and draws also use that half's tokens only. weightings: plain first. None without rewards, without tokens
+    or with fewer than four such prompts.
     """
     batch, progress = steps.jacobian.batch, steps.jacobian.resources.progress
     prompts, counts = batch.group_ids[batch.response_mask.any(1)].unique(return_counts=True)
