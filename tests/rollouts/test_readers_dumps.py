@@ -325,7 +325,7 @@ def test_slimes_samples_of_two_ranks_count_once_and_untrained_ones_not(tmp_path)
     dump = read_dump(tmp_path)
     assert dump.batch.rewards.tolist() == [SAMPLES[3].reward, SAMPLES[2].reward]
     assert any(note.startswith("2 of 6 rows left out: another rank") for note in dump.notes)
-    assert any(note.startswith("2 of 6 rows left out: no train data") for note in dump.notes)
+    assert any(note.startswith("2 of 6 rows left out: they have no train data") for note in dump.notes)
 
 
 def test_slimes_samples_that_were_masked_or_are_empty_are_left_out(tmp_path):
