@@ -92,9 +92,15 @@ def list_runs(scale: str) -> list[Run]:
     return [run for track in read()["scales"][scale]["tracks"] for run in _runs_of(scale, track)]
 
 
+def find_run(scale: str, track: str, variant: str | None = None, seed: int | None = None) -> Run:
+    """Return a track's first run, of this variant and with this seed where given."""
+    runs = [run for run in list_runs(scale) if run.track == track]
+    return next(run for run in runs if variant in (None, run.variant) and seed in (None, run.seed))
+
+
 def test_of(scale: str, track: str) -> Test:
     """Return how the track's runs are judged."""
-    return next(run.test for run in list_runs(scale) if run.track == track)
+    return find_run(scale, track).test
 
 
 def needs(figure: str, scale: str) -> list[tuple[str, str]]:

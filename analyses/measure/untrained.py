@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
-from analyses.common.experiments import list_runs
+from analyses.common.experiments import find_run
 from analyses.common.make_run import judge
 from analyses.common.measurements import keep
 from analyses.common.read_runs import UNTRAINED
@@ -29,7 +29,7 @@ SAMPLES = 4
 
 def measure(out: Path, *, scale: str = "cpu") -> None:
     """Judge the policy at each temperature; writes out/untrained.csv."""
-    run = next(run for run in list_runs(scale) if run.track == "puzzles")
+    run = find_run(scale, "puzzles")
     frames = []
     for temperature in tqdm(TEMPERATURES, "temperatures"):
         result = judge(run.config.model, replace(run.test, temperature=temperature, samples=SAMPLES))

@@ -1,9 +1,9 @@
-"""Measure what every token weighting would do with a batch of the pretrained policy, early in a run and after it.
+"""Measure what every token weighting would do with batches of the pretrained policy, off-policy and after training too.
 
-The policies are the one that starts the runs of scale words, the one after the four GRPO steps of the track
-words-stale, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 16 validation problems
-× 8. Four cases: the first policy on its own responses, the second on the first's (as if rollouts were some steps old),
-the first on the second's, and the third on its own. Writes, with a column `case`,
+The policies are the one that starts the run of track words-stale (warm-started in varied wording), the one after its
+four GRPO steps, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 16 validation
+problems × 8. Four cases: the first policy on its own responses, the second on the first's (as if rollouts were some
+steps old), the first on the second's, and the third on its own. Writes, with a column `case`,
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
-from analyses.common.experiments import RUNS, WORK, Run, list_runs
+from analyses.common.experiments import RUNS, WORK, Run, find_run
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
 from analyses.measure.pretrained_batches import sample
@@ -52,7 +52,8 @@ def measure(
     folders, task: the three policies and their questions; None: the runs'. weightings: None for `compare`'s default.
     """
     policies = dict(zip(("start", "later", "trained"), map(load_policy, folders or find_policies()), strict=True))
-    test, config = plan().test, plan().config
+    run = find_run("words", "words-stale")
+    test, config = run.test, run.config
     settings = {"n": RESPONSES, "temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
     rows = {name: draw(policy) for name, policy in policies.items()}
@@ -69,14 +70,10 @@ def measure(
     keep(out, tables, questions=questions, responses=RESPONSES)
 
 
-def plan(track: str = "words-stale") -> Run:
-    """Return the last seed's run of GRPO of a track: that of a few steps, unless another is named."""
-    return [run for run in list_runs("words") if (run.track, run.variant) == (track, "grpo")][-1]
-
-
 def find_policies() -> tuple[str, str, str]:
-    """Return the checkpoint that starts the runs, and the last of both runs. Raises InputError if one is missing."""
-    return plan().config.model, *(str(find_last(plan(track))) for track in ("words-stale", "varied-low"))
+    """Return the policy that starts the run of four steps, and both runs' last. Raises InputError if one is missing."""
+    short, long = find_run("words", "words-stale"), find_run("words", "varied-low", "grpo", 21)
+    return short.config.model, *(str(find_last(run)) for run in (short, long))
 
 
 def find_last(run: Run) -> Path:

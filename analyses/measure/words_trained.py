@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float
 
 import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
-from analyses.common.experiments import WORK, Run, list_runs
+from analyses.common.experiments import WORK, Run, find_run
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
 from analyses.measure import optimal_baseline, real_language
@@ -67,11 +67,13 @@ def measure(
 ) -> None:
     """Sample and measure, and keep the tables.
 
+    when: which end of the run to measure. responses: to each question; the summed gradients are of RESPONSES.
     folders, task: the policies at the start and at the end, and the questions; None: the run's.
     """
-    run = plan()
-    start, end = map(Path, folders or find_policies(run, when))
-    policy = load_policy(end if when == "end" else start)
+    run = find_run("words", "words-low", "grpo", 20)
+    start = folders[0] if folders else run.config.model
+    own = start if when == "start" else Path(folders[1]) if folders else find_end(run)
+    policy = load_policy(own)
     settings = {"temperature": run.config.temperature, "max_new_tokens": run.config.max_new_tokens}
     draw = partial(sample, policy, task or run.test.task, **settings)
     rows = part(out, "rows", partial(draw, questions, FRESH, n=responses))
@@ -91,7 +93,7 @@ def measure(
     }
     if when == "end":
         tables |= {
-            "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, end / OPTIMIZER)),
+            "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, own / OPTIMIZER)),
             "weightings.csv": part(out, "weightings", partial(weigh, policy, batch, tokens)),
             "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
         }
@@ -99,19 +101,12 @@ def measure(
     keep(out, tables, questions=questions, responses=responses, run=run.place.as_posix(), steps=steps)
 
 
-def plan() -> Run:
-    """Return the run whose end is measured."""
-    return next(run for run in list_runs("words") if (run.track, run.variant, run.seed) == ("words-low", "grpo", 20))
-
-
-def find_policies(run: Run, when: str) -> tuple[str, str]:
-    """Return the run's first and last checkpoint. Raises InputError if the latter is wanted and not complete."""
-    if when == "start":
-        return run.config.model, ""
+def find_end(run: Run) -> Path:
+    """Return the run's last checkpoint. Raises InputError if it is missing or has no optimizer state."""
     last = next(iter(list_checkpoints(WORK / run.place)[::-1]), None)
     if last is None or not (last / OPTIMIZER).is_file():
         raise InputError(f"{WORK / run.place} has no checkpoint with {OPTIMIZER}: measure it before the run is judged")
-    return run.config.model, str(last)
+    return last
 
 
 def multiply(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:

@@ -32,12 +32,12 @@ from gradscope.rollouts import write_rollouts
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))
 CHECKPOINT = "embedded"  # "my-trl-run/checkpoint-500", or from the hub "HuggingFaceTB/SmolLM2-135M-Instruct", …
-TASK, LONGEST = "knights-knaves-compact", 128  # "word-problems-examples", 48 for a small pretrained model
+TASK, MAX_NEW_TOKENS = "knights-knaves-compact", 128  # "word-problems-examples", 48 for a small pretrained model
 ROLLOUTS = OUT / "rollouts.jsonl"  # "my-trl-run/completions", "rollout_data_dir", …
 
 policy = gradscope.load_policy(CHECKPOINT)
 if not ROLLOUTS.exists():
-    wanted = {"questions": 6, "n": 4, "temperature": 0.7, "max_new_tokens": LONGEST}
+    wanted = {"questions": 6, "n": 4, "temperature": 0.7, "max_new_tokens": MAX_NEW_TOKENS}
     write_rollouts(ROLLOUTS, gradscope.sample(policy, task=TASK, **wanted, seed=3))
 
 # %% [markdown]

@@ -108,18 +108,21 @@ def judge_all(responses: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
 def save_variance(responses: pd.DataFrame) -> pd.DataFrame:
     """Return the share of the estimator's variance that each baseline saves against the others' plain mean.
 
-    Empty below FEWEST prompts whose responses differ in reward; the others have no terms.
+    Only prompts whose responses differ in reward contribute; with fewer than FEWEST of them the table is empty.
     """
+    columns = ["baseline", "saved", "lower", "upper"]
     by_prompt = responses.groupby("group").sum(numeric_only=True)
     plain, signal = by_prompt[POWER + "mean"].to_numpy(), by_prompt["signal"].to_numpy()
-    rows, names = [], [*WHOLE, *TOKENWISE] if (plain > 0).sum() >= FEWEST else []
-    for name in names:
+    if (plain > 0).sum() < FEWEST:
+        return pd.DataFrame(columns=columns)
+    rows = []
+    for name in [*WHOLE, *TOKENWISE]:
         if name == "mean" or POWER + name not in responses or responses[POWER + name].isna().any():
             continue
         own = by_prompt[POWER + name].to_numpy()
         found = bootstrap(lambda w, own=own: (w @ (plain - own) / (w @ (plain - signal)))[:, None], len(plain))[:, 0]
         rows.append({"baseline": name} | dict(zip(("saved", "lower", "upper"), found, strict=True)))
-    return pd.DataFrame(rows, columns=["baseline", "saved", "lower", "upper"])
+    return pd.DataFrame(rows, columns=columns)
 
 
 def compare_units(responses: pd.DataFrame) -> pd.DataFrame:

@@ -41,7 +41,7 @@ from gradscope.theory import fit_powers
 
 NAME, LABELS = "words_trained", interval_labels()
 SHARED = ("tokens.parquet", "products.parquet", "responses.parquet", "samples.csv")
-"""Tables of both measurements."""
+"""Tables read from both measurements."""
 TABLES = (*SHARED, "summed.parquet", "scaled.parquet", "weightings.csv", "weights.csv")
 START, END = "before training", "after 60 steps"
 COLORS = {START: "#9aa5b1", END: "#b5548a"}
@@ -72,11 +72,11 @@ def table(options: Options) -> dict[str, pd.DataFrame]:
     before = before.rename(columns={"quantity": "statistic", "mean": "value"})
     columns = ["when", "statistic", "metric", "interval", "value", "lower", "upper"]
     both = {START: untrained, END: of}
-    proxy = [judge_all(own["responses"], own["tokens"]).assign(when=when) for when, own in both.items()]
+    proxy = [stack(both, lambda own: judge_all(own["responses"], own["tokens"]))]
     for name, norm in SCALED_PAIRS.items():
         scaled = of["scaled"].assign(**{PARAMETERS: of["scaled"][norm]})
-        proxy.append(pd.DataFrame([{"question": "ii", "pair": name, "of": "token"} | judge_tokens(scaled)]))
-        proxy[-1]["when"] = END
+        row = {"question": "ii", "pair": name, "of": "token"} | judge_tokens(scaled) | {"when": END}
+        proxy.append(pd.DataFrame([row]))
     ends = [name + end for name in NUMBERS for end in ("", "_lower", "_upper")]
     weightings = of["weightings"][["method", "step", *(end for end in ends if end in of["weightings"])]]
     powers = [fit_powers(start["tokens"]).assign(when=START), fit_powers(of["tokens"]).assign(when=END)]
@@ -84,12 +84,12 @@ def table(options: Options) -> dict[str, pd.DataFrame]:
         "": pd.concat([before, end[end["statistic"].isin(QUANTITIES)]])[columns],
         "_powers": pd.concat(powers),
         "_proxy": pd.concat(proxy),
-        "_saved": join(both, lambda own: save_variance(own["responses"])),
-        "_units": join(both, lambda own: compare_units(own["responses"])),
-        "_sizes": join(both, lambda own: by_size(unflatten(own["products"]))),
+        "_saved": stack(both, lambda own: save_variance(own["responses"])),
+        "_units": stack(both, lambda own: compare_units(own["responses"])),
+        "_sizes": stack(both, lambda own: by_size(unflatten(own["products"]))),
         "_weightings": weightings,
         "_weights": share_weights(of["weights"]),
-        "_samples": join(both, lambda own: own["samples"]),
+        "_samples": stack(both, lambda own: own["samples"]),
     }
 
 
@@ -98,10 +98,10 @@ def read_tables(name: str, tables: tuple[str, ...], scale: str) -> dict[str, pd.
     return {table.split(".")[0]: read_table(name, table, scale=scale) for table in tables}
 
 
-def join(
+def stack(
     both: dict[str, dict[str, pd.DataFrame]], make: Callable[[dict[str, pd.DataFrame]], pd.DataFrame]
 ) -> pd.DataFrame:
-    """Make a table of each measurement's, and put them below one another with a column `when`."""
+    """Make a table from each measurement's, and stack them, with a column `when`."""
     return pd.concat(make(own).assign(when=when) for when, own in both.items())
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
+from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.notes import has_gradient
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS, TableMeasurement, sampling_probabilities
@@ -67,7 +68,7 @@ class SamplingError:
             return f"Too few tokens were measured to say how much more of them would narrow {which}."
         if self.part > NEARLY_ALL:  # an estimate: the prompts' own part need not be 0
             return f"Nearly all of the variance behind {which} comes from sampling tokens: more would narrow it."
-        part = f"{100 * self.part:.0f} %"
+        part = f"{percent(self.part)} %"
         said = f"{part} of the variance behind {which} comes from sampling tokens, the rest from prompts"
         if self.part < LITTLE:
             return f"{said}: more tokens would hardly narrow it."

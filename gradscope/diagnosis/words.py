@@ -516,9 +516,9 @@ def _mismatch(d: Diagnosis) -> list[Finding]:
     verdict = compare(power, 1.0, write=digits)
     detail = f"It grows as 1 − π to the power {number_words(power, 2)}"
     detail += {
-        Verdict.MORE: ": more than the 1 of an error in the logits.",
-        Verdict.LESS: ": less than the 1 of an error in the logits.",
-    }.get(verdict, "; an error in the logits gives 1.")
+        Verdict.MORE: ": steeper than an error in the logits, whose power is 1.",
+        Verdict.LESS: ": less steep than an error in the logits, whose power is 1.",
+    }.get(verdict, "; an error in the logits has power 1.")
     return [Finding("mismatch", verdict, statement, detail, tone)]
 
 

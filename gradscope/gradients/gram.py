@@ -30,7 +30,7 @@ from gradscope.objective import kept_logprobs
 from gradscope.policy import AdamWState, flat_slices, float_parameters, free_memory
 from gradscope.resampling import FEWEST, jackknife_error
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import deal_by_cost, track
+from gradscope.runs import deal_by_cost, digits, track
 
 Way = Literal["whole", "sketches"]
 Pairs = Literal["all", "within"]
@@ -77,7 +77,7 @@ class SumsPlan:
             return f"summed gradients: exact, all parameters at once, {cost}"
         return (
             f"summed gradients: sketches of {self.sketch_size:,} numbers, {cost}; inner products err by "
-            f"{100 * self.sketch_size**-0.5:.1f} % of the norms' product (one standard deviation)"
+            f"{digits(100 * self.sketch_size**-0.5)} % of the norms' product (one standard deviation)"
         )
 
 

@@ -75,11 +75,11 @@ class GradScopeCallback(TrainerCallback):
         trainer: TRL's GRPOTrainer or RLOOTrainer, or a subclass.
         budget: Largest share of the wall time since training began (measuring included) to spend on measuring. Each due
             step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
-            with all its responses in the step; if it allows fewer than four (and not all), too few for an
-            estimate, it waits for the next step that can afford them. The first step always measures one prompt, to
-            learn the cost. A prompt costs five forward passes (two, if it has no advantage and the loss no KL) and one
-            vector of memory; with weights below float32, both are as without a budget. Logged are the shares, estimated
-            for the whole step, with 95 % confidence bounds (grad_share_lower/a, grad_share_upper/a, …), and
+            with all its responses in the step; if it allows fewer than four (and not all), too few for an estimate, the
+            callback waits for the next step that can afford them. The first step always measures one prompt, to learn
+            the cost. A prompt costs five forward passes (two, if it has no advantage and the loss no KL) and one vector
+            of memory; with weights below float32, both are as without a budget. Logged are the shares, estimated for
+            the whole step, with 95 % confidence bounds (grad_share_lower/a, grad_share_upper/a, …), and
             measured_prompts of num_prompts, measured_tokens of num_tokens. grad_norm_ratio is replaced by
             grad_projection, with bounds: the length of the measured G along the trainer's gradient over the trainer's
             norm, 1 on average; it can give a warning only if all prompts were measured. Norms of intervals and cosines,
@@ -287,7 +287,7 @@ class GradScopeCallback(TrainerCallback):
             total = time.perf_counter() - self._started
             off = sum(abs(_ratio_of_all(row) - 1) > TOLERANCE for row in self.rows)
             budget = "" if self.budget is None else f" (budget {100 * self.budget:g} %)"
-            unlike = f"; in {off} of them its gradient differs by over {100 * TOLERANCE:g} % from the trainer's"
+            unlike = f"; in {off} of them the measured gradient's norm is over {100 * TOLERANCE:g} % off the trainer's"
             print(
                 f"gradscope: measuring took {self.seconds:.1f} s, {100 * self.seconds / total:.1f} % of the training's "
                 f"{total:.1f} s{budget}; {counted(len(self.rows), 'measured step')} in {self.path}"

@@ -89,7 +89,7 @@ class RolloutWriter(TrainerCallback):
             raise InputError("RLOO's ratio is of a whole response, which rows cannot express; write GRPOTrainer's")
         for name in ("weighting", "lopti_eta"):
             if getattr(trainer, name, None) is not None:
-                raise InputError(f"the trainer has a {name}, which rows cannot express; leave out it or the writer")
+                raise InputError(f"the trainer has a {name}, which rows cannot express; leave out that or the writer")
         self.trainer, self.every, self.text, self.spike, self.spikes = trainer, every, text, spike, spikes
         self.loss = loss
         self.folder = Path(trainer.args.output_dir) / "gradscope" / "rollouts"

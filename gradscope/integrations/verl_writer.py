@@ -61,7 +61,7 @@ def verl_loss(config: Any) -> LossSettings:
     for name in ("lopti_eta", "weighting"):
         if policy.get(name, None) is not None:
             found = f"actor.policy_loss.{name} is {policy.get(name)}"
-            raise InputError(f"{found}, {CANNOT_SAY}; leave out it or the writer")
+            raise InputError(f"{found}, {CANNOT_SAY}; leave out that setting or the writer")
     if actor.get("entropy_coeff", 0):
         raise InputError(f"actor.entropy_coeff is {actor.entropy_coeff}, a bonus {CANNOT_SAY}; set it to 0")
     if (config.get("distillation", None) or {}).get("enabled", False):

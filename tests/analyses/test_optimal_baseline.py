@@ -130,6 +130,12 @@ def test_what_a_baseline_saves_is_a_share_of_the_variance_about_the_signal(respo
         assert saved == pytest.approx(1 - variance[name] / variance["mean"])
 
 
+def test_nothing_is_said_of_baselines_from_fewer_than_six_prompts_with_unequal_rewards(responses):
+    few = responses.copy()
+    few.loc[few["group"] >= 5, [name for name in few if name.startswith(POWER)]] = 0.0
+    assert save_variance(few).empty and "saved" in save_variance(few)
+
+
 def test_units_are_those_of_verls_formula_and_of_the_losss_own(responses):
     found = compare_units(responses).set_index("loss")
     count, lengths = len(responses), responses["length"].sum()

@@ -155,7 +155,7 @@ def test_no_other_division_of_the_seconds_makes_the_variances_smaller(seconds, p
     # In this order; with least = 2, sums come before tokens.
     some = [wide & enough & (s >= FEWEST), wide & enough & (s == 1), fits & (s == 1)]
     tried = some if least == 1 else [wide & (s >= FEWEST), fits]
-    best = np.where(next((which for which in tried if which.any()), False), variance(m, k, s), np.inf).min()
+    best = np.where(next(which for which in tried if which.any()), variance(m, k, s), np.inf).min()
     own = variance(found.scored, found.measured, found.summed)
     assert cost(found.scored, found.measured, found.summed) <= seconds or own == variance(least, 1, least)
     # Whole numbers: each may be one below the best, and summed prompts are among the scored ones.

@@ -12,7 +12,15 @@ from pandas.api.types import is_numeric_dtype
 
 from gradscope import plots
 from gradscope.diagnosis import plots as plot_diagnosis
-from gradscope.diagnosis.format import as_sentence, bits_words, name_interval, number_words, share_words, times_words
+from gradscope.diagnosis.format import (
+    as_sentence,
+    bits_words,
+    name_interval,
+    number_words,
+    percent,
+    share_words,
+    times_words,
+)
 from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.gradients import carriers
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
@@ -389,7 +397,7 @@ def _prompts(d: Diagnosis, sheets: Sheets) -> list[Block]:
     caption += "" if extremes is found else f", and the {EXTREMES} that do so least or oppose it"
     caption += ", each linked to its token with the largest |w|·(1−π)."
     if (found["share_error"] > 0).any():
-        caption += f" Shares have a standard error of at most {100 * found['share_error'].max():.1f} % from sketching."
+        caption += f" Shares have a standard error of at most {percent(found['share_error'].max())} % from sketching."
     shown = ["group", "reward", "responses", "tokens", "gradient_norm", "gradient_share", "cosine_with_rest"]
     table = sheets.table("prompts", extremes, caption, shown, links=True)
     sheets.tables[table.csv] = found

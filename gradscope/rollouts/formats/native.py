@@ -86,7 +86,7 @@ NATIVE = Format(
     rows=_rows,
     answers=Answers(
         group="`group`, else identical prompts, within a `step`",
-        step="`step` (or `global_step`, `training_step`, `train_step`), : the training step that used the "
+        step="`step` (or `global_step`, `training_step`, `train_step`): the training step that used the "
         "responses, from 1; if absent, N from the names of several files or folders `step_N`",
         sampled="those that `response_mask` keeps; without, the whole response",
         logprobs="`old_logprobs`: the trainer's; `sampler_logprobs`: the engine's; at `temperature`",
