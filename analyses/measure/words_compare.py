@@ -2,8 +2,8 @@
 
 The policies are the one that starts the run of track words-stale (warm-started in varied wording), the one after its
 four GRPO steps, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 16 validation
-problems × 8. Four cases: the first policy on its own responses, the second on the first's (as if rollouts were some
-steps old), the first on the second's, and the third on its own. Writes, with a column `case`,
+problems × 8. Three cases: the first policy on its own responses, the second on the first's (as if rollouts were some
+steps old), and the third on its own. Writes, with a column `case`,
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
@@ -32,7 +32,6 @@ from gradscope.updates import Comparison, compare
 CASES = {
     "on-policy": ("start", "start"),
     "older rollouts": ("later", "start"),
-    "newer rollouts": ("start", "later"),
     "after training": ("trained", "trained"),
 }
 """{case: (measured policy, whose responses)}."""
@@ -56,7 +55,7 @@ def measure(
     test, config = run.test, run.config
     settings = {"n": RESPONSES, "temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
-    rows = {name: draw(policy) for name, policy in policies.items()}
+    rows = {name: draw(policies[name]) for name in dict.fromkeys(sampler for _, sampler in CASES.values())}
     found: dict[str, list[pd.DataFrame]] = {"weightings": [], "by_interval": []}
     for case, (name, sampler) in CASES.items():
         batch = batch_rows(rows[sampler].to_dict("records"), on_policy=name == sampler)

@@ -26,17 +26,17 @@ def save_another(folder) -> str:
 def test_each_case_has_its_policy_and_its_responses(tmp_path):
     kept = tmp_path / "kept"
     out = kept / "words" / "measured" / "words_compare"
-    words_compare.measure(out, folders=("embedded", save_another(tmp_path / "other"), "embedded"), **SETTINGS)
+    other = save_another(tmp_path / "other")
+    words_compare.measure(out, folders=("embedded", other, other), **SETTINGS)
     found = pd.read_csv(out / "weightings.csv").fillna({"same_as": ""}).set_index(["case", "method"])
-    assert found.loc["on-policy", "same_as"].to_dict() == {
-        **{"grpo": "", "reweight": "", "up-weight": "", "gspo": "grpo"},  # every ratio is 1
-    }
-    for case in ("older rollouts", "newer rollouts"):
-        assert (found.loc[case, "same_as"] == "").all()
+    for case in ("on-policy", "after training"):  # every ratio is 1
+        expected = {"grpo": "", "reweight": "", "up-weight": "", "gspo": "grpo"}
+        assert found.loc[case, "same_as"].to_dict() == expected
+    assert (found.loc["older rollouts", "same_as"] == "").all()
     # What enlarges rare tokens and what damps them are compared with the same gradient.
     assert found.loc[("on-policy", "up-weight"), "norm_ratio"] > 1 > found.loc[("on-policy", "reweight"), "norm_ratio"]
     samples = pd.read_csv(out / "samples.csv").set_index("policy")
-    assert samples["responses"].tolist() == [32] * 3 and samples["tokens"].nunique() == 2
+    assert samples["responses"].tolist() == [32] * 2 and samples["tokens"].nunique() == 2
     shares = pd.read_csv(out / "by_interval.csv").groupby(["case", "method"])["energy_share"].sum()
     assert shares.to_numpy() == pytest.approx(1.0)
 
@@ -45,15 +45,15 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     assert drawn.status == 0, drawn.stderr
     table = pd.read_csv(figures / "words_compare.csv").set_index(["case", "method"])
     assert table["cosine"].to_dict() == pytest.approx(found["cosine"].to_dict(), rel=1e-5)
-    names = {"on-policy", "older_rollouts", "newer_rollouts", "after_training"}
+    names = {"on-policy", "older_rollouts", "after_training"}
     assert {path.name for path in figures.glob("*.png")} == {f"words_compare_{name}.png" for name in names}
 
 
-def test_one_policy_in_every_place_makes_four_cases_of_one(tmp_path):
+def test_one_policy_in_every_place_makes_three_cases_of_one(tmp_path):
     words_compare.measure(tmp_path, folders=("embedded",) * 3, **SETTINGS)
     found = pd.read_csv(tmp_path / "weightings.csv").groupby("case", sort=False)
     first, *others = (own.drop(columns="case").reset_index(drop=True) for _, own in found)
-    assert len(others) == 3
+    assert len(others) == 2
     for own in others:
         # Where the sampler's log π is read rather than computed again, ratios are 1 up to float32's rounding.
         pd.testing.assert_frame_equal(own, first, rtol=1e-3, atol=1e-4)
