@@ -39,6 +39,8 @@ TREND = (
     ("right_direction_negative_actual", "none", "all"),
 )  # fmt: skip
 """Statistic, metric and interval (by place, or "all") of `plot_trend`'s panels; missing ones are skipped."""
+BELOW = 4.0
+"""Bits shown below the lowest point of a trend."""
 _TITLES = {
     "token_share": "share of the tokens",
     "squared_share": "share of the gradient energy",
@@ -176,7 +178,8 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
     """Draw headline numbers over training steps (statistics with a column step), a panel each, with 95 % bands.
 
     Titles name the interval of a number that has one. Points with other_step are hollow; points without a band, from
-    too few prompts or tokens, are crosses beside the line. Raises InputError without any headline number.
+    too few prompts or tokens, are crosses beside the line. Bands of bits are cut off BELOW bits below the lowest point,
+    since a share's lower bound may be nearly 0. Raises InputError without any headline number.
     """
     require(trend, ["step", *COLUMNS], what="the trend")
     chosen = []
@@ -206,6 +209,8 @@ def plot_trend(trend: pd.DataFrame, labels: Sequence[str]) -> Figure:
         ax.set_title(f"{_TITLES[statistic]}\n{tokens}", loc="left")
         ax.set_xlabel("training step")
         ax.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        if rows["unit"].iat[0] == "bits":
+            ax.set_ylim(bottom=max(ax.get_ylim()[0], rows["value"].min() - BELOW))
         if len(rows) == 1:  # a band has no width, an axis no length
             ax.vlines(rows["step"], rows["lower"], rows["upper"], color=ink, alpha=0.4)
             ax.set_xticks(rows["step"])

@@ -58,6 +58,15 @@ def test_rollouts_of_another_step_are_hollow_and_said_first():
     assert inside.pop("#ffffff") == [3] and [*inside.values()] == [[1, 2]]
 
 
+def test_a_lower_bound_of_nearly_0_does_not_flatten_an_index():
+    indices = [(1.0, 0.5, 1.4), (-0.5, -23.0, 1.9), (1.5, 1.0, 1.9)]
+    rows = [make_rows("dominance_index", np.array(own)[:, None], 9, unit="bits", intervals=[LOW]) for own in indices]
+    trend = pd.concat([row.assign(step=step, metric="raw") for step, row in enumerate(rows)], ignore_index=True)
+    low, high = plot_trend(trend, [LOW]).axes[0].get_ylim()
+    plt.close("all")
+    assert low == -4.5 and high > 1.9
+
+
 def test_notes_of_a_page_are_sentences():
     trend = pd.concat([checkpoint(step, (0.2, 0.1, 0.3)) for step in (1, 2)], ignore_index=True)
     notes = ("the log holds text", "TRL's tools are lost.", "optimizer.pt beside the checkpoint is ignored")
