@@ -51,8 +51,8 @@ def make_trend_report(
     drawn = sheets.figure(
         "trend_drawn",
         lambda: plot_trend(trend, labels),
-        f"Headline numbers at {which}; bands: 95 % over each checkpoint's prompts, cut off where an index in bits falls "
-        "far; hollow: rollouts of another step; crosses: too few prompts or tokens for an interval.",
+        f"Headline numbers at {which}; bands: 95 % over each checkpoint's prompts, cut off where an index in bits "
+        "falls far; hollow: rollouts of another step; crosses: too few prompts or tokens for an interval.",
         again=redraw(plot_trend, csv("trend"), repr(labels)),
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
