@@ -2,8 +2,8 @@
 
 The policies are the one that starts the run of track words-stale (warm-started in varied wording), the one after its
 four GRPO steps, and the one at the end of the GRPO run of track varied-low at seed 21; each answers 16 validation
-problems × 8. Three cases: the first policy on its own responses, the second on the first's (as if rollouts were some
-steps old), and the third on its own. Writes, with a column `case`,
+problems × 8. Three cases: the first policy on its own responses; the second on the first's (as if rollouts were some
+steps old), four to a problem for the time that it takes; and the third on its own. Writes, with a column `case`,
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
@@ -29,13 +29,13 @@ from gradscope.sampling import batch_rows
 from gradscope.trainer import list_checkpoints
 from gradscope.updates import Comparison, compare
 
-CASES = {
-    "on-policy": ("start", "start"),
-    "older rollouts": ("later", "start"),
-    "after training": ("trained", "trained"),
-}
-"""{case: (measured policy, whose responses)}."""
 RESPONSES = 8
+CASES = {
+    "on-policy": ("start", "start", RESPONSES),
+    "older rollouts": ("later", "start", 4),
+    "after training": ("trained", "trained", RESPONSES),
+}
+"""{case: (measured policy, whose responses, how many to each problem)}."""
 
 
 def measure(
@@ -55,10 +55,11 @@ def measure(
     test, config = run.test, run.config
     settings = {"n": RESPONSES, "temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
-    rows = {name: draw(policies[name]) for name in dict.fromkeys(sampler for _, sampler in CASES.values())}
+    rows = {name: draw(policies[name]) for name in dict.fromkeys(sampler for _, sampler, _ in CASES.values())}
     found: dict[str, list[pd.DataFrame]] = {"weightings": [], "by_interval": []}
-    for case, (name, sampler) in CASES.items():
-        batch = batch_rows(rows[sampler].to_dict("records"), on_policy=name == sampler)
+    for case, (name, sampler, count) in CASES.items():
+        own = rows[sampler].groupby("group").head(count)
+        batch = batch_rows(own.to_dict("records"), on_policy=name == sampler)
         resources = Resources(micro_batch=4, progress=True)
         once = cache(partial(compare, policies[name], batch, weightings, resources=resources))
         for table, frames in found.items():
