@@ -6,7 +6,7 @@ Drawn from the measurement `words_compare` (analyses/measure/words_compare.py): 
 words_compare_on-policy.png and so on. words_compare.csv has all cases, a row per weighting and optimizer step: the
 cosine of its summed gradient with plain GRPO's, the signal to noise of one prompt, the share of the tokens that one SGD
 step moves the right way to first order, and others. `reweight` is at the paper's α = .3, `up-weight`, its opposite, at
-its authors' .2. Intervals are over prompts of one batch.
+its authors' .2. Intervals are over prompts of one batch. words_compare_samples.csv describes the sampled responses.
 
 Differs from the paper: it has no such figure; the policy and its task are SmolLM2-135M-Instruct, de-quantised from four
 bits, on word problems.
@@ -38,6 +38,8 @@ def main(options: Options) -> None:
         figure = plot_comparison(own, shares[shares["case"] == case], interval_labels())
         save_figure(figure, options.out / name)
     write_csv(weightings, options.out / "words_compare.csv", float_format="%.6g")
+    samples = read_table("words_compare", "samples.csv", scale=options.scale)
+    write_csv(samples, options.out / "words_compare_samples.csv")
     shown = ["case", "method", "step", "same_as", "cosine", "signal_to_noise", "right_sgd"]
     print(weightings[shown].to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 
