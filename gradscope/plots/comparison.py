@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from gradscope.errors import checked
 from gradscope.plots.style import NEUTRAL, finish, interval_colors, paper_style, require
@@ -92,6 +93,7 @@ def _draw_points(ax: Axes, rows: pd.DataFrame, column: str) -> None:
     reference = 0.0 if column == "signal_to_noise" else factor * rows[column].iloc[0]
     ax.axvline(reference, color=NEUTRAL, lw=0.6, zorder=0)
     ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(3))  # labels of adjacent panels must not touch
     if len(kinds) > 1:
         ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), handlelength=0.8)
     finish(ax, pd.concat(parts, axis=1))
