@@ -7,7 +7,7 @@ steps old), four to a problem for the time that it takes; and the third on its o
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
-    samples.csv         responses, tokens, accuracy, and problems whose responses differ in reward
+    samples.csv         of each case: responses, tokens, accuracy, and problems whose responses differ in reward
 """
 
 from __future__ import annotations
@@ -57,16 +57,17 @@ def measure(
     draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
     rows = {name: draw(policies[name]) for name in dict.fromkeys(sampler for _, sampler, _ in CASES.values())}
     found: dict[str, list[pd.DataFrame]] = {"weightings": [], "by_interval": []}
+    samples = []
     for case, (name, sampler, count) in CASES.items():
         own = rows[sampler].groupby("group").head(count)
+        samples.append(describe(own).assign(case=case))
         batch = batch_rows(own.to_dict("records"), on_policy=name == sampler)
         resources = Resources(micro_batch=4, progress=True)
         once = cache(partial(compare, policies[name], batch, weightings, resources=resources))
         for table, frames in found.items():
             frames.append(part(out, f"{table} {case}", lambda once=once, table=table: tabulate(once(), table)))
             frames[-1] = frames[-1].assign(case=case)
-    samples = pd.concat(describe(own).assign(policy=name) for name, own in rows.items())
-    tables = {f"{name}.csv": pd.concat(frames) for name, frames in found.items()} | {"samples.csv": samples}
+    tables = {f"{name}.csv": pd.concat(frames) for name, frames in (found | {"samples": samples}).items()}
     keep(out, tables, questions=questions, responses=RESPONSES)
 
 

@@ -35,8 +35,8 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     assert (found.loc["older rollouts", "same_as"] == "").all()
     # What enlarges rare tokens and what damps them are compared with the same gradient.
     assert found.loc[("on-policy", "up-weight"), "norm_ratio"] > 1 > found.loc[("on-policy", "reweight"), "norm_ratio"]
-    samples = pd.read_csv(out / "samples.csv").set_index("policy")
-    assert samples["responses"].tolist() == [32] * 2 and samples["tokens"].nunique() == 2
+    samples = pd.read_csv(out / "samples.csv")
+    assert samples["responses"].tolist() == [32, 16, 32] and samples["tokens"].nunique() == 3
     shares = pd.read_csv(out / "by_interval.csv").groupby(["case", "method"])["energy_share"].sum()
     assert shares.to_numpy() == pytest.approx(1.0)
 
