@@ -49,7 +49,8 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     assert {path.name for path in figures.glob("*.png")} == {f"words_compare_{name}.png" for name in names}
 
 
-def test_one_policy_in_every_place_makes_three_cases_of_one(tmp_path):
+def test_one_policy_in_every_place_makes_three_cases_of_one(tmp_path, monkeypatch):
+    monkeypatch.setitem(words_compare.CASES, "older rollouts", ("later", "start", words_compare.RESPONSES))
     words_compare.measure(tmp_path, folders=("embedded",) * 3, **SETTINGS)
     found = pd.read_csv(tmp_path / "weightings.csv").groupby("case", sort=False)
     first, *others = (own.drop(columns="case").reset_index(drop=True) for _, own in found)
