@@ -125,7 +125,7 @@ class TokenMonitor(TrainerCallback):
         self._loss = None if forward_every is None else trl_settings(trainer.args).loss
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
         self.left_out = left_out(trainer)
-        """Parts of the loss that do not depend on log π."""
+        """Parts of the loss that are not functions of the sampled tokens' log π."""
         self.seconds = self.cpu_seconds = 0.0
         """Spent inside the calls of this callback since training began, wall time and this thread's CPU time. What Σπ²
         adds inside TRL's head is not in them."""
@@ -157,7 +157,7 @@ class TokenMonitor(TrainerCallback):
             if state.is_world_process_zero:
                 self._begin_file(state.global_step)
                 for part in self.left_out:
-                    print(f"gradscope: {part} does not depend on log π and is left out of gradscope/live")
+                    print(f"gradscope: {part} is not a function of the sampled tokens' log π and is left out")
             looked_at = {"compute_loss": self._watch_loss, "_get_per_token_logps_and_entropies": self._watch_logprobs}
             looked_at |= {name: self._watch_mask for name in MASKS if hasattr(self.trainer, name)}
             watch(self.trainer, self, looked_at)
