@@ -59,6 +59,8 @@ class Run:
     test: Test
     launch: Mapping[str, Any] = field(default_factory=dict)
     """The scale's `launch`; see `launch_of`."""
+    judged_further: str | None = None
+    """Module whose `judge_further(run, checkpoints, folder)` keeps more of the finished run."""
 
     @property
     def place(self) -> Path:
@@ -167,7 +169,7 @@ def _runs_of(scale: str, track: str) -> Iterator[Run]:
         for seed in stage["seeds"]:
             for variant in stage["variants"]:
                 config = replace(configure(scale, track, variant), seed=seed)
-                yield Run(scale, track, variant, seed, config, test, launch_of(scale))
+                yield Run(scale, track, variant, seed, config, test, launch_of(scale), table.get("judged_further"))
 
 
 def configure(scale: str, track: str, variant: str) -> TrainConfig:

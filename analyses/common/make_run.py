@@ -5,6 +5,7 @@
         manifest.json       versions, commit, processor
         metrics.csv.gz      a row per step; lists by their mean, six digits
         test.csv            a row per judged checkpoint and level: the table of `evaluate`
+        …                   what the track's `judged_further` keeps
         responses.parquet   the last checkpoint's answers to the test's questions, or to so many of them (Test.kept)
 
 Work whose file exists is not repeated; a run with responses.parquet is finished. If the scale's `launch` sets several
@@ -14,6 +15,7 @@ in WORK only the weights of that many checkpoints.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
@@ -73,6 +75,8 @@ def make(run: Run) -> Run:
         result = judge(checkpoint, run.test, engine=run.config.engine, dtype=run.config.precision)
         tables.append(result.table.assign(step=step_of(checkpoint)))
     write_csv(pd.concat(tables, ignore_index=True), kept / "test.csv", float_format="%.6g")
+    if run.judged_further is not None:
+        importlib.import_module(run.judged_further).judge_further(run, list_checkpoints(work), kept)
     write_parquet(keep_responses(result.responses, run.test.kept), kept / LAST)
     if (weights := run.launch.get("weights_kept")) is not None:
         clear(work, weights)

@@ -1,0 +1,54 @@
+"""Experiment B: probability on rare tokens at the places of fixed responses, and which puzzles are hard."""
+
+from itertools import combinations
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from analyses.common.experiments import find_run
+from analyses.common.measurements import read_table
+from analyses.measure import horizon
+from gradscope import load_policy
+from gradscope.tasks import draw_questions, get_task
+
+
+def test_the_mass_on_rare_tokens_is_that_of_a_loop_over_places_and_vocabulary():
+    run = find_run("cpu", "horizon")
+    policy = load_policy(run.config.model, dtype="float64")
+    contexts = read_table("horizon", "contexts.parquet").groupby("source", sort=False).head(3)
+    table = horizon.score(policy, contexts, run).set_index("source")
+
+    task, test = get_task(run.test.task), run.test
+    questions = draw_questions(task, test.questions, seed=0, people=test.people)
+    for source, own in contexts.groupby("source"):
+        mass, entropy, rare = [], [], []
+        for row in own.itertuples():
+            prompt = policy.encode_prompt(questions[row.group].prompt)
+            response = policy.encode_response(row.response) + [policy.tokenizer.eos_token_id] * row.finished
+            for at, token in enumerate(response):
+                logits = policy.model(torch.tensor([prompt + response[:at]])).logits[0, -1]
+                probs = (logits / 0.7).softmax(-1).tolist()
+                mass.append(sum(p for p in probs if p < 0.25))
+                entropy.append(-sum(p * np.log(p) for p in probs if p > 0))
+                rare.append(probs[token] < 0.25)
+        assert table.loc[source, "places"] == len(mass)
+        # float64; padding and the order of sums differ by rounding.
+        assert table.loc[source, ["mass", "entropy", "share"]].tolist() == pytest.approx(
+            [np.mean(mass), np.mean(entropy), np.mean(rare)], rel=1e-9
+        )
+
+
+def test_hard_puzzles_are_those_where_four_of_the_sixteen_samples_seldom_hold_a_correct_one():
+    questions = pd.DataFrame({"group": range(17), "level": 2, "samples": 16, "correct": range(17)})
+    draws = [set(four) for four in combinations(range(16), 4)]
+    hard = [correct for correct in range(17) if np.mean([bool(four & set(range(correct))) for four in draws]) < 0.8]
+    assert horizon.hard_puzzles(questions)["correct"].tolist() == hard
+
+
+def test_each_source_has_as_many_responses_to_every_puzzle_and_none_of_a_run_of_the_track():
+    contexts = read_table("horizon", "contexts.parquet")
+    counts = contexts.groupby(["source", "group"]).size().unstack(0)
+    assert counts.shape == (100, 3)
+    assert (counts == 4).all(axis=None)
