@@ -77,6 +77,25 @@ def differences(table: pd.DataFrame, value: str, pairs: Sequence[tuple[str, str]
     return pd.DataFrame(rows, columns=names)
 
 
+def welch(
+    own: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray, level: float = LEVEL
+) -> tuple[float, float, float, float]:
+    """Return the difference of two means, its interval and p (two-sided) by Welch's t test over independent seeds.
+
+    Interval and p are NaN where an arm has fewer than two seeds, or all of both are alike.
+
+    >>> welch([2.0, 3.0, 4.0], [1.0, 2.0, 3.0])
+    (1.0, -1.266..., 3.266..., 0.287...)
+    """
+    own, other = np.asarray(own, dtype=float), np.asarray(other, dtype=float)
+    difference = float(own.mean() - other.mean())
+    if min(len(own), len(other)) < 2 or not (vary(own) or vary(other)):
+        return difference, np.nan, np.nan, np.nan
+    found = stats.ttest_ind(own, other, equal_var=False)
+    interval = found.confidence_interval(level)
+    return difference, float(interval.low), float(interval.high), float(found.pvalue)
+
+
 def seeds_to_tell(difference: float, row: Mapping[str, float], *, claims: int = 1, power: float = 0.8) -> float:
     """Return the seeds needed to detect a true difference with this power, given the spread of a row of `differences`.
 

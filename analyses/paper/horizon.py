@@ -1,0 +1,159 @@
+"""Does Reweight end with more probability on rare tokens than GRPO, because of which tokens it damps, and does it pay?
+
+    python -m analyses.paper.horizon [--out figures]
+
+Experiment B of docs/named-beforehand.md, which has the question, the runs, the test and what is concluded from each
+outcome; written before any run was whole. An arm is read when all of its seeds are there. Numbers are means over a
+run's last three checkpoints; contrasts are tested by Welch's t test over seeds, with Holm's correction over those of
+the three whose arms are whole. Writes
+
+    horizon.csv         a row per contrast: the three named ones, and those shown beside without a claim
+    horizon_runs.csv    a row per run: mass, accuracy; token share, entropy and KL over the last 50 steps; pass@16 on
+                        hard puzzles
+    horizon.png         mass over the steps, by arm, and the contrasts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+import tyro
+from matplotlib.figure import Figure
+
+from analyses.common.accuracy import sampled_name
+from analyses.common.colors import COLORS
+from analyses.common.contrasts import LEVEL, holm, mean_interval, welch
+from analyses.common.experiments import RUNS, labels, list_runs
+from analyses.common.make_run import is_finished
+from analyses.common.measurements import read_table
+from analyses.common.read_runs import last_checkpoints, read_metrics, read_tests
+from analyses.common.script import Options, exit_with
+from analyses.common.tables import write_csv
+from analyses.measure.horizon import SCALE, TRACK
+from gradscope.errors import InputError
+from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+
+NAMED = (("reweight", "grpo", "mass"), ("reweight", "permuted-weights", "mass"), ("reweight", "grpo", "accuracy"))
+"""Variant, baseline, number."""
+BESIDE = ("share", "entropy", "kl", "pass_at_16")
+"""Numbers that claim nothing."""
+SMALLEST = 0.04
+"""Smallest effect of interest in accuracy."""
+LAST = 50
+"""Steps over which numbers of training are averaged."""
+
+
+def whole_arms() -> list[str]:
+    """Return the variants of which every planned seed is finished."""
+    runs = [run for run in list_runs(SCALE) if run.track == TRACK]
+    left = {run.variant for run in runs if not is_finished(run)}
+    return [variant for variant in dict.fromkeys(run.variant for run in runs) if variant not in left]
+
+
+def read_arms(variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return a row per run (variant, seed, and its numbers), and one per run and judged step (mass)."""
+    keys = ["variant", "seed"]
+    tests = last_checkpoints(read_tests(variants, scale=SCALE, track=TRACK))
+    tests = tests[tests["level"] == "all"].rename(columns={sampled_name(tests): "accuracy"})
+    metrics = read_metrics(variants, scale=SCALE, track=TRACK)
+    metrics = metrics[metrics["step"] > metrics.groupby(keys)["step"].transform("max") - LAST]
+    trained = metrics.rename(columns={"token_share_0": "share"}).groupby(keys)[["share", "entropy", "kl"]].mean()
+    masses, hard = [], []
+    for variant, seed in tests[keys].itertuples(index=False):
+        folder = RUNS / SCALE / TRACK / variant / f"seed{seed}"
+        # Sources count alike, whatever the length of their responses.
+        mass = pd.read_csv(folder / "rare_mass.csv").groupby("step", as_index=False)["mass"].mean()
+        masses.append(mass.assign(variant=variant, seed=seed))
+        hard.append((pd.read_csv(folder / "hard.csv")["correct"] > 0).mean())
+    steps = pd.concat(masses, ignore_index=True)
+    last = steps.sort_values("step").groupby(keys).tail(3).groupby(keys)["mass"].mean()
+    runs = tests[[*keys, "accuracy"]].assign(pass_at_16=hard)
+    return runs.join(last, on=keys).join(trained, on=keys), steps
+
+
+def contrast(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per contrast, the named ones first.
+
+    Columns: number, variant, baseline, seeds (the smaller arm's), difference, lower, upper (Welch's 95 % interval), p,
+    named, p_holm and differs (corrected over the named ones that are whole), corrected_lower, corrected_upper,
+    gain_excluded (of SMALLEST, in accuracy).
+    """
+    arms = list(dict.fromkeys(runs["variant"]))
+    named = [pair for pair in NAMED if {*pair[:2]} <= {*arms}]
+    others = [(variant, "grpo", number) for variant in arms if variant != "grpo" for number in ("mass", "accuracy")]
+    shown = [(variant, "grpo", number) for variant in arms if variant != "grpo" for number in BESIDE]
+    claims = holm(_test(runs, named)).assign(named=True)
+    level = 1 - (1 - LEVEL) / max(len(named), 1)
+    corrected = _test(runs, named, level)
+    claims["corrected_lower"], claims["corrected_upper"] = corrected["lower"], corrected["upper"]
+    claims["gain_excluded"] = (claims["number"] == "accuracy") & (claims["corrected_upper"] < SMALLEST)
+    beside = _test(runs, [pair for pair in others + shown if pair not in NAMED])
+    return pd.concat([claims, beside.assign(named=False, differs=False, gain_excluded=False)], ignore_index=True)
+
+
+def _test(runs: pd.DataFrame, pairs: Sequence[tuple[str, str, str]], level: float = LEVEL) -> pd.DataFrame:
+    rows = []
+    for variant, baseline, number in pairs:
+        own, other = (runs.loc[runs["variant"] == name, number].to_numpy() for name in (variant, baseline))
+        found = welch(own, other, level)
+        rows.append({"number": number, "variant": variant, "baseline": baseline, "seeds": min(len(own), len(other))})
+        rows[-1] |= dict(zip(("difference", "lower", "upper", "p"), found, strict=True))
+    return pd.DataFrame(rows, columns=["number", "variant", "baseline", "seeds", "difference", "lower", "upper", "p"])
+
+
+def says_preserved(runs: pd.DataFrame, start: float) -> bool:
+    """Return whether GRPO's own mass falls below the start's: its 95 % t interval over seeds lies below."""
+    _, _, upper = mean_interval(runs.loc[runs["variant"] == "grpo", "mass"] - start)
+    return bool(upper < 0)
+
+
+@paper_style()
+def draw(steps: pd.DataFrame, contrasts: pd.DataFrame, start: float) -> Figure:
+    """Draw each arm's mass over the steps (mean and 95 % t interval over seeds), and the contrasts in mass."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 2.7), layout="constrained")
+    words = labels()
+    for variant, own in steps.groupby("variant", sort=False):
+        found = own.groupby("step")["mass"].agg(mean_interval)
+        mean, lower, upper = np.array(found.to_list()).T
+        left.plot(found.index, mean, color=COLORS[variant], label=words[variant], lw=1.4)
+        left.fill_between(found.index, lower, upper, color=COLORS[variant], alpha=0.15, lw=0)
+    left.axhline(start, color=NEUTRAL, lw=0.7, ls="--")
+    left.set(xlabel="step (dashed: the start)", ylabel="mass on tokens with π < ¼,\nfixed responses")
+    left.legend(frameon=False, fontsize=7)
+    shown = contrasts[contrasts["number"].isin(["mass", "accuracy"])].reset_index(drop=True)
+    for place, row in shown.iterrows():
+        color = COLORS[row["variant"]]
+        right.hlines(place, row["lower"], row["upper"], color=color, lw=2)
+        if row["named"]:
+            right.hlines(place, row["corrected_lower"], row["corrected_upper"], color=color, lw=0.7)
+        right.plot(row["difference"], place, "o", color=color, ms=4.5)
+    right.axvline(0, color=NEUTRAL, lw=0.7, zorder=0)
+    names = [f"{row.number}: {words[row.variant]} − {words[row.baseline]}" for row in shown.itertuples()]
+    right.set_yticks(range(len(names)), names, fontsize=7)
+    right.invert_yaxis()
+    right.set(xlabel="difference (thick: 95 % interval; thin: corrected)")
+    finish(left, steps)
+    finish(right, shown)
+    return figure
+
+
+def main(options: Options) -> None:
+    arms = whole_arms()
+    if not {"grpo", "reweight"} <= {*arms}:
+        raise InputError(
+            f"the runs of GRPO and Reweight of the track {TRACK} are not all made, and none is looked at before; make "
+            f"them: python -m analyses.reproduce --scale {SCALE} --only horizon"
+        )
+    runs, steps = read_arms(arms)
+    start = float(read_table("horizon", "rare_mass.csv", scale=SCALE)["mass"].mean())
+    contrasts = contrast(runs).assign(start=start, preserved=says_preserved(runs, start))
+    save_figure(draw(steps, contrasts, start), options.out / "horizon.png", contrasts)
+    write_csv(runs, options.out / "horizon_runs.csv", float_format="%.6g")
+    print(contrasts.to_string(index=False, float_format="{:.4f}".format, na_rep="–"))
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))
