@@ -134,7 +134,7 @@ def draw(steps: pd.DataFrame, contrasts: pd.DataFrame, start: float) -> Figure:
     names = [f"{row.number}: {words[row.variant]} − {words[row.baseline]}" for row in shown.itertuples()]
     right.set_yticks(range(len(names)), names, fontsize=7)
     right.invert_yaxis()
-    right.set(xlabel="difference (thick: 95 % interval; thin: corrected)")
+    right.set(xlabel="difference (thin: corrected)")
     finish(left, steps)
     finish(right, shown)
     return figure
