@@ -11,7 +11,8 @@ clusters effectively contribute. It also allows for prompts and tokens that a sm
 either, twice as large as the mean, would change the statistic by 1/n, which widens the error (a token) or the bounds (a
 prompt). analyses/verdicts/coverage.py tests the coverage.
 
-Other intervals are Student's t over independent rows, or a jackknife over parts that add up.
+Other intervals are Student's t over independent rows, a jackknife over parts that add up, or a jackknife over folds of
+clusters, for statistics of pairs of clusters; shares of such a statistic have Fieller's bounds, which may be infinite.
 """
 
 from __future__ import annotations
@@ -414,6 +415,62 @@ def jackknife_error(statistic: Callable[[np.ndarray], np.ndarray], blocks: Seque
     whole, count = sum(blocks), len(blocks)
     left = np.stack([statistic((whole - block) * (count / (count - 1))) for block in blocks])
     return np.sqrt((count - 1) / count * ((left - left.mean(0)) ** 2).sum(0))
+
+
+def bound_by_folds(values: np.ndarray, left: np.ndarray, *, confidence: float = 0.95) -> np.ndarray:
+    """Return [3, n]: values with lower and upper bounds by a delete-a-fold jackknife.
+
+    left: the same statistics without each of F folds of clusters of equal size, [F, n]. Student's t has F − 1 degrees
+    of freedom. Raises InputError for no confidence level.
+
+    >>> folds = np.array([[1.0], [2.0], [6.0]])
+    >>> bound_by_folds(folds.mean(0), (folds.sum(0) - folds) / 2).round(2).ravel().tolist()  # of a mean: Student's
+    [3.0, -3.57, 9.57]
+    """
+    reach = _fold_reach(left, confidence) * np.sqrt(np.diag(_fold_covariance(left)))
+    return np.stack([values, values - reach, values + reach])
+
+
+def bound_shares_by_folds(
+    parts: np.ndarray, left: np.ndarray, whole: float, left_whole: np.ndarray, *, confidence: float = 0.95
+) -> np.ndarray:
+    """Return [3, n]: parts/whole with the ends of Fieller's confidence set, from a delete-a-fold jackknife.
+
+    The set holds every θ for which part − θ·whole is not told from 0, (part − θ·whole)² ≤ t²·Var(part − θ·whole). Where
+    the whole itself is told from 0, it is an interval, with the whole's error in it. Where it is not, or not positive,
+    the ends are −inf and inf: any share is then possible. The share is NaN if the whole is not positive.
+
+    parts: [n]; left, left_whole: the same without each of F folds, [F, n] and [F]. Whole and parts are unbiased
+    estimates of numbers of which the whole's is not negative, such as a squared norm.
+
+    >>> exact, whole = np.full((3, 1), 6.0), np.array([10.0, 12.0, 14.0])
+    >>> bound_shares_by_folds(np.array([6.0]), exact, 12.0, whole, confidence=0.5).round(3).ravel().tolist()
+    [0.5, 0.432, 0.593]
+    >>> bound_shares_by_folds(np.array([6.0]), exact, 12.0, whole, confidence=0.99).ravel().tolist()
+    [0.5, -inf, inf]
+    """
+    covariance, reach = _fold_covariance(np.column_stack([left, left_whole])), _fold_reach(left, confidence)
+    variances, along, of_whole = np.diag(covariance)[:-1], covariance[:-1, -1], covariance[-1, -1]
+    # (part − θ·whole)² − t²·Var ≤ 0 is a·θ² − 2b·θ + c ≤ 0.
+    a, b, c = whole**2 - reach**2 * of_whole, parts * whole - reach**2 * along, parts**2 - reach**2 * variances
+    shares = parts / whole if whole > 0 else np.full_like(parts, np.nan)
+    if not (whole > 0 and a > 0):
+        return np.stack([shares, np.full_like(parts, -np.inf), np.full_like(parts, np.inf)])
+    root = np.sqrt(np.maximum(b**2 - a * c, 0.0))
+    return np.stack([shares, (b - root) / a, (b + root) / a])
+
+
+def _fold_covariance(left: np.ndarray) -> np.ndarray:
+    away = left - left.mean(0)
+    return (len(left) - 1) / len(left) * away.T @ away
+
+
+def _fold_reach(left: np.ndarray, confidence: float) -> float:
+    """Return Student's quantile for a jackknife over these folds."""
+    from scipy.stats import t
+
+    check_levels(confidence, 1)
+    return float(t.ppf((1 + confidence) / 2, len(left) - 1))
 
 
 def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> str:

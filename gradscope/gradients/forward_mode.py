@@ -51,12 +51,12 @@ class Changes:
 
 
 def changes_along(
-    kept: KeptNumbers, vectors: Vectors, batch: TokenBatch, micro_batch: int, pieces: Pieces
+    kept: KeptNumbers, vectors: Vectors, batch: TokenBatch, micro_batch: int, pieces: Pieces, *, exact: bool = False
 ) -> tuple[Float[Tensor, "R K Q"], Derivative]:
     """Differentiate the kept tokens' quantities along each vector; return the derivatives (on the CPU) and their kind.
 
     Raises:
-        InputError: the model does not support forward mode, and its weights are upcast on use.
+        InputError: the model does not support forward mode, and its weights are upcast on use or `exact` is set.
     """
     model, arguments = kept.model, (kept, vectors, batch.num_tokens, micro_batch, pieces)
     with torch.inference_mode(False), torch.no_grad(), measuring(model, batch.width), _still_padding(model):
@@ -70,6 +70,11 @@ def changes_along(
         # Operations without forward mode raise either error; a model that does not run at all will raise again.
         except (NotImplementedError, RuntimeError) as error:
             reason = first_line(error)
+            if exact:
+                raise InputError(
+                    f"the model does not support forward mode ({reason}), and central differences are too coarse here; "
+                    "load it with operations that have forward derivatives"
+                ) from error
             if is_upcast(model):  # perturbed weights would be whole float32 copies
                 raise InputError(
                     f"the model does not support forward mode ({reason}), and central differences need float32 "
@@ -140,7 +145,7 @@ def _changes(
         # A tangent at an offset in its storage would be copied, so each gets its own.
         parts = {f"model.{name}": _alone(vector[part]) for name, part in vectors.slices.items()}
         kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
-        tangents = {name: parts[name].view(p.shape).to(kinds[name]) for name, p in parameters.items()}
+        tangents = {name: parts[name].view(p.shape).to(p.device, kinds[name]) for name, p in parameters.items()}
         for places, piece in pieces(micro_batch, 6):
             numbers = partial(_numbers_at, module, piece)
             changes[r, places] = differentiate(numbers, parameters, tangents).to(changes)

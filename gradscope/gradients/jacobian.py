@@ -18,11 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
+from gradscope.gradients.contributions import Contributions
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.products import Precision
 from gradscope.gradients.forward_mode import Changes, KeptNumbers, changes_along, refuse_narrow_arithmetic
 from gradscope.gradients.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
 from gradscope.gradients.hooks import measuring
+from gradscope.gradients.prompt_parts import PromptParts
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
 from gradscope.gradients.row_norms import RowNorms
@@ -113,11 +115,11 @@ class TokenJacobian:
         known = self._found_statistics
         if known is not None:
             known = TokenStatistics(*(getattr(known, name)[rows] for name in vars(known)))
-        return self._share_meter(self._like(self.batch.select(rows), self.resources, known))
+        return self._share_structure(self._like(self.batch.select(rows), self.resources, known))
 
     def of_prompts(self, prompts: Sequence[int] | Int[Tensor, " p"]) -> TokenJacobian:
         """Return the Jacobian of the tokens of some prompts; every response keeps its row of the batch."""
-        return self._share_meter(self._like(self.batch.of_prompts(prompts), self.resources, self._found_statistics))
+        return self._share_structure(self._like(self.batch.of_prompts(prompts), self.resources, self._found_statistics))
 
     def moved(self) -> TokenJacobian:
         """Return the Jacobian of the same tokens at the model's current weights."""
@@ -125,14 +127,15 @@ class TokenJacobian:
 
     def alone(self) -> TokenJacobian:
         """Return the same Jacobian for this process alone."""
-        if self.resources.processes.count == 1:
-            return self
-        return self._share_meter(self._like(self.batch, replace(self.resources, processes=ALONE), self._known))
+        return self if self.resources.processes.count == 1 else self.within(replace(self.resources, processes=ALONE))
 
     def until(self, deadline: float | None) -> TokenJacobian:
         """Return the same Jacobian with a deadline on `time.monotonic` for its sums by group; None: no deadline."""
-        resources = replace(self.resources, deadline=deadline)
-        return self._share_meter(self._like(self.batch, resources, self._found_statistics))
+        return self.within(replace(self.resources, deadline=deadline))
+
+    def within(self, resources: Resources) -> TokenJacobian:
+        """Return the same Jacobian with other resources."""
+        return self._share_structure(self._like(self.batch, resources, self._found_statistics))
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
@@ -218,7 +221,7 @@ class TokenJacobian:
         self.resources.processes.sum(sums.rows)
         return sums
 
-    def jvp(self, vectors: Vectors, of: Sequence[Quantity] = ("logprob",)) -> Changes:
+    def jvp(self, vectors: Vectors, of: Sequence[Quantity] = ("logprob",), *, exact: bool = False) -> Changes:
         """Compute the directional derivatives ⟨∇ log π_t, v⟩ of every kept token along each vector v.
 
         This is the first-order change of log π_t (or of the entropy, or both from the same passes) when the parameters
@@ -229,13 +232,14 @@ class TokenJacobian:
         Args:
             vectors: R vectors as long as the parameters.
             of: the quantities to differentiate.
+            exact: refuse central differences.
 
         Returns:
             The changes [R, K], in nats.
 
         Raises:
-            InputError: the vectors do not fit the model, or it computes below float32, where a tangent would keep only
-                two or three digits.
+            InputError: the vectors do not fit the model, it computes below float32, where a tangent would keep only two
+                or three digits, or it does not support forward mode and `exact` is set.
         """
         _check_quantities(of)
         refuse_narrow_arithmetic(self.model)
@@ -243,9 +247,8 @@ class TokenJacobian:
             raise InputError(
                 f"vectors have {vectors.rows.shape[1]} entries, the model {size} parameters; give one each"
             )
-        changes, how = changes_along(
-            KeptNumbers(self.model, of), vectors, self.batch, self.resources.micro_batch, self._pieces
-        )
+        settings = self.resources.micro_batch, self._pieces
+        changes, how = changes_along(KeptNumbers(self.model, of), vectors, self.batch, *settings, exact=exact)
         everyone = self.resources.processes.gather([how])
         how = "central differences" if "central differences" in everyone else "forward mode"
         changes = self.resources.processes.sum(changes)
@@ -286,6 +289,41 @@ class TokenJacobian:
         plan = sums.plan(pairs, metric=metric is not None, way=way)
         return sums.multiply(plan, pairs, metric=metric, sketch=sketch, totals=totals)
 
+    def contributions(
+        self,
+        weights: Float[Tensor, " K"],
+        *,
+        groups: Int[Tensor, " B"] | None = None,
+        scale: Float[Tensor, " P"] | None = None,
+        folds: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Contributions:
+        """Compute what each token holds of ‖G‖², G = Σ_t w_t·g_t: of its own prompt's part, and of the others'.
+
+        Prompt by prompt a `vjp` gives G_p and a `jvp` along it its tokens' products with G_p; a `jvp` along G gives all
+        tokens' products with G. This costs nine forward passes (three more for each fold but one), and none for
+        responses without weights. Three vectors are held in memory or, beyond `resources.vectors`, two in scratch
+        files. Processes share the prompts. Σ_{t in p} w_t⟨g_t, G_p⟩ = ‖G_p‖² is checked for every prompt.
+
+        Args:
+            weights: w_t of each kept token.
+            groups: id of each response's prompt; None: the batch's. Prompts without kept tokens are dropped.
+            scale: factor D on each entry of g_t, such as AdamW's metric: all products are ⟨D ∘ g_t, D ∘ G⟩.
+            folds: number of folds for bounds of any grouping; None: no bounds. Eight give bounds about a fifth wider
+                than leaving out every prompt.
+            generator: deals the prompts to folds.
+
+        Raises:
+            InputError: there is not one finite weight for each token, no such number of folds, or the model does not
+                support forward mode, beside which central differences are too coarse to part own from other prompts.
+            SelfCheckError: forward and reverse mode disagree about a prompt by more than rounding.
+        """
+        weights = self._check(weights[None])[0].double().cpu()
+        if not weights.isfinite().all():
+            raise InputError("weights hold NaN or infinity; give every kept token a finite weight, such as 0")
+        parts = PromptParts(self, weights, self.batch.group_ids if groups is None else groups, scale)
+        return parts.contribute(folds, generator or torch.Generator().manual_seed(0))
+
     def plan_gram(self, rows: int, *, pairs: Pairs = "all", metric: bool = False, way: Way | None = None) -> SumsPlan:
         """Return how `gram` would compute this many rows by prompt. Raises InputError if memory does not suffice."""
         return self._group_sums(torch.zeros(rows, self.num_tokens), None).plan(pairs, metric=metric, way=way)
@@ -310,7 +348,9 @@ class TokenJacobian:
         model = self.policy or self.model
         return TokenJacobian(model, batch, resources, statistics=statistics, precision=self._precision)
 
-    def _share_meter(self, some: TokenJacobian) -> TokenJacobian:
+    def _share_structure(self, some: TokenJacobian) -> TokenJacobian:
+        """Give another Jacobian of the same model what is known of its structure."""
+        some._sweep = self._sweep
         if "meter" in vars(self):  # it was made
             some.meter = self.meter
         return some

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.gradients import dense_jacobian
 from support.policies import make_batch, make_policy
 from support.tiers import every
 from torch import Tensor, nn
@@ -18,22 +19,6 @@ ROWS = 3
 NORMS = ("param_grad_norm", "scaled_grad_norm")
 TOLERANCE = 2e-6
 """transformers' rotary embeddings and norms pass through float32, whatever the weights are."""
-
-
-def dense(policy: Policy, batch: TokenBatch) -> Tensor:
-    """J [K, P]: one autograd call for each token, over its response alone."""
-    parameters, rows = [p for _, p in float_parameters(policy.model)], []
-    for response in range(len(batch)):
-        ids, kept = batch.sequence(response)
-        if not len(kept):
-            continue
-        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].double()
-        logprobs = torch.log_softmax(logits[kept - 1] / batch.temperature[response], -1)
-        for logprob in logprobs.gather(1, ids[kept][:, None])[:, 0]:
-            made = torch.autograd.grad(logprob, parameters, retain_graph=True, allow_unused=True)
-            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
-            rows.append(torch.cat([g.flatten() for g in flat]))
-    return torch.stack(rows)
 
 
 def make_weights(batch: TokenBatch, rows: int = ROWS) -> Tensor:
@@ -74,7 +59,7 @@ CASES = [
 def test_vjp_jvp_and_gram_are_products_with_the_dense_jacobian(name, dtype, tolerance):
     policy = make_policy(name, dtype)
     batch = make_batch(policy, temperature=0.7)
-    expected, weights, groups = dense(policy, batch), make_weights(batch), groups_of(batch)
+    expected, weights, groups = dense_jacobian(policy, batch), make_weights(batch), groups_of(batch)
     J = TokenJacobian(policy, batch, Resources(1 << 34, micro_batch=2))
     sums = J.vjp(weights)
     assert distance(sums.rows, weights @ expected.double()) < tolerance
@@ -113,7 +98,7 @@ def check_by_module(grams: list[Gram], policy: Policy, totals: Tensor, tolerance
 def test_row_norms_are_those_of_the_dense_jacobians_rows_plain_and_scaled():
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy, temperature=0.7)
-    J, rows = TokenJacobian(policy, batch), dense(policy, batch)
+    J, rows = TokenJacobian(policy, batch), dense_jacobian(policy, batch)
     scale = Vectors.zeros(policy.model, 1)
     scale.rows.copy_(torch.linspace(0.5, 2.0, rows.shape[1], dtype=torch.float64)[None])
     tokens = torch.arange(len(rows)) % 3 > 0
@@ -171,7 +156,7 @@ def test_a_gram_in_adamws_metric_multiplies_each_entry(way, pairs):
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy)
     weights, vectors = make_weights(batch), None
-    vectors = by_group(dense(policy, batch), weights, groups_of(batch))
+    vectors = by_group(dense_jacobian(policy, batch), weights, groups_of(batch))
     optimizer = torch.optim.AdamW(policy.model.parameters())
     generator = torch.Generator().manual_seed(1)
     for parameter in policy.model.parameters():
@@ -212,7 +197,7 @@ def test_sketches_are_those_of_the_whole_vectors(shared):
         policy.blocks[2].self_attn.q_proj.weight = policy.blocks[0].self_attn.q_proj.weight
     batch = make_batch(policy)
     weights = make_weights(batch)
-    vectors = by_group(dense(policy, batch), weights, groups_of(batch))
+    vectors = by_group(dense_jacobian(policy, batch), weights, groups_of(batch))
     gram = TokenJacobian(policy, batch, Resources(1 << 34, micro_batch=1)).gram(weights, way="sketches")
     slices = Vectors.zeros(policy.model, 0).slices
     sketcher = Sketcher(gram.plan.sketch_size, seed=SEED)
@@ -253,7 +238,8 @@ def test_selected_responses_have_their_rows_and_a_moved_jacobian_sees_the_weight
     before = J.statistics
     some = J.select([2, 0])
     assert torch.equal(some.statistics.logprob, before.logprob[[2, 0]])
-    assert distance(some.vjp(torch.ones(1, some.num_tokens)).rows, dense(policy, batch.select([2, 0])).sum(0)) < 1e-5
+    expected = dense_jacobian(policy, batch.select([2, 0])).sum(0)
+    assert distance(some.vjp(torch.ones(1, some.num_tokens)).rows, expected) < 1e-5
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.mul_(1.1)
     assert torch.equal(J.statistics.logprob, before.logprob)
@@ -284,7 +270,7 @@ def test_groups_are_any_that_responses_have(groups):
     ids = torch.arange(len(batch)) if groups == "response" else torch.zeros(len(batch), dtype=torch.long)
     tokens = ids[:, None].expand_as(batch.response_mask)[batch.response_mask]
     weights = make_weights(batch)
-    vectors = by_group(dense(policy, batch), weights, tokens)
+    vectors = by_group(dense_jacobian(policy, batch), weights, tokens)
     found = TokenJacobian(policy, batch).gram(weights, groups=ids)
     assert found.groups == tuple(tokens.unique().tolist())
     assert distance(found.products, torch.einsum("prx,qsx->prqs", vectors, vectors)) < TOLERANCE

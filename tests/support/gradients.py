@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.gradients import Resources, TokenJacobian, Vectors
-from gradscope.policy import Policy, flat_slices
+from gradscope.policy import Policy, flat_slices, float_parameters
 from gradscope.rollouts import TokenBatch
 
 
@@ -30,6 +30,22 @@ def token_gradients(policy: Policy, batch: TokenBatch) -> Tensor:
         logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / batch.temperature[row]
         out += [flat_gradient(policy.model, torch.log_softmax(logits[t - 1], -1)[ids[t]]) for t in kept.tolist()]
     return torch.stack(out)
+
+
+def dense_jacobian(policy: Policy, batch: TokenBatch) -> Tensor:
+    """J [K, P] over the measured parameters: one autograd call for each token, over its response alone."""
+    parameters, rows = [p for _, p in float_parameters(policy.model)], []
+    for response in range(len(batch)):
+        ids, kept = batch.sequence(response)
+        if not len(kept):
+            continue
+        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0].double()
+        logprobs = torch.log_softmax(logits[kept - 1] / batch.temperature[response], -1)
+        for logprob in logprobs.gather(1, ids[kept][:, None])[:, 0]:
+            made = torch.autograd.grad(logprob, parameters, retain_graph=True, allow_unused=True)
+            flat = [torch.zeros_like(p) if g is None else g for g, p in zip(made, parameters, strict=True)]
+            rows.append(torch.cat([g.flatten() for g in flat]))
+    return torch.stack(rows)
 
 
 def used_again(policy: Policy, module: str) -> Policy:
