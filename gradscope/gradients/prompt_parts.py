@@ -12,6 +12,7 @@ from torch import Tensor
 from gradscope.errors import InputError, SelfCheckError
 from gradscope.gradients.contributions import Contributions
 from gradscope.gradients.engine.results import TOLERANCES
+from gradscope.gradients.forward_mode import TANGENTS, TOGETHER
 from gradscope.gradients.vectors import Vectors, vector_bytes
 from gradscope.policy import arithmetic_dtype
 from gradscope.runs import ALONE, SILENT, deal_by_cost, track
@@ -19,8 +20,8 @@ from gradscope.runs import ALONE, SILENT, deal_by_cost, track
 if TYPE_CHECKING:
     from gradscope.gradients.jacobian import TokenJacobian
 
-LIVE = 3
-"""Vectors held at once: a fold's sum, a prompt's, and the gradient as autograd returns it."""
+BESIDE = 2
+"""Vectors held beside the folds' sums: a prompt's, and the gradient as autograd returns it."""
 FEWEST_FOLDS = 3
 """Fewest folds of which each can be left out and two prompts remain."""
 
@@ -39,50 +40,61 @@ class PromptParts:
         self._live = J.spread(weights).any(1).nonzero()[:, 0]
         """Responses with a weight; the others contribute nothing."""
         self._places = J.spread(torch.arange(J.num_tokens))
+        self._worst = 0.0
+        """Largest difference that the self-check has seen."""
 
     def contribute(self, folds: int | None, generator: torch.Generator) -> Contributions:
-        """Compute the contributions, fold by fold, so that one fold's sum is held at a time."""
-        J, weights, rows = self._jacobian, self._weights, self._live
-        mask = J.batch.response_mask
+        """Compute the contributions, as many folds at a time as are faster together."""
+        J, weights, mask = self._jacobian, self._weights, self._jacobian.batch.response_mask
         prompts, of_tokens = self._groups[:, None].expand_as(mask)[mask].unique(return_inverse=True)
         dealt = _deal(len(prompts), folds, generator)
-        own, by_fold, differences = torch.zeros_like(weights), weights.new_zeros(folds or 1, len(weights)), [0.0]
-        places = self._places_of(rows)
-        for fold, along in enumerate(by_fold):
-            parts = [part for p in prompts[dealt == fold] if len(part := rows[self._groups[rows] == p])]
-            if not parts:
-                continue
-            found, total, checks = self._sum(parts)
-            own += found
-            usual = checks[:, 1].mean()
-            differences.append(self._compare(*checks.unbind(1), least=usual))
-            square = along.new_tensor([self._scale_twice(total)])
-            along[places] = weights[places] * J.select(rows).jvp(total, exact=True).logprob[0].double()
-            del total  # before the next one is made
-            differences.append(self._compare(along[dealt[of_tokens] == fold].sum()[None], square, least=usual))
+        own, by_fold = torch.zeros_like(weights), weights.new_zeros(folds or 1, len(weights))
+        one, memory, live = vector_bytes(J.model), J.resources.vectors, self._places_of(self._live)
+        at_once = max(1, min(TOGETHER, TANGENTS // one, memory // one - BESIDE))
+        inner = replace(J.resources, vectors=max(0, memory - at_once * one), processes=ALONE, progress=SILENT)
+        for chosen in torch.arange(len(by_fold)).split(at_once) if len(live) else ():
+            sums = Vectors.zeros(J.model, len(chosen), None if (len(chosen) + BESIDE) * one <= memory else 0)
+            each = [sums[place : place + 1] for place in range(len(chosen))]
+            usual = [
+                self._add_prompts(J.within(inner), prompts[dealt == fold], own, total)
+                for fold, total in zip(chosen, each, strict=True)
+            ]
+            squares = [self._scale_twice(total) for total in each]
+            changes = J.select(self._live).jvp(sums, exact=True).logprob.double()
+            del sums, each  # before the next ones are made
+            by_fold[chosen[:, None], live] = weights[live] * changes
+            for fold, square, least in zip(chosen, squares, usual, strict=True):
+                found = by_fold[fold, dealt[of_tokens] == fold].sum()
+                self._compare(found[None], found.new_tensor([square]), least=least)
         extra = () if folds is None else (by_fold, dealt)
-        return Contributions(by_fold.sum(0), own, of_tokens, len(prompts), max(differences), *extra)
+        return Contributions(by_fold.sum(0), own, of_tokens, len(prompts), self._worst, *extra)
 
-    def _sum(self, parts: list[Int[Tensor, " _"]]) -> tuple[Float[Tensor, " K"], Vectors, Float[Tensor, "p 2"]]:
-        """Return w_t⟨D ∘ g_t, D ∘ G_p⟩ of the tokens, Σ_p G_p, and by prompt the former's sum beside ‖D ∘ G_p‖².
+    def _add_prompts(
+        self, J: TokenJacobian, prompts: Int[Tensor, " n"], own: Float[Tensor, " K"], total: Vectors
+    ) -> float:
+        """Add w_t⟨D ∘ g_t, D ∘ G_p⟩ of the prompts' tokens to `own` and Σ_p G_p to `total`; return the mean ‖D ∘ G_p‖².
 
-        parts: the responses of each prompt.
+        J: the Jacobian for this process alone.
         """
-        J, processes = self._jacobian, self._jacobian.resources.processes
-        one, memory = vector_bytes(J.model), J.resources.vectors
-        total = Vectors.zeros(J.model, 1, None if LIVE * one <= memory else 0)
-        inner = J.within(replace(J.resources, vectors=max(0, memory - one), processes=ALONE, progress=SILENT))
-        own, checks = torch.zeros_like(self._weights), self._weights.new_zeros(len(parts), 2)
+        parts = [rows for p in prompts if len(rows := self._live[self._groups[self._live] == p])]
+        if not parts:
+            return 0.0
+        processes, progress = self._jacobian.resources.processes, self._jacobian.resources.progress
         costs = [float(J.batch.attention_mask[rows].sum()) for rows in parts]
         mine = deal_by_cost(range(len(parts)), costs, processes.count)[processes.rank]
+        found, checks = torch.zeros_like(own), own.new_zeros(len(parts), 2)
         with processes.together():
-            for number in track(mine, "gradients", J.resources.progress, unit="prompts"):
-                checks[number] = self._add(inner.select(parts[number]), self._places_of(parts[number]), own, total)
-        for shared in (total.rows, own, checks):
+            for number in track(mine, "gradients", progress, unit="prompts"):
+                places = self._places_of(parts[number])
+                checks[number] = self._add_prompt(J.select(parts[number]), places, found, total)
+        for shared in (total.rows, found, checks):
             processes.sum(shared)
-        return own, total, checks
+        own += found
+        usual = float(checks[:, 1].mean())
+        self._compare(*checks.unbind(1), least=usual)
+        return usual
 
-    def _add(
+    def _add_prompt(
         self, part: TokenJacobian, places: Int[Tensor, " k"], own: Float[Tensor, " K"], total: Vectors
     ) -> Float[Tensor, "2"]:
         """Add one prompt, whose vector is freed on return; return the sum of `own` over its tokens and ‖D ∘ G_p‖²."""
@@ -105,12 +117,12 @@ class PromptParts:
         sums.rows.mul_(scale)
         return square
 
-    def _compare(self, found: Float[Tensor, " p"], squares: Float[Tensor, " p"], *, least: Float[Tensor, ""]) -> float:
-        """Return the largest difference from squared norms, relative to them or to `least`, or raise SelfCheckError.
+    def _compare(self, found: Float[Tensor, " p"], squares: Float[Tensor, " p"], *, least: float) -> None:
+        """Compare sums with the squared norms that they equal, relative to these or to `least`.
 
         least: a usual squared norm. Where the tokens of one prompt cancel, rounding is all that is left of its own.
         """
-        size = torch.maximum(squares, least).clamp(min=torch.finfo(squares.dtype).tiny)
+        size = squares.clamp(min=max(least, torch.finfo(squares.dtype).tiny))
         worst = float(((found - squares).abs() / size).nan_to_num(nan=torch.inf).max())
         tolerance = 2 * TOLERANCES[arithmetic_dtype(self._jacobian.model)]  # those are of norms
         if not worst <= tolerance:
@@ -118,7 +130,7 @@ class PromptParts:
                 f"self-check failed: products of token gradients with their sum differ from its squared norm by "
                 f"{worst:.1e} (tolerance {tolerance:.0e}); nothing was measured. Please report the architecture"
             )
-        return worst
+        self._worst = max(self._worst, worst)
 
 
 def _deal(count: int, folds: int | None, generator: torch.Generator) -> Int[Tensor, " n"]:

@@ -1,5 +1,6 @@
-"""Prop. 4.2 in closed form, its bounds, and what norms of real tokens follow."""
+"""Closed forms: Prop. 4.2 with its bounds, what norms of real tokens follow, and shares against the batch's size."""
 
+from gradscope.theory.batch_size import BatchShare, noise_scale
 from gradscope.theory.bounds import TheoryReport, measured_cones, theory_report
 from gradscope.theory.closed_form import logit_grad_bounds, logit_grad_norm, rounding_tolerance
 from gradscope.theory.constants import layer_constants, token_contexts
@@ -8,6 +9,7 @@ from gradscope.theory.gains import FLOOR, fit_powers
 from gradscope.theory.proxies import judge_proxies
 
 __all__ = [
-    "FLOOR", "TheoryReport", "add_drivers", "fit_powers", "judge_proxies", "layer_constants", "logit_grad_bounds",
-    "logit_grad_norm", "measured_cones", "regress_norms", "rounding_tolerance", "theory_report", "token_contexts",
+    "FLOOR", "BatchShare", "TheoryReport", "add_drivers", "fit_powers", "judge_proxies", "layer_constants",
+    "logit_grad_bounds", "logit_grad_norm", "measured_cones", "noise_scale", "regress_norms", "rounding_tolerance",
+    "theory_report", "token_contexts",
 ]  # fmt: skip

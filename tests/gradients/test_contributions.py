@@ -240,7 +240,9 @@ def test_nine_forward_passes_are_the_most_and_idle_prompts_cost_none(policy, mon
             weights = weights_of(J)
             counts["passes"] = 0.0
             J.contributions(weights, folds=folds)
-            assert counts["passes"] == pytest.approx(most)
+            if folds is None or memory == 0:  # else folds share the forward passes of their derivatives
+                assert counts["passes"] == pytest.approx(most)
+            assert counts["passes"] < most + 1e-9
     handle.remove()
 
 
@@ -248,10 +250,12 @@ def test_two_vectors_live_beside_autograds_whatever_the_number_of_folds(policy):
     batch, most = make_rollouts(policy), []
     J = TokenJacobian(policy, batch, Resources(3 * vector_bytes(policy.model)))
     weights = weights_of(J)
-    kept = [each for each in gc.get_objects() if type(each) is Vectors]
+    before = {id(each) for each in gc.get_objects() if type(each) is Vectors}
 
     def count(*_: object) -> None:
-        most.append(sum(type(each) is Vectors and len(each) > 0 for each in gc.get_objects()) - len(kept))
+        found = [each for each in gc.get_objects() if type(each) is Vectors and id(each) not in before]
+        held = {each.rows.untyped_storage().data_ptr(): each.rows.untyped_storage().nbytes() for each in found}
+        most.append(sum(held.values()) / vector_bytes(policy.model))
 
     handle = policy.model.register_forward_hook(count)
     J.contributions(weights, folds=3)
