@@ -20,7 +20,7 @@ if device == "cuda":
     gpu = pretend_gpu.install()
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from support.policies import make_batch, make_policy
-from gradscope import apply_updates, interval_gradients, measure, movement_table
+from gradscope import Resources, TokenJacobian, apply_updates, interval_gradients, measure, movement_table
 from gradscope.sampling import HFSampler
 from gradscope.updates import influence
 
@@ -28,11 +28,19 @@ policy = make_policy("llama")
 policy.model.to(device)
 batch = make_batch(policy, temperature=0.7)
 generator = torch.Generator().manual_seed(0)
+weights = torch.linspace(-1.0, 1.0, batch.num_tokens)
+
+def contributions(memory):
+    found = TokenJacobian(policy, batch, Resources(memory)).contributions(weights, folds=3)
+    return found.by_fold / found.square_norm
+
 with sdpa_kernel(SDPBackend.MATH):
     found = {
         "measure": measure(policy, batch).select_dtypes("number").to_numpy(),
         "intervals": interval_gradients(policy, batch).table.select_dtypes("number").to_numpy(),
         "updates": movement_table(apply_updates(policy, batch, ["all", "lopti"])).select_dtypes("number").to_numpy(),
+        "contributions": contributions(1 << 34),
+        "contributions by scratch files": contributions(0),
         "influence": influence(policy, batch).contributions.to_numpy(float),
         "sample": [
             sample.response_ids

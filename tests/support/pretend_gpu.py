@@ -434,6 +434,8 @@ def install(packages=("gradscope",)) -> Gpu:
     cuda.random.manual_seed_all = seed
     cuda._is_in_bad_fork = lambda: False
     torch.Generator = Generator
+    shares = torch.from_dlpack
+    torch.from_dlpack = lambda tensor: tensor.clone() if isinstance(tensor, OnGpu) else shares(tensor)  # no stream
     from torch.optim import optimizer
 
     optimizer._foreach_supported_types.append(OnGpu)
