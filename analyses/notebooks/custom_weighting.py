@@ -10,7 +10,7 @@
 # # A weighting of your own, before you train with it
 #
 # An RL update gives each token a scalar weight. What another weighting would do can be asked of *one* batch, without a
-# training run: whose gradients the update is made of, how far it is turned, how much of it is signal. Here: only the
+# training run: whose gradients the update is made of, its norm and direction, how much of it is signal. Here: only the
 # tokens with the largest entropy *and* a positive advantage, beside GRPO, Reweight, Lopti and the 80/20 mask.
 
 # %%
@@ -64,9 +64,10 @@ found = gradscope.compare(policy, batch, weightings, table=table, settings=setti
 found
 
 # %% [markdown]
-# The mask of 20 % by entropy turns this policy's gradient: other uncertain tokens, which it leaves out, have gradients
-# too. Load `embedded-certain` in its place, which is sure of nine tokens in ten, and the same mask hardly turns
-# anything: what it leaves out has next to no gradient. Whether a mask *can* matter is the first thing to ask of it.
+# `cosine_from_energies` is the cosine with GRPO's update that the tokens' energies alone would give, if their gradients
+# were orthogonal: Reweight's weights all lie in [.7, 1], and its cosine is near 1 whatever the gradients are. The 20 %
+# mask leaves out tokens that hold energy: most of its cosine is what they held, the rest is how the gradients lie to
+# one another. What a mask leaves out is the first thing to ask of it.
 
 # %%
 plot_comparison(found.table, found.by_interval, found.labels)
@@ -75,4 +76,4 @@ plot_comparison(found.table, found.by_interval, found.labels)
 print(describe(found))
 
 # %% [markdown]
-# Five puzzles are far too few to tell signal from noise; the intervals, over puzzles, say how far.
+# Five puzzles are far too few to tell signal from noise, and for intervals.

@@ -45,8 +45,8 @@ class MeasureCompared(MeasureOwn):
 
 @dataclass(frozen=True, kw_only=True)
 class Compare(ReadingFlags, MeasuredPolicyFlags):
-    """Compare token weightings with plain GRPO on your batch: which tokens each favours, how far it turns the update,
-    and how much of its gradient is signal, with confidence intervals over prompts."""
+    """Compare token weightings with plain GRPO on your batch: which tokens each favours, norm and direction of its
+    update, and how much of its gradient is signal, with confidence intervals over prompts."""
 
     model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
     """Checkpoint folder (transformers or LoRA adapter), or "embedded"; preferably a policy in training."""

@@ -21,7 +21,12 @@ _PANELS = {
     "right_sgd": "Tokens that go the\nway of Â (%)",
     "effective_share": "Tokens that carry\nthe update (%)",
 }
-_KINDS = {"right_sgd": ("SGD", "o"), "right_adamw": ("AdamW", "s"), "right_step": ("real steps", "D")}
+_KINDS = {
+    "cosine": {"cosine": ("measured", "o"), "cosine_from_energies": ("from energies alone", "x")},
+    "right_sgd": {"right_sgd": ("SGD", "o"), "right_adamw": ("AdamW", "s"), "right_step": ("real steps", "D")},
+}
+"""Statistics drawn in one panel, with their names and markers."""
+_PERCENT = ("right_sgd", "effective_share")
 _ROW = 0.24
 
 
@@ -80,8 +85,8 @@ def _draw_energy(
 
 
 def _draw_points(ax: Axes, rows: pd.DataFrame, column: str) -> None:
-    kinds = {k: v for k, v in _KINDS.items() if k in rows} if column == "right_sgd" else {column: ("", "o")}
-    factor = 100.0 if column in (*_KINDS, "effective_share") else 1.0
+    kinds = {k: v for k, v in _KINDS.get(column, {column: ("", "o")}).items() if k in rows}
+    factor = 100.0 if column in _PERCENT else 1.0
     parts, places = [rows[["method", "step"]]], np.arange(len(rows))
     for number, (name, (word, marker)) in enumerate(kinds.items()):
         found = factor * rows[[name, f"{name}_lower", f"{name}_upper"]].to_numpy(np.float64)

@@ -69,6 +69,7 @@ LABELS = {
     "method": "weighting",
     "norm": "norm of the update",
     "cosine": "cosine with the baseline",
+    "cosine_from_energies": "cosine from energies alone",
     "signal_to_noise": "signal to noise of a prompt",
     "right_sgd": "right direction, SGD",
     "right_adamw": "right direction, AdamW",

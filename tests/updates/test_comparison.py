@@ -217,6 +217,65 @@ def test_energies_and_shares_by_interval_are_sums_over_tokens(case, found):
             assert row["zero_share"] == (weights == 0).mean()
 
 
+def from_energies(own: np.ndarray, plain: np.ndarray, norms: np.ndarray) -> float:
+    """The cosine of two sums of orthogonal vectors of these norms, written out in as many dimensions as tokens."""
+    one, other = np.diag(own * norms).sum(0), np.diag(plain * norms).sum(0)
+    return float(one @ other / np.linalg.norm(one) / np.linalg.norm(other))
+
+
+@pytest.mark.usefixtures("few_prompts_are_many")
+def test_the_cosine_from_energies_is_that_of_orthogonal_token_gradients(case):
+    norms, plain = case.table["param_grad_norm"].to_numpy(np.float64), case.table["policy_weight"].to_numpy(np.float64)
+    table = compare_all(case).table
+    for row, weights in rows_of(table, weights_of(case)):
+        expected = from_energies(weights, plain, norms)
+        assert row["cosine_from_energies"] == pytest.approx(expected, rel=1e-5)  # norms are float32
+        if row["cosine_from_energies"] < 0.999:
+            assert row["cosine_from_energies_lower"] < expected < row["cosine_from_energies_upper"]
+    # In the form with the ratio of weights: plain has no token of weight 0 that Reweight gives one.
+    used, own = plain != 0, make_weighting("reweight:alpha=0.5").weights(case.table)["all"]
+    energy, ratio = (plain[used] * norms[used]) ** 2, own[used] / plain[used]
+    by_ratio = (ratio * energy).sum() / np.sqrt(energy.sum() * (ratio**2 * energy).sum())
+    assert from_energies(own, plain, norms) == pytest.approx(by_ratio)
+    assert by_ratio >= 2 * np.sqrt(0.5) / 1.5  # weights in [½, 1]: 2√(1 − α)/(2 − α)
+    two = table[(table["method"] == "lopti") & (table["step"] == "both")]
+    assert (
+        two["cosine_from_energies"].isna().all() and two["step_cosine"].notna().all()
+    )  # of both steps there is no sum
+
+
+def test_the_cosine_from_energies_of_a_sample_of_norms_is_near_that_of_all(case):
+    rng, own = np.random.default_rng(0), make_weighting("reweight:alpha=0.5").weights(case.table)["all"]
+    weights, found = np.stack([case.table["policy_weight"].to_numpy(np.float64), own]), []
+    for _ in range(300):
+        sampled = case.table.copy()
+        sampled.loc[rng.permutation(len(sampled))[: len(sampled) // 3], "param_grad_norm"] = np.nan
+        found.append(Judge(sampled, ["a", "b", "c", "d"], 0, 0.95, 1).cosines_from_energies(weights)[0])
+    exact = from_energies(own, weights[0], case.table["param_grad_norm"].to_numpy(np.float64))
+    found = np.array(found)
+    known = ~np.isnan(found).any(1)  # else of an interval only tokens without weight were measured
+    assert known.mean() > 0.8 and found[known, 0] == pytest.approx(1.0)
+    assert abs(found[known, 1].mean() - exact) < 0.1 * (1 - exact) + 4 * found[known, 1].std() / np.sqrt(known.sum())
+
+
+@pytest.mark.usefixtures("few_prompts_are_many")
+@pytest.mark.parametrize(("served", "bounded"), [(1, False), (2, True)])
+def test_bounds_need_as_many_prompts_with_an_advantage_as_an_interval_does(case, served, bounded):
+    """Here two suffice."""
+    batch = replace(case.batch, advantages=resolve_advantages(case.batch).clone())
+    batch.advantages[~torch.isin(batch.group_ids, batch.group_ids.unique()[:served])] = 0.0
+    batch.advantages[batch.group_ids == batch.group_ids.unique()[0]] += 0.5
+    if served == 2:
+        batch.advantages[batch.group_ids == batch.group_ids.unique()[1]] += 0.5
+    table = measure(case.policy, batch, loss=SETTINGS, self_check=False)
+    found = compare(case.policy, batch, ["up-weight"], table=table, settings=settle())
+    assert found.num_informative_prompts == served < found.num_prompts
+    for rows in (found.table, found.by_interval):
+        bounds = rows.filter(regex="_(lower|upper)$")
+        assert bounds.notna().any(axis=None) == bounded
+    assert found.table["cosine"].notna().all()
+
+
 def test_two_steps_are_judged_by_real_ones(case, found):
     keywords = {"loss": SETTINGS, "step": STEP, "optimizer_state": case.state}
     moved = {

@@ -534,11 +534,12 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
         return []
     caption = (
         "Each token weighting against the baseline, plain GRPO, policy term only: share of the gradient energy by "
-        "interval; norm and rotation of the summed gradient; signal to noise of one prompt; share of the tokens "
+        "interval; norm of the summed gradient and its cosine with the baseline's, beside the cosine that the tokens' "
+        "energies alone would give; signal to noise of one prompt; share of the tokens "
         "that one step moves in the direction of their advantage, to first order; share of tokens that carry it."
     )
-    shown = ["method", "step", "same_as", "norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw"]
-    shown += ["entropy_change", "effective_share", "zero_share", "gain", "gain_difference"]
+    shown = ["method", "step", "same_as", "norm_ratio", "cosine", "cosine_from_energies", "signal_to_noise"]
+    shown += ["right_sgd", "right_adamw", "entropy_change", "effective_share", "zero_share", "gain", "gain_difference"]
     same = "" if not (c.table["same_as"] != "").any() else " Same as: its weights are those of that row."
     draw = lambda: plots.plot_comparison(c.table, c.by_interval, c.labels)  # noqa: E731
     read = [f'{csv(name)}.fillna({{"same_as": ""}})' for name in ("weightings", "weightings_by_interval")]

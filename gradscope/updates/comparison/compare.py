@@ -1,8 +1,9 @@
-"""Compare weightings on one batch: which tokens each favours, how far it turns the update, how much is signal.
+"""Compare weightings on one batch: which tokens each favours, norm and direction of its update, how much is signal.
 
 All weightings are compared with the plain loss on the same tokens, by the policy part of their gradient. Bounds redraw
-or leave out whole prompts, including those with equal rewards. Quantities of the whole batch (quantiles of entropy,
-covariances, random draws) are held fixed, and so is the update whose directions are judged.
+or leave out whole prompts, including those with equal rewards; with fewer than `FEWEST` others there are none.
+Quantities of the whole batch (quantiles of entropy, covariances, random draws) are held fixed, and so is the update
+whose directions are judged.
 """
 
 from __future__ import annotations
@@ -43,10 +44,11 @@ from gradscope.objective import (
     spell_out,
 )
 from gradscope.policy import AdamWState, PolicyLike
+from gradscope.resampling import short_of
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.runs import counted
 from gradscope.updates.apply_update import RealSteps
-from gradscope.updates.comparison.judge import Judge, columns
+from gradscope.updates.comparison.judge import BOUNDS, Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
 from gradscope.updates.influence import entropy_slopes
@@ -97,10 +99,13 @@ class Comparison:
     and therefore the same numbers, or "". Each number has columns NAME_lower and NAME_upper; NAME_difference is the
     difference to plain GRPO.
 
-    norm_ratio: ‖U‖ over plain's, U being the summed gradient; cosine: of U and plain's. signal_to_noise: for one prompt
-    (see `IntervalGradients`), with its difference. right_sgd, right_adamw: among tokens that have an advantage and
-    move, the share whose log π moves in its direction, to first order. right_step: the same after real steps (AdamW
-    with momentum and decay), and step_cosine: the cosine of the two displacements; only in rows whose steps were taken.
+    norm_ratio: ‖U‖ over plain's, U being the summed gradient; cosine: of U and plain's; cosine_from_energies: what the
+    tokens' energies alone would make of it, Σ r·e/√(Σ e·Σ r²·e) with plain's energies e = (w‖g‖)² and the ratios r of
+    the weights to plain's, which is the cosine if token gradients are orthogonal (estimated as energy_share is, where
+    norms are of a sample). signal_to_noise: for one prompt (see `IntervalGradients`), with its difference. right_sgd,
+    right_adamw: among tokens that have an advantage and move, the share whose log π moves in its direction, to first
+    order. right_step: the same after real steps (AdamW with momentum and decay), and step_cosine: the cosine of the two
+    displacements; only in rows whose steps were taken.
     entropy_change: first-order change of the mean entropy of all tokens, in nats, by one step on the weighting's own
     gradient, with its difference; momentum and decay, which no weighting changes, are omitted, and v̂ is plain's.
     effective_share: (Σ|w|‖g‖)²/Σw²‖g‖² over the number of tokens, the fraction of tokens that carry the update;
@@ -144,7 +149,8 @@ class Comparison:
         return f"<p><b>Comparison</b> on {counted(self.num_prompts, 'prompt')}</p>{self._numbers().to_html(na_rep='–')}"
 
     def _numbers(self) -> pd.DataFrame:
-        names = ["norm_ratio", "cosine", "signal_to_noise", "right_sgd", "right_adamw", "effective_share"]
+        names = ["norm_ratio", "cosine", "cosine_from_energies", "signal_to_noise", "right_sgd", "right_adamw"]
+        names += ["effective_share"]
         shown = self.table.set_index(["method", "step"])
         return shown[["same_as", *(name for name in names if name in shown)]].round(3)
 
@@ -268,13 +274,15 @@ def compare_rows(
         gains = gains_on_unseen_prompts(real, own, seed=s.seed)
         if gains is not None:
             found = _join_gains(found, pd.DataFrame(columns(judge.gains(gains)), index=[*map(str, own)]))
+    informative = table.loc[table["advantage"] != 0, "group"].nunique()
+    known = _strike_bounds if short_of(informative) else lambda rows: rows
     return Comparison(
-        found,
-        _by_interval(sums, energy, table, labels),
+        known(found),
+        known(_by_interval(sums, energy, table, labels)),
         _weights(sums, table),
         tuple(labels),
         table["group"].nunique(),
-        table.loc[table["advantage"] != 0, "group"].nunique(),
+        informative,
         tuple(dict.fromkeys(notes)),
         passes,
         s.aggregation,
@@ -404,7 +412,7 @@ def _judge(
     if ADAMW in table and table[ADAMW].notna().any():
         for known, found in zip((carried, energy), judge.energies(weights, ADAMW, "_adamw"), strict=True):
             known |= found
-    numbers = columns(judge.gradients(passes) | carried) | {"zero_share": (weights == 0).mean(1)}
+    numbers = columns(judge.gradients(weights, passes) | carried) | {"zero_share": (weights == 0).mean(1)}
     return numbers, columns(energy) | {"gradient_share": judge.gradient_shares(weights, passes).ravel()}
 
 
@@ -456,6 +464,11 @@ def _by_interval(
     keys |= {name: np.tile(values, len(sums)) for name, values in each.items()}
     places = (np.array([own.place for own in sums])[:, None] * size + intervals).ravel()
     return pd.DataFrame(keys | {name: values[places] for name, values in numbers.items()} | same_as)
+
+
+def _strike_bounds(rows: pd.DataFrame) -> pd.DataFrame:
+    """Leave out all bounds: over too few prompts with an advantage they would be those of the idle ones."""
+    return rows.assign(**{name: np.nan for name in rows if name.endswith(BOUNDS[1:])})
 
 
 def _weights(sums: Sequence[_Sum], table: pd.DataFrame) -> pd.DataFrame:

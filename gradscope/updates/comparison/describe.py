@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
 ONE_BATCH = """No number from one batch is known to predict how well a run ends.
-This describes one batch: which gradients each weighting enlarges, how far it turns the update, and whether the update
-stands out from the noise between prompts."""
+This describes one batch: which gradients each weighting enlarges, and whether the update stands out from the noise
+between prompts. Weights that lie near one another give a cosine near 1 whatever the gradients are; only its difference
+from the cosine that the energies alone would give says something about their directions."""
 RECORD = """How far to trust it: in a preregistered trial on the two embedded policies (10 checkpoints, 4 weightings),
 the difference had the same sign as the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
 over checkpoints; correlation .69 [.16, .88]; leaving out any one of three of the checkpoints takes its lower bound
@@ -25,8 +26,9 @@ below 0). Counting optimizer steps does no worse: the rule that Lopti and the ra
 than GRPO and the others less is right in 31 of 40. Whether the gain predicts at which checkpoint a weighting earns more
 is unknown."""
 """From figures/prediction_scores.csv (analyses/paper/prediction.py)."""
-WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards. Thresholds over the batch
-(quantiles of entropy, covariances), random draws and, for directions, the update itself are held fixed."""
+WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards; with fewer than six others there
+are none. Thresholds over the batch (quantiles of entropy, covariances), random draws and, for directions, the update
+itself are held fixed."""
 
 
 def describe(comparison: Comparison) -> str:
@@ -48,7 +50,8 @@ def signal_sentence(comparison: Comparison) -> str:
     value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
     n = comparison.num_prompts
     if not np.isfinite(lower):
-        return f"{n} prompts are too few to tell signal from noise; give at least {FEWEST} with unequal rewards."
+        few = f"{counted(comparison.num_informative_prompts, 'prompt')} with unequal rewards"
+        return f"{few} cannot tell signal from noise; give at least {FEWEST}."
     found = f"plain GRPO's signal to noise is {digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
     if lower > 0:
         return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
@@ -102,7 +105,8 @@ def _numbers(c: Comparison) -> str:
     first = c.by_interval[c.by_interval["interval"] == 0].set_index(["method", "step"])
     shown = c.table[c.table["same_as"] == ""].set_index(["method", "step"])
     columns = {f"energy, π in {c.labels[0]}": _percent(first.reindex(shown.index), "energy_share")}
-    columns |= {"norm": _plain(shown, "norm_ratio"), "cosine": _plain(shown, "cosine")}
+    names = {"norm": "norm_ratio", "cosine": "cosine", "from energies alone": "cosine_from_energies"}
+    columns |= {words: _plain(shown, name) for words, name in names.items()}
     columns |= {"signal/noise": _plain(shown, "signal_to_noise", digits)}
     names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": f"real {_optimizer(c)} steps"}
     columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}

@@ -38,12 +38,13 @@ class Judge:
         right = self._by_prompt(moved & (np.sign(changes) == wanted))
         return self._ratios(name, right, self._by_prompt(moved))
 
-    def gradients(self, passes: Passes) -> dict[str, Found]:
-        """Return norm ratio, cosine and signal to noise of the summed gradients, and directions along them."""
+    def gradients(self, weights: Float[np.ndarray, "R K"], passes: Passes) -> dict[str, Found]:
+        """Return norm ratio, cosines and signal to noise of the summed gradients, and directions along them."""
         ratios, cosines = norms_and_cosines(passes.products, confidence=self.confidence)
         numbers = {
             "norm_ratio": ratios,
             "cosine": cosines,
+            "cosine_from_energies": self.cosines_from_energies(weights),
             "signal_to_noise": signal_to_noise(passes.products, confidence=self.confidence),
             f"signal_to_noise{DIFFERENCE}": signal_to_noise_difference(passes.products, confidence=self.confidence),
         } | self.directions("right_sgd", passes.changes)
@@ -72,24 +73,33 @@ class Judge:
 
         norm: the column of ‖g‖; end: suffix of the numbers' names.
         """
-        norms = self.table[norm].to_numpy(np.float64)
-        known = ~np.isnan(norms)
-        force = np.abs(weights) * np.where(known, norms, 0.0)
-        proxies = np.abs(weights) * self.table[LOGITS].to_numpy(np.float64)
-
-        def estimate(power: int) -> Float[np.ndarray, "R K"]:
-            factors = [stands_for(self.table, known, own) for own in proxies**power]
-            return np.where(known, factors, 0.0) * force**power
-
-        energy = self._by_prompt(estimate(2)[:, None] * self._inside())
+        energy = self._by_prompt(self._estimate(weights**2, 2, norm)[:, None] * self._inside())
         whole = energy.sum(2, keepdims=True)
         # (Σ|w|‖g‖)² / (Σw²‖g‖² · number of tokens)
-        parts = self._by_prompt(estimate(1)), whole[..., 0]
+        parts = self._by_prompt(self._estimate(np.abs(weights), 1, norm)), whole[..., 0]
         tokens = self._by_prompt(np.ones((1, len(self.table))))
         carried = self._bootstrap(
             f"effective_share{end}", (*parts, tokens), lambda over, squares, n: over**2 / squares / n
         )
         return carried, self._ratios(f"energy_share{end}", energy, np.broadcast_to(whole, energy.shape))
+
+    def cosines_from_energies(self, weights: Float[np.ndarray, "R K"]) -> Found:
+        """Return the cosine with the first row's sum that any token gradients of these norms would have if they were
+        orthogonal: Σ w₀w‖g‖² / √(Σ w₀²‖g‖² · Σ w²‖g‖²), that is Σ r·e / √(Σ e · Σ r²·e) with the first row's energies
+        e and r = w/w₀.
+        """
+        parts = self._by_prompt(self._estimate(weights[0] * weights, 2)), self._by_prompt(self._estimate(weights**2, 2))
+        found = self._bootstrap("", parts, lambda cross, own: cross / np.sqrt(own[:, :1] * own))[""]
+        return np.clip(found, -1.0, 1.0)
+
+    def _estimate(
+        self, factors: Float[np.ndarray, "R K"], power: int, norm: str = PARAMETERS
+    ) -> Float[np.ndarray, "R K"]:
+        """Return factor·‖g‖^power of each measured token, times the tokens that it stands for; 0 for the others."""
+        norms = self.table[norm].to_numpy(np.float64)
+        known, logits = ~np.isnan(norms), self.table[LOGITS].to_numpy(np.float64)
+        stand = [stands_for(self.table, known, proxies) for proxies in np.abs(factors) * logits**power]
+        return np.where(known, stand, 0.0) * factors * np.where(known, norms, 0.0) ** power
 
     def gradient_shares(self, weights: Float[np.ndarray, "R K"], passes: Passes) -> Float[np.ndarray, "R A"]:
         """Return ⟨U_a, U⟩/‖U‖² of each interval."""
