@@ -7,6 +7,7 @@ also taken, to measure the prediction's error. Writes
     influence.csv       a row per optimizer, source and target: shares and sizes of the movement, with intervals
     errors.csv          relative error of the prediction, by batch
     against.csv         the tokens moved farthest in the wrong direction
+    tokens.parquet      every token's predicted change, by source
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
     [moment] = moments(scale, run=run, last=1)
     samples = [moment.sample(questions, seed=FRESH + i) for i in range(batches)]
     steps = {"sgd": (SGD, None), "adamw": (moment.step_settings, moment.optimizer_state)}
-    tables, errors, against = [], [], []
+    tables, errors, against, everything = [], [], [], []
     for name, (step, state) in steps.items():
         keywords = {"loss": moment.config.loss, "step": step, "optimizer_state": state, "resources": moment.resources}
         parts = []
@@ -42,11 +43,12 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
             errors.append({"optimizer": name, "batch": number} | judge_prediction(found))
             parts.append(found.drop(columns=["actual", "method"]))
         tokens = pool(parts)
+        everything.append(tokens.assign(optimizer=name))
         tables.append(influence_table(tokens, seed=np.random.default_rng(0)).assign(optimizer=name))
         worst = moved_against(tokens, MOST_MOVED).assign(optimizer=name)
         worst.insert(0, "token", [moment.policy.decode([i]) for i in worst["token_id"]])
         against.append(worst)
-    kept = {"influence.csv": tables, "against.csv": against}
+    kept = {"influence.csv": tables, "against.csv": against, "tokens.parquet": everything}
     kept = {name: pd.concat(parts) for name, parts in kept.items()} | {"errors.csv": pd.DataFrame(errors)}
     keep(out, kept, step=moment.step, batches=batches, questions=questions, responses=8)
 

@@ -8,7 +8,7 @@ of [¾, 1] alone. Writes, with columns `policy` and `temperature`
 
     tokens.parquet      the token tables, 50 tokens of each interval and batch measured below the logits
     moves.parquet       a row per token: how far each step moved π
-    similarity.csv      how similar a selective step and the whole one are outside its interval
+    similarity.csv      how similar a selective step and the whole one are outside its interval, by batch
     gradients.csv       the intervals' summed gradients, batch by batch
     samples.csv         what was sampled: responses, tokens, accuracy
 """

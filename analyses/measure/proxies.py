@@ -5,7 +5,8 @@ small GPT-2 that learns the same puzzles here in some minutes. A further proxy i
 which others call a per-token gradient: ‖Σ over linear modules of g ⊗ a‖, where g is the summed log-likelihood's
 gradient at the module's output where the token is predicted, and a the module's input there. Writes
 
-    proxies.csv    theory.judge_proxies for both, by `policy`
+    proxies.csv     theory.judge_proxies for both, by `policy`
+    tokens.parquet  the tokens that were judged
 """
 
 from __future__ import annotations
@@ -56,7 +57,15 @@ def measure(
     more = {"position's ‖g‖": POSITION}
     tables = [judge_proxies(table, more=more, seed=np.random.default_rng(0)) for table in found.values()]
     judged = pd.concat([table.assign(policy=name) for name, table in zip(found, tables, strict=True)])
-    keep(out, {"proxies.csv": judged}, step=moment.step, questions=questions, responses=8, stages=len(stages))
+    tokens = pd.concat([table.assign(policy=name) for name, table in found.items()])
+    keep(
+        out,
+        {"proxies.csv": judged, "tokens.parquet": tokens},
+        step=moment.step,
+        questions=questions,
+        responses=8,
+        stages=len(stages),
+    )
 
 
 def train_gpt2(stages: tuple[Stage, ...]) -> Policy:

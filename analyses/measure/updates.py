@@ -5,7 +5,7 @@ paper) is taken from the same policy on all tokens, on those of [0, ¼) alone, a
 are also measured under the run's own AdamW, momentum included. Writes
 
     tokens.parquet      a row per token of the four batches: how far each update moved π
-    similarity.csv      how similar a selective update and the whole one are outside its interval
+    similarity.csv      how similar a selective update and the whole one are outside its interval, by batch
     movements.csv       movements by interval and sign of the advantage
     gradients.csv       the intervals' summed gradients, means over the batches
 """
@@ -27,7 +27,8 @@ from gradscope.updates import SGD, apply_updates, movement_summary, movement_tab
 OUTSIDE = {"only-0": 0, "only-3": 3}
 """{selective update: its interval}."""
 UPDATES = ("all", *OUTSIDE)
-KEPT = ["batch", "interval", "prob", "advantage", *(f"delta_prob.{name}" for name in UPDATES)]
+MOVED = [f"delta_{of}.{name}" for of in ("prob", "log_odds") for name in UPDATES]
+KEPT = ["batch", "interval", "prob", "advantage", *MOVED]
 
 
 def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: int = 4, questions: int = 64) -> None:
@@ -64,14 +65,16 @@ def slim(tokens: pd.DataFrame) -> pd.DataFrame:
 
 
 def compare(tokens: pd.DataFrame) -> pd.DataFrame:
-    """Return how similar each selective update and the whole one are outside its interval, by batch and over all."""
+    """Return how similar each selective update and the whole one are outside its interval, by batch.
+
+    There is no interval over a batch's prompts: all of them share its one step.
+    """
     rows = []
     for name, interval in OUTSIDE.items():
-        for batch, chosen in [*tokens.groupby("batch"), ("all", tokens)]:
-            rng = np.random.default_rng(0) if batch == "all" else None
-            found = similarity(chosen, "all", name, outside=[interval], seed=rng)
-            row = {"update": name, "batch": batch, "num_tokens": found.num_tokens, "correlation": found.correlation}
-            rows.append(row | {"lower": found.lower, "upper": found.upper})
+        for batch, chosen in tokens.groupby("batch"):
+            found = similarity(chosen, "all", name, outside=[interval], seed=None)
+            row = {"update": name, "batch": batch, "num_tokens": found.num_tokens}
+            rows.append(row | {"correlation": found.correlation})
     return pd.DataFrame(rows)
 
 

@@ -7,11 +7,14 @@ steps old), four to a problem for the time that it takes; and the third on its o
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
+    products.parquet    inner products of each weighting's sum by prompt: `Comparison.products`
+    tokens.parquet      the token table that they were compared on
     samples.csv         of each case: responses, tokens, accuracy, and problems whose responses differ in reward
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 
@@ -21,8 +24,9 @@ import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
 from analyses.common.experiments import RUNS, WORK, Run, find_run
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
+from analyses.measure import real_language
 from analyses.measure.pretrained_batches import sample
-from gradscope import load_policy
+from gradscope import load_policy, measure as measure_tokens
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.sampling import batch_rows
@@ -36,6 +40,11 @@ CASES = {
     "after training": ("trained", "trained", RESPONSES),
 }
 """{case: (measured policy, whose responses, how many to each problem)}."""
+TABLES: dict[str, Callable[[Comparison], pd.DataFrame]] = {
+    "weightings": lambda comparison: comparison.table,
+    "by_interval": lambda comparison: comparison.by_interval,
+    "products": Comparison.products,
+}
 
 
 def measure(
@@ -56,19 +65,24 @@ def measure(
     settings = {"n": RESPONSES, "temperature": config.temperature, "max_new_tokens": config.max_new_tokens}
     draw = partial(sample, name=task or test.task, questions=questions, seed=FRESH, **settings)
     rows = {name: draw(policies[name]) for name in dict.fromkeys(sampler for _, sampler, _ in CASES.values())}
-    found: dict[str, list[pd.DataFrame]] = {"weightings": [], "by_interval": []}
+    found: dict[str, list[pd.DataFrame]] = {name: [] for name in (*TABLES, "tokens")}
     samples = []
     for case, (name, sampler, count) in CASES.items():
         own = rows[sampler].groupby("group").head(count)
         samples.append(describe(own).assign(case=case))
         batch = batch_rows(own.to_dict("records"), on_policy=name == sampler)
+        measured = partial(measure_tokens, policies[name], batch, tokens_per_interval="enough")
+        tokens = part(out, f"tokens {case}", measured)
         resources = Resources(micro_batch=4, progress=True)
-        once = cache(partial(compare, policies[name], batch, weightings, resources=resources))
-        for table, frames in found.items():
-            frames.append(part(out, f"{table} {case}", lambda once=once, table=table: tabulate(once(), table)))
-            frames[-1] = frames[-1].assign(case=case)
-    tables = {f"{name}.csv": pd.concat(frames) for name, frames in (found | {"samples": samples}).items()}
-    keep(out, tables, questions=questions, responses=RESPONSES)
+        once = cache(partial(compare, policies[name], batch, weightings, table=tokens, resources=resources))
+        found["tokens"].append(tokens.assign(case=case))
+        for table, make in TABLES.items():
+            frame = part(out, f"{table} {case}", lambda once=once, make=make: make(once()))
+            found[table].append(frame.assign(case=case))
+    tables = {name: pd.concat(frames) for name, frames in found.items()}
+    kept = {f"{name}.csv": tables[name] for name in ("weightings", "by_interval")}
+    kept |= {"products.parquet": tables["products"], "tokens.parquet": tables["tokens"].astype(real_language.SMALL)}
+    keep(out, kept | {"samples.csv": pd.concat(samples)}, questions=questions, responses=RESPONSES)
 
 
 def find_policies() -> tuple[str, str, str]:
@@ -84,11 +98,6 @@ def find_last(run: Run) -> Path:
         command = "python -m analyses.reproduce --scale words --only words_compare"
         raise InputError(f"{work} has no checkpoint; remove {RUNS / run.place} and make the run again: {command}")
     return checkpoints[-1]
-
-
-def tabulate(comparison: Comparison, name: str) -> pd.DataFrame:
-    """Return one of a comparison's tables."""
-    return comparison.by_interval if name == "by_interval" else comparison.table
 
 
 def describe(table: pd.DataFrame) -> pd.DataFrame:

@@ -14,14 +14,14 @@ four times at the end, sampled as in the run, and every token's norm is measured
 and at the end of the run
 
     scaled.parquet      the token table with SCALED measured tokens per interval, also in AdamW's metric
-    weightings.csv      `Comparison.table` of WEIGHTINGS
+    weightings.csv      `Comparison.table` of WEIGHTINGS; compared.parquet has their inner products by prompt
     weights.csv         by group of parameters: number of weights, how many training changed, how many of
                         these also in bfloat16, and the norm of the change
 """
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Literal
 
@@ -44,7 +44,7 @@ from gradscope.intervals import interval_labels
 from gradscope.policy import Policy, float_parameters, module_groups
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import OPTIMIZER, list_checkpoints
-from gradscope.updates import compare
+from gradscope.updates import Comparison, compare
 
 KEPT = [
     *("response", "group", "position", "token", "prob", "log_one_minus_prob", "entropy", "advantage", "weight"),
@@ -92,9 +92,11 @@ def measure(
         "samples.csv": describe(rows),
     }
     if when == "end":
+        once = cache(partial(weigh, policy, batch, tokens))
         tables |= {
             "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, own / OPTIMIZER)),
-            "weightings.csv": part(out, "weightings", partial(weigh, policy, batch, tokens)),
+            "weightings.csv": part(out, "weightings", lambda: once().table),
+            "compared.parquet": part(out, "compared", lambda: once().products()),
             "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
         }
     steps = run.config.steps if when == "end" else 0
@@ -133,10 +135,10 @@ def scale(policy: Policy, batch: TokenBatch, state: Path) -> pd.DataFrame:
     return tokens[[*KEPT, SAMPLING_PROBABILITY, ADAMW]].astype(real_language.SMALL)
 
 
-def weigh(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> pd.DataFrame:
+def weigh(policy: Policy, batch: TokenBatch, tokens: pd.DataFrame) -> Comparison:
     """Compare WEIGHTINGS with plain GRPO."""
     resources = Resources(micro_batch=4, progress=True)
-    return compare(policy, batch, WEIGHTINGS, table=tokens, resources=resources).table
+    return compare(policy, batch, WEIGHTINGS, table=tokens, resources=resources)
 
 
 def count_changes(start: Policy, end: Policy) -> pd.DataFrame:

@@ -5,16 +5,18 @@
 Drawn from the measurement `updates` (analyses/measure/updates.py): steps on all tokens, on those of [0, ¼) alone and on
 those of [¾, 1] alone, from the same policy, on each of four batches of 64 × 8 responses. "(e) closely matches (c) while
 (f) does not" becomes a number: the correlation of changes in log odds, log π − log(1−π), over the tokens outside the
-updated interval. The CSV also has it under the run's own AdamW, momentum included.
+updated interval, with a t interval over the batches, since all prompts of a batch share one update. fig1_similarity.csv
+also has it under the run's own AdamW, momentum included, and how far (e) and (f) are apart, with p of a paired t test.
 
 Differs from the paper: the policy (0.8 M parameters, after 40 GRPO steps), its puzzles, four batches instead of one;
-violins are split by the sign of the advantage, and the top 1 % of |Δπ| is dropped per interval, not overall. Intervals
-of r resample the prompts of these four batches and do not cover other updates; the CSV has each batch's r. A step uses
-the whole batch, where the run takes two on 64 responses each. The paper's shares in (a) and norms in (d, as ratios to
-that of all tokens) are read off its figure.
+violins are split by the sign of the advantage, and the top 1 % of |Δπ| is dropped per interval, not overall. A step
+uses the whole batch, where the run takes two on 64 responses each. The paper's shares in (a) and norms in (d, as ratios
+to that of all tokens) are read off its figure.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -22,7 +24,9 @@ import pandas as pd
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from scipy import stats
 
+from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
@@ -39,6 +43,8 @@ from gradscope.plots import (
 )
 
 PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼)", "only-3": "(f) only [¾, 1]"}
+APART = "only-0 − only-3"
+"""How far (e) and (f) are apart, in the table of similarities."""
 PAPER_SHARES = (19.22, 10.15, 10.09, 60.54)
 """Fig. 1 (a) of the paper: % of the tokens in each interval."""
 
@@ -47,7 +53,27 @@ def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame, p
     """Return movements of all batches' tokens under SGD, norms beside the paper's, similarities, and movements."""
     names = ("tokens.parquet", "gradients.csv", "similarity.csv", "movements.csv")
     tokens, gradients, similar, movements = (read_table("updates", name, scale=options.scale) for name in names)
-    return tokens, gradients.assign(paper=PAPER_NORMS), similar, movements
+    return tokens, gradients.assign(paper=PAPER_NORMS), over_batches(similar, ["optimizer"]), movements
+
+
+def over_batches(similar: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
+    """Return each batch's correlations, then a row "all" for each update, and APART: means with 95 % t intervals over
+    the batches, p (a t test of APART against 0), and how many batches there are.
+
+    keys: columns within whose values batches are compared. Rows "all" of tables kept earlier, which resampled prompts,
+    are left out.
+    """
+    similar, parts = similar[similar["batch"].astype(str) != "all"], []
+    for key, own in similar.groupby(list(keys), sort=False):
+        wide = own.pivot(index="batch", columns="update", values="correlation")[list(PANELS)[1:]]
+        wide[APART] = wide["only-0"] - wide["only-3"]
+        for name, values in wide.items():
+            found = dict(zip(("correlation", "lower", "upper"), mean_interval(values), strict=True))
+            p = stats.ttest_1samp(values, 0).pvalue if name == APART else np.nan
+            row = dict(zip(keys, key, strict=True)) | {"update": name, "batch": "all", "batches": len(values)}
+            parts.append(row | found | {"p": p})
+    names = ["update", "batch", *keys, "num_tokens", "correlation"]
+    return pd.concat([similar[names], pd.DataFrame(parts)], ignore_index=True)
 
 
 @paper_style()

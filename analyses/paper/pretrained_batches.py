@@ -35,8 +35,9 @@ NAMES = {"smollm2-words": "SmolLM2-135M, warm-started"}
 
 
 def table(options: Options) -> dict[str, pd.DataFrame]:
-    """Return the measurement's tables by file name."""
-    return {name.split(".")[0]: read_table("pretrained_batches", name, scale=options.scale) for name in TABLES}
+    """Return the measurement's tables by file name; similarities with means over the batches."""
+    found = {name.split(".")[0]: read_table("pretrained_batches", name, scale=options.scale) for name in TABLES}
+    return found | {"similarity": fig1.over_batches(found["similarity"], KEYS)}
 
 
 def pick(rows: pd.DataFrame, keys: tuple[str, float]) -> pd.DataFrame:

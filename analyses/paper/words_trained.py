@@ -8,9 +8,9 @@ T = 1: words_trained.png, and words_trained.csv with the intervals' shares and n
 With the same prefix, _powers.csv has the powers of 1 − π that norms follow; _proxy.csv, _saved.csv and _units.csv how
 well verl's sums stand for norms and what baselines save (as in analyses/paper/optimal_baseline.py); _sizes.csv the
 shares of the summed gradient in batches of fewer prompts; _weightings.csv what token weightings would do (`gradscope
-compare`); _weights.csv how many weights training changed; _samples.csv what was sampled. Bounds are over the prompts of
-one batch (8, and 24 for summed gradients), for pretrained_batches over the four. This is one run of one seed and says
-nothing about others.
+compare`; without bounds, since 3 of the 8 prompts have an advantage); _weights.csv how many weights training changed;
+_samples.csv what was sampled. Bounds are over the prompts of one batch (8, and 24 for summed gradients), for
+pretrained_batches over the four. This is one run of one seed and says nothing about others.
 
 The paper has no such figure.
 """
@@ -36,7 +36,9 @@ from analyses.paper.optimal_baseline import compare_units, judge_all, judge_toke
 from gradscope.diagnosis import gradient_rows, sum_by_prompt, token_shares
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS, Gram
 from gradscope.intervals import interval_labels
+from gradscope.objective import make_weighting
 from gradscope.plots import interval_colors, paper_style, save_figure
+from gradscope.resampling import short_of
 from gradscope.theory import fit_powers
 
 NAME, LABELS = "words_trained", interval_labels()
@@ -77,8 +79,7 @@ def table(options: Options) -> dict[str, pd.DataFrame]:
         scaled = of["scaled"].assign(**{PARAMETERS: of["scaled"][norm]})
         row = {"question": "ii", "pair": name, "of": "token"} | judge_tokens(scaled) | {"when": END}
         proxy.append(pd.DataFrame([row]))
-    ends = [name + end for name in NUMBERS for end in ("", "_lower", "_upper")]
-    weightings = of["weightings"][["method", "step", *(end for end in ends if end in of["weightings"])]]
+    weightings = weigh(of["weightings"], of["tokens"])
     powers = [fit_powers(start["tokens"]).assign(when=START), fit_powers(of["tokens"]).assign(when=END)]
     return {
         "": pd.concat([before, end[end["statistic"].isin(QUANTITIES)]])[columns],
@@ -122,6 +123,24 @@ def by_size(products: Float[np.ndarray, "n A n A"]) -> pd.DataFrame:
             row = {"prompts": size, "interval": label, "batches": len(own)}
             rows.append(row | {"mean": own.mean(), "lower": lower, "upper": upper})
     return pd.DataFrame(rows)
+
+
+def weigh(weightings: pd.DataFrame, tokens: pd.DataFrame) -> pd.DataFrame:
+    """Return the weightings' numbers, with the cosine with GRPO's gradient that their energies alone would give.
+
+    Without bounds where fewer than six prompts have an advantage.
+    """
+    ends = [name + end for name in NUMBERS for end in ("", "_lower", "_upper")]
+    weightings = weightings[["method", "step", *(end for end in ends if end in weightings)]]
+    table = tokens.assign(policy_weight=tokens["weight"], logprob=np.log(tokens["prob"]), old_logprob=np.nan)
+    squares, plain = table[PARAMETERS] ** 2, table["weight"]
+    for place, row in weightings.iterrows():
+        own = make_weighting(row["method"]).weights(table)[row["step"]]
+        alone = (plain * own * squares).sum() / np.sqrt((plain**2 * squares).sum() * (own**2 * squares).sum())
+        weightings.loc[place, "cosine_from_energies"] = alone
+    if short_of(tokens.loc[tokens["advantage"] != 0, "group"].nunique()):
+        weightings[[name for name in weightings if name.endswith(("_lower", "_upper"))]] = np.nan
+    return weightings
 
 
 def share_weights(weights: pd.DataFrame) -> pd.DataFrame:

@@ -4,6 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from analyses.paper.fig1 import APART, over_batches
 from analyses.paper.pretrained_batches import compare, mean_norms
 
 NORMS = np.array([[3.0, 2.0, 1.0, 0.5, 4.0], [2.0, 2.0, 1.0, 1.0, 4.0], [1.0, 2.0, 3.0, 1.0, 5.0]])
@@ -31,6 +32,24 @@ def test_the_interval_is_students_over_the_batches_ratios():
         [ratios.mean(), ratios.mean() - half, ratios.mean() + half]
     )
     assert found.loc[found["quantity"] == "token_share", "mean"].tolist() == pytest.approx([0.25] * 4)
+
+
+def test_similarities_vary_over_the_batches_whose_prompts_share_a_step():
+    values = {"only-0": [0.9, 0.7, 0.8], "only-3": [0.1, 0.4, -0.2]}
+    rows = [
+        {"update": name, "batch": batch, "num_tokens": 9, "correlation": value, "optimizer": "sgd"}
+        for name, own in values.items()
+        for batch, value in [*enumerate(own), ("all", 0.99)]  # what was pooled over batches is left out
+    ]
+    found = over_batches(pd.DataFrame(rows), ["optimizer"])
+    assert len(found) == 6 + 3
+    apart = np.subtract(values["only-0"], values["only-3"])
+    for name, own in (values | {APART: apart}).items():
+        row = found[(found["batch"] == "all") & (found["update"] == name)].iloc[0]
+        mean, half = np.mean(own), T_OF_TWO * np.std(own, ddof=1) / np.sqrt(3)
+        assert row[["correlation", "lower", "upper"]].tolist() == pytest.approx([mean, mean - half, mean + half])
+    t = apart.mean() / apart.std(ddof=1) * np.sqrt(3)
+    assert found["p"].dropna().tolist() == pytest.approx([1 - t / np.sqrt(2 + t**2)])  # two degrees of freedom
 
 
 def test_panel_d_has_means_over_the_batches():

@@ -40,6 +40,17 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     shares = pd.read_csv(out / "by_interval.csv").groupby(["case", "method"])["energy_share"].sum()
     assert shares.to_numpy() == pytest.approx(1.0)
 
+    # The cosines follow from what is kept.
+    products = pd.read_parquet(out / "products.parquet").groupby(["case", "method", "step"])
+    square, inner = products["along"].sum(), products["to_plain"].sum()
+    plain, own = (("on-policy", name, "all") for name in ("grpo", "reweight"))
+    cosine = inner[own] / (square[plain] * square[own]) ** 0.5
+    assert found.loc[own[:2], "cosine"] == pytest.approx(cosine)
+    tokens = pd.read_parquet(out / "tokens.parquet").query("case == 'on-policy' and param_grad_norm.notna()")
+    energy, ratio = (tokens["weight"] * tokens["param_grad_norm"]) ** 2, 0.7 + 0.3 * tokens["prob"]
+    alone = (ratio * energy).sum() / (energy.sum() * (ratio**2 * energy).sum()) ** 0.5
+    assert found.loc[own[:2], "cosine_from_energies"] == pytest.approx(alone, abs=0.01)  # perhaps of a sample
+
     figures = tmp_path / "figures"
     drawn = Command("-m", "analyses.paper.words_compare", "--out", figures, GRADSCOPE_RUNS=str(kept)).wait()
     assert drawn.status == 0, drawn.stderr

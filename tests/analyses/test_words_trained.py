@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from analyses.measure import words_trained
-from analyses.paper.words_trained import by_size, share_weights
+from analyses.paper.words_trained import by_size, share_weights, weigh
 from gradscope import load_policy, measure, sample
 from gradscope.gradients import TokenJacobian
 from gradscope.intervals import interval_labels
@@ -54,12 +54,26 @@ def test_the_end_is_measured_and_its_weights_are_compared_with_the_starts(tmp_pa
     assert np.linalg.eigvalsh(along).min() >= -1e-6 * np.trace(along)
 
 
+@pytest.mark.parametrize(("served", "bounded"), [(5, False), (6, True)])
+def test_weightings_have_bounds_if_six_prompts_have_an_advantage(served, bounded):
+    rng, group = np.random.default_rng(0), np.repeat(np.arange(8), 5)
+    advantage = rng.normal(size=40) * (group < served)
+    tokens = pd.DataFrame({"group": group, "advantage": advantage, "weight": advantage, "prob": rng.uniform(size=40)})
+    tokens["param_grad_norm"] = rng.lognormal(size=40)
+    names = {"cosine": 1.0, "cosine_lower": 0.9, "cosine_upper": 1.0}
+    found = weigh(pd.DataFrame([{"method": name, "step": "all"} | names for name in ("grpo", "reweight")]), tokens)
+    assert found[["cosine_lower", "cosine_upper"]].notna().all(axis=None) == bounded
+    energy, ratio = (tokens["weight"] * tokens["param_grad_norm"]) ** 2, 0.7 + 0.3 * tokens["prob"]
+    alone = (ratio * energy).sum() / np.sqrt(energy.sum() * (ratio**2 * energy).sum())
+    assert found["cosine_from_energies"].tolist() == pytest.approx([1.0, alone])
+
+
 def test_the_start_is_measured_as_the_end_is(tmp_path):
     settings, other = {"questions": 3, "task": "knights-knaves-compact"}, train_a_step(tmp_path / "other")
     words_trained.measure(tmp_path / "end", folders=("embedded", other), **settings)
     words_trained.measure(tmp_path / "start", when="start", folders=(other, "embedded"), **settings)
     start, end = ({path.name for path in (tmp_path / name).iterdir() if path.is_file()} for name in ("start", "end"))
-    assert end - start == {"scaled.parquet", "weightings.csv", "weights.csv"}
+    assert end - start == {"scaled.parquet", "weightings.csv", "compared.parquet", "weights.csv"}
     for name in ("tokens", "products", "responses"):
         found, expected = (pd.read_parquet(tmp_path / which / f"{name}.parquet") for which in ("start", "end"))
         pd.testing.assert_frame_equal(found, expected)

@@ -142,6 +142,24 @@ class Comparison:
         long = pd.concat(parts).sort_index(kind="stable")  # a weighting's numbers together
         return long.dropna(subset="value").reset_index(drop=True)
 
+    def products(self) -> pd.DataFrame:
+        """Return a row per prompt and distinct sum U = Σ_p u_p, from which norms, cosines and signals follow.
+
+        Columns: method, step, prompt (from 0, by group); own, ‖u_p‖²; along, ⟨u_p, U⟩; own_plain, to_plain and
+        from_plain, the products of u_p with plain's u_p and U, and of plain's u_p with U; kernel.Q, ⟨u_p, u_q⟩ for each
+        prompt q, possibly sketched.
+        """
+        sums = self.table[(self.table["same_as"] == "") & (self.table["step"] != "both")]
+        parts = self.passes.products
+        names = [name for name in parts._fields if name != "kernel"]
+        frames = []
+        for place, (method, step) in enumerate(zip(sums["method"], sums["step"], strict=True)):
+            own = pd.DataFrame({name: getattr(parts, name)[place] for name in names})
+            kernel = pd.DataFrame(parts.kernel[place], columns=[f"kernel.{q}" for q in range(len(own))])
+            keys = pd.DataFrame({"method": method, "step": step, "prompt": range(len(own))})
+            frames.append(pd.concat([keys, own, kernel], axis=1))
+        return pd.concat(frames, ignore_index=True)
+
     def __repr__(self) -> str:
         return f"Comparison of {self.table['method'].nunique()} weightings\n{self._numbers().to_string(na_rep='–')}"
 
