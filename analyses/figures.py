@@ -34,8 +34,8 @@ SCRIPTS = (
     *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in drawing order."""
-BOTH = ("rates", "prediction")
-"""Modules with Options(out) that draw both embedded policies in one figure, at scale cpu."""
+BOTH = ("rates", "prediction", "rare_tokens", "clipping")
+"""Modules with Options(out) that draw runs of several scales together, at scale cpu."""
 
 MAIN_SCALE = "cpu"
 

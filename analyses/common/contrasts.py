@@ -120,14 +120,6 @@ def smallest_told(row: Mapping[str, float], *, claims: int = 1, power: float = 0
     return found * spread(row) if abs(reached - power) < 1e-3 else np.nan
 
 
-def power_of(difference: float, spread: float, seeds: int, *, claims: int = 1) -> float:
-    """Return the power of this many seeds for a true difference, given its standard deviation over seeds.
-
-    Tested as in `seeds_to_tell`.
-    """
-    return float(TTestPower().power(abs(difference) / spread, nobs=seeds, alpha=(1 - LEVEL) / claims))
-
-
 def half_width(spread: float, seeds: int, level: float = LEVEL) -> float:
     """Return half of the t interval of a mean difference, given its standard deviation over seeds."""
     return float(stats.t.ppf((1 + level) / 2, seeds - 1) * spread / np.sqrt(seeds))

@@ -6,7 +6,7 @@ Lopti takes two optimizer steps to GRPO's one, and Reweight shrinks gradients. E
 only this: Lopti with passes over a random split of the same sizes, and with GRPO taking twice the optimizer steps (half
 the mini-batch); Reweight with its own weights permuted, and with GRPO scaled to the norm of Reweight's gradient. Left:
 reward in training; right: paired differences of test accuracy (last three checkpoints) with 95 % t intervals over
-seeds. On top are the contrasts that paper_repro.md named before any run was made (at scale cpu those of
+seeds. On top are the contrasts that docs/preregistrations.md named before any run was made (at scale cpu those of
 analyses/paper/decision.py), with Holm's correction over these; below, the others, corrected over all of them. Sampled
 accuracy decides.
 
@@ -62,7 +62,7 @@ def table(scale: str, track: str, variants: list[str]) -> tuple[dict[str, pd.Dat
     metrics = read_metrics(variants, scale=scale, track=track)
     panels = {title: metrics[metrics["variant"].isin(own)] for title, own in CURVES.items()}
     curves = {title: smooth(on_common_seeds(own), "reward_mean") for title, own in panels.items()}
-    named = decision.PLANS["cpu"].named if scale == "cpu" else [("reweight", "grpo"), ("lopti", "random-split")]
+    named = decision.NAMED if scale == "cpu" else [("reweight", "grpo"), ("lopti", "random-split")]
     return curves, contrast(accuracy_by_people(read_tests(variants, scale=scale, track=track)), named)
 
 

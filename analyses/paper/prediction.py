@@ -2,15 +2,15 @@
 
     python -m analyses.paper.prediction [--out figures] [--simulate]
 
-Named beforehand (paper_repro.md): one number, the gain of analyses/measure/predictions.py, mean over four replicates,
-of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's. It is compared with the mean reward on
-test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at ten origins: two policies, each untrained
-and after 40 and 80 steps of two GRPO runs. Scores are the share of right signs (chance: .5) and Pearson's correlation,
-with intervals that resample origins. The gain predicts if the interval of the share lies above .5 and that of the
-correlation above 0. These scores also credit differences that a method has everywhere; `within methods` subtracts
-each method's means first. Not named beforehand: `right signs, by steps alone`, the score of a rule that expects more of
-methods with two optimizer steps to GRPO's one and less of the others; and the correlation without each of the origins
-in turn.
+Named beforehand (docs/preregistrations.md): one number, the gain of analyses/measure/predictions.py, mean over four
+replicates, of Reweight, Lopti, the random split and high-entropy tokens alone, minus GRPO's. It is compared with the
+mean reward on test puzzles after ten steps (analyses/measure/branches.py), minus GRPO's, at ten origins: two policies,
+each untrained and after 40 and 80 steps of two GRPO runs. Scores are the share of right signs (chance: .5) and
+Pearson's correlation, with intervals that resample origins. The gain predicts if the interval of the share lies above
+.5 and that of the correlation above 0. These scores also credit differences that a method has everywhere; `within
+methods` subtracts each method's means first. Not named beforehand: `right signs, by steps alone`, the score of a rule
+that expects more of methods with two optimizer steps to GRPO's one and less of the others; and the correlation without
+each of the origins in turn.
 
 prediction.png and .csv (a point per origin and method), prediction_scores.csv, prediction_without.csv. --simulate
 writes prediction_power.csv: the probability of that outcome for true correlations from 0 to .9.

@@ -2,12 +2,12 @@
 
     python -m analyses.paper.rates [--out figures]
 
-Named before any of these runs was made (paper_repro.md): the number is sampled accuracy on validation puzzles, mean of
-the last three checkpoints; the differences are Reweight − GRPO and Lopti − random split, paired by seed. Each has three
-claims, with Holm's correction over all six: the highest rate minus the lowest, the paper's regime minus
-`embedded-certain`, and their interaction. rates.png and rates.csv have the differences in each cell, rates_claims.csv
-the claims, rates_accuracy.csv each method's accuracy and the track whose rate is chosen for the decision: its best in
-the paper's regime, or GRPO's if the 95 % intervals overlap.
+Named before any of these runs was made (docs/preregistrations.md): the number is sampled accuracy on validation
+puzzles, mean of the last three checkpoints; the differences are Reweight − GRPO and Lopti − random split, paired by
+seed. Each has three claims, with Holm's correction over all six: the highest rate minus the lowest, the paper's regime
+minus `embedded-certain`, and their interaction. rates.png and rates.csv have the differences in each cell,
+rates_claims.csv the claims, rates_accuracy.csv each method's accuracy and the track whose rate is chosen for the
+decision: its best in the paper's regime, or GRPO's if the 95 % intervals overlap.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """The decision, on planted accuracies whose truth is known."""
 
-from functools import partial
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -9,12 +7,9 @@ from scipy import stats
 
 from analyses.common.experiments import list_runs, needs
 from analyses.paper import decision
+from analyses.paper.decision import contrast, count_seeds
 
 GAINS = {"grpo": 0.0, "reweight": 0.1, "lopti": 0.01, "random-split": 0.06, "both": 0.3}
-
-
-PLAN = decision.PLANS["cpu"]
-contrast, count_seeds = partial(decision.contrast, plan=PLAN), partial(decision.count_seeds, plan=PLAN)
 
 
 def plant(sd, *, gains=GAINS, seeds=12):
@@ -31,9 +26,9 @@ def plant(sd, *, gains=GAINS, seeds=12):
 def test_a_gain_is_told_excluded_or_left_open_as_it_was_planted():
     runs = plant(0.02)
     found = contrast(runs).set_index(["variant", "baseline"])
-    assert found.loc[PLAN.named, "differs"].tolist() == [True, False, True]
-    assert found.loc[PLAN.named, "gain_excluded"].tolist() == [False, True, True]
-    assert not found.loc[PLAN.beside, ["differs", "gain_excluded", "named"]].any(axis=None)
+    assert found.loc[decision.NAMED, "differs"].tolist() == [True, False, True]
+    assert found.loc[decision.NAMED, "gain_excluded"].tolist() == [False, True, True]
+    assert not found.loc[decision.BESIDE, ["differs", "gain_excluded", "named"]].any(axis=None)
     assert found["seeds"].tolist() == [12, 12, 12, 12, 12, 0, 0, 0]
     wide = runs.pivot(index="seed", columns="variant", values="sampled")
     values = wide["lopti"] - wide["random-split"]
@@ -48,7 +43,7 @@ def test_a_gain_is_told_excluded_or_left_open_as_it_was_planted():
 def test_more_seeds_are_asked_for_by_the_pooled_spread_alone(sd):
     runs = plant(sd)
     wide = runs.pivot(index="seed", columns="variant", values="sampled")
-    pooled = np.sqrt(np.mean([(wide[a] - wide[b]).var(ddof=1) for a, b in PLAN.named]))
+    pooled = np.sqrt(np.mean([(wide[a] - wide[b]).var(ddof=1) for a, b in decision.NAMED]))
     asked = count_seeds(runs)
     half = {n: stats.t.ppf(0.975, n - 1) * pooled / n**0.5 for n in (asked, asked - 1)}
     assert asked == {0.02: 12, 0.3: 24}.get(sd, asked) and (sd == 0.3 or half[asked] <= 0.05)
@@ -97,5 +92,5 @@ def test_a_verdict_says_what_was_planted_and_no_more(gain, sd, verdict):
 
 def test_its_variants_are_those_of_the_runs_that_are_planned():
     planned = {run.variant for run in list_runs("cpu") if run.track == "puzzles"}
-    assert {name for pair in (*PLAN.named, *PLAN.beside) for name in pair} <= planned
+    assert {name for pair in (*decision.NAMED, *decision.BESIDE) for name in pair} <= planned
     assert {variant for _, variant in needs("decision", "cpu")} <= planned
