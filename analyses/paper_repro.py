@@ -1,20 +1,20 @@
-"""Make paper_repro.md from its template and the figures' CSVs: numbers of runs are looked up, not typed.
+"""Make the pages on what is reproduced from templates and the figures' CSVs: numbers of runs are looked up, not typed.
 
-    python -m analyses.paper_repro [--figures figures] [--out paper_repro.md]
+    python -m analyses.paper_repro [--figures figures] [--out .]
 
-The text is paper_repro.md.jinja beside this file. In it {{ number("fig4_accuracy", "sampled", variant="grpo") }} is one
-cell of figures/fig4_accuracy.csv, `interval` a mean with its interval, `contrast` a difference with its interval, its p
-and its seeds. A lookup that finds no row, or several, is an error.
+The texts are in pages/, macros that they share in pages/macros.jinja. In them {{ number("fig4_accuracy", "sampled",
+variant="grpo") }} is one cell of figures/fig4_accuracy.csv, `interval` a mean with its interval, `contrast` a
+difference with its interval, its p and its seeds. A lookup that finds no row, or several, is an error.
+`analyses.recompute` computes every cell that is looked up again, from what is kept of runs and measurements.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pandas as pd
@@ -27,21 +27,39 @@ from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.runs import write_text
 
-TEMPLATE = Path(__file__).with_name("paper_repro.md.jinja")
+TEMPLATES = Path(__file__).with_name("pages")
+PAGES = ("paper_repro.md", "docs/preregistrations.md", "docs/other-figures.md", "docs/embedded-certain.md")
 
 
 @dataclass(frozen=True)
 class Options:
     figures: Path = Path("figures")
     """Folder of the CSVs."""
-    out: Path = Path("paper_repro.md")
+    out: Path = Path()
+    """Folder of the pages."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A cell that a page quotes."""
+
+    page: str
+    file: str
+    column: str
+    where: tuple[tuple[str, str], ...]
+    value: float | str
+    digits: int
+    """Decimals that are printed."""
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Functions for the template: cells of the CSVs in a folder, as words."""
+    """Functions for the templates: cells of the CSVs in a folder, as words."""
 
     folder: Path
+    page: str = ""
+    quoted: list[Cell] = field(default_factory=list)
+    """The cells looked up so far."""
 
     @cached_property
     def _tables(self) -> dict[str, pd.DataFrame]:
@@ -68,48 +86,36 @@ class Numbers:
             raise InputError(f"{self.folder / file}.csv has {len(table)} rows with {where}; the text needs exactly one")
         return table.iloc[0]
 
-    def value(self, file: str, column: str, /, **where: Any) -> float:
-        """Return one cell as a number."""
+    def value(self, file: str, column: str, /, *, digits: int = 4, **where: Any) -> float:
+        """Return one cell as a number; digits: decimals that the text prints."""
         row = self.row(file, **where)
         if column not in row:
             raise InputError(f"{self.folder / file}.csv has no column {column!r}; it has {', '.join(row.index)}")
+        self._quote(file, column, where, float(row[column]), digits)
         return float(row[column])
 
     def word(self, file: str, column: str, /, **where: Any) -> str:
         """Return one cell unchanged."""
         return str(self.row(file, **where)[column])
 
-    def number(self, file: str, column: str, /, *, digits: int = 2, **where: Any) -> str:
-        """Return one cell to `digits` decimals."""
-        return decimal(self.value(file, column, **where), digits)
+    def number(self, file: str, column: str, /, *, digits: int = 2, signed: bool = False, **where: Any) -> str:
+        """Return one cell to `digits` decimals; signed: with a plus if it is positive."""
+        value = self.value(file, column, digits=digits, **where)
+        return ("+" if signed and value > 0 else "") + decimal(value, digits)
 
-    def percent(self, file: str, column: str, /, *, digits: int = 1, **where: Any) -> str:
+    def percent(self, file: str, column: str, /, *, digits: int = 0, **where: Any) -> str:
         """Return one cell, a share, in percent."""
-        return decimal(100 * self.value(file, column, **where), digits)
+        return decimal(100 * self.value(file, column, digits=digits + 2, **where), digits)
 
     def count(self, file: str, column: str, /, **where: Any) -> str:
         """Return one cell, a whole number, with commas."""
-        return f"{round(self.value(file, column, **where)):,}"
-
-    def scientific(self, file: str, column: str, /, **where: Any) -> str:
-        """Return one cell to two significant digits: 8.7e-5."""
-        digits, power = f"{self.value(file, column, **where):.1e}".split("e")
-        return f"{digits}e{int(power)}"
+        return f"{round(self.value(file, column, digits=0, **where)):,}"
 
     def each(self, form: Callable[..., str], file: str, column: str, /, **where: Any) -> str:
         """Return one cell per interval of π, from [0, ¼) to [¾, 1], separated by slashes."""
         known = set(self.rows(file)["interval"].astype(str))
         labels = interval_labels() if interval_labels()[0] in known else range(len(interval_labels()))
         return " / ".join(form(file, column, interval=label, **where) for label in labels)
-
-    def extremes(
-        self, file: str, column: str, /, *, without: Mapping[str, Any] = MappingProxyType({}), **where: Any
-    ) -> str:
-        """Return the least and the largest of some cells, except those of the rows `without`."""
-        table = self.rows(file, **where)
-        for name, value in without.items():
-            table = table[table[name].astype(str) != str(value)]
-        return f"{decimal(table[column].min(), 2)} to {decimal(table[column].max(), 2)}"
 
     def interval(
         self,
@@ -122,33 +128,34 @@ class Numbers:
         **where: Any,
     ) -> str:
         """Return a mean with its interval, or alone without one (one seed)."""
-        mean, lower, upper = (self.value(file, column, **where) for column in columns)
+        mean, lower, upper = (self.value(file, column, digits=digits, **where) for column in columns)
         return with_interval(mean, lower, upper, digits, signed=signed)
 
-    def told(self, file: str, /, **where: Any) -> str:
-        """Count the rows whose interval excludes 0; a row without an interval does not count: `50 of 256`."""
-        rows = self.rows(file, **where)
-        return f"{((rows['lower'] > 0) | (rows['upper'] < 0)).sum()} of {len(rows)}"
+    def difference(self, file: str, /, *, digits: int = 3, **where: Any) -> str:
+        """Return a signed difference with its interval: `+.031 [−.012, .074]`."""
+        return self.interval(file, ("difference", "lower", "upper"), digits=digits, signed=True, **where)
 
     def contrast(self, file: str, variant: str, baseline: str, *, digits: int = 3, **where: Any) -> str:
         """Return a paired difference: `+.031 [−.012, .074], p = .21, 6 seeds`, with Holm's p."""
-        row = self.row(file, variant=variant, baseline=baseline, **where)
-        seeds = int(row["seeds"])
+        where |= {"variant": variant, "baseline": baseline}
+        seeds = round(self.value(file, "seeds", digits=0, **where))
         if not seeds:
             return "not run"
-        words = with_interval(row["difference"], row["lower"], row["upper"], digits, signed=True)
-        if math.isnan(row["p_holm"]):
+        words = self.difference(file, digits=digits, **where)
+        if math.isnan(self.row(file, **where)["p_holm"]):
             return f"{words}, " + ("1 seed, which decides nothing" if seeds == 1 else f"{seeds} seeds")
-        return f"{words}, {p_words(row['p_holm'])}, {seeds} seeds"
+        return f"{words}, {self.p(file, **where)}, {seeds} seeds"
 
     def seeds_needed(self, file: str, variant: str, baseline: str, /, effect: float, claims: int, **where: Any) -> str:
         """Return the seeds needed to detect a true difference of this size, given the spread of those that exist."""
-        seeds = seeds_to_tell(effect, self.row(file, variant=variant, baseline=baseline, **where), claims=claims)
+        where |= {"variant": variant, "baseline": baseline}
+        seeds = seeds_to_tell(effect, self.row(file, **where), claims=claims)
+        self._quote(file, "seeds_needed", where | {"effect": effect, "claims": claims}, seeds, 0)
         return "not known" if math.isnan(seeds) else f"{seeds:,.0f}"
 
-    def p(self, file: str, /, **where: Any) -> str:
-        """Return a row's p after Holm's correction: `p = .21`."""
-        return p_words(self.value(file, "p_holm", **where))
+    def p(self, file: str, column: str = "p_holm", /, **where: Any) -> str:
+        """Return a row's p after Holm's correction, or another column's: `p = .21`."""
+        return p_words(self.value(file, column, digits=3, **where))
 
     def verdict(self, file: str, variant: str, baseline: str, **where: Any) -> str:
         """Return the verdict on a difference: higher, lower, no difference shown, or one seed shows nothing."""
@@ -156,8 +163,12 @@ class Numbers:
         if int(row["seeds"]) < 2:
             return "one seed decides nothing" if int(row["seeds"]) else "not run"
         if not row["differs"]:
-            return "no difference shown"
+            return "no difference found"
         return "higher" if row["difference"] > 0 else "lower"
+
+    def _quote(self, file: str, column: str, where: Mapping[str, Any], value: float, digits: int) -> None:
+        keys = tuple((name, str(own)) for name, own in where.items())
+        self.quoted.append(Cell(self.page, file, column, keys, value, digits))
 
 
 def decimal(value: float, digits: int) -> str:
@@ -194,20 +205,32 @@ def with_interval(mean: float, lower: float, upper: float, digits: int, *, signe
     return words if math.isnan(lower) else f"{words} [{decimal(lower, digits)}, {decimal(upper, digits)}]"
 
 
-def render(figures: Path, template: Path = TEMPLATE) -> str:
-    """Render the page. Raises InputError if the text asks for a missing number."""
+def render(figures: Path, page: str, numbers: Numbers | None = None) -> str:
+    """Render a page. Raises InputError if the text asks for a missing number. numbers: None for those of `figures`."""
     import jinja2
 
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, autoescape=False)
-    numbers = Numbers(figures)
-    names = ("word", "number", "percent", "count", "scientific", "each", "extremes", "interval")
-    names += ("told", "contrast", "seeds_needed", "verdict", "value", "p")
-    functions = {name: getattr(numbers, name) for name in names}
-    return environment.from_string(template.read_text(encoding="utf-8")).render(functions | {"decimal": decimal})
+    loader = jinja2.FileSystemLoader(TEMPLATES)
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, loader=loader)
+    numbers = Numbers(figures, page) if numbers is None else numbers
+    names = ("word", "number", "percent", "count", "each", "interval", "difference", "contrast", "seeds_needed")
+    environment.globals |= {name: getattr(numbers, name) for name in (*names, "verdict", "value", "p")}
+    environment.globals["decimal"] = decimal
+    return environment.get_template(f"{Path(page).name}.jinja").render()
+
+
+def quoted_cells(figures: Path) -> list[Cell]:
+    """Return every cell that the pages quote, once for each page."""
+    cells: dict[Cell, None] = {}
+    for page in PAGES:
+        numbers = Numbers(figures, page)
+        render(figures, page, numbers)
+        cells |= dict.fromkeys(cell for cell in numbers.quoted if not math.isnan(cell.value))
+    return list(cells)
 
 
 def main(options: Options) -> None:
-    write_text(options.out, render(options.figures))
+    for page in PAGES:
+        write_text(options.out / page, render(options.figures, page))
 
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
 
 
 def _link(found: re.Match[str], known: set[str]) -> str:
-    target = found[2].replace("figures/report-", "report-")
-    return f"[{found[1]}]({target})" if target in known else found[1]
+    target = found[2].replace("figures/report-", "report-").removeprefix("docs/")
+    return f"[{found[1]}]({target})" if target.partition("#")[0] in known else found[1]
 
 
 def make_methods() -> str:

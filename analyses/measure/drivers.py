@@ -5,6 +5,7 @@ tokens with 1−π > 1e-3; coefficients are standardised, intervals resample pro
 
     fits.csv            both coefficients at every place, with intervals
     by_value.csv        mean norms and shares by token class, position, entropy and sign of the advantage
+    tokens.parquet      the token table
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, questions
     tables = {
         "fits.csv": regress_norms(tokens, seed=np.random.default_rng(0)),
         "by_value.csv": by_driver(add_drivers(tokens, special=special)),
+        "tokens.parquet": tokens,
     }
     keep(out, tables, step=moment.step, questions=questions, responses=8, tokens=len(tokens))
 

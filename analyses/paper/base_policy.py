@@ -83,7 +83,9 @@ def main(options: Options) -> None:
         save_figure(figure, options.out / f"{name}.png")
     words = f"{summary}\n\n{summary.theory_words()}\n"
     write_text(options.out / "base_policy.txt", words)
-    tables = {"intervals": summary.intervals, "gradients": summary.gradients.table, "theory": tabulate(summary.theory)}
+    medians = tokens.groupby("interval")["advantage"].median().to_numpy()
+    intervals = summary.intervals.assign(advantage_median=medians)
+    tables = {"intervals": intervals, "gradients": summary.gradients.table, "theory": tabulate(summary.theory)}
     for name, numbers in tables.items():
         write_csv(numbers, options.out / f"base_policy_{name}.csv")
     print(words)

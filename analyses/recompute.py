@@ -1,0 +1,782 @@
+"""Compute again every number that the pages on the paper's reproduction look up, with code of its own.
+
+    python -m analyses.recompute [--all]
+
+`analyses.paper_repro` tells which cells of the figures' CSVs the pages quote. Each is computed here from what is kept
+of runs (test.csv, metrics, responses) and measurements (analyses/runs/SCALE/measured) in plain pandas, numpy and scipy:
+nothing is imported of what made the CSVs. From a CSV only the keys of its rows are read, since Holm's correction needs
+the family. Printed are the numbers that differ (--all: every one): page, cell, quoted, recomputed.
+
+A value or a t interval must agree to a thousandth (or to the printed digits); bounds by resampling prompts, which are
+drawn again here, to a third of the interval's width. KEPT_SUMMARIES are not recomputable: only summaries are kept.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import tyro
+from scipy import optimize, stats
+
+from analyses.common.experiments import RUNS
+from analyses.paper_repro import Cell, quoted_cells
+
+Where = Mapping[str, str]
+Row = dict[str, float]
+KEPT_SUMMARIES = {
+    "compare_step0": "made by `gradscope compare` of a checkpoint that is not kept",
+    "compare_step40": "made by `gradscope compare` of a checkpoint that is not kept",
+    "words/words_compare": "tokens and inner products were not kept",
+    "influence": "tokens were not kept",
+    "drivers": "tokens were not kept",
+    "proxies": "tokens were not kept",
+    "smollm2: gradient_share": "inner products were not kept",
+    "gemma3: gradient_share": "inner products were not kept",
+    "words/words_trained_weightings: cosine": "inner products were not kept",
+}
+"""{table, or table: statistic or column: why}."""
+INTERVALS = ("[0, ¼)", "[¼, ½)", "[½, ¾)", "[¾, 1]")
+DRAWS = 1000
+
+
+@dataclass(frozen=True)
+class Options:
+    figures: Path = Path("figures")
+    """Folder of the CSVs."""
+    all: bool = False
+    """List every number, not only those that differ."""
+
+
+@dataclass(frozen=True)
+class Resampled:
+    """A bound that was drawn by resampling, and is drawn again here."""
+
+    value: float
+    width: float
+
+
+# ---- statistics
+
+
+def t_interval(values: Iterable[float], level: float = 0.95) -> Row:
+    x = np.asarray([*values], dtype=float)
+    n, mean = len(x), float(np.mean(x))
+    error = float(np.std(x, ddof=1) / np.sqrt(n)) if n > 1 else np.nan
+    half = stats.t.ppf((1 + level) / 2, n - 1) * error if n > 1 else np.nan
+    p = 2 * stats.t.sf(abs(mean) / error, n - 1) if n > 1 and error > 0 else np.nan
+    return {"mean": mean, "lower": mean - half, "upper": mean + half, "p": float(p), "seeds": n, "sd": error * n**0.5}
+
+
+def holm(p: float, family: Iterable[float]) -> float:
+    ordered, corrected = sorted(own for own in family if not np.isnan(own)), 0.0
+    for place, own in enumerate(ordered):
+        corrected = max(corrected, min(1.0, own * (len(ordered) - place)))
+        if np.isclose(own, p, rtol=1e-9):
+            return corrected
+    return np.nan
+
+
+def redraw(statistic: Callable[[np.ndarray], float], clusters: int) -> tuple[float, float]:
+    """Return 95 % percentiles over draws of clusters; statistic maps each cluster's count to a number."""
+    counts = np.random.default_rng(1).multinomial(clusters, np.full(clusters, 1 / clusters), DRAWS)
+    low, high = np.nanquantile([statistic(count) for count in counts], [0.025, 0.975])
+    return float(low), float(high)
+
+
+def jackknife(statistic: Callable[[np.ndarray], float], clusters: int, *, share: bool = False) -> tuple[float, float]:
+    """Return bounds from leaving out one cluster at a time, by Student's t; share: on log odds, and 1/n wider."""
+    ahead = (lambda x: np.log(x / (1 - x))) if share else (lambda x: x)
+    left = np.array([ahead(statistic(1.0 - (np.arange(clusters) == out))) for out in range(clusters)])
+    away = left - left.mean()
+    freedom = np.clip((away**2).sum() ** 2 / (away**4).sum() - 0.5, 1, clusters - 1)
+    half = stats.t.ppf(0.975, freedom) * np.sqrt((clusters - 1) / clusters * (away**2).sum())
+    half = np.hypot(half, 1 / clusters) if share else half
+    ends = ahead(statistic(np.ones(clusters))) + np.array([-half, half])
+    low, high = 1 / (1 + np.exp(-ends)) if share else ends
+    return float(low), float(high)
+
+
+def bounded(value: float, low: float, high: float, names: tuple[str, str, str]) -> dict[str, float | Resampled]:
+    return {names[0]: value, names[1]: Resampled(low, high - low), names[2]: Resampled(high, high - low)}
+
+
+def power(effect: float, sd: float, n: int, level: float) -> float:
+    reach, shift = stats.t.ppf(1 - level / 2, n - 1), effect / sd * np.sqrt(n)
+    return float(stats.nct.sf(reach, n - 1, shift))
+
+
+# ---- what is kept of runs
+
+
+@cache
+def folders(scale: str, track: str, variant: str) -> dict[int, Path]:
+    found = (RUNS / scale / track / variant).glob("seed*")
+    return {int(folder.name.removeprefix("seed")): folder for folder in sorted(found)}
+
+
+@cache
+def test(scale: str, track: str, variant: str) -> dict[int, pd.DataFrame]:
+    return {seed: pd.read_csv(folder / "test.csv") for seed, folder in folders(scale, track, variant).items()}
+
+
+@cache
+def metrics(scale: str, track: str, variant: str) -> dict[int, pd.DataFrame]:
+    return {s: pd.read_csv(folder / "metrics.csv.gz") for s, folder in folders(scale, track, variant).items()}
+
+
+@cache
+def measured(scale: str, name: str) -> pd.DataFrame:
+    file = RUNS / scale / "measured" / name
+    return pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file)
+
+
+def sampled(table: pd.DataFrame) -> str:
+    return next(name for name in table if re.fullmatch(r"avg@\d+", name))
+
+
+def by_level(own: pd.DataFrame, column: str) -> pd.Series:
+    """Mean of the last three checkpoints at each level."""
+    last = own[own["step"].isin(sorted(own["step"].unique())[-3:])].astype({"level": str})
+    return last[last["level"] != "all"].groupby("level")[column].mean()
+
+
+@cache
+def accuracy(scale: str, track: str, variant: str, column: str | None = None) -> pd.Series:
+    """Each run's accuracy over all questions, mean of the last three checkpoints."""
+    found = {}
+    for seed, own in test(scale, track, variant).items():
+        sizes = own.astype({"level": str}).drop_duplicates("level").set_index("level")["questions"]
+        levels = by_level(own, column or sampled(own))
+        found[seed] = np.average(levels, weights=sizes.reindex(levels.index))
+    return pd.Series(found, dtype=float)
+
+
+@cache
+def slope(scale: str, track: str, variant: str) -> pd.Series:
+    """Each run's slope of accuracy per person."""
+    found = {}
+    for seed, own in test(scale, track, variant).items():
+        levels = by_level(own, sampled(own))
+        found[seed] = stats.linregress(levels.index.astype(float), levels).slope
+    return pd.Series(found, dtype=float)
+
+
+@cache
+def record(scale: str, track: str, variant: str, name: str, steps: str = "last 50") -> pd.Series:
+    def window(own: pd.DataFrame) -> pd.DataFrame:
+        if steps == "last 50":
+            return own[own["step"] > own["step"].max() - 50]
+        first, last = map(int, steps.split(" to "))
+        return own[(own["step"] >= first) & (own["step"] <= last)]
+
+    return pd.Series({seed: window(own)[name].mean() for seed, own in metrics(scale, track, variant).items()})
+
+
+SUMS = (("2", "greedy_accuracy"), ("3", "greedy_accuracy"), ("4", "greedy_accuracy"), ("5", "avg@16"))
+SUMS += (("6", "pass@16"), ("6", "avg@16"))
+
+
+@cache
+def six_scores(variant: str) -> pd.Series:
+    parts = {
+        seed: [by_level(own, column)[level] for level, column in SUMS]
+        for seed, own in test("cpu", "math", variant).items()
+    }
+    return 100 * pd.Series({seed: np.mean(own) for seed, own in parts.items()})
+
+
+@cache
+def word_counts(scale: str, variant: str, category: str) -> pd.DataFrame:
+    """Words of a category in each sampled response."""
+    listed = pd.read_csv("figures/table5.csv").query("category == @category")["forms counted"]
+    forms = "|".join(re.escape(form.strip()) for forms in listed for form in forms.split(","))
+    frames = []
+    for seed, folder in folders(scale, "puzzles", variant).items():
+        own = pd.read_parquet(folder / "responses.parquet").query("not greedy")
+        count = own["response"].str.count(rf"(?i)\b(?:{forms})\b")
+        frames.append(pd.DataFrame({"words": count, "reward": own["reward"], "group": own["group"], "seed": seed}))
+    return pd.concat(frames, ignore_index=True)
+
+
+@cache
+def words_per_response(scale: str, variant: str, category: str) -> pd.Series:
+    return word_counts(scale, variant, category).groupby("seed")["words"].mean()
+
+
+# ---- differences between variants
+
+
+def statistic(name: str, scale: str, row: Where) -> Callable[[str], pd.Series]:
+    """Return what a table of contrasts compares: a number per run of a variant."""
+    if name == "table1_contrasts":
+        if row["family"] == "plain accuracy":
+            return lambda variant: 100 * accuracy("cpu", "math", variant, "avg@16")
+        return six_scores
+    if name == "fig4_contrasts" and row["of"] == "slope per person":
+        return lambda variant: slope(scale, "puzzles", variant)
+    if name == "fig5_contrasts":
+        return lambda variant: words_per_response(scale, variant, row["category"])
+    if name == "fig7_8_contrasts":
+        return lambda variant: record(scale, "puzzles", variant, row["record"])
+    if name == "fig9_10_contrasts":
+        return lambda variant: record("cpu", "math", variant, row["record"])
+    if name == "rare_tokens":
+        return lambda variant: record(row["scale"], row["track"], variant, row["record"], row["steps"])
+    return lambda variant: accuracy(scale, "puzzles", variant)
+
+
+FAMILIES = {
+    "decision": ("named",),
+    "controls_contrasts": ("kind", "level", "block"),
+    "fig4_contrasts": ("family",),
+    "fig9_10_contrasts": ("family",),
+    "fig11_12_contrasts": ("family",),
+    "table1_contrasts": ("family",),
+    "fig6_contrasts": (),
+    "fig7_8_contrasts": (),
+    "fig5_contrasts": (),
+    "rare_tokens": (),
+}
+"""{table of contrasts: the columns that are equal within a family of claims}."""
+
+
+def pair(name: str, scale: str, row: Where) -> tuple[Row, pd.Series]:
+    """Return the statistics of a difference, and the baseline's runs."""
+    of = statistic(name, scale, row)
+    base = of(row["baseline"])
+    values = (of(row["variant"]) - base).dropna()
+    found = t_interval(values)
+    if name == "fig5_contrasts":
+        found |= {key: found[key] / base[values.index].mean() for key in ("mean", "lower", "upper")}
+    return found, base[values.index]
+
+
+def contrast(name: str, scale: str, cell: Cell, rows: pd.DataFrame) -> float:
+    [row] = find(rows, cell).to_dict("records")
+    found, base = pair(name, scale, row)
+    if cell.column == "p_holm":
+        same = [key for key in FAMILIES[name] if key in rows and key != "block"]
+        family = rows[(rows[same].astype(str) == pd.Series(row)[same].astype(str)).all(axis=1)]
+        if "block" in rows:  # the contrasts named beforehand, or all others
+            family = family[(family["block"] == "named beforehand") == (row["block"] == "named beforehand")]
+        family = family[family["seeds"] > 1]
+        return holm(found["p"], [pair(name, scale, own)[0]["p"] for own in family.to_dict("records")])
+    if cell.column == "relative":
+        return found["mean"] / base.mean()
+    claims = int(rows["named"].sum()) if "named" in rows else 1
+    corrected = t_interval(pair_values(name, scale, row), 1 - 0.05 / claims)
+    told = {
+        "difference": found["mean"],
+        "corrected_lower": corrected["lower"],
+        "corrected_upper": corrected["upper"],
+    }
+    if cell.column == "half_width":
+        spreads = [pair(name, scale, own)[0]["sd"] for own in rows[rows["named"]].to_dict("records")]
+        return float(stats.t.ppf(0.975, 11) * np.sqrt(np.mean(np.square(spreads))) / np.sqrt(12))
+    if cell.column == "smallest_told":
+        sd, n, level = found["sd"], found["seeds"], 0.05 / claims
+        return optimize.brentq(lambda effect: power(effect, sd, n, level) - 0.8, 1e-6, 10 * sd)
+    if cell.column == "seeds_needed":
+        where = dict(cell.where)
+        level, effect = 0.05 / int(where["claims"]), float(where["effect"])
+        return next(n for n in range(2, 10_000) if power(effect, found["sd"], n, level) >= 0.8)
+    return (found | told)[cell.column]
+
+
+def pair_values(name: str, scale: str, row: Where) -> pd.Series:
+    of = statistic(name, scale, row)
+    return (of(row["variant"]) - of(row["baseline"])).dropna()
+
+
+def find(rows: pd.DataFrame, cell: Cell) -> pd.DataFrame:
+    for key, value in cell.where:
+        if key in rows:
+            rows = rows[rows[key].astype(str) == value]
+    return rows
+
+
+# ---- measurements
+
+
+@cache
+def powers(scale: str, name: str, quantity: str) -> dict[str, float | Resampled]:
+    """The slope of log norm on log(1 − π), where 1 − π > .001."""
+    tokens = measured(scale, name)
+    tokens = tokens[tokens["temperature"] == 1.0] if "temperature" in tokens else tokens
+    own = tokens[(tokens["log_one_minus_prob"] > np.log(1e-3)) & (tokens[quantity] > 0)]
+    keys = [key for key in ("batch", "group") if key in own]
+    x, y = own["log_one_minus_prob"].to_numpy(float), np.log(own[quantity].to_numpy(float))
+    prompt = own.groupby(keys).ngroup().to_numpy()
+    sums = np.stack([np.bincount(prompt, part) for part in (np.ones_like(x), x, y, x * x, x * y)])
+
+    def fit(count: np.ndarray) -> float:
+        n, sx, sy, sxx, sxy = sums @ count
+        return float((sxy - sx * sy / n) / (sxx - sx**2 / n))
+
+    value = fit(np.ones(prompt.max() + 1))
+    return bounded(value, *redraw(fit, prompt.max() + 1), ("slope", "slope_lower", "slope_upper"))
+
+
+def rare_share(tokens: pd.DataFrame, column: str) -> float | Resampled:
+    """The share of the tokens that has π < ¼."""
+    prompts = tokens.assign(low=tokens["interval"] == 0).groupby("group")["low"].agg(["sum", "size"])
+    rare, whole = prompts["sum"].to_numpy(float), prompts["size"].to_numpy(float)
+    of = lambda count: float(count @ rare / (count @ whole))  # noqa: E731
+    ends = jackknife(of, len(rare), share=True)
+    return bounded(of(np.ones(len(rare))), *ends, ("value", "lower", "upper"))[column]
+
+
+def theory(scale: str, name: str, cell: Cell) -> float | Resampled:
+    quantity = dict(cell.where)["quantity"]
+    if cell.column == "gain_ratio":
+        tokens = measured(scale, name)
+        gain = (tokens[quantity] / tokens["logit_grad_norm"]).dropna()
+        return float(gain.max() / gain.min())
+    return powers(scale, name, quantity)[cell.column]
+
+
+def over_batches(similar: pd.DataFrame, cell: Cell) -> float:
+    similar = similar[similar["batch"].astype(str) != "all"]
+    for key, value in cell.where:
+        if key in similar and key not in ("update", "batch"):
+            same = similar[key].astype(str) == value
+            similar = similar[same | (pd.to_numeric(similar[key], errors="coerce") == as_number(value))]
+    wide = similar.pivot(index="batch", columns="update", values="correlation")
+    found = t_interval(wide["only-0"] - wide["only-3"])
+    return (found | {"correlation": found["mean"]})[cell.column]
+
+
+def as_number(value: str) -> float:
+    try:
+        return float(value)
+    except ValueError:
+        return np.nan
+
+
+def batch_norms(cell: Cell) -> float:
+    """SmolLM2's Fig. 1 (a, d): shares of the tokens and gradient, and norms over that of all, over four batches."""
+    where = dict(cell.where)
+    own = measured("words", "pretrained_batches/gradients.csv").query(f"temperature == {where['temperature']}")
+    column = {"norm_ratio": "norm", "token_share": "num_tokens", "gradient_share": "share"}[where["quantity"]]
+    wide = own.pivot(index="batch", columns="interval", values=column)
+    values = wide[str(INTERVALS.index(where["interval"]))]
+    return t_interval(values if column == "share" else values / wide["all"])[cell.column]
+
+
+def kinds(cell: Cell) -> float:
+    where = dict(cell.where)
+    table = measured("cpu", "kinds/kinds.csv")
+    whole = table[(table["kind"] == "all kinds") & (table["interval"] == "all")].set_index("batch")["norm"]
+    own = table[(table["kind"] == where["kind"]) & (table["label"] == where["interval"])].set_index("batch")
+    values = own["norm"] / whole if where["quantity"] == "norm_of_all" else own["share"]
+    return t_interval(values)[cell.column]
+
+
+def base_intervals(scale: str, cell: Cell) -> float:
+    tokens = measured(scale, "base_policy/tokens.parquet")
+    place = INTERVALS.index(dict(cell.where)["interval"])
+    if cell.column == "token_share":
+        return float((tokens["interval"] == place).mean())
+    if cell.column == "advantage_median":
+        return float(tokens.loc[tokens["interval"] == place, "advantage"].median())
+    sums = measured(scale, "base_policy/gradients.csv").set_index("interval")["norm"]
+    return float(sums[str(place)] / sums["all"])
+
+
+def base_gradients(scale: str, cell: Cell) -> float:
+    if cell.column == "num_tokens":
+        return float(len(measured(scale, "base_policy/tokens.parquet")))
+    return float(find(measured(scale, "base_policy/gradients.csv"), cell)[cell.column].iloc[0])
+
+
+def directions(scale: str, cell: Cell) -> float:
+    where = dict(cell.where)
+    shares = measured(scale, "directions/shares.csv")
+    for key in ("optimizer", "against", "method", "sign"):
+        shares = shares[shares[key] == where[key]]
+    wide = shares.pivot(index="batch", columns="interval", values="share")
+    found = t_interval(wide[3] - wide[int(where["interval"])])
+    return (found | {"difference": found["mean"]})[cell.column]
+
+
+def after_start(table: pd.DataFrame, column: str, **where: object) -> pd.Series:
+    """GRPO's mean over steps 100 and 150, by seed."""
+    own = table[(table["variant"] == "grpo") & (table["step"] > 0)]
+    for key, value in where.items():
+        own = own[own[key].astype(str) == str(value)]
+    return own.groupby("seed")[column].mean()
+
+
+def over_training(scale: str, cell: Cell) -> float:
+    quantity = dict(cell.where)["quantity"]
+    if quantity.startswith("signal-to-noise"):
+        gradients = measured(scale, "over_training/gradients.csv")
+        values = after_start(gradients, "signal_to_noise", metric="raw", interval="all")
+    else:
+        one, other = (INTERVALS.index(part) for part in quantity.removeprefix("cosine ").split(" · "))
+        cosines = measured(scale, "over_training/cosines.csv")
+        values = after_start(cosines, "cosine", metric="raw", interval=one, other=other)
+    found = t_interval(values)
+    return (found | {"difference": found["mean"]})[cell.column]
+
+
+def dominance(scale: str, cell: Cell) -> float:
+    where = dict(cell.where)
+    gradients = measured(scale, "over_training/gradients.csv")
+    metric = "adamw" if "AdamW" in where["quantity"] else "raw"
+    if where.get("step") == "0":
+        own = gradients[(gradients["variant"] == "grpo") & (gradients["step"] == 0) & (gradients["metric"] == metric)]
+        values = own[own["interval"].astype(str) == "0"].groupby("seed")["gradient_share"].mean()
+    elif "step" in where:
+        values = after_start(gradients, "gradient_share", metric=metric, interval=0)
+    else:
+        squares = after_start(gradients, "squared_share", metric=metric, interval=0)
+        values = squares - after_start(measured(scale, "over_training/tokens.csv"), "token_share", interval=0)
+    found = t_interval(values)
+    return (found | {"difference": found["mean"]})[cell.column]
+
+
+def batch_sizes(scale: str, cell: Cell) -> float:
+    where, table = dict(cell.where), measured(scale, "batch_sizes/batch_sizes.csv")
+    own = table[(table["size"] == int(where["size"])) & (table["label"] == where["interval"])]
+    return t_interval(own["share"])[cell.column]
+
+
+def clipping(cell: Cell) -> float:
+    where = dict(cell.where)
+    scale = "words" if where["track"].startswith(("words", "varied")) else "cpu"
+    own = metrics(scale, where["track"], where["variant"]).values()
+    shares = [float((run["grad_norm"] > 1.0).mean()) for run in own]
+    return {"clipped": np.mean(shares), "least": min(shares), "most": max(shares)}[cell.column]
+
+
+def accuracies(scale: str, cell: Cell) -> float:
+    where = dict(cell.where)
+    if where["variant"] == "untrained":
+        table = measured(scale, "untrained/untrained.csv").astype({"level": str})
+        own = table[(table["temperature"] == 0.7) & (table["level"] != "all")]
+        return float(np.average(own["sampled"], weights=own["questions"]))
+    found = t_interval(accuracy(scale, "puzzles", where["variant"]))
+    names = {"sampled": "mean", "sampled_lower": "lower", "sampled_upper": "upper"}
+    return found[names[cell.column]]
+
+
+def at_step(cell: Cell) -> float:
+    where, values = dict(cell.where), []
+    for own in test("cpu", "puzzles", where["variant"]).values():
+        at = own[(own["step"] == int(where["step"])) & (own["level"].astype(str) != "all")]
+        values.append(np.average(at[sampled(own)], weights=at["questions"]))
+    return float(np.mean(values))
+
+
+def seconds(scale: str, cell: Cell) -> float:
+    logs = {}
+    for variant in (dict(cell.where)["variant"], "grpo"):
+        own = metrics(scale, "puzzles", variant).items()
+        logs[variant] = {
+            s: np.log(run["seconds_training"].median() / run["seconds_sampling"].median()) for s, run in own
+        }
+    one, other = (pd.Series(own) for own in logs.values())
+    found = t_interval((one - other).dropna())
+    names = {"ratio": "mean", "ratio_lower": "lower", "ratio_upper": "upper"}
+    return float(np.exp(found[names[cell.column]]))
+
+
+@cache
+def correlate(scale: str, category: str) -> dict[str, float | Resampled]:
+    own = word_counts(scale, "grpo", category)
+    group = own.groupby("group").ngroup().to_numpy()
+    x, y = own["words"].to_numpy(float), own["reward"].to_numpy(float)
+    sums = np.stack([np.bincount(group, part) for part in (np.ones_like(x), x, y, x * x, y * y, x * y)])
+
+    def pearson(count: np.ndarray) -> float:
+        n, sx, sy, sxx, syy, sxy = sums @ count
+        return float((sxy - sx * sy / n) / np.sqrt((sxx - sx**2 / n) * (syy - sy**2 / n)))
+
+    clusters = group.max() + 1
+    return bounded(pearson(np.ones(clusters)), *redraw(pearson, clusters), ("correlation", "lower", "upper"))
+
+
+def rates(name: str, cell: Cell) -> float:
+    where = dict(cell.where)
+    if name == "rates_accuracy":
+        return t_interval(accuracy(where["scale"], where["track"], where["variant"]))[cell.column]
+
+    def at(scale: str, track: str, variant: str, baseline: str) -> pd.Series:
+        return accuracy(scale, track, variant) - accuracy(scale, track, baseline)
+
+    def claim(variant: str, baseline: str, which: str) -> Row:
+        low, middle, high = ("rate-low", "rate-middle", "rate-high")
+        of = {(s, r): at(s, r, variant, baseline) for s in ("cpu", "certain") for r in (low, middle, high)}
+        rise = {scale: of[scale, high] - of[scale, low] for scale in ("cpu", "certain")}
+        means = {scale: sum(of[scale, rate] for rate in (low, middle, high)) / 3 for scale in ("cpu", "certain")}
+        values = {
+            "highest rate − lowest": (rise["cpu"] + rise["certain"]) / 2,
+            "the paper's regime − certain": means["cpu"] - means["certain"],
+            "interaction": rise["cpu"] - rise["certain"],
+        }
+        return {key: t_interval(own) for key, own in values.items()} if not which else t_interval(values[which])
+
+    found = claim(where["variant"], where["baseline"], where["claim"])
+    if cell.column == "p_holm":
+        pairs = [("reweight", "grpo"), ("lopti", "random-split")]
+        return holm(found["p"], [own["p"] for both in pairs for own in claim(*both, "").values()])
+    return (found | {"difference": found["mean"]})[cell.column]
+
+
+@cache
+def prediction() -> pd.DataFrame:
+    """Predicted and actual differences to GRPO at each origin."""
+    rows = []
+    for scale in ("cpu", "certain"):
+        keys = ["seed", "step", "variant"]
+        gain = measured(scale, "predictions/predictions.csv").groupby(keys)["gain"].mean().unstack()
+        reward = measured(scale, "branches/branches.csv").groupby(keys)["reward"].mean().unstack()
+        for method in ("reweight", "lopti", "random-split", "high-entropy"):
+            parts = {"predicted": gain[method] - gain["grpo"], "actual": reward[method] - reward["grpo"]}
+            rows.append(pd.DataFrame(parts).reset_index().assign(scale=scale, method=method))
+    table = pd.concat(rows, ignore_index=True)
+    return table.assign(origin=table.groupby(["scale", "seed", "step"]).ngroup())
+
+
+def prediction_scores(cell: Cell) -> float | Resampled:
+    name, table = dict(cell.where)["score"], prediction().copy()
+    if name == "right signs, by steps alone":
+        table["predicted"] = np.where(table["method"].isin(["lopti", "random-split"]), 1.0, -1.0)
+
+    x, y = (table[column].where(table[column].abs() > 1e-9, 0.0).to_numpy() for column in ("predicted", "actual"))
+    method, origin = table["method"].astype("category").cat.codes.to_numpy(), table["origin"].to_numpy()
+
+    def score(count: np.ndarray) -> float:
+        weight = count[origin].astype(float)
+
+        def centred(values: np.ndarray) -> np.ndarray:
+            group = method if "within methods" in name else method * 0
+            means = np.bincount(group, weight * values) / np.bincount(group, weight)
+            return values - means[group]
+
+        if "correlation" in name:
+            dx, dy = centred(x), centred(y)
+            return float(weight @ (dx * dy) / np.sqrt(weight @ dx**2 * (weight @ dy**2)))
+        one, other = (centred(x), centred(y)) if "within methods" in name else (x, y)
+        return float(weight @ (np.sign(one) == np.sign(other)) / weight.sum())
+
+    ones = np.ones(10)
+    if cell.column == "value":
+        return score(ones)
+    return bounded(score(ones), *redraw(score, 10), ("value", "lower", "upper"))[cell.column]
+
+
+def proxy(name: str, cell: Cell) -> float | Resampled:
+    where = dict(cell.where)
+    own = measured("cpu", "optimal_baseline/responses.parquet").query(f"policy == '{where['policy']}'")
+    if name == "optimal_baseline_saved":
+        sums = own.groupby("group").sum(numeric_only=True)
+        plain, better = sums["power: mean"].to_numpy(), sums["power: by Σ‖e − π‖²"].to_numpy()
+        signal = sums["signal"].to_numpy()
+        saved = lambda count: float(count @ (plain - better) / (count @ (plain - signal)))  # noqa: E731
+        value = saved(np.ones(len(plain)))
+        return bounded(value, *jackknife(saved, len(plain)), ("saved", "lower", "upper"))[cell.column]
+    group = own.groupby("group").ngroup().to_numpy()
+    x, y = own["logit_norms_squared"].to_numpy(), own["sum_norm_squared"].to_numpy()
+
+    def rank(count: np.ndarray) -> float:
+        rows = np.repeat(np.arange(len(x)), count[group].astype(int))
+        return float(stats.spearmanr(x[rows], y[rows])[0])
+
+    names = ("spearman", "spearman_lower", "spearman_upper")
+    return bounded(rank(np.ones(group.max() + 1)), *jackknife(rank, group.max() + 1), names)[cell.column]
+
+
+def sharpening(cell: Cell) -> float:
+    untrained = measured("cpu", "untrained/untrained.csv").astype({"level": str})
+    untrained = untrained[untrained["level"] == "all"].sort_values("temperature")
+    gains = []
+    for seed, own in test("cpu", "puzzles", dict(cell.where)["variant"]).items():
+        last = own[own["step"] == own["step"].max()].astype({"level": str}).set_index("level")
+        answers = pd.read_parquet(folders("cpu", "puzzles", "grpo")[seed] / "responses.parquet").query("not greedy")
+        means = answers.astype({"level": str}).groupby("level")[["logprob", "tokens"]].mean()
+        whole = means.mul(last["questions"].reindex(means.index), axis=0).sum()
+        xs = [0.0, *untrained["entropy"]]
+        ys = [untrained["greedy"].iloc[0], *untrained["sampled"]]
+        gains.append(last.loc["all", sampled(own)] - np.interp(-whole["logprob"] / whole["tokens"], xs, ys))
+    return t_interval(gains)[cell.column]
+
+
+def gates(cell: Cell) -> float:
+    where = dict(cell.where)
+    runs, track = metrics("words", where["track"], "grpo"), where["track"]
+    start = measured("words", ("words_start" if track == "words-low" else "words_start_varied") + "/start.csv")
+    before = float(start.loc[start["level"].astype(str) == "all", "sampled"].iloc[0])
+    after = float(accuracy("words", track, "grpo").mean())
+
+    def share(first: int, last: int) -> float:
+        return float(np.mean([run["token_share_0"][run["step"].between(first, last)].mean() for run in runs.values()]))
+
+    return {
+        "right before training": before,
+        "gain": after - before,
+        "right after training": after,
+        "tokens with π < ¼ at the start": share(1, 3),
+        "tokens with π < ¼ at step 30": share(29, 31),
+    }[where["gate"]]
+
+
+def gate_runs(cell: Cell) -> float:
+    made = sum(len(folders("words", track, "grpo")) for track in ("words-low", "varied-low", "varied-high"))
+    return {"made": made, "planned": 3 * 2}[cell.column]
+
+
+def trained(cell: Cell) -> float | Resampled:
+    """SmolLM2 at the end of one run: shares of its tokens, and of 24 problems' summed gradient."""
+    where = dict(cell.where)
+    if where["statistic"] == "token_share":
+        return rare_share(measured("words", "words_trained/tokens.parquet"), cell.column)
+    flat = measured("words", "words_trained/products.parquet")
+    n = flat["group"].nunique()
+    gram = flat.drop(columns=["group", "interval"]).to_numpy().reshape(n, 4, n, 4)
+    if where["statistic"] == "gradient_share":
+        along = gram.sum(3)
+        value = lambda count: float(count @ along[:, 0] @ count / (count @ along.sum(1) @ count))  # noqa: E731
+    else:
+        whole = gram.sum((1, 3))
+
+        def value(count: np.ndarray) -> float:
+            size, square = count.sum(), count @ whole @ count
+            # A prompt drawn twice is no other prompt.
+            own = (count**2) @ np.diag(whole)
+            return float(size / (size - 1) * (square - own) / square)
+
+    ones = np.ones(n)
+    left = np.array([value(np.where(np.arange(n) == p, 0.0, 1.0)) for p in range(n)])
+    half = stats.t.ppf(0.975, n - 1) * np.sqrt((n - 1) / n * ((left - left.mean()) ** 2).sum())
+    return bounded(value(ones), value(ones) - half, value(ones) + half, ("value", "lower", "upper"))[cell.column]
+
+
+def from_energies() -> float:
+    tokens = measured("words", "words_trained/tokens.parquet")
+    energy, ratio = (tokens["weight"] * tokens["param_grad_norm"]) ** 2, 0.7 + 0.3 * tokens["prob"]
+    return float((ratio * energy).sum() / np.sqrt(energy.sum() * (ratio**2 * energy).sum()))
+
+
+def slack() -> float:
+    tokens = measured("cpu", "layer_constants/tokens.parquet")
+    constants = measured("cpu", "layer_constants/constants.csv").query("layer == 0 and product_kind == 'certified'")
+    own = tokens[["context", "log_one_minus_prob", "act_grad_norm.0"]].dropna().merge(constants, on="context")
+    ratio = own["product_d"] * np.sqrt(2) * np.exp(own["log_one_minus_prob"]) / own["act_grad_norm.0"]
+    return float(ratio.median())
+
+
+def moved(cell: Cell) -> float:
+    where, tokens = dict(cell.where), measured("cpu", "updates/tokens.parquet")
+    return float(tokens.loc[tokens["interval"] == INTERVALS.index(where["interval"]), "delta_prob.all"].abs().mean())
+
+
+def means_of_records(cell: Cell) -> float:
+    where = dict(cell.where)
+    return float(record(where["scale"], where["track"], where["variant"], where["record"], where["steps"]).mean())
+
+
+def pretrained(cell: Cell, name: str) -> float | Resampled:
+    if cell.file.endswith("_theory"):
+        return theory("cpu", name, cell)
+    return rare_share(measured("cpu", name), cell.column)
+
+
+MEASURED: dict[str, Callable[[str, Cell], float | Resampled]] = {
+    "base_policy_gradients": base_gradients,
+    "base_policy_intervals": base_intervals,
+    "base_policy_theory": lambda scale, cell: theory(scale, "base_policy/tokens.parquet", cell),
+    "batch_sizes": batch_sizes,
+    "clipping": lambda _, cell: clipping(cell),
+    "dominance_adamw": dominance,
+    "dominance_adamw_contrasts": dominance,
+    "fig1": lambda _, cell: moved(cell),
+    "fig1_similarity": lambda scale, cell: over_batches(measured(scale, "updates/similarity.csv"), cell),
+    "fig3_intervals": directions,
+    "fig4_accuracy": accuracies,
+    "fig5_correlations": lambda scale, cell: correlate(scale, dict(cell.where)["category"])[cell.column],
+    "fig7_8_accuracy": lambda _, cell: at_step(cell),
+    "gemma3": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
+    "gemma3_theory": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
+    "kinds": lambda _, cell: kinds(cell),
+    "layer_constants_bounds": lambda *_: slack(),
+    "optimal_baseline": lambda _, cell: proxy("optimal_baseline", cell),
+    "optimal_baseline_saved": lambda _, cell: proxy("optimal_baseline_saved", cell),
+    "over_training_contrasts": over_training,
+    "prediction_scores": lambda _, cell: prediction_scores(cell),
+    "rare_tokens_means": lambda _, cell: means_of_records(cell),
+    "rates_accuracy": lambda _, cell: rates("rates_accuracy", cell),
+    "rates_claims": lambda _, cell: rates("rates_claims", cell),
+    "sharpening_contrasts": lambda _, cell: sharpening(cell),
+    "smollm2": lambda _, cell: pretrained(cell, "real_language/tokens.parquet"),
+    "smollm2_theory": lambda _, cell: pretrained(cell, "real_language/tokens.parquet"),
+    "table6": seconds,
+    "words/pretrained_norms": lambda _, cell: batch_norms(cell),
+    "words/pretrained_powers": lambda _, cell: theory("words", "pretrained_batches/tokens.parquet", cell),
+    "words/pretrained_similarity": lambda _, cell: over_batches(
+        measured("words", "pretrained_batches/similarity.csv"), cell
+    ),
+    "words/words_gates": lambda _, cell: gates(cell),
+    "words/words_runs": lambda _, cell: gate_runs(cell),
+    "words/words_trained": lambda _, cell: trained(cell),
+    "words/words_trained_weightings": lambda *_: from_energies(),
+}
+
+
+def why_not(cell: Cell) -> str | None:
+    """Return why a cell is not recomputable, if it is not."""
+    parts = (cell.file, f"{cell.file}: {cell.column}", *(f"{cell.file}: {value}" for _, value in cell.where))
+    return next((KEPT_SUMMARIES[part] for part in parts if part in KEPT_SUMMARIES), None)
+
+
+def recompute(cell: Cell, figures: Path) -> float | Resampled:
+    scale, name = (
+        ("certain", cell.file.removeprefix("certain/")) if cell.file.startswith("certain/") else ("cpu", cell.file)
+    )
+    if name in FAMILIES:
+        return contrast(name, scale, cell, pd.read_csv(figures / f"{cell.file}.csv"))
+    return MEASURED[name](scale, cell)
+
+
+def agrees(cell: Cell, found: float | Resampled) -> bool:
+    if isinstance(found, Resampled):
+        return abs(found.value - cell.value) <= found.width / 3
+    return abs(found - cell.value) <= max(1e-3 * abs(cell.value), 1e-6, 0.05 * 10.0**-cell.digits)
+
+
+def table(figures: Path) -> pd.DataFrame:
+    """Return a row per quoted cell: page, cell, quoted, recomputed, equal ("yes", "no", or why it cannot be told)."""
+    rows = []
+    for cell in quoted_cells(figures):
+        keys = ", ".join(value for _, value in cell.where)
+        row = {"page": cell.page, "cell": f"{cell.file}: {keys}: {cell.column}", "quoted": cell.value}
+        if reason := why_not(cell):
+            rows.append(row | {"recomputed": np.nan, "equal": f"not recomputable: {reason}"})
+            continue
+        found = recompute(cell, figures)
+        value = found.value if isinstance(found, Resampled) else found
+        rows.append(row | {"recomputed": value, "equal": "yes" if agrees(cell, found) else "no"})
+    return pd.DataFrame(rows)
+
+
+def main(options: Options) -> int:
+    found = table(options.figures)
+    shown = found if options.all else found[found["equal"] == "no"]
+    if len(shown):
+        print(shown.to_string(index=False, float_format="{:.5g}".format, max_colwidth=None))
+    cannot = found["equal"].str.startswith("not recomputable").sum()
+    equal = (found["equal"] == "yes").sum()
+    print(f"{len(found)} numbers: {equal} equal, {(found['equal'] == 'no').sum()} not, {cannot} not recomputable")
+    return 1 if (found["equal"] == "no").any() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Options, description=__doc__)))
