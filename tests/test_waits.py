@@ -12,7 +12,7 @@ from support.training import make_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradscope.objective import LossSettings, Updater
-from gradscope.policy import AdamWState, Policy, find_blocks
+from gradscope.policy import AdamWSettings, AdamWState, Policy, find_blocks
 
 READ = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_consecutive", "is_nonzero"}
 """Operations that give the host a number, or a tensor whose shape depends on numbers."""
@@ -43,7 +43,7 @@ def optimizer_step(policy: Policy) -> None:
 
 def metric(policy: Policy) -> None:
     moments = {name: torch.rand_like(p) for name, p in policy.model.named_parameters()}
-    state = AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+    state = AdamWState(moments, dict.fromkeys(moments, 3), dict.fromkeys(moments, AdamWSettings()), 1.0)
     state.scale(policy.model, torch.ones(sum(map(torch.numel, moments.values()))))
 
 

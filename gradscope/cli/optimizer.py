@@ -29,5 +29,6 @@ def read_step(
         if asked:
             raise InputError(error.reason, path=path) from error
         return None, None, [f"{path.name} beside the checkpoint is ignored: {error.reason}"]
-    rate = f"the optimizer's learning rate is 0 (the end of its schedule); steps use {step.learning_rate:g} instead"
-    return state, step, [] if float(state["param_groups"][0]["lr"]) > 0 else [rate]
+    used = "the initial ones" if step.learning_rate is None else f"{step.learning_rate:g}"
+    rate = f"the optimizer's learning rate is 0 (the end of its schedule); steps use {used} instead"
+    return state, step, [] if any(float(group["lr"]) > 0 for group in state["param_groups"]) else [rate]

@@ -80,7 +80,8 @@ def describe_step(step: StepSettings) -> str:
     """Describe the optimizer step of the page."""
     clip = "not clipped" if step.max_grad_norm is None else f"gradient clipped to {step.max_grad_norm:g}"
     name = {"adamw": "AdamW", "sgd": "SGD"}[step.optimizer]
-    return f"{name}, learning rate {step.learning_rate:g}, weight decay {step.weight_decay:g}, {clip}"
+    rate, decay = ("as saved by group" if n is None else f"{n:g}" for n in (step.learning_rate, step.weight_decay))
+    return f"{name}, learning rate {rate}, weight decay {decay}, {clip}"
 
 
 def describe_sums(sums: SumsPlan) -> dict[str, str]:

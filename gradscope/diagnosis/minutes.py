@@ -57,7 +57,7 @@ def update_cost(num_passes: int = 1) -> float:
 def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
     """Return the forward passes that `influence` takes."""
     gradients = num_intervals + bool(loss.kl_coef)
-    derivatives = gradients + (step.optimizer == "adamw") + bool(step.weight_decay)
+    derivatives = gradients + (step.optimizer == "adamw") + (step.weight_decay != 0)
     return 3 + BACKWARD * (gradients + 1) + FORWARD_MODE * (derivatives + 1)  # one more for the entropy
 
 

@@ -154,7 +154,9 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
     """Hash an optimizer state: its file, or all its numbers."""
     if state is None or not isinstance(state, AdamWState):
         return None if state is None else optimizer_hash(Path(state))
-    found = hashlib.sha256(repr((sorted(state.step.items()), state.beta2, state.eps)).encode())
+    found = hashlib.sha256(
+        repr((sorted(state.step.items()), sorted(state.settings.items(), key=lambda own: own[0]))).encode()
+    )
     for name, value in sorted(state.exp_avg_sq.items()):
         found.update(name.encode() + value.detach().cpu().float().numpy().tobytes())
     return found.hexdigest()
@@ -343,9 +345,7 @@ def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) ->
                     advance(counts[row])
 
 
-def _fill_rounds(
-    measurement: TableMeasurement, parts: Parts, hooks: Hooks, rounds: list[Round]
-) -> list[Round]:
+def _fill_rounds(measurement: TableMeasurement, parts: Parts, hooks: Hooks, rounds: list[Round]) -> list[Round]:
     """Measure the remaining rounds, write each as it ends, and return all."""
     processes = measurement.processes
     if measurement.least is not None and processes.is_main:

@@ -1,9 +1,12 @@
 """A loaded checkpoint or adapter, its tokenizer and blocks, and its saved optimizer."""
 
 from gradscope.policy.adamw import (
+    RATE,
+    AdamWSettings,
     AdamWState,
     find_optimizer_file,
     find_policy_state,
+    group_settings,
     optimizer_hash,
     optimizer_names,
     plain_name,
@@ -65,15 +68,15 @@ from gradscope.policy.upcasting import (
 from gradscope.policy.whole_weights import refuse_shards, whole_weights
 
 __all__ = [
-    "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "UPCAST", "AdamWState", "Policy", "PolicyLike",
-    "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks", "find_checkpoint",
-    "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state", "find_whole",
-    "flat_slices", "float_parameters", "free_memory", "gradient_budget", "group_names", "hash_ahead",
-    "is_last_checkpoint", "is_subset", "is_upcast", "join_launch", "list_step_folders", "load_policy",
-    "load_tokenizer", "make_key", "make_manifest", "merged_parameters", "missing_part", "model_bytes",
-    "model_of_step", "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy",
-    "plain_name", "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state",
-    "refuse_shards", "refuse_training_run", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
-    "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges", "weights_hash", "whole_weights",
-    "without_autocast", "without_cudnn_attention",
+    "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "RATE", "UPCAST", "AdamWSettings", "AdamWState",
+    "Policy", "PolicyLike", "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks",
+    "find_checkpoint", "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state",
+    "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget", "group_names",
+    "group_settings", "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch",
+    "list_step_folders", "load_policy", "load_tokenizer", "make_key", "make_manifest", "merged_parameters",
+    "missing_part", "model_bytes", "model_of_step", "module_groups", "moving", "named_step", "optimizer_hash",
+    "optimizer_names", "outline_policy", "plain_name", "policy_hashes", "precision_in_words", "read_adamw_state",
+    "read_optimizer_file", "read_state", "refuse_shards", "refuse_training_run", "replaced_forward", "restoring",
+    "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges",
+    "weights_hash", "whole_weights", "without_autocast", "without_cudnn_attention",
 ]  # fmt: skip

@@ -23,6 +23,19 @@ from gradscope.policy.sharded.reading import has_moments, read_moments
 from gradscope.runs import file_hash, load_tensors
 
 Number = int | float
+RATE = 1e-3
+"""Learning rate of a step if none is known, that of the paper's Fig. 1."""
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Settings of a parameter group."""
+
+    learning_rate: Number = RATE
+    weight_decay: Number = 0.0
+    """Decoupled weight decay: subtracts learning rate × this × weight."""
+    betas: tuple[Number, Number] = (0.9, 0.999)
+    eps: Number = 1e-8
 
 
 @dataclass(frozen=True)
@@ -35,17 +48,17 @@ class AdamWState:
 
     G's contribution to Δ is lr·(1 − β₁)/(1 − β₁^(step + 1)) times k·G ⊘ (√v̂ + eps), which is linear in G if v̂ is fixed
     at the whole step's. So each G_a is measured as k·G_a ⊘ (√v̂ + eps), with one v̂ for all, and these add up like the
-    G_a. Momentum from earlier steps and weight decay belong to no token and are left out. Use a state that has taken
-    many steps: with v = 0 the step is sign(G), and an entry where the G_a cancel contributes G_a / |G| for each of
-    them, without bound.
+    G_a. Where parameters differ in lr·(1 − β₁), each is multiplied by its own over the largest. Momentum from earlier
+    steps and weight decay belong to no token and are left out. Use a state that has taken many steps: with v = 0 the
+    step is sign(G), and an entry where the G_a cancel contributes G_a / |G| for each of them, without bound.
     """
 
     exp_avg_sq: dict[str, Tensor]
     """v before the step, by parameter name. Parameters without an entry are not updated: their part of Δ is 0."""
     step: dict[str, int]
     """Steps taken so far, by parameter name."""
-    beta2: float
-    eps: float
+    settings: dict[str, AdamWSettings]
+    """Those of each parameter's group, by parameter name."""
     max_grad_norm: Number | None = None
     """Clipping threshold of the gradient's norm before the step; None: no clipping."""
 
@@ -60,21 +73,12 @@ class AdamWState:
     ) -> AdamWState:
         """Build the state from `optimizer.state_dict()`, with views of its tensors, which may be memory-mapped.
 
-        names: of the parameters in the optimizer's order; None: from `optimizer_names`. Raises InputError if parameter
-        groups differ in lr, betas or eps (weight decay may differ, as it does not affect the metric), for amsgrad, and
-        for moments that do not fit the parameters.
+        names: of the parameters in the optimizer's order; None: from `optimizer_names`. Raises InputError for a variant
+        of AdamW (see `group_settings`), and for moments that do not fit the parameters.
         """
         check_structure(state_dict)
-        groups, parameters = state_dict["param_groups"], dict(float_parameters(model))
-        if len({(*map(float, (g["lr"], *g["betas"], g["eps"])), bool(g.get("amsgrad", False))) for g in groups}) != 1:
-            raise InputError(
-                "parameter groups differ in lr, betas or eps, so there is no common metric; measure them separately"
-            )
-        if groups[0].get("amsgrad") or not groups[0].get("decoupled_weight_decay", True):
-            raise InputError(
-                "the state is not plain AdamW's (amsgrad, or decay inside the gradient); give a state of plain AdamW"
-            )
-        indices = [i for group in groups for i in group["params"]]
+        parameters, settings = dict(float_parameters(model)), group_settings(state_dict)
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
         names = list(names or optimizer_names(model, state_dict))
         if len(names) != len(indices) or not all(name in parameters for name in names):
             raise InputError(
@@ -98,18 +102,23 @@ class AdamWState:
                     f"exp_avg_sq of {name} is negative, NaN or infinite, or its step is negative; give the state of a "
                     "sound run"
                 )
-        return cls(moments, steps, float(groups[0]["betas"][1]), float(groups[0]["eps"]), max_grad_norm)
+        own = {name: settings[index] for name, index in zip(names, indices, strict=True)}
+        return cls(moments, steps, own, max_grad_norm)
 
     def scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
-        """Return k ⊘ (√v̂ + eps) for the whole step's gradient G [P], flat in the order of `float_parameters`."""
+        """Return the metric's factors for the whole step's gradient G [P], flat in the order of `float_parameters`."""
         return self.turn_into_scale(model, gradient.clone())
 
     def turn_into_scale(self, model: nn.Module, gradient: Float[Tensor, " P"]) -> Float[Tensor, " P"]:
         """Overwrite the gradient [P] with its `scale`; the largest temporary is as long as one parameter."""
         slices = flat_slices(model)
         clip = self.clip_factor(square_norm(*(gradient[slices[name]] for name in self.exp_avg_sq)))
+        reach = {name: own.learning_rate * (1 - own.betas[0]) for name, own in self.settings.items()}
+        longest = max((reach[name] for name in self.exp_avg_sq), default=1.0)
         for name, part in slices.items():
             gradient[part] = self.scale_part(name, gradient[part], clip)
+            if reach.get(name, longest) != longest:
+                gradient[part] *= reach[name] / longest
         return gradient
 
     def clip_factor(self, square_norm: float) -> float:
@@ -129,10 +138,11 @@ class AdamWState:
             return scale
         moment = self.exp_avg_sq[name].flatten()
         parts = (t.split(PART) for t in (scale, gradient, moment if rows is None else moment[rows]))
+        beta, eps = self.settings[name].betas[1], self.settings[name].eps
         for out, own, old in zip(*parts, strict=True):
-            new = self.beta2 * old.to(own) + (1 - self.beta2) * (clip * own).square()
-            corrected = new / (1 - self.beta2 ** (self.step[name] + 1))
-            out.copy_(clip / (corrected.sqrt() + self.eps))
+            new = beta * old.to(own) + (1 - beta) * (clip * own).square()
+            corrected = new / (1 - beta ** (self.step[name] + 1))
+            out.copy_(clip / (corrected.sqrt() + eps))
         return scale
 
 
@@ -155,6 +165,44 @@ def value_ranges(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]
     found = [torch.stack(tensor.aminmax()) if tensor.numel() else torch.zeros(2) for tensor in tensors.values()]
     rows = torch.stack([pair.double().to(found[0].device) for pair in found]).tolist() if found else []
     return {name: (lowest, highest) for name, (lowest, highest) in zip(tensors, rows, strict=True)}
+
+
+VARIANTS = {
+    "amsgrad": ("amsgrad", False),
+    "maximize": ("maximize=True, an ascent", False),
+    "nesterov": ("Nesterov's momentum", False),
+    "bias_correction": ("moments without bias correction", True),
+    "correct_bias": ("moments without bias correction", True),
+    "adam_w_mode": ("decay inside the gradient", True),
+}
+"""Flag of a parameter group → what it makes of AdamW, and its value in AdamW. Other flags (foreach, fused, capturable,
+differentiable) change only how the step is computed."""
+
+
+def group_settings(state_dict: dict[str, Any]) -> dict[Any, AdamWSettings]:
+    """Return the settings of each parameter's group, by its number in AdamW's `state_dict()`.
+
+    If a schedule has ended, with a rate of 0 in every group, these are the rates that it began with or, if unknown,
+    `RATE`. Raises InputError for a variant whose steps are not AdamW's.
+    """
+    groups = state_dict["param_groups"]
+    for group in groups:
+        odd = [made for flag, (made, plain) in VARIANTS.items() if bool(group.get(flag, plain)) != plain]
+        if not group.get("decoupled_weight_decay", True) and float(group.get("weight_decay", 0.0)):
+            odd.append("decay inside the gradient")
+        if "decoupled_weight_decay" in group and "amsgrad" not in group:
+            odd.append("RAdam's rectified steps")
+        if odd:
+            raise InputError(f"the state is not plain AdamW's ({odd[0]}); give a state of plain AdamW")
+    rates = [float(group["lr"]) for group in groups]
+    if not any(rates):
+        began = [float(group.get("initial_lr", 0.0)) for group in groups]
+        rates = [rate if 0 < rate < math.inf else RATE for rate in began]
+    found = {}
+    for group, rate in zip(groups, rates, strict=True):
+        decay, betas = float(group.get("weight_decay", 0.0)), tuple(map(float, group["betas"]))
+        found |= dict.fromkeys(group["params"], AdamWSettings(rate, decay, betas, float(group["eps"])))
+    return found
 
 
 def optimizer_names(model: nn.Module, state_dict: dict[str, Any]) -> list[str]:
@@ -195,7 +243,7 @@ def check_structure(state_dict: Any) -> None:
         for group in state_dict["param_groups"]:
             _ = [float(value) for value in (group["lr"], group["eps"], *group["betas"])], dict.fromkeys(group["params"])
             _ = [float(group.get(name, 0.0)) for name in ("weight_decay", "initial_lr")]
-            _ = [bool(group.get(name, False)) for name in ("amsgrad", "decoupled_weight_decay")]
+            _ = [bool(group.get(name, False)) for name in (*VARIANTS, "decoupled_weight_decay")]
             _ = [name.removeprefix("") for name in group.get("param_names", ())]
             _ = dict(enumerate(group["betas"]))[1]
         for moments in state_dict["state"].values():

@@ -20,7 +20,7 @@ from torch import Tensor
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian, Vectors
 from gradscope.objective import LossSettings, batch_weights, resolve_advantages
-from gradscope.policy import Policy, PolicyLike, module_groups, optimizer_names, plain_name, read_state
+from gradscope.policy import Policy, PolicyLike, group_settings, module_groups, optimizer_names, plain_name, read_state
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged
 
 READINGS = {
@@ -161,12 +161,16 @@ def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | 
         InputError: the states are not one step apart, or are not AdamW's.
     """
     new, old = read_state(after), None if before is None else read_state(before)
-    names, group = optimizer_names(policy.model, new), new["param_groups"][0]
-    beta, found = float(group["betas"][0]), {}
-    indices = [index for own in new["param_groups"] for index in own["params"]]
-    for name, index in zip(names, indices, strict=True):
+    names, settings, found = optimizer_names(policy.model, new), group_settings(new), {}
+    if len(names) != len(settings):
+        raise InputError(
+            f"the optimizer state has {len(settings)} parameters, but the policy {len(names)}; give the state of the "
+            "run that trained these parameters (an adapter's: --params adapter)"
+        )
+    for name, (index, own) in zip(names, settings.items(), strict=True):
         if (moments := new["state"].get(index)) is None:
             continue
+        beta = own.betas[0]
         held = {} if old is None else old["state"].get(index, {})
         steps = int(moments["step"]) - int(held.get("step", 0))
         if steps != 1:

@@ -288,24 +288,25 @@ class _Sources:
         crossed: list[tuple[str, slice, slice]],
     ) -> None:
         """Turn the sources' gradients in a span into parts of Δθ, in place; whole: the total gradient, unclipped."""
-        step, moments, parameters = self.step, self.moments, dict(float_parameters(self.jacobian.model))
+        moments, parameters = self.moments, dict(float_parameters(self.jacobian.model))
         rows.mul_(clip_factor)
         clipped = None if moments is None else whole * clip_factor
         for name, place, own in crossed:
             if not self.holds(name):
                 continue
+            step = self.step if moments is None else moments.second.settings[name]
             if moments is not None:
                 self._precondition(rows[:, place], names, name, own, clipped[place])
             if "decay" in names:
                 weights = parameters[name].detach().flatten()[own].to(rows)
                 rows[names.index("decay"), place] = step.weight_decay * weights
-        rows.mul_(-step.learning_rate)
+            rows[:, place] *= -step.learning_rate
 
     def _precondition(
         self, rows: Float[Tensor, "C p"], names: list[str], name: str, own: slice, clipped: Float[Tensor, " p"]
     ) -> None:
         """Compute (1 − β₁)/(1 − β₁ⁿ) · G ⊘ D by row, and β₁/(1 − β₁ⁿ) · m ⊘ D for momentum; D: the whole step's."""
-        moments, beta = self.moments, self.step.betas[0]
+        moments, beta = self.moments, self.moments.second.settings[name].betas[0]
         inverse = moments.second.scale_part(name, clipped, 1.0, own)
         correction = 1 - beta ** (moments.second.step[name] + 1)
         rows.mul_(inverse)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.policy import PART, AdamWState, float_parameters, read_state, value_ranges
+from gradscope.policy import (
+    PART,
+    RATE,
+    AdamWSettings,
+    AdamWState,
+    float_parameters,
+    group_settings,
+    read_state,
+    value_ranges,
+)
 from gradscope.runs import scratch_zeros
 
 Number = int | float
@@ -20,15 +30,19 @@ Number = int | float
 
 @dataclass(frozen=True)
 class StepSettings:
-    """The optimizer step that a gradient becomes; the defaults are those of the paper's Fig. 1."""
+    """The optimizer step that a gradient becomes; the defaults are those of the paper's Fig. 1.
+
+    learning_rate, weight_decay, betas and eps are those of every parameter; None, with a saved AdamW: each parameter
+    group's own.
+    """
 
     optimizer: Literal["sgd", "adamw"] = "sgd"
-    learning_rate: Number = 1e-3
-    weight_decay: Number = 0.0
+    learning_rate: Number | None = RATE
+    weight_decay: Number | None = 0.0
     """Decoupled weight decay: subtracts learning rate × this × weight."""
-    betas: tuple[Number, Number] = (0.9, 0.999)
+    betas: tuple[Number, Number] | None = (0.9, 0.999)
     """AdamW's β₁ and β₂."""
-    eps: Number = 1e-8
+    eps: Number | None = 1e-8
     """AdamW's ε."""
     max_grad_norm: Number | None = 1.0
     """Clip the gradient to this norm; None: no clipping."""
@@ -38,30 +52,51 @@ class StepSettings:
         if self.optimizer not in ("sgd", "adamw"):
             raise InputError(f"optimizer is {self.optimizer!r}; give sgd or adamw")
         for name in ("learning_rate", "weight_decay", "eps"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise InputError(f"{name} is {getattr(self, name)}; give a finite number, 0 or more")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise InputError(f"{name} is {value}; give a finite number, 0 or more")
+        if self.betas is not None and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
             raise InputError(f"betas are {self.betas}; give two numbers from 0 to below 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise InputError(f"max_grad_norm is {self.max_grad_norm}; give a positive number, or None for no clipping")
 
+    def of_group(self, saved: AdamWSettings | None) -> AdamWSettings:
+        """Return the settings of a parameter's step. saved: its group's; None: there is no saved optimizer.
 
+        Raises InputError for betas or eps unlike those of its moments, and for a setting that is nowhere.
+        """
+        own = {name: getattr(self, name) for name in GROUP}
+        if saved is None:
+            if lacking := next((name for name, value in own.items() if value is None), None):
+                raise InputError(f"{lacking} is None, and there is no saved AdamW that has one; give a number")
+            return AdamWSettings(**own)
+        found = replace(saved, **{name: value for name, value in own.items() if value is not None})
+        theirs, ours = ([*map(float, (*s.betas, s.eps))] for s in (saved, found))
+        if theirs != ours:
+            raise InputError(
+                f"the optimizer state has betas and eps {theirs}, but the step has {ours}; give the state's"
+            )
+        return found
+
+
+GROUP = tuple(field.name for field in fields(AdamWSettings))
+"""Settings that may differ between parameter groups."""
 SGD = StepSettings()
 ANY = 1 << 62
 """Bytes for vectors if there is no limit."""
 
 
 def state_step(state: dict[str, Any]) -> StepSettings:
-    """Return the step with which a saved AdamW continues: learning rate, decay, betas and eps of its first group.
+    """Return the step with which a saved AdamW continues; None for a setting in which its parameter groups differ.
 
     If a schedule has ended with a rate of 0, this uses its initial rate or, if unknown, Fig. 1's. The state does not
     record gradient clipping, so max_grad_norm is the default of StepSettings.
     """
-    group = state["param_groups"][0]
-    rates = [float(group["lr"]), float(group.get("initial_lr", 0.0)), SGD.learning_rate]
-    rate = rates[0] or next(rate for rate in rates if 0 < rate < float("inf"))
-    decay, betas = float(group.get("weight_decay", 0.0)), tuple(map(float, group["betas"]))
-    return StepSettings("adamw", rate, decay, betas, float(group["eps"]))
+    groups = [*group_settings(state).values()]
+    return StepSettings("adamw", *(_common([getattr(group, name) for group in groups]) for name in GROUP))
+
+
+def _common(values: Sequence[Any]) -> Any:
+    return values[0] if len({*values}) == 1 else None
 
 
 def settle_step(
@@ -86,7 +121,7 @@ class Moments:
     """AdamW's state by parameter name, in the optimizer's order; other parameters are not trained."""
 
     second: AdamWState
-    """The second moments v and the step counts."""
+    """The second moments v, the step counts, and the settings of the step."""
     first: dict[str, Tensor]
     """The first moments m; parameters without an entry have never been updated, so m = 0."""
 
@@ -101,7 +136,8 @@ class SlicedOptimizer:
     def __init__(
         self, parameters: dict[str, nn.Parameter], step: StepSettings, moments: Moments | None, num_steps: int
     ) -> None:
-        self._parameters, self._settings, self._steps_to_come = parameters, step, num_steps
+        self._parameters, self._settings, self._moments = parameters, step, moments
+        self._steps_to_come = num_steps
         self._saved: dict[str, dict[str, Tensor]] = {}
         for name, first in ({} if moments is None else moments.first).items():
             count = torch.tensor(float(moments.second.step[name]))
@@ -129,7 +165,7 @@ class SlicedOptimizer:
             own = slice(start, start + length)
             part = nn.Parameter(values[own])
             part.grad = gradient[own]
-            optimizer = _make([part], self._settings)
+            optimizer = _make({name: part}, self._settings, self._moments)
             for key, value in saved.items():
                 value = value if key == "step" else value.reshape(values.shape)[own].to(part)
                 optimizer.state[part][key] = value.clone()
@@ -140,12 +176,15 @@ class SlicedOptimizer:
             self._saved[name] = {"step": optimizer.state[part]["step"], **kept}
 
 
-def _make(parameters: list[nn.Parameter], step: StepSettings) -> torch.optim.Optimizer:
-    """Create a torch optimizer for the step."""
+def _make(parameters: Mapping[str, nn.Parameter], step: StepSettings, moments: Moments | None) -> torch.optim.Optimizer:
+    """Create a torch optimizer for the step, with a parameter group for each of the settings."""
     if step.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=step.learning_rate, weight_decay=step.weight_decay)
-    settings = {"betas": step.betas, "eps": step.eps, "weight_decay": step.weight_decay}
-    return torch.optim.AdamW(parameters, lr=step.learning_rate, **settings)
+        return torch.optim.SGD([*parameters.values()], lr=step.learning_rate, weight_decay=step.weight_decay)
+    groups: dict[AdamWSettings, list[nn.Parameter]] = {}
+    for name, parameter in parameters.items():
+        groups.setdefault(moments.second.settings[name], []).append(parameter)
+    told = [(own, asdict(settings)) for settings, own in groups.items()]
+    return torch.optim.AdamW([{"params": own, "lr": each.pop("learning_rate"), **each} for own, each in told])
 
 
 def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | None) -> Moments | None:
@@ -156,15 +195,14 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
     if step.optimizer == "sgd":
         if state is not None:
             raise InputError("optimizer_state is AdamW's, but the optimizer is sgd; give optimizer='adamw'")
+        step.of_group(None)
         return None
     if state is None:
         zeros = {name: p.new_zeros(()).expand(p.shape) for name, p in float_parameters(model)}
-        return Moments(AdamWState(zeros, dict.fromkeys(zeros, 0), step.betas[1], step.eps), {})
+        settings = dict.fromkeys(zeros, step.of_group(None))
+        return Moments(AdamWState(zeros, dict.fromkeys(zeros, 0), settings), {})
     second = AdamWState.from_state_dict(model, state)
-    group = state["param_groups"][0]
-    saved = tuple(map(float, (*group["betas"], group["eps"])))
-    if saved != (wanted := tuple(map(float, (*step.betas, step.eps)))):
-        raise InputError(f"the optimizer state has betas and eps {saved}, but the step has {wanted}; give the state's")
+    second = replace(second, settings={name: step.of_group(own) for name, own in second.settings.items()})
     indices = [index for group in state["param_groups"] for index in group["params"]]
     first = {}
     for name, index in zip(second.exp_avg_sq, indices, strict=True):
@@ -193,12 +231,12 @@ def make_optimizer(
         parameter.requires_grad_(name in names)
     if sliced_for is not None:
         return SlicedOptimizer({name: parameters[name] for name in names}, step, moments, sliced_for)
-    trained = [parameters[name] for name in names]
-    optimizer = _make(trained, step)
+    optimizer = _make({name: parameters[name] for name in names}, step, moments)
     if moments is None:
         return optimizer
-    saved = optimizer.state_dict()
-    for place, name in enumerate(names):
+    saved, order = optimizer.state_dict(), {id(parameters[name]): name for name in names}
+    held = [order[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    for place, name in enumerate(held):
         if name in moments.first:
             count = torch.tensor(float(moments.second.step[name]))
             pair = {"exp_avg": moments.first[name], "exp_avg_sq": moments.second.exp_avg_sq[name]}

@@ -31,8 +31,10 @@ def expected(policy: Policy, jacobian: torch.Tensor, weight: np.ndarray, state: 
     clipped = total * min(1.0, CLIP / (total.norm().item() + 1e-6))
     old = torch.cat([state.exp_avg_sq[name].flatten().double() for name, _ in float_parameters(policy.model)])
     steps = torch.cat([torch.full((p.numel(),), float(state.step[n])) for n, p in float_parameters(policy.model)])
-    corrected = (state.beta2 * old + (1 - state.beta2) * clipped**2) / (1 - state.beta2 ** (steps.double() + 1))
-    return (jacobian / (corrected.sqrt() + state.eps)).norm(dim=1)
+    ((_, beta2), eps), *others = {(own.betas, own.eps) for own in state.settings.values()}
+    assert not others
+    corrected = (beta2 * old + (1 - beta2) * clipped**2) / (1 - beta2 ** (steps.double() + 1))
+    return (jacobian / (corrected.sqrt() + eps)).norm(dim=1)
 
 
 def state_of(policy: Policy, names: list[str] | None = None) -> AdamWState:

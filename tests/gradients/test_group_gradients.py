@@ -226,7 +226,7 @@ def real_step(policy: Policy, optimizer: torch.optim.AdamW, gradient: Tensor, ma
 def test_the_scale_of_any_part_is_the_closed_form_and_that_part_of_the_whole(policy, monkeypatch, max_grad_norm):
     _, state = warm_state(policy, max_grad_norm=max_grad_norm)
     held = dict(list(state.exp_avg_sq.items())[2:])  # the first two are not trained
-    state = AdamWState(held, state.step, state.beta2, state.eps, max_grad_norm)
+    state = AdamWState(held, state.step, state.settings, max_grad_norm)
     slices = flat_slices(policy.model)
     gradient = torch.randn(sum(p.numel() for p in policy.model.parameters()))
     norm = torch.cat([gradient[slices[name]] for name in held]).double().norm().item()
@@ -242,10 +242,10 @@ def test_the_scale_of_any_part_is_the_closed_form_and_that_part_of_the_whole(pol
         if name not in held:
             assert not whole[place].any()
             continue
-        second = (state.beta2 * held[name].flatten().double() + (1 - state.beta2) * (clip * own.double()) ** 2) / (
-            1 - state.beta2**8
-        )
-        torch.testing.assert_close(whole[place].double(), clip / (second.sqrt() + state.eps), rtol=1e-5, atol=0)
+        beta = state.settings[name].betas[1]
+        second = (beta * held[name].flatten().double() + (1 - beta) * (clip * own.double()) ** 2) / (1 - beta**8)
+        scale = clip / (second.sqrt() + state.settings[name].eps)
+        torch.testing.assert_close(whole[place].double(), scale, rtol=1e-5, atol=0)
     # The norm is summed in parts then, which rounds in float64.
     torch.testing.assert_close(state.scale(policy.model, gradient), whole, rtol=1e-6, atol=0)
 
@@ -297,10 +297,18 @@ def test_a_state_dict_is_read_in_any_order_of_parameters(policy):
 
 def test_optimizers_whose_metric_is_not_this_one_are_refused(policy):
     model, parameters = policy.model, list(policy.model.parameters())
-    two_rates = [{"params": parameters[:1], "lr": 1e-3}, {"params": parameters[1:], "lr": 1e-4}]
-    with refused():
-        AdamWState.from_state_dict(model, torch.optim.AdamW(two_rates).state_dict())
-    with refused("amsgrad"):
-        AdamWState.from_state_dict(model, torch.optim.AdamW(parameters, amsgrad=True).state_dict())
+    others = [torch.optim.AdamW(parameters, amsgrad=True), torch.optim.AdamW(parameters, maximize=True)]
+    others += [
+        torch.optim.Adam(parameters, weight_decay=0.1),
+        torch.optim.RAdam(parameters, decoupled_weight_decay=True),
+    ]
+    for optimizer in others:
+        with refused():
+            AdamWState.from_state_dict(model, optimizer.state_dict())
+    for flag, value in {"bias_correction": False, "correct_bias": False, "nesterov": True}.items():
+        state = torch.optim.AdamW(parameters).state_dict()
+        state["param_groups"][0][flag] = value  # as DeepSpeed's FusedAdam, transformers 4's AdamW, AdamP
+        with refused():
+            AdamWState.from_state_dict(model, state)
     with refused():
         AdamWState.from_state_dict(model, torch.optim.AdamW(parameters[:3]).state_dict())

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients import Gram, Resources, TokenJacobian, Vectors, measure, statistics_of
-from gradscope.policy import AdamWState, Policy, float_parameters
+from gradscope.policy import AdamWSettings, AdamWState, Policy, float_parameters
 from gradscope.rollouts import TokenBatch
 
 ROWS = 3
@@ -349,7 +349,7 @@ def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way
 
 def make_metric(policy: Policy) -> AdamWState:
     moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
-    return AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+    return AdamWState(moments, dict.fromkeys(moments, 3), dict.fromkeys(moments, AdamWSettings()), 1.0)
 
 
 def on_a_slowing_machine(monkeypatch, fast: int, deadline: float, **asked: object) -> tuple[Gram, Gram, Slowing]:

@@ -17,7 +17,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.gradients.timed_rounds import PILOT
 from gradscope.objective import LossSettings
-from gradscope.policy import AdamWState, float_parameters
+from gradscope.policy import AdamWSettings, AdamWState, float_parameters
 from gradscope.runs import RunFolder
 
 
@@ -163,8 +163,7 @@ def test_what_changes_a_number_is_another_run(job, tmp_path):
         AdamWState(
             {name: torch.full_like(p, value) for name, p in float_parameters(policy.model)},
             {name: 3 for name, _ in float_parameters(policy.model)},
-            0.999,
-            1e-8,
+            {name: AdamWSettings() for name, _ in float_parameters(policy.model)},
         )
         for value in (1e-4, 2e-4)
     ]

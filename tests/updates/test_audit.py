@@ -239,7 +239,9 @@ def test_a_gradient_of_another_batch_is_that_of_no_reading():
 
 def test_first_moments_give_the_gradient_between_two_steps(tmp_path):
     policy, batch = make_step()
-    optimizer = torch.optim.AdamW([p for _, p in float_parameters(policy.model)], lr=0.0, betas=(0.8, 0.95))
+    named = float_parameters(policy.model)
+    groups = [{"params": named[:5], "betas": (0.5, 0.9)}, {"params": named[5:], "betas": (0.8, 0.95)}]
+    optimizer = torch.optim.AdamW(groups, lr=0.0)
     files = []
     for step in range(3):
         gradient = train(policy, make_step(step)[1], token_mean(make_step(step)[1]))

@@ -1,5 +1,6 @@
 """Contributions to a step, against an optimizer's step split by hand, the step itself, and loops over tokens."""
 
+import copy
 import math
 from dataclasses import replace
 
@@ -13,7 +14,8 @@ from support.refusals import refused
 from support.steps import NARROW, STEPS, Brute, assert_split_as, brute_force, split_step, warm_state
 from support.tiers import every
 
-from gradscope.policy import Policy
+from gradscope.gradients import Resources
+from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import (
     StepSettings,
@@ -22,6 +24,7 @@ from gradscope.updates import (
     influence_table,
     moved_against,
     movement_table,
+    state_step,
 )
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -107,6 +110,78 @@ def test_the_split_adds_up_to_the_step_that_the_trainer_takes(policy, batch, bru
     assert result.update_norm == pytest.approx(movement.update_norm, rel=1e-9)
     (taken,) = movement.results
     assert result.clip_factor == pytest.approx(taken.grad_norm_clipped / taken.grad_norm, rel=1e-9)
+
+
+GROUPS = [
+    {"lr": 2e-3, "betas": (0.7, 0.9), "eps": 1e-5, "weight_decay": 0.3},
+    {"lr": 1e-4, "betas": (0.9, 0.99), "eps": 1e-7, "weight_decay": 0.0},
+    {"lr": 5e-4, "betas": (0.7, 0.9), "eps": 1e-5, "weight_decay": 0.1},
+]
+
+
+def grouped_state(policy: Policy) -> dict:
+    """A warm state in three groups that share nothing."""
+    state = warm_state(policy)
+    (whole,) = state["param_groups"]
+    indices, names = whole["params"], whole["param_names"]
+    parts = [slice(place, None, 3) for place in range(3)]
+    told = zip(GROUPS, parts, strict=True)
+    groups = [whole | own | {"params": indices[part], "param_names": names[part]} for own, part in told]
+    return state | {"param_groups": groups}
+
+
+def step_of_torch(policy: Policy, gradient: torch.Tensor, state: dict, clip: float) -> torch.Tensor:
+    """Δθ of torch's own AdamW with this state on a flat gradient, clipped by hand."""
+    model = copy.deepcopy(policy.model)
+    named, start = dict(model.named_parameters()), 0
+    for parameter in named.values():
+        parameter.grad = clip * gradient[start : start + parameter.numel()].view_as(parameter)
+        start += parameter.numel()
+    groups = [{"params": [named[name] for name in group["param_names"]]} for group in state["param_groups"]]
+    optimizer = torch.optim.AdamW(groups)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    optimizer.step()
+    pairs = zip(model.parameters(), policy.model.parameters(), strict=True)
+    return torch.cat([(new - old).detach().flatten() for new, old in pairs])
+
+
+@pytest.mark.parametrize("memory", [None, 1], ids=["whole", "sliced"])
+def test_every_parameter_group_steps_with_its_own_rate_decay_betas_and_eps(policy, batch, brute, memory):
+    state = grouped_state(policy)
+    step = state_step(state)
+    assert (step.learning_rate, step.weight_decay, step.betas, step.eps) == (None,) * 4
+    gradient = sum(brute.gradients().values())
+    wanted = step_of_torch(policy, gradient, state, min(1.0, 1 / (gradient.norm().item() + 1e-6)))
+    given = {"loss": NARROW, "step": step, "optimizer_state": state}
+    resources = None if memory is None else Resources(gradient.nbytes + memory)  # no room for moments
+    movement = apply_update(policy, batch, displacement=True, resources=resources, **given)
+    torch.testing.assert_close(movement.displacement, wanted, rtol=1e-9, atol=1e-13)
+    result = influence(policy, batch, **given)
+    predicted = (brute.jacobian @ wanted).numpy()
+    np.testing.assert_allclose(result.contributions["predicted"], predicted, rtol=1e-8, atol=1e-12)
+    # A number of the step is for all groups.
+    one = replace(step, learning_rate=1e-4, weight_decay=0.0)
+    for group in (own := copy.deepcopy(state))["param_groups"]:
+        group |= {"lr": 1e-4, "weight_decay": 0.0}
+    same = apply_update(policy, batch, loss=NARROW, step=one, optimizer_state=state, displacement=True)
+    wanted = step_of_torch(policy, gradient, own, min(1.0, 1 / (gradient.norm().item() + 1e-6)))
+    torch.testing.assert_close(same.displacement, wanted, rtol=1e-9, atol=1e-13)
+
+
+def test_the_metric_of_several_groups_is_that_of_their_step(policy, batch, brute):
+    # Without first moments and decay, and after many steps, torch's step is the scaled gradient alone.
+    state = grouped_state(policy)
+    for moments in state["state"].values():
+        moments["exp_avg"].zero_()
+        moments["step"] = torch.tensor(1e6)
+    for group in state["param_groups"]:
+        group["weight_decay"] = 0.0
+    gradient = sum(brute.gradients().values())
+    clip = min(1.0, 1 / (gradient.norm().item() + 1e-6))
+    scale = AdamWState.from_state_dict(policy.model, state, max_grad_norm=1.0).scale(policy.model, gradient)
+    largest = max(group["lr"] * (1 - group["betas"][0]) for group in GROUPS)
+    wanted = step_of_torch(policy, gradient, state, clip)
+    torch.testing.assert_close(-largest * scale * gradient, wanted, rtol=1e-9, atol=1e-14)
 
 
 def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):

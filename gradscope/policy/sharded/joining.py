@@ -10,7 +10,10 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "amsgrad", "decoupled_weight_decay")
+GROUP_KEYS = (
+    "lr", "betas", "eps", "weight_decay", "initial_lr", "decoupled_weight_decay",
+    "amsgrad", "maximize", "nesterov", "bias_correction", "correct_bias", "adam_w_mode",
+)  # fmt: skip
 """Entries read from a parameter group; others may have any type and are irrelevant."""
 _MOMENT = re.compile(r"(?P<prefix>(?:.*?\.)?)state\.(?P<name>.+)\.(?P<key>\w+)")
 _GROUP = re.compile(rf"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<name>.+)\.(?P<key>{'|'.join((*GROUP_KEYS, 'params'))})")
