@@ -163,6 +163,7 @@ def policy_loss(
     kl_corrected: bool = False,
     kl_estimator: Estimator = "k3",
     num_tokens: Number,
+    has_reference: Bool[Tensor, "B T"] | None = None,
     loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> Float[Tensor, ""]:
@@ -173,7 +174,8 @@ def policy_loss(
     mini-batch's. Exactly at a clip boundary a token is not clipped (I_trust's inequalities are strict). With `kl_coef`
     0, `ref_logprobs` is not used. Gradients flow only into `logprobs`. KL is estimated by `kl_estimator`, k3 in the
     paper and in TRL. `kl_corrected` multiplies it by the unclipped ratio r, so that the gradients of k1 and k3 are that
-    of KL(π ‖ π_ref); on in TRL, off in the paper. `loss_scales` multiply each response's terms, for losses that are not
+    of KL(π ‖ π_ref); on in TRL, off in the paper. Tokens outside `has_reference` (None: none) have no KL, and their
+    `ref_logprobs` are not used. `loss_scales` multiply each response's terms, for losses that are not
     the mean over tokens.
     A NaN on a kept token raises InputError; refuse_nan=False skips this check, which synchronises with a GPU.
     """
@@ -185,7 +187,8 @@ def policy_loss(
     objective, _ = _clipped_surrogate(new, old, advantage, clip_ratio_low, clip_ratio_high, clip_ratio_c)
     if kl_coef != 0:
         kl = KL[kl_estimator](new, *ref)
-        objective = objective - kl_coef * (kl * (new - old).exp() if kl_corrected else kl)
+        kl = kl * (new - old).exp() if kl_corrected else kl
+        objective = objective - kl_coef * (kl if has_reference is None else torch.where(has_reference, kl, 0.0))
     if loss_scales is not None:
         objective = objective * loss_scales[:, None]
     return -objective.sum() / num_tokens
@@ -224,6 +227,7 @@ def token_weight_parts(
     kl_corrected: bool = False,
     kl_estimator: Estimator = "k3",
     num_tokens: Number,
+    has_reference: Bool[Tensor, "B T"] | None = None,
     loss_scales: Float[Tensor, " B"] | None = None,
     refuse_nan: bool = True,
 ) -> TokenWeights:
@@ -244,7 +248,8 @@ def token_weight_parts(
         if kl_corrected:  # d(r·k)/d log π = r·k + r·dk/d log π; of k3 that is −r·log(π_ref/π), without cancellation
             whole = new - ref if kl_estimator == "k3" else KL[kl_estimator](new, ref) + slope
             slope = whole * (new - old).exp()
-        kl = torch.where(response_mask, -kl_coef * slope, 0.0)
+        pulled = response_mask if has_reference is None else response_mask & has_reference
+        kl = torch.where(pulled, -kl_coef * slope, 0.0)
     # Where it is not clipped, r·Â is its own derivative with respect to log π.
     policy = surrogate.masked_fill(clipped, 0.0)
     if loss_scales is not None:
@@ -340,9 +345,7 @@ def check_known(mask: Bool[Tensor, "B T"], **tensors: Tensor) -> None:
     counts = torch.stack([(_per_token(tensor).isnan() & mask).sum() for tensor in tensors.values()]).tolist()
     for name, count in zip(tensors, counts, strict=True):
         if count:
-            raise InputError(
-                f"{name} is NaN at {count} kept token(s); give a number at each, or mask them"
-            )
+            raise InputError(f"{name} is NaN at {count} kept token(s); give a number at each, or mask them")
 
 
 def _refuse_nonfinite(tensor: Tensor, name: str) -> None:

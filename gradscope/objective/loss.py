@@ -41,7 +41,7 @@ class LossSettings:
     clip_ratio_c: Number | None = 10.0
     """Dual clip of negative advantages; None: off."""
     kl_coef: Number = 0.001
-    """β of the KL penalty. Tokens without ref_logprobs get none, as if the policy were its own reference."""
+    """β of the KL penalty. Tokens without ref_logprobs get none."""
     reweight_alpha: Number | None = None
     """α of Advantage Reweighting (Eq. 4); None: off."""
     kl_corrected: bool = False
@@ -203,7 +203,7 @@ def check_weighting(weighting: Weighting, *, entropy: bool = True, sampler_logpr
 
 def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_tokens: Number) -> dict[str, Any]:
     """Return the arguments common to policy_loss and token_weight_parts."""
-    old = fill_unknown(batch.old_logprobs, logprobs)
+    old, ref = fill_unknown(batch.old_logprobs, logprobs), batch.ref_logprobs
     return {
         "logprobs": logprobs,
         "old_logprobs": old,
@@ -212,8 +212,9 @@ def _arguments(logprobs: Tensor, batch: TokenBatch, settings: LossSettings, num_
         "clip_ratio_low": settings.clip_ratio_low,
         "clip_ratio_high": settings.clip_ratio_high,
         "clip_ratio_c": settings.clip_ratio_c,
-        "ref_logprobs": fill_unknown(batch.ref_logprobs, logprobs),
-        "kl_coef": settings.kl_coef,
+        "ref_logprobs": fill_unknown(ref, logprobs),
+        "has_reference": None if ref is None else ~ref.isnan(),
+        "kl_coef": 0.0 if ref is None else settings.kl_coef,
         "kl_corrected": settings.kl_corrected,
         "kl_estimator": settings.kl_estimator,
         "num_tokens": num_tokens,

@@ -47,9 +47,7 @@ class Tokens(Mapping[str, Weights]):
         """Return a column. Raises InputError if it has NaN."""
         values = self[name]
         if unknown := int(np.isnan(values).sum()):
-            raise InputError(
-                f"{unknown} tokens have no {name!r}, which this weighting needs; give a log that has it"
-            )
+            raise InputError(f"{unknown} tokens have no {name!r}, which this weighting needs; give a log that has it")
         return values
 
     @cached_property
@@ -91,9 +89,8 @@ class Tokens(Mapping[str, Weights]):
 
     @cached_property
     def reference(self) -> Weights:
-        """log π_ref; log π where unknown, so that nothing pulls. Raises InputError if it is unknown everywhere."""
-        unknown = np.isnan(self["ref_logprob"])
-        return self.known("ref_logprob") if unknown.all() else np.where(unknown, self["logprob"], self["ref_logprob"])
+        """log π_ref, NaN where unknown. Raises InputError if it is unknown everywhere."""
+        return self.known("ref_logprob") if np.isnan(self["ref_logprob"]).all() else self["ref_logprob"]
 
     def before(self, sampler: int) -> Weights:
         """Return log π at the trust region's centre: log π_old or, with `sampler` 1, log π_sampler."""

@@ -616,7 +616,7 @@ class Delightful(Weighting):
 
 @dataclass(frozen=True)
 class KL(Weighting):
-    """w = plain − β·∂KL/∂log π: a penalty towards the reference, estimated by k1, k2 or k3 at each sampled token.
+    """w = plain − β·∂KL/∂log π: a penalty towards the reference, where known, estimated by k1, k2 or k3.
 
     Its slope is 1 of k1, which says nothing of the reference; log(π/π_ref) of k2; 1 − π_ref/π of k3 (TRL's, verl's
     low_var_kl). A grid compares them: kl:k=1/2/3.
@@ -628,7 +628,8 @@ class KL(Weighting):
 
     def factors(self, tokens: Tokens) -> Weights:
         logprob, reference = torch.from_numpy(tokens["logprob"]), torch.from_numpy(tokens.reference)
-        return tokens.plain - self.beta * kl_slope(logprob, reference, f"k{self.k}").numpy()
+        slope = kl_slope(logprob, reference, f"k{self.k}").numpy()
+        return tokens.plain - self.beta * np.where(np.isnan(tokens.reference), 0.0, slope)
 
 
 def _truncate(log_ratio: Weights, low: Number, high: Number) -> Weights:

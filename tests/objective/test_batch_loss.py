@@ -107,6 +107,23 @@ def test_without_old_and_reference_logprobs_the_weight_is_the_advantage_reweight
     assert not weights.clipped.any()
 
 
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("unknown", ["some", "all", "absent"])
+def test_no_estimator_of_kl_pulls_a_token_without_a_reference(batch, logprobs, unknown, estimator, corrected):
+    settings = LossSettings(kl_coef=0.2, kl_estimator=estimator, kl_corrected=corrected)
+    ref = torch.where(batch.ref_logprobs.isnan(), logprobs.detach().float() - 0.3, batch.ref_logprobs)
+    lacking = torch.ones_like(batch.response_mask)
+    if unknown == "some":
+        lacking[:, ::2] = False
+    given = replace(batch, ref_logprobs=None if unknown == "absent" else ref.masked_fill(lacking, NAN))
+    found = batch_weights(logprobs, given, settings, num_tokens=37)
+    wanted = batch_weights(logprobs, replace(batch, ref_logprobs=ref), settings, num_tokens=37).kl
+    torch.testing.assert_close(found.kl, wanted.masked_fill(lacking, 0.0), rtol=0, atol=0)
+    assert wanted[batch.response_mask & lacking].any()
+    torch.testing.assert_close(slopes(logprobs, given, settings, 37), -found.total / 37, rtol=1e-13, atol=1e-16)
+
+
 def test_the_losses_of_micro_batches_add_up_once_advantages_are_resolved(batch, logprobs):
     resolved = replace(batch, advantages=resolve_advantages(batch))
     whole = batch_loss(logprobs, batch, NARROW, num_tokens=batch.num_tokens)

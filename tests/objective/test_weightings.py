@@ -300,6 +300,17 @@ def test_weights_are_the_slopes_of_the_published_loss(name, case):
         np.testing.assert_allclose(found["all"], derivative(loss, table, **parameters), rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_a_penalty_towards_the_reference_leaves_tokens_without_one_alone(k):
+    table = plant("old")
+    lacking = np.arange(len(table)) % 2 == 0
+    weighting, plain = make_weighting(f"kl:k={k},beta=.2"), make_weighting("grpo").weights(table)["all"]
+    whole = weighting.weights(table)["all"]
+    found = weighting.weights(table.assign(ref_logprob=table["ref_logprob"].mask(lacking)))["all"]
+    np.testing.assert_array_equal(found, np.where(lacking, plain, whole))
+    assert not np.allclose(whole[lacking], plain[lacking])
+
+
 def test_published_parameters_change_something_off_policy():
     """Else the comparison above would be of losses that never reach their own edges."""
     table = plant("other sampler", lengths=(4,) * 50)
