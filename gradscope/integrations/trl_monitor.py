@@ -400,9 +400,12 @@ def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
         return (ratio > trainer.epsilon_high) & (advantages > 0)
     if kind not in (*LOSS_TYPES, "rloo"):
         return None
+    # Where the slope of −min(min(r, cap)·Â, clip(r)·Â) is 0; a cap below 1 + ε_high acts for Â > 0 alone, and above, for
+    # Â < 0 alone.
+    high = 1 + trainer.epsilon_high
     clipped = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
-    clipped |= (ratio > 1 + trainer.epsilon_high) & (advantages > 0)
-    return clipped if cap is None else clipped | (ratio > cap) & (advantages != 0)
+    clipped |= (ratio > (high if cap is None else min(high, cap))) & (advantages > 0)
+    return clipped if cap is None else clipped | (ratio > max(high, cap)) & (advantages < 0)
 
 
 def _head() -> Any:

@@ -136,6 +136,7 @@ LOSSES = {
     "reweight": {"kind": "ours", "methods": {"reweight_alpha": 0.3}, **OFF_POLICY},
     "a weighting": {"kind": "ours", "methods": {"weighting": "delightful"}, **OFF_POLICY},
     "on-policy": {},
+    "delta below the upper clip": {"delta": 1.005, **OFF_POLICY | {"epsilon_high": 0.3}, **ACCUMULATED},
 }
 CLIPLESS = ("sapo", "vespo", "gmpo", "a weighting")
 """Whose loss has no clip that TRL names."""
@@ -223,8 +224,10 @@ def by_hand(trainer, model, step, settings):
                 clipped = ratio > settings["epsilon_high"] and advantage > 0
             else:
                 low, high = 1 - settings.get("epsilon", 0.2), 1 + settings.get("epsilon_high", 0.2)
-                clipped = (advantage < 0 and ratio < low) or (advantage > 0 and ratio > high)
-                clipped |= advantage != 0 and ratio > settings.get("delta", math.inf)
+                near = [ratio * (1 + step) for step in (-1e-6, 1e-6)]  # where the surrogate is flat
+                capped = [min(r, settings.get("delta", math.inf)) * advantage for r in near]
+                values = [min(c, min(max(r, low), high) * advantage) for r, c in zip(near, capped, strict=True)]
+                clipped = advantage != 0 and values[0] == values[1]
                 if not {"loss_type", "methods", "beta"} & settings.keys() and settings.get("kind") != "gmpo":
                     # In a response's ratio a token keeps its part, also where its own term is left out.
                     lost_alone = lost and settings.get("importance_sampling_level") != "sequence"
