@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients.attention import strips_where_long
-from gradscope.policy import without_autocast
+from gradscope.policy import unpacked, without_autocast
 
 ForwardHook = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], Any]
 """(name, module, args, kwargs, output) → None, or a replacement for the output."""
@@ -131,6 +131,7 @@ def capture_gradients(module: nn.Module | HasModel, names: Iterable[str]) -> Ite
 @contextmanager
 def measuring(model: nn.Module, length: int = 0) -> Iterator[None]:
     """Freeze the parameters, disable dropout and autocast, switch to plain attention; restore everything afterwards.
+    Packed weights are dequantized on use.
 
     Only plain ("eager") attention and experts can carry many tokens' gradients back at once, and apply every soft cap.
     Long sequences are attended to in strips, which do both, if the model allows it.
@@ -150,7 +151,7 @@ def measuring(model: nn.Module, length: int = 0) -> Iterator[None]:
             model.set_attn_implementation("eager")
         if experts not in (None, "eager"):
             model.set_experts_implementation("eager")
-        with without_autocast(model), strips_where_long(model, length):
+        with without_autocast(model), unpacked(model), strips_where_long(model, length):
             yield
     finally:
         for parameter, flag in flags:

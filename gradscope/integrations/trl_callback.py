@@ -25,7 +25,7 @@ from gradscope.integrations.trl_sample import StepSample, affordable
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
-from gradscope.policy import find_lossy_text, whole_weights
+from gradscope.policy import find_lossy_text, refuse_unreadable, trained_only, whole_weights
 from gradscope.runs import SILENT, Progress, Reporter, counted, settle_progress, write_parquet
 
 Number = int | float
@@ -63,9 +63,10 @@ class GradScopeCallback(TrainerCallback):
 
     RLOOTrainer keeps π_old only for whole responses, so its intervals are those of the policy before the step. The
     weights include a trainer's `reweight_alpha` or `weighting`. Each measured step costs three forward passes, a
-    backward pass per interval, and the memory of one weight-sized vector per interval (one more with LoRA). Training
-    itself does not change. The total time spent is printed at the end. A new run in the same folder overwrites the
-    file; a resumed run appends to it. Several processes measure together, and numbers cover all their responses.
+    backward pass per interval, and the memory of one vector of the trained weights per interval. Training itself does
+    not change, with a quantized base neither (QLoRA): its weights are dequantized one at a time, as they are used. The
+    total time spent is printed at the end. A new run in the same folder overwrites the file; a resumed run appends to
+    it. Several processes measure together, and numbers cover all their responses.
 
     Any loss is measured: if gradscope has no weights for it ("cispo", "sapo", "vespo", ratios and masks of responses,
     GMPO, your own), they come from the trainer's own backward pass. An entropy bonus and the routers' auxiliary loss
@@ -90,8 +91,8 @@ class GradScopeCallback(TrainerCallback):
 
     Raises:
         InputError: if the trainer is not supported, a loss without known weights meets DeepSpeed, fp16 or Lopti, FSDP
-            is of the first version, a number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed,
-            cosines or Lopti.
+            is of the first version, the base is quantized by a library other than bitsandbytes, torchao and HQQ, a
+            number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed, cosines or Lopti.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class GradScopeCallback(TrainerCallback):
         if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("Lopti steps with two gradients, but a budget needs a single one; give one of the two")
         _refuse_launch(trainer, budget)
+        refuse_unreadable(trainer.model)
         tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
         if (lost := find_lossy_text(tokenizer)) is not None:
             seen = f"{type(tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
@@ -175,11 +177,13 @@ class GradScopeCallback(TrainerCallback):
                     f"{counted(len(batch), 'response')}{own}): three forward passes and a backward pass for each "
                     f"of {counted(len(self.edges) - 1, 'interval')}"
                 )
-            with self.progress.stage(f"step {number}"), whole_weights(trainer.model):
+            whole = whole_weights(trainer.model)
+            with self.progress.stage(f"step {number}"), whole, trained_only(trainer.model):
                 self._step = measure_step(*terms, edges=self.edges, cosines=self.cosines, resources=resources)
         else:
             together, seed = getattr(trainer, "weighting", None) is not None, (trainer.args.seed, number)
-            with self.progress.stage(f"step {number}"), whole_weights(trainer.model, gradients=True):
+            whole = whole_weights(trainer.model, gradients=True)
+            with self.progress.stage(f"step {number}"), whole, trained_only(trainer.model):
                 sample = StepSample(*terms, edges=self.edges, resources=resources, together=together, seed=seed)
                 self._measure_some(sample, number, started)
             self._waiting = sample.measured_prompts < max(1, sample.fewest)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradscope.gradients import Resources, TokenJacobian, Vectors, inner_products
 from gradscope.objective import TokenStatistics, fill_unknown
-from gradscope.policy import flat_slices, float_parameters, group_names
+from gradscope.policy import float_parameters, group_names
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import SIGNS, batch_direction_shares, old_intervals
 
@@ -79,7 +79,7 @@ def measure_step(
     and norms by module group.
 
     weigh: computes w_t of the batch, with old_logprobs filled in, under the current model. denominators: D_i of each
-    response. The gradient is over the parameters that require one, and the mean over processes, which must all call
+    response. The gradient is over the measured parameters, and the mean over processes, which must all call
     this, each with its own responses. Returns None if no process keeps a token. Numbers are named as in
     `GradScopeCallback`. The model runs in eval mode; flags, modes and `.grad` are restored.
     """
@@ -102,8 +102,7 @@ def measure_step(
         cotangents = -weigh(batch, before) / denominators[:, None] * masks
         sizes = rounding_sizes(cotangents, masks, denominators, before).sum((2, 3))
         sums = J.vjp(J.kept(cotangents)).rows
-    trained = _trained_columns(model)
-    sums = add_over_processes(sums if trained is None else sums[:, trained], device)
+    sums = add_over_processes(sums, device)
     products = inner_products(sums).numpy() / count_processes() ** 2
     sizes = add_over_processes(sizes, device).numpy()
     names = name_intervals(edges)
@@ -161,23 +160,12 @@ def name_intervals(edges: Sequence[Number]) -> list[str]:
     return [f"p{100 * low:g}-{100 * high:g}" for low, high in pairwise(edges)]
 
 
-def _trained_columns(model: nn.Module) -> Tensor | None:
-    """Return the trained parameters' positions in a flat vector of all parameters; None if all are trained."""
-    slices = flat_slices(model)
-    flags = [(slices[name], p.requires_grad) for name, p in float_parameters(model)]
-    if all(flag for _, flag in flags):
-        return None
-    columns = [torch.arange(part.start, part.stop) for part, flag in flags if flag]
-    return torch.cat(columns).to(next(model.parameters()).device)
-
-
 def _module_norms(model: nn.Module, sums: Float[Tensor, "intervals P"]) -> dict[str, float]:
-    """Return ‖G‖ over the trained parameters of each module group, from the sums over processes."""
+    """Return ‖G‖ over each module group, from the sums over processes."""
     groups, squares, start = group_names(model), defaultdict(float), 0
     for name, parameter in float_parameters(model):
-        if parameter.requires_grad:
-            part = sums[:, start : (start := start + parameter.numel())].sum(0).double()
-            squares[groups[name].replace(", ", "").replace(" ", "_")] += float(part @ part)
+        part = sums[:, start : (start := start + parameter.numel())].sum(0).double()
+        squares[groups[name].replace(", ", "").replace(" ", "_")] += float(part @ part)
     return {f"module_norm/{group}": math.sqrt(square) / count_processes() for group, square in squares.items()}
 
 

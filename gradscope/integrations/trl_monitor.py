@@ -35,6 +35,7 @@ from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbe
 from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import batch_weights
+from gradscope.policy import unpacked
 from gradscope.runs import counted
 
 Number = int | float
@@ -323,7 +324,7 @@ class TokenMonitor(TrainerCallback):
         try:
             for module in training:  # dropout would draw random numbers that training then lacks
                 module.training = False
-            with torch.no_grad():
+            with torch.no_grad(), unpacked(model):
                 log_probs, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].shape[1]
                 found, squares = _with_squares(log_probs, model, ids, mask, length, compute_entropy=True)
         finally:

@@ -34,6 +34,7 @@ from gradscope.policy.checkpoint import (
     shards_of,
     weights_hash,
 )
+from gradscope.policy.dequantizing import refuse_unreadable, unpacked
 from gradscope.policy.identity import make_key, make_manifest
 from gradscope.policy.launch import join_launch
 from gradscope.policy.loading import (
@@ -51,7 +52,15 @@ from gradscope.policy.loading import (
 )
 from gradscope.policy.module_groups import group_names, module_groups
 from gradscope.policy.naming import named_step
-from gradscope.policy.parameters import PART, flat_slices, float_parameters, is_subset, merged_parameters, model_bytes
+from gradscope.policy.parameters import (
+    PART,
+    flat_slices,
+    float_parameters,
+    is_subset,
+    merged_parameters,
+    model_bytes,
+    trained_only,
+)
 from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
 from gradscope.policy.positions import find_context
 from gradscope.policy.rewind import restoring
@@ -71,12 +80,12 @@ __all__ = [
     "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "RATE", "UPCAST", "AdamWSettings", "AdamWState",
     "Policy", "PolicyLike", "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks",
     "find_checkpoint", "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state",
-    "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget", "group_names",
-    "group_settings", "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch",
-    "list_step_folders", "load_policy", "load_tokenizer", "make_key", "make_manifest", "merged_parameters",
-    "missing_part", "model_bytes", "model_of_step", "module_groups", "moving", "named_step", "optimizer_hash",
-    "optimizer_names", "outline_policy", "plain_name", "policy_hashes", "precision_in_words", "read_adamw_state",
-    "read_optimizer_file", "read_state", "refuse_shards", "refuse_training_run", "replaced_forward", "restoring",
-    "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes", "upcast_on_use", "value_ranges",
+    "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget", "group_names", "group_settings",
+    "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch", "list_step_folders", "load_policy",
+    "load_tokenizer", "make_key", "make_manifest", "merged_parameters", "missing_part", "model_bytes", "model_of_step",
+    "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name",
+    "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state", "refuse_shards",
+    "refuse_training_run", "refuse_unreadable", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
+    "square_norm", "sum_of_squares", "takes", "trained_only", "unpacked", "upcast_on_use", "value_ranges",
     "weights_hash", "whole_weights", "without_autocast", "without_cudnn_attention",
 ]  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -26,11 +28,12 @@ from gradscope.policy.checkpoint import (
     shards_of,
     tokenizer_places,
 )
+from gradscope.policy.dequantizing import dequantized_state
 from gradscope.policy.parameters import measure_only
 from gradscope.policy.policy import Policy, check_template_kwargs, find_blocks
 from gradscope.policy.sharded.layouts import Shards
 from gradscope.policy.sharded.reading import read_weights
-from gradscope.policy.upcasting import UPCAST, upcast_on_use
+from gradscope.policy.upcasting import UPCAST, arithmetic_dtype, upcast_on_use
 from gradscope.runs import ALONE, Processes
 
 if TYPE_CHECKING:
@@ -156,20 +159,29 @@ def _load_model(
         source["state_dict"] = read_weights(shards, outline.state_dict().keys())
     kind = AutoModelForCausalLM if shards is None else type(outline)
     wanted = parse_dtype(dtype, device or _main_device(device_map))
+    settings: dict[str, Any] = {
+        "dtype": wanted,
+        "device_map": device_map,
+        "local_files_only": True,
+        "trust_remote_code": trust_remote_code,
+        "output_loading_info": True,
+        "ignore_mismatched_sizes": True,  # reported below
+        # grouped_mm supports neither float64 nor forward mode.
+        "experts_implementation": "eager",
+        # sdpa ignores Gemma-2's soft cap on attention scores.
+        "attn_implementation": "eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
+    }
     try:
-        model, info = kind.from_pretrained(
-            **source,
-            dtype=wanted,
-            device_map=device_map,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # reported below
-            # grouped_mm supports neither float64 nor forward mode.
-            experts_implementation="eager",
-            # sdpa ignores Gemma-2's soft cap on attention scores.
-            attn_implementation="eager" if getattr(config.get_text_config(), "attn_logit_softcapping", None) else None,
-        )
+        model, info = kind.from_pretrained(**source, **settings)
+        if hasattr(config, "quantization_config"):
+            _check_weights(folder, info, model)
+            plain = wanted if isinstance(wanted, torch.dtype) else arithmetic_dtype(model)
+            state, config = dequantized_state(model, outline, plain), copy.deepcopy(config)
+            del config.quantization_config, model
+            model, info = type(outline).from_pretrained(None, config=config, state_dict=state, **settings)
+            del state
+    except InputError:
+        raise
     except ImportError as error:  # from a library that unpacks quantized weights
         raise InputError(f"{folder} needs what is not installed: {first_line(error)}") from error
     except (*BROKEN_FILE, SafetensorError, AssertionError) as error:
@@ -179,7 +191,6 @@ def _load_model(
         raise InputError(f"no usable weights in {folder} ({unpickling_reason(error)}); {advice}") from error
     source.clear()  # the joined shards are as large as the model
     _check_weights(folder if shards is None else shards.folder, info, model)
-    _widen(model, wanted)
     if offloaded := next((name for name, p in model.named_parameters() if p.device.type == "meta"), None):
         raise InputError(
             f"device_map offloads {offloaded} to the CPU or to disk, where it has no gradient; give more or larger "
@@ -246,7 +257,7 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             "again"
         ) from error
     packed = getattr(config, "quantization_config", None)
-    if isinstance(packed, dict) and packed.get("quant_method") == "mxfp4":
+    if isinstance(packed, dict) and _can_dequantize(packed.get("quant_method")):
         packed["dequantize"] = True  # kernels for packed weights have no gradients
     known = type(config) in AutoModelForCausalLM._model_mapping
     known |= trust_remote_code and "AutoModelForCausalLM" in own
@@ -256,6 +267,14 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             "AutoModelForCausalLM loads"
         )
     return config
+
+
+def _can_dequantize(method: Any) -> bool:
+    """Return whether transformers itself can dequantize weights packed by this method while loading."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    kind = AUTO_QUANTIZATION_CONFIG_MAPPING.get(method)
+    return kind is not None and "dequantize" in inspect.signature(kind).parameters
 
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
@@ -279,14 +298,6 @@ def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_
             "save both together"
         )
     return model
-
-
-def _widen(model: nn.Module, wanted: torch.dtype | str) -> None:
-    """Convert weights that were unpacked from fewer bits (MXFP4 to bfloat16) to the requested precision."""
-    plain = (torch.bfloat16, torch.float16, torch.float32)
-    for parameter in model.parameters() if isinstance(wanted, torch.dtype) else ():
-        if parameter.dtype in plain and torch.promote_types(parameter.dtype, wanted) != parameter.dtype:
-            parameter.data = parameter.data.to(wanted)
 
 
 def _no_model(folder: Path, error: Exception) -> InputError:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
+from gradscope.policy.packed import is_packed, named_weights, storage_name
 
 PART = 1 << 22
 """Entries of a vector processed at a time, to avoid large temporaries."""
@@ -35,9 +37,29 @@ def is_subset(model: nn.Module) -> bool:
     return hasattr(model, _MARK)
 
 
+@contextmanager
+def trained_only(model: nn.Module) -> Iterator[None]:
+    """Restrict what is measured to the parameters that require a gradient, inside the block."""
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    if is_subset(model) or len(names) == len(list(model.parameters())):
+        yield
+        return
+    measure_only(model, names)
+    try:
+        yield
+    finally:
+        delattr(model, _MARK)
+
+
 def float_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return every measured parameter that can have a gradient, tied ones once."""
+    """Return every measured parameter that can have a gradient, tied ones once. Raises InputError for packed ones."""
     chosen = getattr(model, _MARK, None)
+    for name, tensor in named_weights(model):
+        if (chosen is None or name in chosen) and is_packed(tensor):
+            raise InputError(
+                f"{name} is packed in few bits ({storage_name(tensor)}), where a weight has no gradient; load the "
+                "checkpoint with gradscope.load_policy, which dequantizes it"
+            )
     return [(n, p) for n, p in model.named_parameters() if p.is_floating_point() and (chosen is None or n in chosen)]
 
 

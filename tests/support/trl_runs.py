@@ -50,12 +50,13 @@ def make_trainer(
     eval_rows: int = 0,
     config: Any = None,
     prompts: Sequence[str] = PROMPTS,
+    quantization: Any = None,
     **settings: Any,
 ) -> Any:
     """A GRPOTrainer of that kind (None: TRL's own) on these prompts, eight responses of ten tokens to a step.
 
     methods: further arguments of the trainer. move: noise on the weights, so that the policy is not the reference.
-    config: the class of its settings (None: GRPOConfig).
+    config: the class of its settings (None: GRPOConfig). quantization: transformers' configuration of packed weights.
     """
     from datasets import Dataset
 
@@ -77,7 +78,8 @@ def make_trainer(
         "gradient_checkpointing": False,
         "use_cpu": True,
     }
-    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    packed = {} if quantization is None else {"quantization_config": quantization, "device_map": {"": "cpu"}}
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, **packed)
     rows = Dataset.from_dict({"prompt": list(prompts)})
     trainer = (kind or trl.GRPOTrainer)(
         model=model,
@@ -89,6 +91,8 @@ def make_trainer(
         peft_config=peft,
         **methods or {},
     )
+    if not move:
+        return trainer
     with torch.no_grad():
         generator = torch.Generator().manual_seed(5)
         for parameter in trainer.model.parameters():
