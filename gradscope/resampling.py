@@ -61,6 +61,8 @@ FEWEST = 6
 for n < 6."""
 MANY = 50
 """Clusters from which bootstrap percentiles suffice."""
+TOO_FEW = "Too few prompts to say"
+"""How every headline begins where fewer than `FEWEST` prompts have a gradient."""
 FEWEST_DRAWN = 4
 """Fewest clusters for an interval about a finite population from which they were drawn."""
 FEWEST_TOKENS = 6
@@ -99,6 +101,62 @@ def short_of(
     # To reach six prompts by chance takes about twice as many tokens, and more than those that did not.
     wanted = max(measured * FEWEST_TOKENS / max(tokens, 1e-2), 2 * FEWEST, 2 * measured * (reached < FEWEST))
     return Shortage("tokens", measured, int(np.ceil(wanted)))
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The prompts on which statements about gradients rest, and those that there are."""
+
+    informative: int
+    """Prompts with a gradient among those that were looked at."""
+    prompts: int
+    """Prompts that were looked at."""
+    responses: int = 0
+    """Responses to these; 0: unknown."""
+    of_informative: int | None = None
+    """Prompts with a gradient in the whole batch; None: all were looked at."""
+    of_prompts: int | None = None
+    """Prompts in the whole batch; None: all were looked at."""
+    minutes: float | None = None
+    """Time limit that gives a verdict, where one has left prompts out."""
+
+    @property
+    def too_few(self) -> str:
+        """The headline where fewer than `FEWEST` prompts have a gradient, with what a verdict takes; "" if enough do.
+
+        >>> Supply(3, 8, 64, of_informative=9, of_prompts=16, minutes=24.2).too_few
+        'Too few prompts to say: 3 of 8 prompts have a gradient, and a verdict needs 6. Give 25 minutes or more.'
+        >>> Supply(3, 8, 64).too_few
+        'Too few prompts to say: 3 of 8 prompts have a gradient, and a verdict needs 6. Sample about 8 more prompts \
+(64 responses).'
+        """
+        if not short_of(self.informative):
+            return ""
+        have = (
+            f"{self.informative:,} of {_prompts(self.prompts)} {'has' if self.informative == 1 else 'have'} a gradient"
+        )
+        if self.informative == self.prompts:
+            have = f"{_prompts(self.prompts)} {'has' if self.prompts == 1 else 'have'} a gradient"
+        return f"{TOO_FEW}: {have}, and a verdict needs {FEWEST}. {self.wanted}"
+
+    @property
+    def wanted(self) -> str:
+        """What would give a verdict: more minutes, or more prompts."""
+        prompts = self.prompts if self.of_prompts is None else self.of_prompts
+        informative = self.informative if self.of_informative is None else self.of_informative
+        if prompts > self.prompts and not short_of(informative):
+            return (
+                "Give more minutes." if self.minutes is None else f"Give {np.ceil(self.minutes):.0f} minutes or more."
+            )
+        if not informative:
+            return "Sample prompts whose responses earn unequal rewards."
+        more = int(np.ceil(FEWEST * prompts / informative)) - prompts
+        responses = f" ({round(more * self.responses / self.prompts):,} responses)" if self.responses else ""
+        return f"Sample about {more:,} more {'prompt' if more == 1 else 'prompts'}{responses}."
+
+
+def _prompts(count: int) -> str:
+    return f"{count:,} prompt{'' if count == 1 else 's'}"
 
 
 def draw_clusters(num_clusters: int, resamples: int, seed: Seed) -> np.ndarray:

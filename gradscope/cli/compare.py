@@ -16,7 +16,7 @@ from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import compare_cost
 from gradscope.errors import InputError
-from gradscope.gradients import MeasureSettings, SumsPlan, plan_sums, read_table
+from gradscope.gradients import DEFAULT_MINUTES, MeasureSettings, SumsPlan, plan_sums, read_table
 from gradscope.objective import COMPARED, make_weighting, spell_out
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.rollouts import TokenBatch
@@ -63,7 +63,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
     aggregation: Literal["token-mean", "sequence"] = "token-mean"
     """How losses are averaged: over all tokens, or over responses after averaging each response's tokens."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: MeasureSettings(tokens_per_interval="enough")
+        default_factory=lambda: MeasureSettings(tokens_per_interval="enough", minutes=DEFAULT_MINUTES)
     )
     optimizer_state: Path | None = None
     """AdamW's state_dict, or the folder of its shards; none: the one in MODEL's folder, if it fits."""

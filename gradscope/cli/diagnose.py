@@ -37,7 +37,7 @@ from gradscope.cli.pages import (
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import AFTER, MeasureSettings, check_settings, describe_seconds, read_table
+from gradscope.gradients import AFTER, DEFAULT_MINUTES, MeasureSettings, check_settings, describe_seconds, read_table
 from gradscope.policy import (
     ADAPTER_CONFIG,
     EMBEDDED,
@@ -84,7 +84,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     engine: Literal["hf", "vllm"] = "hf"
     """Sampling engine: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: MeasureSettings(tokens_per_interval="enough", module_groups=True)
+        default_factory=lambda: MeasureSettings(
+            tokens_per_interval="enough", minutes=DEFAULT_MINUTES, module_groups=True
+        )
     )
     optimizer_state: Path | None = None
     """AdamW's state_dict, or the folder of its shards; none: the one in the checkpoint's folder, if it fits."""
@@ -332,6 +334,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             optimizer_state=state,
             processes=measured.resources.processes,
             progress=command_progress(),
+            verdict_minutes=folder.manifest.get("verdict_minutes"),
         )
         if found is None:
             return
@@ -345,5 +348,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 write_report(folder.staged, report)
                 sums = None if found.sums is None else asdict(found.sums)
                 told = {"summed_gradients": sums, "summed_prompts": found.sums_prompts}
+                told |= {"supply": asdict(found.supply), "own_responses": found.own_responses}
                 folder.publish(folder.manifest | {"diagnosis": drawn, **told})
         print(f"{in_words(found)}\n{folder.folder / PAGE}")

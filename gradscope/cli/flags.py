@@ -269,15 +269,16 @@ def _json_object(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors
 @REGISTRY.primitive_rule
 def _number_or_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """Parse a number, one of some words, or none."""
-    known = (("auto", "enough"), ("own", "all"))
-    found = next((each for each in known if info.type == int | Literal[each] | None), None)
+    known = {int | Literal[each] | None: (each, int) for each in (("auto", "enough"), ("own", "all"))}
+    known[int | float | Literal["default"] | None] = ("default",), float
+    found, number = known.get(info.type, (None, int))
     if found is None:
         return None
     words = dict(zip(found, found, strict=True)) | {"none": None}
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="|".join(["N", *words]),
-        instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else int(w),
-        is_instance=lambda value: value in words.values() or isinstance(value, int),
+        instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else number(w),
+        is_instance=lambda value: value in words.values() or isinstance(value, int | number),
         str_from_instance=lambda value: [str(value).lower()],
     )

@@ -14,6 +14,7 @@ from gradscope.cli.measure import Measured
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step
+from gradscope.resampling import Supply
 from gradscope.runs import MANIFEST, RunFolder, counted, digits, file_hash, provenance, read_json
 from gradscope.updates import StepSettings
 
@@ -122,10 +123,14 @@ def write_trend(
     manifests = [read_json(folder / MANIFEST) for folder in folders]
     steps, unknown = name_steps(models)
     notes = [*notes, *unknown]
-    frames = [
-        pd.read_csv(folder / STATISTICS).assign(step=step, other_step=manifest["rollouts"].get("other_step", False))
-        for folder, step, manifest in zip(folders, steps, manifests, strict=True)
-    ]
+    frames = []
+    for folder, step, manifest in zip(folders, steps, manifests, strict=True):
+        own, supply = manifest.get("own_responses"), Supply(**manifest["supply"]) if "supply" in manifest else None
+        told = {"other_step": manifest["rollouts"].get("other_step", False) or own == 0}
+        told["too_few"] = "" if supply is None else supply.too_few
+        frames.append(pd.read_csv(folder / STATISTICS).assign(step=step, **told))
+        if own and supply is not None and own < supply.responses:
+            notes.append(f"at step {step}, {own:,} of the {supply.responses:,} responses are the checkpoint's own")
     trend = pd.concat(frames, ignore_index=True).sort_values("step", kind="stable", ignore_index=True)
     run = trend_folder(out, folders, overwrite=overwrite)
     links = [

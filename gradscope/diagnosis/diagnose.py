@@ -19,6 +19,7 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis import gradients, steps, tokens
+from gradscope.diagnosis.advice import advise
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.minutes import (
     COMPARISON,
@@ -32,7 +33,7 @@ from gradscope.diagnosis.minutes import (
     stage_costs,
     update_cost,
 )
-from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits
+from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits, supply_of
 from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.precision import sampling_error
 from gradscope.diagnosis.result import (
@@ -71,7 +72,7 @@ from gradscope.gradients import (
 from gradscope.intervals import assign_intervals, interval_labels
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, return_freed_memory
-from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
+from gradscope.rollouts import BatchLike, Note, TokenBatch, own_responses, read_logged
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.theory import judge_proxies, regress_norms
 from gradscope.updates import (
@@ -100,6 +101,7 @@ def diagnose(
     optimizer_state: AdamWState | dict[str, Any] | str | Path | None = None,
     processes: Processes = ALONE,
     progress: bool | Progress = False,
+    verdict_minutes: int | float | None = None,
     **changes: Unpack[DiagnosisKeywords],
 ) -> Diagnosis | None:
     """Diagnose one checkpoint on one batch of rollouts, leaving the policy unchanged.
@@ -112,7 +114,8 @@ def diagnose(
     use `settings.step`, else the paper's SGD.
 
     processes: all call this with the same arguments, including a table, and share the summed gradients; all but the
-    main process get None.
+    main process get None. verdict_minutes: the time limit with which a given table would suffice for a verdict, for
+    the words alone.
 
     Without advantages or rewards there are no weights, only norms. The 95 % intervals resample whole prompts, and are
     NaN for a single prompt; see `tokens` and `gradients`. Raises InputError if settings, table or state do not fit;
@@ -140,6 +143,7 @@ def diagnose(
             measurement.follows = plan_sums(policy, batch, memory, keeps_prompts=True, metric=metric is not None)
         with measurement:
             table, logged = fill_table(measurement), measurement.notes
+        verdict_minutes = measurement.verdict_minutes
     whole, batch = batch, batch.of_prompts(table["group"].unique()) if "group" in table else batch
     check_table(table, batch, settings)
     batch = steps.with_advantages(batch, table)
@@ -164,12 +168,13 @@ def diagnose(
         step_part = take_steps(task, gradient_part.totals)
     with progress.stage(COMPARISON):
         comparison = compare_weightings(task, step_part.slopes)
-    informative = count_informative_prompts(table)
+    supply = supply_of(table, whole)
+    informative = supply.informative
     shares = token_part.rows[0] if task.weighted else None
     error = sampling_error(table, task.labels, shares=shares, seed=settings.seed)
     prompts = gradient_part.prompts
     known = strike_bounds if informative < VERDICT_PROMPTS else lambda part: part
-    rows = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows])
+    rows, own = join_rows([*token_part.rows, *gradient_part.rows, *step_part.rows]), own_responses(batch)
     if comparison is not None:
         parts = {name: known(getattr(comparison, name)) for name in ("table", "by_interval")}
         comparison = replace(comparison, **parts)
@@ -182,7 +187,10 @@ def diagnose(
         num_prompts=table["group"].nunique(),
         num_responses=table["response"].nunique(),
         num_informative_prompts=informative,
-        of_prompts=len(whole.group_ids[whole.response_mask.any(1)].unique()),
+        of_prompts=supply.of_prompts,
+        of_informative_prompts=supply.of_informative,
+        own_responses=None if own is None else int((own & batch.response_mask.any(1)).sum()),
+        verdict_minutes=verdict_minutes,
         of_tokens=whole.num_tokens,
         by_prompt=None if prompts is None else gradients.add_rollouts(prompts, table, batch),
         precision=None if error is None or np.isnan(error.lower) else error.of_interval("the lowest share's interval"),
@@ -208,7 +216,7 @@ def diagnose(
         movement=step_part.movement,
         comparison=comparison,
     )
-    found = replace(found, findings=findings(found))
+    found = replace(found, findings=findings(found), advice=advise(found))
     return replace(found, report=partial(make_report, found, policy, batch))
 
 
@@ -398,6 +406,8 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
         return None
     numbers = {"seed": task.resampling(8)["seed"]}
     tried = try_temperatures(task.policy, task.batch, task.table, task.settings, **numbers)
+    if count_informative_prompts(task.table) < VERDICT_PROMPTS:  # nothing is said of shares, at any temperature
+        return tried
     place, words = unknown[0], temperature_words(tried, task.labels[0])
     task.notes[place] = Note(f"{as_sentence(task.notes[place])} {words}", "temperature")
     return tried

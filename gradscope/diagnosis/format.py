@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from functools import partial
-from math import isnan
+from math import isnan, log2
 
 import pandas as pd
 
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.resampling import in_brackets
 from gradscope.runs import digits
+
+VACUOUS = 0.9
+"""Width of a share's interval from which on it says nothing of the share."""
+SPREAD = 100.0
+"""Ratio of a positive number's bounds from which on they say nothing of it."""
+UNUSABLE = "(no usable interval)"
 
 
 def percent(value: float) -> str:
@@ -27,14 +33,31 @@ def percent(value: float) -> str:
     return text.replace("-", "−")
 
 
+def says_nothing(row: pd.Series, unit: str = "share") -> bool:
+    """Return whether an interval allows almost everything. unit: share, bits or norm.
+
+    >>> says_nothing(pd.Series({"lower": -10.33, "upper": 11.58}))
+    True
+    """
+    if unit == "share":
+        return bool(row["upper"] - row["lower"] >= VACUOUS)
+    if unit == "bits":
+        return bool(row["upper"] - row["lower"] >= log2(SPREAD))
+    return bool(row["upper"] >= SPREAD * row["lower"])
+
+
 def share_words(row: pd.Series) -> str:
-    """Write a share with its interval.
+    """Write a share with its interval, unless that says nothing.
 
     >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
     '48 % [27, 64]'
+    >>> share_words(pd.Series({"value": 0.094, "lower": 0.00007, "upper": 0.99}))
+    '9.4 % (no usable interval)'
     """
     if isnan(row["value"]):
         return "–"
+    if says_nothing(row):
+        return f"{percent(row['value'])} % {UNUSABLE}"
     return f"{percent(row['value'])} %{in_brackets(row['lower'], row['upper'], percent)}"
 
 
@@ -44,15 +67,18 @@ def bits_words(row: pd.Series) -> str:
     >>> bits_words(pd.Series({"value": -0.6, "lower": -1.23, "upper": 0.16}))
     '−0.6 bits [−1.2, +0.2]'
     """
-    return f"{row['value']:+.1f} bits{in_brackets(row['lower'], row['upper'], '{:+.1f}'.format)}".replace("-", "−")
+    bounds = f" {UNUSABLE}" if says_nothing(row, "bits") else in_brackets(row["lower"], row["upper"], "{:+.1f}".format)
+    return f"{row['value']:+.1f} bits{bounds}".replace("-", "−")
 
 
 def times_words(row: pd.Series) -> str:
-    """Write bits, the log₂ of a ratio, as that ratio with its interval.
+    """Write bits, the log₂ of a ratio, as that ratio with its interval, unless that says nothing.
 
     >>> times_words(pd.Series({"value": 4.75, "lower": 4.3, "upper": 5.1}))
     '27× [20, 34]'
     """
+    if says_nothing(row, "bits"):
+        return f"{times(row['value'])}× {UNUSABLE}"
     return f"{times(row['value'])}×{in_brackets(row['lower'], row['upper'], times)}"
 
 
@@ -93,6 +119,17 @@ def number_words(row: pd.Series, significant: int | None = None) -> str:
         return "–"
     write = "{:.2f}".format if significant is None else partial(digits, count=significant)
     return f"{write(row['value'])}{in_brackets(row['lower'], row['upper'], write)}".replace("-", "−")
+
+
+def norm_words(row: pd.Series) -> str:
+    """Write a norm with three digits and its interval, unless that says nothing.
+
+    >>> norm_words(pd.Series({"value": 21.0, "lower": 0.09, "upper": 5132.0}))
+    '21 (no usable interval)'
+    """
+    if says_nothing(row, "norm"):
+        return f"{digits(row['value'], 3)} {UNUSABLE}"
+    return number_words(row, 3)
 
 
 def as_sentence(note: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pandas as pd
 
-from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings, few_words
+from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings
 from gradscope.errors import InputError
 from gradscope.gradients import (
     LAYER,
@@ -17,7 +17,8 @@ from gradscope.gradients import (
     refuse_infinite_weights,
 )
 from gradscope.intervals import assign_intervals
-from gradscope.rollouts import Note, TokenBatch
+from gradscope.resampling import Supply
+from gradscope.rollouts import Note, TokenBatch, count_served
 from gradscope.runs import digits
 
 IMPROBABLE = 0.2
@@ -35,12 +36,20 @@ def count_informative_prompts(table: pd.DataFrame) -> int:
     return own["group"].nunique()
 
 
+def supply_of(table: pd.DataFrame, batch: TokenBatch, minutes: float | None = None) -> Supply:
+    """Count the prompts behind a table, and those of the whole batch. minutes: `Supply.minutes`."""
+    informative, responses = count_informative_prompts(table), table["response"].nunique()
+    prompts = len(batch.group_ids[batch.response_mask.any(1)].unique())
+    served = max(informative, count_served(batch))
+    return Supply(informative, table["group"].nunique(), responses, served, prompts, minutes)
+
+
 def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[Note]:
     """Return notes on what is missing, sampled or approximate: tokens, prompts, norms, the optimizer's state."""
     size, unknown = len(table), int(table["weight"].isna().sum())
     prompts, informative = table["group"].nunique(), count_informative_prompts(table)
     measured = int(table[PARAMETERS].notna().sum())
-    start = "For weighted statistics there are" if informative < prompts else "There are"
+    of = "Numbers about gradients have" if informative < prompts else "Numbers have"
     improbable = describe_improbable(table)
     told = [
         (bool(improbable), "improbable", improbable),
@@ -51,8 +60,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
         (prompts == 1, "one-prompt",
          "All responses are to one prompt, so there are no confidence intervals and no signal fraction."),
         (prompts > 1 and informative < VERDICT_PROMPTS, "few-prompts",
-         f"{start} no confidence intervals, and so no verdicts: {few_words(informative, prompts)}, "
-         f"{VERDICT_PROMPTS} are needed."),
+         f"{of} no confidence intervals: {informative} of {prompts} prompts have a gradient, {VERDICT_PROMPTS} are "
+         "needed."),
         (informative < prompts, "idle-prompts",
          f"{prompts - informative} of {prompts} prompts have advantage 0 throughout (equal rewards): their tokens are "
          "counted, but have no gradient except the KL penalty's."),

@@ -10,7 +10,7 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.notes import has_gradient
+from gradscope.diagnosis.notes import has_gradient, supply_of
 from gradscope.diagnosis.tokens import sum_by_prompt, token_shares, weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS, TableMeasurement, sampling_probabilities
 from gradscope.intervals import interval_labels, summarize_cells
@@ -121,7 +121,11 @@ def sampling_error(
 
 
 def judge_sample(measurement: TableMeasurement, table: pd.DataFrame) -> str | None:
-    """Describe the sampling error of a measurement; None if every token was measured."""
+    """Describe the sampling error of a measurement; None if every token was measured, the headline if too few prompts.
+    """
+    few = supply_of(table, measurement.whole, measurement.verdict_minutes).too_few
+    if few and has_gradient(table):
+        return few
     rng = np.random.default_rng(measurement.settings.seed)
     error = sampling_error(table, interval_labels(measurement.edges), seed=rng)
     return None if error is None else error.in_words()

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, Column, interval_labels
 from gradscope.objective import PAPER, LossSettings
-from gradscope.resampling import FEWEST, Shortage
+from gradscope.resampling import FEWEST, Shortage, Supply
 from gradscope.runs import counted
 from gradscope.updates import StepSettings
 
@@ -287,12 +287,6 @@ def by_weight(notes: Sequence[Note]) -> list[Note]:
     return sorted(notes, key=lambda note: places.get(getattr(note, "kind", "dump"), len(places)))
 
 
-def few_words(informative: int, prompts: int) -> str:
-    """Return words such as "3 prompts with an advantage are too few"."""
-    served = "" if informative == prompts else " with an advantage"
-    return f"{counted(informative, 'prompt')}{served} {'is' if informative == 1 else 'are'} too few"
-
-
 @dataclass(frozen=True)
 class Shares:
     """Shares by probability interval without a whole diagnosis: enough for a verdict on dominance."""
@@ -305,8 +299,8 @@ class Shares:
     """Number of prompts with a gradient."""
 
     @property
-    def few_prompts(self) -> str:
-        return few_words(self.num_informative_prompts, self.num_prompts)
+    def supply(self) -> Supply:
+        return Supply(self.num_informative_prompts, self.num_prompts)
 
     def pick(self, statistic: str, metric: str = "none", interval: str = "") -> pd.Series | None:
         """Return a row of `statistics`, or None if it was not computed."""
@@ -343,6 +337,12 @@ class Diagnosis:
     were measured, or that share has no interval."""
     num_informative_prompts: int | None = None
     """Number of prompts with a nonzero advantage, on which all statements about gradients rest; None: all."""
+    of_informative_prompts: int | None = None
+    """Prompts with a nonzero advantage in the whole batch; None: as many."""
+    own_responses: int | None = None
+    """Responses that the checkpoint itself sampled; None: as far as is known, all of them."""
+    verdict_minutes: float | None = None
+    """Time limit that would give a verdict, if a shorter one left prompts or tokens out; None: unknown."""
     left_out: tuple[str, ...] = ()
     """Keys of `PARTS` that were requested but are missing; notes say why."""
     sums: SumsPlan | None = None
@@ -382,11 +382,14 @@ class Diagnosis:
     """Effect of each weighting: `updates.compare`."""
     findings: Findings = field(default_factory=Findings)
     """The numbers in sentences, e.g. found.findings["dominance_raw"].verdict."""
+    advice: tuple[str, ...] = ()
+    """What to do next, most urgent first: `advice.advise`."""
     report: Callable[..., Any] | None = None
     """`make_report` for this diagnosis, its policy and batch; None if the diagnosis was assembled by hand."""
 
     def __post_init__(self) -> None:
-        known = {"num_informative_prompts": self.num_prompts, "of_prompts": self.num_prompts}
+        served = self.num_prompts if self.num_informative_prompts is None else self.num_informative_prompts
+        known = {"num_informative_prompts": served, "of_informative_prompts": served, "of_prompts": self.num_prompts}
         for name, value in (known | {"of_tokens": len(self.table)}).items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
@@ -410,9 +413,10 @@ class Diagnosis:
         return f"{self.sums_prompts:,} of the {self.prompts}" if partial else self.prompts
 
     @property
-    def few_prompts(self) -> str:
-        """What `few_words` returns for the prompts of this diagnosis."""
-        return few_words(self.num_informative_prompts, self.num_prompts)
+    def supply(self) -> Supply:
+        """The prompts behind all statements about gradients; `supply.too_few` is the headline if there are too few."""
+        looked_at = self.num_informative_prompts, self.num_prompts, self.num_responses
+        return Supply(*looked_at, self.of_informative_prompts, self.of_prompts, self.verdict_minutes)
 
     @property
     def warnings(self) -> tuple[Note, ...]:
@@ -424,10 +428,11 @@ class Diagnosis:
         return pick_row(self.statistics, statistic, metric, interval)
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{self.findings!r}"
+        return "\n".join([self._title(), repr(self.findings), *(f"Next: {words}" for words in self.advice)])
 
     def _repr_html_(self) -> str:
-        return f"<p><b>{self._title()}</b></p>{self.findings._repr_html_()}"
+        todo = "".join(f"<p><b>Next</b> {html.escape(words)}</p>" for words in self.advice)
+        return f"<p><b>{self._title()}</b></p>{self.findings._repr_html_()}{todo}"
 
     def _title(self) -> str:
         return (

@@ -16,9 +16,9 @@ from gradscope.diagnosis.result import join_rows, make_rows, one_row
 from gradscope.diagnosis.tokens import add_estimated_norms, add_weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.intervals import summarize_cells
-from gradscope.objective import LossSettings, off_policyness, resolve_advantages
+from gradscope.objective import LossSettings, off_policyness
 from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters, short_of
-from gradscope.rollouts import Note, TokenBatch
+from gradscope.rollouts import Note, TokenBatch, own_responses, served_prompts
 from gradscope.runs import digits
 from gradscope.theory import fit_powers
 from gradscope.updates import BY, SIGNS, influence_table, right_direction_shares
@@ -37,10 +37,22 @@ def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
 
 
 def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
-    """If a batch spans several training steps, add a note on how far their policies are from this one."""
+    """If a log's several training steps were taken, add a note on whose the responses are and how far from this policy.
+
+    Only the responses in use count: under a time limit they may all be the checkpoint's own, or none.
+    """
     taken = [] if batch.steps is None else batch.steps.unique().tolist()
     if len(taken) < 2:
         return batch
+    used, own = batch.response_mask.any(1), own_responses(batch)
+    count, here = int(used.sum()), None if own is None else int((own & used).sum())
+    if here == count:
+        return batch.without_notes("pooled")
+    whose = "Some of them were sampled by other checkpoints"
+    if here is not None:
+        whose = f"{here:,} of the {count:,} responses here were sampled by this checkpoint, the others by earlier ones"
+    if here == 0:
+        whose = f"All {count:,} responses here were sampled by other checkpoints"
     first = next((note for note in batch.notes if note.kind == "pooled"), f"responses of {len(taken)} training steps")
     gap = (table["logprob"] - table["old_logprob"]).abs().groupby(batch.steps.numpy()[table["response"]]).mean()
     gap = gap.dropna().sort_index(ascending=False)
@@ -48,7 +60,7 @@ def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
         gap = gap.loc[[gap.index[0], gap.idxmin(), gap.idxmax()]].pipe(lambda own: own[~own.index.duplicated()])
     told = ", ".join(f"{digits(value)} at step {step}" for step, value in gap.items())
     told = f"mean |Δ log π| to it, in nats, is {told}" if told else "the log does not say how far they are from it"
-    words = f"{as_sentence(first)} Some of them were sampled by other checkpoints: {told}."
+    words = f"{as_sentence(first)} {whose}: {told}."
     others = batch.without_notes("pooled")
     return replace(others, notes=(Note(words, "pooled"), *others.notes))
 
@@ -60,8 +72,7 @@ def within_budget(batch: TokenBatch, tokens: int, *, generator: torch.Generator)
     """
     prompts = batch.group_ids[batch.response_mask.any(1)].unique()
     prompts = prompts[torch.randperm(len(prompts), generator=generator)]
-    known = batch.advantages is not None or batch.rewards is not None
-    served = _served_prompts(batch) if known else prompts
+    served = served_prompts(batch)
     prompts = torch.cat([prompts[torch.isin(prompts, served)], prompts[~torch.isin(prompts, served)]])
     counts = torch.stack([batch.response_mask[batch.group_ids == prompt].sum() for prompt in prompts])
     taken = max(1, int((counts.cumsum(0) <= min(tokens, int(counts.sum()))).sum()))  # allow numbers beyond 64 bits
@@ -151,7 +162,8 @@ def entropy_rows(
     served = sign != 0
     logprob = np.log(contributions["prob"].to_numpy(np.float64).clip(np.finfo(np.float64).tiny))
     proxy = -(logprob - logprob.mean()) * (advantage - advantage.mean())
-    rank = spearmanr(proxy[served], part[served]).statistic if served.sum() > 1 else np.nan
+    varies = served.any() and np.ptp(proxy[served]) > 0 and np.ptp(part[served]) > 0
+    rank = spearmanr(proxy[served], part[served]).statistic if varies else np.nan
     rows = [
         one_row("entropy_change_predicted", sum(whole.values()), len(part), unit="nats"),
         one_row("entropy_proxy_rank", rank, int(served.sum()), unit="correlation"),
@@ -245,12 +257,6 @@ def lag_rows(table: pd.DataFrame, loss: LossSettings, *, seed: Seed = 0, resampl
         parts.append(make_rows(name, found, int(row["num_measured"]), unit=unit))
     worst = (("logprob_difference_max", gap.max(), "nats"), ("ratio_max", ratio.max(), "ratio"))
     return join_rows([*parts, *(one_row(name, value, len(own), unit=unit) for name, value, unit in worst)])
-
-
-def _served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
-    """Return the groups with a token whose advantage is nonzero."""
-    advantages = resolve_advantages(batch)
-    return batch.group_ids[((advantages != 0) & batch.response_mask).any(1)].unique()
 
 
 def predicted_movement(contributions: pd.DataFrame) -> pd.DataFrame:

@@ -11,6 +11,8 @@ import numpy as np
 import pandas as pd
 import torch
 
+from gradscope.diagnosis.format import norm_words, says_nothing
+from gradscope.diagnosis.notes import supply_of
 from gradscope.errors import InputError
 from gradscope.gradients import (
     LAYER,
@@ -27,7 +29,7 @@ from gradscope.gradients import (
 from gradscope.intervals import interval_labels, summarize
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
-from gradscope.resampling import Resampling, Seed
+from gradscope.resampling import Resampling, Seed, Supply
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Progress, RunFolder, track, write_text
 from gradscope.theory import FLOOR, TheoryReport, layer_constants, measured_cones, theory_report, token_contexts
@@ -41,6 +43,8 @@ PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
 LEGEND = """mean_norm: mean unweighted ‖g‖ per token, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""
 """Meaning of the columns of Summary.intervals."""
+WEIGHTED = ("squared_share", "gradient_norm", "gradient_share", "gradient_share_error", "half_cosine")
+"""Columns of Summary.intervals that say nothing where prompts are too few."""
 ENOUGH = 30
 """Minimum number of tokens to report a fitted power."""
 
@@ -59,11 +63,18 @@ class Summary:
     """The parameters that norms and sums cover, in words."""
     of_prompts: int | None = None
     """Prompts in the whole batch; None: the sums cover all."""
+    supply: Supply | None = None
+    """The prompts that were looked at; None: unknown."""
 
     def __str__(self) -> str:
-        table = self.intervals.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
+        bounds = ["norm_lower", "norm_upper"]
+        useless = self.intervals[bounds].set_axis(["lower", "upper"], axis=1).apply(says_nothing, axis=1, unit="norm")
+        shown = self.intervals.assign(**{name: self.intervals[name].mask(useless) for name in bounds})
+        if self._too_few:
+            shown = shown[[name for name in shown if name not in WEIGHTED]]
+        table = shown.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
         parts = [self.sentences(), f"{table}\n{LEGEND}"]
-        if self.gradients is not None:
+        if self.gradients is not None and not self._too_few:
             if self.gradients.plan is not None and self.gradients.plan.way != "whole":
                 parts.append(f"{self.gradients.plan}.")
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
@@ -77,9 +88,17 @@ class Summary:
         """Return the findings as sentences."""
         table = self.intervals
         lines = self._norms(table)
+        if self._too_few:
+            return "\n".join([self._too_few, lines[0]])
         if self.gradients is not None:
             lines += self._sums(table)
         return "\n".join(lines)
+
+    @property
+    def _too_few(self) -> str:
+        """The headline where there is a gradient, of too few prompts; else ""."""
+        has = self.gradients is not None and bool(_rows(self.intervals, "gradient_share"))
+        return self.supply.too_few if has and self.supply is not None else ""
 
     def theory_words(self) -> str:
         """Report how Prop. 4.2 and powers of 1−π fit these tokens; "" if there is nothing to report."""
@@ -102,10 +121,9 @@ class Summary:
         low, high = table.iloc[0], table.iloc[-1]
         lines = [f"{int(table['measured'].sum()):,} of {int(table['tokens'].sum()):,} response tokens were measured."]
         if np.isfinite(low["mean_norm"]) and high["mean_norm"] > 0:
-            ratio, norms = (
-                low["mean_norm"] / high["mean_norm"],
-                f"{low['mean_norm']:.3g} against {high['mean_norm']:.3g}",
-            )
+            ends = {"mean_norm": "value", "norm_lower": "lower", "norm_upper": "upper"}
+            ratio = low["mean_norm"] / high["mean_norm"]
+            norms = " against ".join(norm_words(row[list(ends)].rename(ends)) for row in (low, high))
             lines.append(
                 f"Per token: one with π < ¼ has {ratio:.1f} times the gradient norm of one with π ≥ ¾ on average "
                 f"({norms}, {self.parameters}, unweighted)."
@@ -163,14 +181,16 @@ def summarize_measurement(
     *,
     contexts: int = 0,
     resources: Resources | None = None,
+    verdict_minutes: float | None = None,
 ) -> Summary:
     """Compute the summed gradients, which the table lacks, and collect everything for the summary.
 
     table: from `measure(policy, batch, settings)`, at the batch's temperatures. contexts: number of tokens at whose
     contexts to compute the constants of Eq. 3 (`layer_constants`, whose time grows fast with model and context).
     resources: for the summed gradients; with a deadline, they cover the prompts that are summed by then.
+    verdict_minutes: the time limit that would give a verdict, if a shorter one left prompts out.
     """
-    whole = len(batch.group_ids[batch.response_mask.any(1)].unique())
+    supply = supply_of(table, batch, verdict_minutes)
     resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
     over, gradients = policy.parameters_in_words, None
     if table["weight"].notna().all():
@@ -188,7 +208,7 @@ def summarize_measurement(
         theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
     except InputError:  # too few measured tokens for a fit; the rest of the summary is valid
         theory = None
-    return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, over, whole)
+    return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, over, supply.of_prompts, supply)
 
 
 def add_constants(
@@ -286,6 +306,7 @@ def add_summary(
                 held.enter_context(folder.writing())
                 folder.stage()
         asked = {"contexts": contexts if processes.is_main else 0, "resources": resources}
+        asked["verdict_minutes"] = folder.manifest.get("verdict_minutes")
         summary = summarize_measurement(policy, batch, table, settings, **asked)
         if not processes.is_main:
             return

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp, inf, isnan, nan
+from math import ceil, exp, inf, isnan, nan
 
 import pandas as pd
 
 from gradscope.diagnosis.format import (
     name_interval,
+    norm_words,
     number_words,
     percent,
+    says_nothing,
     share_words,
     step_words,
     times,
@@ -30,6 +32,7 @@ from gradscope.diagnosis.tokens import energy_factors, scaled_squares, total_squ
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, PARAMETERS, sampling_probabilities
 from gradscope.objective import off_policy_sentence
+from gradscope.resampling import Supply
 from gradscope.runs import counted, digits
 
 CERTAIN = 0.95
@@ -40,20 +43,27 @@ CONCENTRATED = 0.25
 """Share of the gradient energy above which a single prompt is mentioned."""
 NAMED = 5
 """Number of the largest tokens to name."""
-VACUOUS = 0.9
-"""Width of a share's interval from which on it says nothing of the share."""
 PULLING = 0.01
 """Share of the gradient energy above which the KL penalty's is mentioned."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 
 
+Maker = Callable[[Diagnosis], list[Finding]]
+
+
 @checked
 def findings(diagnosis: Diagnosis) -> Findings:
-    """Return the findings, most informative first; parts that were not computed have none."""
-    makers: tuple[Callable[[Diagnosis], list[Finding]], ...] = (
+    """Return the findings, most informative first; parts that were not computed have none.
+
+    Where too few prompts have a gradient, nothing is said of shares, sums and steps.
+    """
+    makers: tuple[Maker, ...] = (
         _dominance, _concentration, _added, _norms, _summed, _signal, influence_words, direction_words,
         _where, _driver, _spikes, _pull, _mismatch, lag_words, bound_words,
     )  # fmt: skip
+    if diagnosis.supply.too_few:
+        judged: tuple[Maker, ...] = (_concentration, _added, _summed, _signal, influence_words, direction_words, _where)
+        makers = tuple(make for make in makers if make not in judged)
     return Findings(finding for make in makers for finding in make(diagnosis))
 
 
@@ -73,8 +83,6 @@ def lack_words(d: Diagnosis | Shares, row: pd.Series) -> str:
     """Say why a number has no interval, and what would give one; "" if it has one."""
     if not isnan(row["lower"]):
         return ""
-    if d.num_informative_prompts < VERDICT_PROMPTS:
-        return f"{d.few_prompts} for an interval, which needs {VERDICT_PROMPTS}"
     if row["lacks"] == "prompts":
         return f"tokens of fewer than {row['wanted']} prompts give no interval"
     if row["lacks"] == "tokens":
@@ -94,6 +102,8 @@ def _dominance(d: Diagnosis) -> list[Finding]:
     if index is None:
         why = "some weights are unknown" if d.table["weight"].isna().any() else "every weight is 0"
         return [Finding("dominance_raw", Verdict.UNKNOWN, f"Dominance is unknown: {why}.", " ".join(d.notes))]
+    if d.supply.too_few:
+        return [dominance_words(d, "raw", ENERGY["raw"])]
     if not tokens["n"]:
         words = f"No token has {name_interval(low)}, so nothing can dominate."
         return [Finding("dominance_raw", Verdict.UNKNOWN, words)]
@@ -121,6 +131,8 @@ def _concentration(d: Diagnosis) -> list[Finding]:
 def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
     """Judge whether tokens of the lowest interval dominate; energy: what the shares of `metric` are shares of."""
     low = d.labels[0]
+    if few := d.supply.too_few:
+        return Finding(f"dominance_{metric}", Verdict.UNDECIDED, few)
     tokens, index, share = (
         d.pick(*key, low) for key in (("token_share", "none"), ("dominance_index", metric), ("squared_share", metric))
     )
@@ -146,8 +158,10 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
         words = f"It is unknown how much of the {energy} {they} account for."
         return Finding(kind, Verdict.UNKNOWN, words)
     detail = f"Share of the {energy} of the other intervals: {name_shares(d, 'squared_share', metric)}."
+    if index["lacks"] == "tokens":
+        return Finding(kind, Verdict.UNDECIDED, _too_few_tokens(d, index, they))
     if why := lack_words(d, index):
-        return Finding(kind, Verdict.UNDECIDED, f"T{they[1:]} {are}; {why}.", detail)
+        return Finding(kind, Verdict.UNDECIDED, f"It is undecided how much of the {energy} {they} account for: {why}.")
     verdict = compare(index, write=times)
     if verdict is Verdict.UNDECIDED and says_nothing(share):
         words = f"How much of the {energy} {they} account for cannot be told from this batch"
@@ -161,9 +175,15 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
     return Finding(kind, verdict, words, detail)
 
 
-def says_nothing(share: pd.Series) -> bool:
-    """Return whether a share's interval holds almost every share that there can be."""
-    return share["upper"] - share["lower"] >= VACUOUS
+def _too_few_tokens(d: Diagnosis | Shares, index: pd.Series, they: str) -> str:
+    """Return the headline where prompts suffice, but not the measured tokens."""
+    have = f"{index['n']:,} {they} were measured, and a verdict needs about {index['wanted']:,}"
+    return f"Too few tokens to say: {have}. {more_tokens(d.supply)}"
+
+
+def more_tokens(supply: Supply) -> str:
+    """Say what would give more measured tokens."""
+    return "Measure more of them." if supply.minutes is None else f"Give {ceil(supply.minutes)} minutes or more."
 
 
 def _why_vacuous(d: Diagnosis | Shares, metric: str) -> str:
@@ -242,7 +262,7 @@ def _norms(d: Diagnosis) -> list[Finding]:
     if PARAMETERS not in ratios:
         return []
     rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
-    low, top = (number_words(row, 3) for _, row in rows.iterrows())
+    low, top = (norm_words(row) for _, row in rows.iterrows())
     statement = (
         f"Unweighted, the gradient norm of a token with {name_interval(d.labels[0])} is "
         f"{digits(ratios[PARAMETERS])} times that of one with {name_interval(d.labels[-1])} on average: "
@@ -264,9 +284,14 @@ def _summed(d: Diagnosis) -> list[Finding]:
         tokens = d.pick("token_share", "none", low)
         if share is None or isnan(share["value"]) or isnan(tokens["value"]):
             continue
-        they = f"Tokens with {name_interval(low)}"
+        they, fewer = f"Tokens with {name_interval(low)}", d.sums_prompts not in (None, d.num_prompts)
+        if isnan(share["lower"]) and share["lacks"] == "prompts" and fewer:
+            few = f"Too few prompts to say whose the {words} is: {d.summed_prompts} were summed."
+            found.append(Finding(f"summed_{metric}", Verdict.UNDECIDED, few))
+            continue
         of = f"of the {words}{'' if d.sums_prompts in (None, d.of_prompts) else f' of {d.summed_prompts}'}"
-        statement = f"{they}, {share_words(tokens)} of the tokens, account for {share_words(share)} {of}"
+        whose = f" of {counted(d.num_prompts, 'prompt')}" if fewer else ""
+        statement = f"{they}, {share_words(tokens)} of the tokens{whose}, account for {share_words(share)} {of}"
         brief = f"{they} account for {share_words(share)} {of}"
         detail = (
             f"Share ⟨G_a, G⟩/‖G‖² of the other intervals: {name_shares(d, 'gradient_share', metric)}. Cosine of "
@@ -283,7 +308,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
             brief = f"{they} have {which} {of} than of the tokens."
             if which is None:
                 brief = f"Whether {they[0].lower()}{they[1:]} have a larger share {of} than of the tokens is undecided"
-                brief += f": {why}." if why and d.num_informative_prompts >= VERDICT_PROMPTS else "."
+                brief += f": {why}." if why else "."
         found.append(Finding(f"summed_{metric}", verdict, f"{statement}{end}", detail, tone, brief))
     return found
 
@@ -299,7 +324,8 @@ def _signal(d: Diagnosis) -> list[Finding]:
     clear = [name for name, row in known if compare(row) is Verdict.MORE]
     names, low = ", ".join(map(_group, clear)), d.labels[0]
     if not clear:
-        words = "No interval's summed gradient is distinguishable from noise: other prompts may give another."
+        words = f"{d.summed_prompts[:1].upper()}{d.summed_prompts[1:]} are too few to separate any interval's summed "
+        words += "gradient from noise."
         return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn")]
     statement = f"The summed gradient has detectable signal in: {names}"
     missing = low not in clear and low in dict(known)
@@ -318,8 +344,14 @@ def influence_words(d: Diagnosis) -> list[Finding]:
     share, own = d.pick("low_to_high_share", "none", top), d.pick("high_to_high_share", "none", top)
     if share is None or isnan(share["value"]):
         return []
+    step = f"In one {step_words(d)} step, to first order,"
+    if says_nothing(share):
+        words = (
+            f"{step} it cannot be told how much tokens with {name_interval(low)} move those with {name_interval(top)}."
+        )
+        return [Finding("influence", Verdict.UNDECIDED, words)]
     statement = (
-        f"In one {step_words(d)} step, to first order, tokens with {name_interval(low)} account for "
+        f"{step} tokens with {name_interval(low)} account for "
         f"{share_words(share)} of the movement of tokens with {name_interval(top)}."
     )
     if compare(share) is Verdict.LESS:
@@ -452,17 +484,23 @@ def _spikes(d: Diagnosis) -> list[Finding]:
 
 def _split_rewards(spikes: pd.DataFrame) -> str:
     """Say how many of these tokens are raised in responses with some but not all parts of the reward; "": none."""
-    parts = spikes[[name for name in spikes if name.startswith(REWARD_PART)]]
-    has = parts.gt(0).set_axis([name.removeprefix(REWARD_PART) for name in parts], axis=1)
-    lacks = parts.le(0).set_axis(has.columns, axis=1).mul((spikes["weight"] > 0) & has.any(axis=1), axis=0)
+    lacks = reward_conflicts(spikes)
     if not lacks.to_numpy().any():
         return ""
     name = lacks.sum().idxmax()
-    others = [other for other in has if has.loc[lacks[name], other].any()]
+    others = [other for other in lacks if (spikes.loc[lacks[name], f"{REWARD_PART}{other}"] > 0).any()]
     count = int(lacks[name].sum())
     are = "is raised in a response" if count == 1 else "are raised in responses"
     earned = f"whose {name} is 0 or less but whose {' or '.join(others)} is positive"
     return f" Of the {len(spikes)} largest, {count} {are} {earned}."
+
+
+def reward_conflicts(spikes: pd.DataFrame) -> pd.DataFrame:
+    """Return, by part of the reward, which tokens are raised in responses that lack it but have another part."""
+    parts = spikes[[name for name in spikes if name.startswith(REWARD_PART)]]
+    parts = parts.rename(columns=lambda name: name.removeprefix(REWARD_PART))
+    raised = (spikes["weight"] > 0) & parts.gt(0).any(axis=1)
+    return parts.le(0).mul(raised, axis=0).astype(bool)
 
 
 def _spike_words(spike: pd.Series) -> str:

@@ -49,7 +49,7 @@ from gradscope.gradients.sample import (
     token_sizes,
     weighted_quantiles,
 )
-from gradscope.gradients.settings import MeasureSettings, check_settings, settle_minutes
+from gradscope.gradients.settings import DEFAULT_MINUTES, MeasureSettings, check_settings, settle_minutes
 from gradscope.gradients.shared_minutes import AFTER
 from gradscope.gradients.sketches import Sketcher
 from gradscope.gradients.table import TableMeasurement
@@ -57,14 +57,15 @@ from gradscope.gradients.timed_rounds import Stopwatch, describe_seconds
 from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [
-    "ADAMW", "AFTER", "BACKWARD", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS", "SAMPLING_PROBABILITY", "TABLE",
-    "ContradictionWarning", "Contributions", "Derivative", "Gram", "GroupSignals", "Hooks", "IntervalGradients",
-    "MeasureSettings", "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan",
-    "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products",
-    "capture_activations", "capture_gradients", "check_engine", "check_settings", "describe_reread", "describe_seconds",
-    "fill_table", "first_tensor", "forward_flops", "forward_hooks", "gradient_flops", "inner_products",
-    "interval_gradients", "interval_gradients_over", "largest_share", "latest_end", "measure", "measure_folder",
-    "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums", "read_table", "refuse_infinite_weights",
-    "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities", "sampling_weights", "settle_minutes",
-    "stands_for", "statistics_of", "sum_intervals", "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "ADAMW", "AFTER", "BACKWARD", "DEFAULT_MINUTES", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
+    "SAMPLING_PROBABILITY", "TABLE", "ContradictionWarning", "Contributions", "Derivative", "Gram", "GroupSignals",
+    "Hooks", "IntervalGradients", "MeasureSettings", "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher",
+    "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors",
+    "Way", "block_products", "capture_activations", "capture_gradients", "check_engine", "check_settings",
+    "describe_reread", "describe_seconds", "fill_table", "first_tensor", "forward_flops", "forward_hooks",
+    "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over", "largest_share", "latest_end",
+    "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums", "read_table",
+    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
+    "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals", "token_sizes",
+    "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

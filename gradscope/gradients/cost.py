@@ -38,7 +38,7 @@ from gradscope.gradients.gram import SumsPlan
 from gradscope.gradients.graph_memory import norms_bytes
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.settings import MeasureSettings, check_settings, settle_sample
+from gradscope.gradients.settings import MeasureSettings, check_settings, settle_minutes, settle_sample
 from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seconds
 from gradscope.gradients.table import TableMeasurement
 from gradscope.gradients.timed_rounds import describe_seconds
@@ -404,6 +404,7 @@ def plan_batch(
         speed = Speed(f"a machine of {speed:.3g} FLOP/s", speed, speed)
     ids = batch.group_ids[batch.response_mask.any(1)].unique()
     prompts = len(ids)
+    settings = settle_minutes(settings, policy, policy.device.type)
     settings = settle_sample(settings, batch.num_tokens, num_prompts=prompts)
     rules, shape = follows_rules(policy), ModelShape.of(policy.model)
     size = sum(p.nbytes for p in policy.model.parameters())

@@ -11,6 +11,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Any, Protocol, Unpack, runtime_checkable
 
@@ -25,19 +27,23 @@ from gradscope.gradients.columns import LOGITS, PARAMETERS
 from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
-from gradscope.gradients.settings import BUDGET, EACH_PROMPT, MeasureKeywords, MeasureSettings
+from gradscope.gradients.settings import BUDGET, DEFAULT_MINUTES, EACH_PROMPT, MeasureKeywords, MeasureSettings
 from gradscope.gradients.table import TableMeasurement, join_responses
 from gradscope.gradients.timed_rounds import Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
+from gradscope.resampling import FEWEST
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
 from gradscope.runs import RunFolder, counted, write_parquet_parts
 
 Number = int | float
 
 TABLE = "tokens.parquet"
-SUMMARIZED = ("response", "group", "interval", "weight", "log_one_minus_prob", LOGITS, SAMPLING_PROBABILITY, PARAMETERS)
+SUMMARIZED = (
+    *("response", "group", "interval", "advantage", "weight", "log_one_minus_prob"),
+    *(LOGITS, SAMPLING_PROBABILITY, PARAMETERS),
+)
 """Columns that the manifest summarizes."""
 CHOICE = 0
 """Number of the part that records, under a time limit, how many prompts are used and the seconds spent so far."""
@@ -244,7 +250,7 @@ def measure_into(
                         choice = {"prompts": [measurement.num_prompts], "spent": [measurement.watch.seconds()]}
                         folder.write_part(CHOICE, pd.DataFrame(choice))
 
-        measurement.when_chosen = begin
+        measurement.when_chosen, measurement.when_short = begin, partial(_warn_of_minutes, measurement, hooks.tell)
         try:
             held.enter_context(measurement)
         except Exception:  # a refused measurement leaves nothing behind
@@ -280,10 +286,16 @@ def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Calla
         "--tokens-per-interval none measures them all",
     )
     if settings.minutes is not None:
-        whole = " (--minutes none takes all)" if asked.minutes is None else ""
+        limit = " (--minutes none: no limit)" if asked.minutes == DEFAULT_MINUTES else ""
+        part = (
+            f"all {tokens:,} of their tokens within"
+            if measurement.at_once
+            else f"as many of their {tokens:,} tokens as"
+        )
+        allow = "minutes" if measurement.at_once else "minutes allow"
         tell(
-            f"using {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, and as large a sample of their "
-            f"{tokens:,} tokens as {settings.minutes:g} minutes allow, loading included{whole}"
+            f"using {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, and {part} "
+            f"{settings.minutes:g} {allow}, loading included{limit}"
         )
     if settings.fast:
         tell(describe_speedup(measurement.meter.speedup))
@@ -301,6 +313,17 @@ def describe_speedup(speedup: float) -> str:
     """
     words = f"fast: rounded products are {speedup:.1f} times as fast as exact ones here".replace(" 0.", " .")
     return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
+
+
+def _warn_of_minutes(
+    measurement: TableMeasurement, tell: Callable[[str], None], minutes: float, prompts: int
+) -> None:
+    """Say before anything slow that the time limit is too short, and which one would do."""
+    few = f"{measurement.settings.minutes:g} minutes are too few"
+    if prompts < FEWEST:
+        tell(f"{few} even for {counted(prompts, 'prompt')}, so this will take longer: about {ceil(minutes)}")
+    else:
+        tell(f"{few} for a verdict, for which {prompts} prompts must be looked at: give about {ceil(minutes)}")
 
 
 def _take_up(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
@@ -348,11 +371,6 @@ def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) ->
 def _fill_rounds(measurement: TableMeasurement, parts: Parts, hooks: Hooks, rounds: list[Round]) -> list[Round]:
     """Measure the remaining rounds, write each as it ends, and return all."""
     processes = measurement.processes
-    if measurement.least is not None and processes.is_main:
-        hooks.tell(
-            f"{measurement.settings.minutes:g} minutes are too few for loading, timing a few responses and the minimum "
-            f"of prompts, so this will take longer; give {measurement.least:.2g} or more"
-        )
     for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
         if processes.is_main:
             parts.write_part(1 + len(rounds), done.to_part())
@@ -382,6 +400,7 @@ def _manifest(
         },
         "logged": list(measurement.notes),
         "prompts": {"looked_at": int(table["group"].nunique()), "of": measurement.all_prompts},
+        "verdict_minutes": measurement.verdict_minutes,
         "tokens": len(table),
         "tokens_measured": int(table[PARAMETERS].notna().sum()),
     }
@@ -405,7 +424,7 @@ def _describe_sample(
     else:
         each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
         times = {"preparing": measurement.watch.seconds() - measuring, "measuring": measuring}
-        why = "minutes" if asked.minutes is not None else "minutes, the default of a large policy"
+        why = "minutes, the default of a large policy" if asked.minutes == DEFAULT_MINUTES else "minutes"
     sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
     if times is not None:
         told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 TOKENS = 4
 """Tokens with a backward pass."""
+PASSES = 4.0
+"""Forward passes over its response that measuring one token takes, at a glance; together, tokens take fewer."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,24 @@ class Pilot:
     """The Jacobian of the first prompt's responses."""
     statistics: BatchStatistics
     prices: Prices
+
+
+def glance(
+    J: TokenJacobian, edges: Sequence[float], follows: SumsPlan | None, *, passes: float | None = None
+) -> Prices:
+    """Estimate the prices within seconds, from two forward passes over a response of median length.
+
+    The first pass includes one-off preparations. Arguments as in `run_pilot`.
+    """
+    lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
+    rows = kept.nonzero()[:, 0]
+    one = J.select(rows[lengths[rows].argsort()[[len(rows) // 2]]])
+    (_, first), (_, second) = (_time(lambda: one.moved().statistics) for _ in range(2))
+    position = min(first, second) / float(one.batch.attention_mask.sum())
+    prompt = position * float(lengths[kept].sum()) / len(J.prompts)
+    token = PASSES * position * float(lengths[kept].double().mean())
+    after = 0.0 if follows is None else max(follows.forward_passes, passes or 0.0)
+    return Prices(prompt, (len(edges) - 1) * token, after * prompt, token * J.num_tokens / len(J.prompts))
 
 
 def run_pilot(
@@ -65,12 +85,14 @@ def run_pilot(
     reach = np.mean([int(own[-1]) for own in ends])
     # In a small sample each token has its own response, and needs a forward pass over it.
     one = float(torch.cat(ends).double().mean()) + POSITION_COST * reach
-    measuring *= (len(edges) - 1) * one / known.backward_cost(picked)
+    rate = measuring / known.backward_cost(picked)
+    measuring = (len(edges) - 1) * one * rate
+    joint = rate * sum(float(own.sum()) + POSITION_COST * int(own[-1]) for own in ends) / len(order)
     summing = 0.0
     if follows is not None:
         more = 0.0 if passes is None else max(0.0, passes - follows.forward_passes)
         summing = _time_sums(J, order, follows, scoring) + more * scoring * a_prompt
-    return Pilot(few, known, Prices(scoring * a_prompt, measuring, summing))
+    return Pilot(few, known, Prices(scoring * a_prompt, measuring, summing, joint))
 
 
 def _time_sums(J: TokenJacobian, order: Int[Tensor, " n"], follows: SumsPlan, scoring: float) -> float:

@@ -25,6 +25,8 @@ ENOUGH, EACH_PROMPT = 500, 25
 prompt add 4 % to the variance of a share, 2 % to the width of its interval."""
 MINUTES = 10
 """Default time limit for a large policy, in minutes."""
+DEFAULT_MINUTES: Literal["default"] = "default"
+"""Value of minutes that `settle_minutes` replaces: MINUTES for a large policy, else none."""
 CHOSEN_HERE = (None, "auto", "enough")
 """Values of tokens_per_interval other than numbers."""
 LARGE = {"cpu": 10**8, "gpu": 3 * 10**9}
@@ -41,9 +43,10 @@ class MeasureSettings:
     """Measure a seeded random sample with this many tokens per probability interval. None: every token; auto: every
     token up to 50,000, else 12,500 per interval; enough: 25 per prompt, between 500 and 12,500. Other tokens keep their
     rows, with NaN in the columns that need a backward pass."""
-    minutes: Number | None = None
+    minutes: Number | Literal["default"] | None = None
     """Take about this many minutes, including loading and everything after the table, for as many prompts and tokens
-    as fit; other prompts have no rows in the table. Excludes a number of tokens per interval."""
+    as fit; other prompts have no rows in the table. Excludes a number of tokens per interval. None: no limit; default:
+    10 minutes for a large policy."""
     sample: Design = "proportional"
     """How to draw the sample. proportional: probabilities grow with |w|·‖e − π‖ and ‖e − π‖, which are known for every
     token, and each measured token is weighted by 1 / its probability; stratified: equal probabilities within each
@@ -73,7 +76,7 @@ class MeasureKeywords(TypedDict, total=False):
 
     temperature: Number | None
     tokens_per_interval: int | Literal["auto", "enough"] | None
-    minutes: Number | None
+    minutes: Number | Literal["default"] | None
     sample: Design
     loss: LossSettings
     advantage_eps: Number
@@ -105,7 +108,7 @@ def check_settings(settings: MeasureSettings) -> None:
 def _check_minutes(settings: MeasureSettings) -> None:
     if settings.sample not in get_args(Design):
         raise InputError(f"sample is {settings.sample!r}; known are {' and '.join(get_args(Design))}; give one of them")
-    if settings.minutes is None:
+    if settings.minutes in (None, DEFAULT_MINUTES):
         return
     if not 0 < settings.minutes < inf:
         raise InputError(f"minutes is {settings.minutes}; give a finite number above 0")
@@ -134,13 +137,13 @@ def settle_sample(
 
 
 def settle_minutes(settings: MeasureSettings, policy: Policy, device: str) -> MeasureSettings:
-    """Set minutes to MINUTES if the policy has more than LARGE parameters and no number of tokens is given."""
-    chosen = settings.tokens_per_interval in ("auto", "enough")
-    if not chosen or settings.minutes is not None:
+    """Replace the default minutes: by MINUTES for more than LARGE parameters if no number of tokens is given."""
+    if settings.minutes != DEFAULT_MINUTES:
         return settings
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     large = parameters > LARGE["cpu" if device == "cpu" else "gpu"]
-    return replace(settings, minutes=MINUTES) if large else settings
+    limited = large and settings.tokens_per_interval in ("auto", "enough")
+    return replace(settings, minutes=MINUTES if limited else None)
 
 
 def settle_batch(settings: MeasureSettings, batch: TokenBatch) -> TokenBatch:

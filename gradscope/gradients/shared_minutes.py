@@ -9,7 +9,7 @@ summed gradient has 1/s from s prompts with summed gradients. The total is small
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 
 from gradscope.resampling import FEWEST
 
@@ -35,6 +35,16 @@ class Prices:
     """Measuring one token of each interval."""
     summing: float
     """Summing a prompt's gradients, on average."""
+    joint: float = inf
+    """Measuring all tokens of a prompt together, on average; infinity: unknown."""
+
+    def of_verdict(self, prompts: int) -> float:
+        """Return the seconds that a verdict takes, if so many prompts must be looked at for it."""
+        return prompts * (self.scoring + self.summing) + ENOUGH * self.measuring
+
+    def of_all(self, prompts: int) -> float:
+        """Return the seconds of all tokens of so many prompts, and of their sums."""
+        return prompts * (self.scoring + self.joint + self.summing)
 
 
 @dataclass(frozen=True)
@@ -50,23 +60,31 @@ class Shares:
 
 
 def share_seconds(
-    seconds: float, prices: Prices, *, prompts: int, tokens: int, summable: int | None = None, least: int = 1
+    seconds: float,
+    prices: Prices,
+    *,
+    prompts: int,
+    tokens: int,
+    summable: int | None = None,
+    least: int = 1,
+    fewest: int = FEWEST,
 ) -> Shares:
     """Divide the seconds so that the sum of the three variances is smallest.
 
-    FEWEST prompts scored, ENOUGH tokens measured and FEWEST prompts summed come first. If these exceed the time, only
-    one prompt is summed, since a share from fewer than FEWEST has no interval; if they still do, nothing comes first.
+    The fewest prompts scored, ENOUGH tokens measured and the fewest prompts summed come first. If these exceed the
+    time, only one prompt is summed, since a share from fewer has no interval; if they still do, nothing comes first.
 
     Args:
         prompts: number of prompts.
         tokens: largest possible number of tokens in an interval.
         summable: prompts whose gradients fit into memory; None: all.
         least: prompts that are summed however long it takes; if more than one, sums come before tokens.
+        fewest: prompts that a verdict needs: `FEWEST` with a gradient, and those drawn before them without one.
 
     >>> share_seconds(300.0, Prices(scoring=2.0, measuring=1.5, summing=20.0), prompts=16, tokens=4000)
     Shares(scored=16, measured=98, summed=6)
     """
-    fewest, most = min(FEWEST, prompts), prompts if summable is None else min(summable, prompts)
+    fewest, most = min(fewest, prompts), prompts if summable is None else min(summable, prompts)
     least = min(least, most)
     enough = 1 if least > 1 else min(ENOUGH, tokens)
     apart = {

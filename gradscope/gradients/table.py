@@ -35,7 +35,7 @@ from gradscope.gradients.forward_mode import BACKWARD
 from gradscope.gradients.gram import SumsPlan
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import note_logged
-from gradscope.gradients.pilot import run_pilot
+from gradscope.gradients.pilot import glance, run_pilot
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.settings import (
@@ -44,6 +44,7 @@ from gradscope.gradients.settings import (
     fast_precision,
     no_fast_mode,
     settle_batch,
+    settle_minutes,
     settle_sample,
 )
 from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seconds
@@ -51,12 +52,13 @@ from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.gradients.timed_rounds import Stopwatch
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, module_groups, square_norm
-from gradscope.rollouts import Note, TokenBatch
+from gradscope.resampling import FEWEST
+from gradscope.rollouts import Note, TokenBatch, own_first, served_prompts
 from gradscope.runs import track
 
 Number = int | float
-WORTHWHILE = 3
-"""Least ratio of the time limit to the time for loading and the pilot."""
+MARGIN = 1.2
+"""Factor on the time that a verdict is estimated to take."""
 GRADIENT_RESPONSES = 4
 """Responses per forward pass for the whole batch's gradient."""
 
@@ -84,10 +86,11 @@ class TableMeasurement:
     ) -> None:
         check_settings(settings)
         self.policy, self.edges, self.processes = policy, [float(e) for e in edges], resources.processes
+        limited = settle_minutes(settings, policy, policy.device.type)
         self.settings = settle_sample(
-            settings, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
+            limited, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
         )
-        """The settings, with "auto" and "enough" resolved."""
+        """The settings, with "auto", "enough" and "default" resolved."""
         self.asked = settings
         self.batch = settle_batch(settings, batch)
         """The batch of the prompts in use, with temperatures and advantages filled in."""
@@ -123,8 +126,13 @@ class TableMeasurement:
         """Called on entering, once the prompts in use are known."""
         self.reserve = 0.0
         """Seconds reserved for everything after the table; set on entering."""
-        self.least: float | None = None
-        """Least sensible time limit in minutes, if fewer are given."""
+        self.at_once = False
+        """Whether all tokens fit into the minutes, and are measured in one round; set on entering."""
+        self.verdict_minutes: float | None = None
+        """Time limit that would give a verdict, if less is given; set on entering. None: it suffices, or none would."""
+        self.when_short: Callable[[float, int], None] = lambda minutes, prompts: None
+        """Called early on entering if the minutes are too few, with the number that would do, and for how many prompts:
+        those of a verdict, or the least if the batch has none."""
 
     @property
     def num_tokens(self) -> int:
@@ -168,9 +176,10 @@ class TableMeasurement:
     def _look_at_prompts(self) -> None:
         """Keep a random subset of the prompts that fits into the minutes, with time left for what follows the table."""
         order = torch.from_numpy(np.random.default_rng([self.settings.seed, 1]).permutation(self.J.prompts.numpy()))
+        order = own_first(self.batch, order)
         with self.processes.together(), self.progress.stage("timing a few responses"):
             mine = [self._share_minutes(order)] if self.processes.is_main else []
-        shares, self.reserve, self.least, self.check = self.processes.gather(mine)[0]
+        shares, self.reserve, self.at_once, self.verdict_minutes, self.check = self.processes.gather(mine)[0]
         if self.num_prompts is None:
             self.num_prompts = shares.scored
         if self.num_prompts < len(order):
@@ -178,26 +187,46 @@ class TableMeasurement:
             self.batch = self.J.batch
         self.when_chosen()
 
-    def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, float | None, SelfCheck | None]:
-        """Return what fits, the seconds kept for later, the least sensible minutes if too few, and a self-check."""
+    def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, bool, float | None, SelfCheck | None]:
+        """Return what fits, the seconds kept for later, whether that is everything, the minutes of a verdict if fewer
+        are given, and a self-check.
+        """
         total, check = 60 * self.settings.minutes, None
         follows = self.follows if self._is_weighted() else None
+        after = AFTER if self.follows is not None else 0.0  # for the page
         asked = (self.settings.loss, self.edges, follows)
+        rough, wanted = glance(self.J.alone(), self.edges, follows, passes=self.passes), self._wanted(order)
+        metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
+        rough = replace(rough, scoring=rough.scoring * (1 + metric))
+        summable = self.follows is None or self.follows.groups >= len(order)
+        left = total - self.watch.seconds() - after
+        if summable and rough.of_all(len(order)) <= left * self.processes.count:  # not worth a pilot
+            reserve = after + rough.summing * len(order) / self.processes.count
+            return Shares(len(order), self.num_tokens, len(order)), reserve, True, None, None
+        fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs the variation between prompts
+        if (needed := rough.of_verdict(wanted or fewest) / self.processes.count) > left:
+            self.when_short(MARGIN * (needed + total - left) / 60, wanted or fewest)
         pilot = run_pilot(self.J.alone(), order, *asked, passes=self.passes)
         if self.settings.self_check and self._optimizer_state is None:  # AdamW's metric is not known yet
             check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
         spent, each = self.watch.seconds(), self.processes.count
-        after = AFTER if self.follows is not None else 0.0  # for the page
-        metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
         prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
         prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
-        fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs the variation between prompts
         most = {"tokens": self.num_tokens, "summable": None if self.follows is None else self.follows.groups}
-        shares = share_seconds(total - spent - after, prices, prompts=len(order), **most, least=fewest)
-        reserve = after + prices.summing * shares.summed
-        some = fewest * (prices.scoring + prices.summing) + prices.measuring  # with a token of each interval
-        least = max(WORTHWHILE * (spent - self.watch.earlier), spent + after + some)
-        return shares, reserve, least / 60 if total < least else None, check
+        left = total - spent - after
+        if summable and prices.of_all(len(order)) <= left:
+            shares = Shares(len(order), self.num_tokens, len(order))
+            return shares, after + prices.summing * len(order), True, None, check
+        least = {"least": fewest} if wanted is None else {"least": fewest, "fewest": wanted}
+        shares = share_seconds(left, prices, prompts=len(order), **most, **least)
+        needed = 0.0 if wanted is None else prices.of_verdict(wanted)
+        verdict = None if needed <= left else MARGIN * (needed + total - left) / 60
+        return shares, after + prices.summing * shares.summed, False, verdict, check
+
+    def _wanted(self, order: Int[Tensor, " n"]) -> int | None:
+        """Return how many prompts, in this order, hold as many with a gradient as a verdict needs; None: all do not."""
+        served = torch.isin(order, served_prompts(self.whole)).cumsum(0)
+        return int((served < FEWEST).sum()) + 1 if len(served) and served[-1] >= FEWEST else None
 
     def _is_weighted(self) -> bool:
         """Return whether any token can have a weight, by advantage or KL; otherwise there is nothing to sum."""

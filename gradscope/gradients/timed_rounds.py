@@ -1,10 +1,11 @@
 """A token table under a time limit: rounds of measuring, sized by the speed of earlier rounds.
 
-A first round of PILOT tokens per interval finds the seconds per unit of cost. A unit is one position that a backward
-pass carries for one token; a sequence's forward pass, head and factors count as in `engine.chunks`. Each further round
-takes at most a fraction STEP of the remaining time and grows the sample by at most a factor GROWTH, so that a bad
-estimate is corrected by the next round. There is no further round once less than a fraction ENOUGH of the measuring
-time is left. Each sample contains the earlier ones (`sample`), so no token is measured twice and none is dropped.
+If everything fits, one round measures it. Else a first round of PILOT tokens per interval finds the seconds per unit of
+cost. A unit is one position that a backward pass carries for one token; a sequence's forward pass, head and factors
+count as in `engine.chunks`. Each further round takes at most a fraction STEP of the remaining time and grows the sample
+by at most a factor GROWTH, so that a bad estimate is corrected by the next round. There is no further round once less
+than a fraction ENOUGH of the measuring time is left. Each sample contains the earlier ones (`sample`), so no token is
+measured twice and none is dropped.
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class GrowingMeasurement(Protocol):
     processes: Processes
     sample: TokenSample
     reserve: float
+    at_once: bool
 
     def measure_more(self, previous: int, each: int) -> pd.DataFrame: ...
 
@@ -128,7 +130,7 @@ def _next_size(measurement: GrowingMeasurement, rounds: Sequence[Round], seconds
     """Return the tokens per interval after the next round; None to stop. seconds: elapsed."""
     largest, total = measurement.sample.largest, 60 * measurement.settings.minutes
     if not rounds:
-        return min(PILOT, largest)
+        return largest if measurement.at_once else min(PILOT, largest)
     sizes = [0, *(done.each for done in rounds)]
     previous, left = sizes[-1], total - seconds
     if previous >= largest or left < ENOUGH * (left + sum(done.seconds for done in rounds)):

@@ -1,6 +1,7 @@
 """Rollouts: `TokenBatch` and its alignment rule, and readers of rollout files, one per trainer in `formats`."""
 
 from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
+from gradscope.rollouts.caveats import count_served, own_first, own_responses, served_prompts
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, select_checkpoint_step
 from gradscope.rollouts.files import LOSS_KEY, list_files, rollouts_hash
@@ -21,6 +22,7 @@ from gradscope.rollouts.reading import (
 
 __all__ = [
     "LARGEST", "LOSS_KEY", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "Step",
-    "TokenBatch", "check_batch", "collate", "list_files", "list_steps", "read_checkpoint_dump", "read_dump",
-    "read_inputs", "read_logged", "read_rollouts", "rollouts_hash", "select_checkpoint_step", "write_rollouts",
+    "TokenBatch", "check_batch", "collate", "count_served", "list_files", "list_steps", "own_first", "own_responses",
+    "read_checkpoint_dump", "read_dump", "read_inputs", "read_logged", "read_rollouts", "rollouts_hash",
+    "select_checkpoint_step", "served_prompts", "write_rollouts",
 ]  # fmt: skip

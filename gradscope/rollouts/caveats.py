@@ -60,6 +60,30 @@ def find_caveats(
 
 def count_served(batch: TokenBatch) -> int:
     """Count the prompts with a nonzero advantage; all of them if advantages are unknown."""
+    return len(served_prompts(batch))
+
+
+def own_responses(batch: TokenBatch) -> Bool[Tensor, " B"] | None:
+    """Return which responses the checkpoint itself sampled, as far as reading them told; None: unknown.
+
+    Earlier steps may have been added to its own, which is then the last (`read_checkpoint_dump`).
+    """
+    kinds = {note.kind for note in batch.notes}
+    if "other-step" in kinds:
+        return torch.zeros(len(batch), dtype=torch.bool)
+    return batch.steps == batch.steps.max() if "pooled" in kinds and batch.steps is not None else None
+
+
+def own_first(batch: TokenBatch, prompts: Int[Tensor, " p"]) -> Int[Tensor, " p"]:
+    """Move the prompts whose responses the checkpoint itself sampled to the front; otherwise the order stays."""
+    own = own_responses(batch)
+    if own is None:
+        return prompts
+    return prompts[torch.isin(prompts, batch.group_ids[own], invert=True).sort(stable=True).indices]
+
+
+def served_prompts(batch: TokenBatch) -> Int[Tensor, " p"]:
+    """Return the prompts with a nonzero advantage; all of them if advantages are unknown."""
     _, group = batch.group_ids.unique(return_inverse=True)
     if batch.advantages is not None:
         has = ((batch.advantages != 0) & batch.response_mask).any(1)
@@ -67,7 +91,7 @@ def count_served(batch: TokenBatch) -> int:
         has = torch.ones(len(batch), dtype=torch.bool)
     else:
         has = ~_is_flat(batch, group)
-    return len(group[has].unique())
+    return batch.group_ids[has & batch.response_mask.any(1)].unique()
 
 
 def _is_flat(batch: TokenBatch, group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
@@ -130,13 +154,9 @@ def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] |
     alone, notes = int(((sizes == 1) & (each > 0)).sum()) if is_dump else 0, []
     if alone:
         words = f"{alone} of {int(group.max()) + 1} groups hold a single response with a nonzero advantage"
-        notes.append(
-            Note(f"{words}: either the trainer used other groups, or {OTHERWISE}", "groups-of-one")
-        )
+        notes.append(Note(f"{words}: either the trainer used other groups, or {OTHERWISE}", "groups-of-one"))
     if beyond:
-        words = (
-            f"advantages of {beyond} of {len(batch)} responses exceed √(n − 1), the bound for normalisation within"
-        )
+        words = f"advantages of {beyond} of {len(batch)} responses exceed √(n − 1), the bound for normalisation within"
         words = f"{words} a group of n: either the trainer used other groups, or {OTHERWISE}"
         notes.append(Note(words, "impossible-advantages"))
     return notes

@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, decide, findings
+from gradscope.diagnosis.advice import advise
 from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.page.first_screen import make_tiles
 from gradscope.diagnosis.plots import plot_dominance
@@ -23,6 +24,7 @@ from gradscope.diagnosis.result import (
 )
 from gradscope.intervals import interval_labels
 from gradscope.plots import drawn_numbers
+from gradscope.resampling import TOO_FEW
 from gradscope.updates import SGD, StepSettings
 
 LABELS = tuple(interval_labels())
@@ -129,6 +131,8 @@ MOMENTUM = MOMENTUM.assign(share_lower=MOMENTUM["share"] - 0.1, share_upper=MOME
 NOTHING = make_rows("token_share", np.full((3, 4), np.nan), [0, 5, 5, 5], unit="share", intervals=LABELS)
 FEW_TOKENS = rows("dominance_index", [0.9, 0.0, 0.0, 0.0], metric="raw", unit="bits", half=np.nan, n=16)
 FEW_TOKENS = FEW_TOKENS.assign(lacks="tokens", wanted=32)
+FEW_SUMMED = rows("gradient_share", [0.6, 0.2, 0.15, 0.05], metric="raw", half=np.nan)
+FEW_SUMMED = FEW_SUMMED.assign(lacks="prompts", wanted=6)
 NO_WEIGHT = {
     "dominance_index": rows("dominance_index", [np.nan, 1.0, 1.0, 1.0], metric="raw", unit="bits"),
     "squared_share": rows("squared_share", [0.0, 0.3, 0.3, 0.4], metric="raw"),
@@ -150,11 +154,17 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     "index above 0": (plant(one_index(0.9, 0.5)), {"dominance_raw": V.DOMINATES}),
     "above 0 by less than is printed": (plant(one_index(0.51, 0.5)), {"dominance_raw": V.UNDECIDED}),
     "few tokens": (plant({"dominance_index": FEW_TOKENS}), {"dominance_raw": V.UNDECIDED}),
+    "an influence whose interval says nothing": (
+        plant({"low_to_high_share": number("low_to_high_share", 0.62, -10.33, 11.58, TOP)}),
+        {"influence": V.UNDECIDED},
+    ),
+    "a summed gradient of few of the prompts": (
+        plant({"gradient_share": FEW_SUMMED}, by_prompt=pd.DataFrame({"group": range(5)})),
+        {"dominance_raw": V.DOMINATES, "summed_raw": V.UNDECIDED},
+    ),
     "one prompt": (plant(one_index(0.9, np.nan), num_prompts=1), {"dominance_raw": V.UNDECIDED}),
     "five prompts": (
-        plant(num_prompts=5),
-        {"dominance_raw": V.UNDECIDED, "summed_raw": V.UNDECIDED, "influence": V.FACT,
-         "direction_positive": V.UNDECIDED},
+        plant(num_prompts=5), {"dominance_raw": V.UNDECIDED},
     ),
     "five prompts with an advantage": (plant(num_informative_prompts=5), {"dominance_raw": V.UNDECIDED}),
     "another interval holds the most": (
@@ -262,6 +272,49 @@ def test_shares_and_indices_are_drawn_as_they_are():
         assert found["upper"].tolist() == expected["upper"].tolist()
     lines = [line.get_ydata() for line in figure.axes[0].lines]
     assert any(list(line) == pytest.approx([50, 30, 15, 5]) for line in lines)
+
+
+@pytest.mark.parametrize("prompts", [1, 3, 5])
+def test_of_too_few_prompts_nothing_is_said_of_shares_but_what_a_verdict_takes(prompts):
+    found = plant(num_prompts=16, num_informative_prompts=prompts, spikes=SPIKES, where=make_where())
+    found = replace(found, of_informative_prompts=prompts)
+    assert findings(found)[0].statement == found.supply.too_few and TOO_FEW in found.supply.too_few
+    judged = {"dominance_raw", "spikes"}
+    assert {finding.kind for finding in findings(found)} == judged
+    assert decide(found, findings(found)) == (found.supply.too_few,)
+    assert not any("%" in tile.value for tile in make_tiles(found))
+    # At the same share of prompts with a gradient, six take this many more.
+    more = -(-16 * 6 // prompts) - 16
+    assert f"about {more} more prompts ({more * 6} responses)" in found.supply.wanted
+    assert advise(found)[0].endswith(found.supply.wanted[1:])
+    # Where a time limit left the others out, minutes do.
+    limited = replace(found, of_informative_prompts=9, of_prompts=40, verdict_minutes=24.2)
+    assert "25 minutes" in decide(limited, findings(limited))[0] and "25 minutes" in advise(limited)[0]
+    assert not plant(num_informative_prompts=6).supply.too_few
+
+
+@pytest.mark.parametrize(("value", "said"), [(0.1, True), (1.0, False), (-1.0, False)])
+def test_where_1_minus_pi_squared_explains_every_share_that_is_said_outright(value, said):
+    added = rows("added_index", [0.1, value, -0.1, 0.0], metric="raw", unit="bits", half=0.3)
+    found = plant({"added_index": added})
+    assert any("(1−π)² alone explains" in words for words in advise(found)) is said
+    wide = plant({"added_index": rows("added_index", [0.1] * 4, metric="raw", unit="bits", half=4.0)})
+    assert not any("(1−π)² alone explains" in words for words in advise(wide))
+
+
+def test_tokens_with_a_reward_conflict_are_what_is_read_next():
+    parts = {"reward.right": [0.0, 1.0], "reward.form": [0.2, 0.2]}
+    found = plant(spikes=SPIKES.assign(weight=[1.0, 1.0], reward=1.0, **parts))
+    assert any("1 token with a reward conflict" in words and "right" in words for words in advise(found))
+    assert not any("conflict" in words for words in advise(plant(spikes=SPIKES)))
+
+
+def test_signal_that_was_not_judged_is_not_called_noise():
+    unknown = rows("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], metric="raw", half=np.nan)
+    said = decide(plant({"signal_fraction": unknown}), findings(plant({"signal_fraction": unknown})))[1]
+    assert "not judged" in said and "noise" not in said
+    judged = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=0.25))
+    assert "noise" in decide(judged, findings(judged))[1]
 
 
 @pytest.mark.parametrize(("large", "said"), [(1.0, False), (4.0, True)])

@@ -11,6 +11,7 @@ import pytest
 from gradscope.diagnosis import make_trend_report
 from gradscope.diagnosis.plots import plot_trend
 from gradscope.diagnosis.result import join_rows, make_rows, one_row
+from gradscope.resampling import TOO_FEW, Supply
 
 LOW = "[0, ¼)"
 
@@ -28,7 +29,6 @@ def checkpoint(step: int, share: tuple[float, float, float]) -> pd.DataFrame:
         ((0.1, 0.05, 0.14), "fell"),
         ((0.3, 0.22, 0.45), "shows no detectable change"),
         ((0.3, 0.251, 0.45), "shows no detectable change"),  # 25 % is printed at both
-        ((0.4, np.nan, np.nan), "is known without intervals"),
     ],
 )
 def test_a_trend_is_told_by_the_intervals_that_are_printed(last, word):
@@ -36,6 +36,17 @@ def test_a_trend_is_told_by_the_intervals_that_are_printed(last, word):
     (finding,) = make_trend_report(trend).page.findings
     assert finding.statement.startswith(f"The share of the tokens with π < ¼ {word}: 20 % [15, 25] at step 10, ")
     assert f"{100 * last[0]:.0f} %" in finding.statement
+
+
+def test_without_an_interval_no_number_is_told_and_too_few_prompts_come_first_with_what_they_need():
+    trend = pd.concat([checkpoint(10, (0.2, 0.15, 0.25)), checkpoint(30, (0.4, np.nan, np.nan))], ignore_index=True)
+    supply = Supply(1, 2, 8, of_informative=9, of_prompts=16, minutes=24.2)
+    trend["too_few"] = np.where(trend["step"] == 30, supply.too_few, "")
+    page = make_trend_report(trend).page
+    first, second = page.findings
+    assert first.statement.startswith(TOO_FEW) and "25 minutes" in first.detail and "step 30" in first.statement
+    assert "%" not in second.statement and "step 30" in second.statement
+    assert "25 minutes" in page.next[0]
 
 
 def test_the_largest_change_is_named_with_its_steps():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -12,11 +14,14 @@ from gradscope.diagnosis import Summary, interval_summary, summarize_measurement
 from gradscope.diagnosis.summary import add_constants
 from gradscope.gradients import MeasureSettings, Resources, interval_gradients, measure
 from gradscope.policy import Policy
+from gradscope.resampling import TOO_FEW, Supply
 from gradscope.rollouts import TokenBatch
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
 LENGTHS = {"lengths": (14, 9, 12, 7, 10, 6)}
+ENOUGH = {"supply": Supply(6, 6)}
+"""As if there were prompts enough for a verdict."""
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +71,8 @@ def test_sums_of_some_prompts_are_said_to_be_of_so_many(policy, batch, table, su
     looked = summarize_measurement(policy, batch, table[table["group"] != whole[0]], MeasureSettings())
     for found, count in ((late, 1), (looked, len(whole) - 1)):
         assert (found.gradients.num_prompts, found.of_prompts) == (count, len(whole))
-        assert f"{count} of this batch's {len(whole)} prompts" in found.sentences()
-    assert "prompts, drawn" not in summary.sentences()
+        assert f"{count} of this batch's {len(whole)} prompts" in replace(found, **ENOUGH).sentences()
+    assert "prompts, drawn" not in replace(summary, **ENOUGH).sentences()
     # By a deadline that is over there is one of them, with the numbers that it has alone.
     own = late.gradients.table[["num_tokens", "norm", "share"]]
     intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
@@ -88,8 +93,10 @@ def test_an_interval_of_which_a_subset_was_measured_counts_by_all_of_its_tokens(
 
 
 def test_the_sentences_say_what_the_columns_hold(summary, table):
+    few, summary = summary.sentences(), replace(summary, **ENOUGH)
     low, high = summary.intervals.iloc[0], summary.intervals.iloc[-1]
     text = summary.sentences()
+    assert few.startswith(f"{TOO_FEW}: 3 prompts") and "%" not in few and "times" not in few
     assert f"{low['mean_norm'] / high['mean_norm']:.1f} times the gradient norm" in text
     for _, row in summary.intervals.iterrows():
         share = f"{row['gradient_share']:.0%} by {row['token_share']:.1%} of the tokens (π in {row['interval']})"

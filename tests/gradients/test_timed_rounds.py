@@ -15,6 +15,7 @@ from support.refusals import refused
 from gradscope import measure
 from gradscope.cli import commands as cli
 from gradscope.gradients import (
+    DEFAULT_MINUTES,
     MeasureSettings,
     Stopwatch,
     TableMeasurement,
@@ -63,7 +64,7 @@ class Pretended:
         rng = np.random.default_rng(0)
         self.settings, self.processes, self.clock = MeasureSettings(minutes=minutes), ALONE, clock
         self.sample = TokenSample(np.arange(4000) % 4, 4, np.ones(4000), rng)
-        self.reserve = reserve
+        self.reserve, self.at_once = reserve, False
         self.prefix, self.rate, self.believed, self.true = rng.integers(50, 200, 4000), rate, believed, true
 
     def _positions(self, previous: int, each: int, shared: float) -> float:
@@ -240,13 +241,15 @@ def test_minutes_that_mean_nothing_are_refused(settings):
 
 
 def test_a_large_policy_gets_minutes_where_nothing_was_asked_for(policy, monkeypatch):
-    auto = MeasureSettings(tokens_per_interval="auto")
-    assert settle_minutes(auto, policy, "cpu") == auto
+    auto = MeasureSettings(tokens_per_interval="auto", minutes=DEFAULT_MINUTES)
+    assert settle_minutes(auto, policy, "cpu").minutes is None
     monkeypatch.setitem(LARGE, "cpu", 1000)
     assert settle_minutes(auto, policy, "cpu").minutes == MINUTES == 10
-    assert settle_minutes(auto, policy, "cuda") == auto
+    assert settle_minutes(auto, policy, "cuda").minutes is None
+    for given in (None, 5):  # --tokens-per-interval
+        assert settle_minutes(replace(auto, tokens_per_interval=given), policy, "cpu").minutes is None
     for given in (
-        MeasureSettings(),  # --tokens-per-interval none
+        MeasureSettings(tokens_per_interval="auto"),  # --minutes none
         MeasureSettings(tokens_per_interval=5),
         MeasureSettings(minutes=2, tokens_per_interval="auto"),
     ):

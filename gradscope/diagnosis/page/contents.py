@@ -77,6 +77,7 @@ def make_report(
         decision=decide(d, said, brief=True),
         tiles=make_tiles(d),
         lead=make_lead(d, sheets),
+        next=d.advice,
     )
     return Report(page, sheets.tables)
 

@@ -56,5 +56,6 @@ def make_live_report(
         findings=said,
         sections=sections if len(largest) else sections[::2],
         facts=dict(facts or {}),
+        next=("For exact shares: gradscope diagnose CHECKPOINT --rollouts ROLLOUTS --out DIR.",),
     )
     return Report(page, sheets.tables)

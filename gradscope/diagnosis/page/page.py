@@ -88,7 +88,7 @@ Block = Paragraph | Figure | Table | Definition | Links
 @dataclass(frozen=True)
 class Section:
     id: str
-    """For links; "verdict", "evidence", "tokens" and "made" are the page's own."""
+    """For links; "verdict", "evidence", "tokens", "what-next" and "made" are the page's own."""
     title: str
     blocks: tuple[Block, ...]
     folded: bool = False
@@ -113,3 +113,5 @@ class Page:
     tiles: tuple[Tile, ...] = ()
     lead: Figure | None = None
     """The one figure of the first screen."""
+    next: tuple[str, ...] = ()
+    """What to do now, at the page's end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import isnan
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -16,6 +17,7 @@ from gradscope.diagnosis.format import (
     as_sentence,
     bits_words,
     name_interval,
+    norm_words,
     number_words,
     percent,
     share_words,
@@ -25,6 +27,7 @@ from gradscope.diagnosis.glossary import DEFINITIONS
 from gradscope.diagnosis.gradients import carriers
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Section, Table
 from gradscope.diagnosis.result import REWARD_PART, Diagnosis
+from gradscope.diagnosis.words import lack_words
 from gradscope.errors import InputError
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS
 from gradscope.intervals import EDGES
@@ -191,21 +194,33 @@ def _define(*terms: str) -> list[Block]:
 
 
 def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
-    """Return the first screen's figure, or None without shares of the gradient energy."""
-    if d.pick("squared_share", "raw", d.labels[0]) is None:
+    """Return the first screen's figure, or None without shares of the gradient energy, or too few prompts for them."""
+    if d.pick("squared_share", "raw", d.labels[0]) is None or d.supply.too_few:
         return None
-    caption = (
-        "Each probability interval's share of the tokens, of the gradient energy (tokens one by one) and of the summed "
-        "gradient (which is left after they cancel)."
-    )
+    caption = f"Each probability interval's share {_shares_of(d)}"
     if d.precision is not None:
         caption += f" {as_sentence(d.precision)}"
     if d.num_prompts < d.of_prompts:
-        caption += f" More minutes cover more of the {d.of_prompts:,} prompts; half the error needs four times that."
+        caption += f" These are {d.num_prompts:,} of the {d.of_prompts:,} prompts; four times as many would halve the "
+        caption += "intervals, and take four times the minutes."
     draw = lambda: plot_diagnosis.plot_shares(d.statistics, d.labels)  # noqa: E731
     again = redraw(plot_diagnosis.plot_shares, csv("statistics"), repr([*d.labels]))
     drawn = sheets.figure("shares", draw, caption, again=again, bars=OVER_PROMPTS)
     return drawn if isinstance(drawn, Figure) else None
+
+
+def _shares_of(d: Diagnosis, *, predicted: bool = False) -> str:
+    """End a caption with the series that are drawn, and the prompts of each."""
+    energy = "of the gradient energy (tokens one by one)"
+    energy = f"of what (1−π)² alone predicts, and {energy}" if predicted else f"and {energy}"
+    summed = d.pick("gradient_share", "raw", d.labels[0])
+    if summed is None or isnan(summed["value"]):
+        return f"of the tokens, {energy}, over {counted(d.num_prompts, 'prompt')}."
+    left = "of the summed gradient (what is left after they cancel)"
+    if d.sums_prompts in (None, d.num_prompts):
+        return f"of the tokens, {energy.removeprefix('and ').replace(', and', ',')} and {left}."
+    first = f"of the tokens, {energy}, over {counted(d.num_prompts, 'prompt')}"
+    return f"{first}; and {left} over {d.sums_prompts:,} of them."
 
 
 def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
@@ -217,9 +232,8 @@ def _dominance(d: Diagnosis, sheets: Sheets) -> list[Block]:
             sheets.figure(
                 "dominance",
                 lambda: plot_diagnosis.plot_dominance(d.statistics, d.labels),
-                "Left: each interval's share of the tokens, of what (1−π)² alone predicts, of the gradient energy and "
-                "of the summed gradient (what is left after tokens cancel). Right: log₂ of a share over the share of "
-                "the tokens; of summed gradients, the share of Σ_a ‖G_a‖².",
+                f"Left: each interval's share {_shares_of(d, predicted=True)} Right: log₂ of a share over the share of "
+                f"the tokens{'' if d.cosines is None else '; of summed gradients, the share of Σ_a ‖G_a‖²'}.",
                 again=redraw(plot_diagnosis.plot_dominance, csv("statistics"), repr([*d.labels])),
                 bars=OVER_PROMPTS,
             )
@@ -244,9 +258,9 @@ def _interval_row(d: Diagnosis, place: int) -> dict[str, object]:
         "share of the tokens": told("token_share", "none", share_words),
         "share of the gradient energy": told("squared_share", "raw", share_words),
         "times the average per token": told("dominance_index", "raw", times_words),
-        "share of the summed gradient": told("gradient_share", "raw", share_words),
+        f"share of the summed gradient{_of_summed(d)}": told("gradient_share", "raw", share_words),
         "share of the energy, AdamW": told("squared_share", "adamw", share_words),
-        "share of the summed gradient, AdamW": told("gradient_share", "adamw", share_words),
+        f"share of the summed gradient, AdamW{_of_summed(d)}": told("gradient_share", "adamw", share_words),
     }
 
 
@@ -255,7 +269,8 @@ def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if norms.empty:
         draw = lambda: plots.plot_token_shares(d.table, edges=d.settings.edges)  # noqa: E731
         again = redraw(plots.plot_token_shares, TOKENS, edges=d.settings.edges)
-        words = "Token shares (Fig. 1 a); the other panels need advantages."
+        why = "need advantages" if d.pick("squared_share", "raw", d.labels[0]) is None else "need summed gradients"
+        words = f"Token shares (Fig. 1 a); the other panels {why}."
         return [sheets.figure("figure_1", draw, words, again=again)]
     bars = pd.DataFrame(
         {"interval": [*map(str, range(len(d.labels))), "all"], "label": norms["interval"], "norm": norms["value"]}
@@ -266,11 +281,16 @@ def _figure_1(d: Diagnosis, sheets: Sheets) -> list[Block]:
             "figure_1",
             lambda: plots.plot_figure_1(d.table, bars.reset_index(drop=True), edges=d.settings.edges),
             "Fig. 1 (a, b, d) of the paper on this batch: how probable the tokens were, their advantages, and the norm "
-            "of each interval's summed gradient, alone and together. Norms are no shares: gradients cancel, and G_a of "
-            "few tokens can be long by chance (see Signal).",
+            f"of each interval's summed gradient, alone and together{_of_summed(d)}. Norms are no shares: gradients "
+            "cancel, and G_a of few tokens can be long by chance (see Signal).",
             again=redraw(plots.plot_figure_1, TOKENS, csv("gradient_norms"), edges=d.settings.edges),
         )
     ]
+
+
+def _of_summed(d: Diagnosis) -> str:
+    """Name the prompts of the summed gradients, if others were left out of them."""
+    return "" if d.sums_prompts in (None, d.num_prompts) else f" (of {d.sums_prompts:,} of {d.num_prompts:,} prompts)"
 
 
 def _theory(d: Diagnosis, policy: Policy, sheets: Sheets) -> list[Block]:
@@ -310,7 +330,7 @@ def _layers(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.layers is None or not d.layers["quantity"].str.startswith(LAYER).any():
         return []
     sheets.tables[f"{DATA}/layer_norms.csv"] = d.layers
-    told = d.layers.assign(told=[number_words(row, 3) for _, row in d.layers.iterrows()])
+    told = d.layers.assign(told=[norm_words(row) for _, row in d.layers.iterrows()])
     wide = told.pivot(index="quantity", columns="label", values="told").loc[[*dict.fromkeys(d.layers["quantity"])]]
     wide = wide[list(d.labels)].rename(index=label_of, columns=name_interval)
     wide = wide.rename_axis("mean norm").rename_axis(None, axis=1).reset_index()
@@ -351,7 +371,13 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
                 drawn = sheets.figure(f"where_{driver}", draw, caption, again=again, bars="95 % for all together")
                 blocks.append(drawn)
     if d.spikes is not None and len(d.spikes):
-        caption = "The tokens with the largest ‖w·g‖ in this batch, linked to the viewer."
+        measured = int(d.table[PARAMETERS].notna().sum())
+        of = (
+            "in this batch"
+            if measured == d.of_tokens
+            else f"of the {measured:,} measured ({d.of_tokens:,} in the batch)"
+        )
+        caption = f"The tokens with the largest ‖w·g‖ {of}, linked to the viewer."
         shown = ["response", "position", "token", "reward", *(c for c in d.spikes if c.startswith(REWARD_PART))]
         shown += ["prob", "advantage", "weight", "param_grad_norm", "weighted_norm", "squared_share"]
         blocks.append(sheets.table("spikes", _readable(d.spikes), caption, shown, links=True))
@@ -361,22 +387,30 @@ def _where(d: Diagnosis, sheets: Sheets) -> list[Block]:
 def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.cosines is None:
         return []
-    blocks = [
-        sheets.figure(
-            "signal",
-            lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
-            "Share of each interval's ‖G_a‖² that other prompts would share; 0 is pure noise.",
-            again=redraw(plot_diagnosis.plot_signal, csv("statistics"), repr([*d.labels])),
-            bars="95 %, a jackknife",
+    fractions = [d.pick("signal_fraction", "raw", label) for label in (*d.labels, "all")]
+    blocks: list[Block] = []
+    if all(isnan(row["lower"]) for row in fractions):
+        few = d.supply.too_few or f"Signal and noise were not judged: {lack_words(d, fractions[-1])}."
+        blocks.append(Paragraph(few))
+    else:
+        blocks.append(
+            sheets.figure(
+                "signal",
+                lambda: plot_diagnosis.plot_signal(d.statistics, d.labels),
+                f"Share of each interval's ‖G_a‖² that other prompts would share{_of_summed(d)}; 0 is pure noise.",
+                again=redraw(plot_diagnosis.plot_signal, csv("statistics"), repr([*d.labels])),
+                bars="95 %, a jackknife",
+            )
         )
-    ]
     for name, matrix, words in (
         ("cosines", d.cosines, ""),
         ("adamw_cosines", d.adamw_cosines, ", AdamW-preconditioned"),
     ):
         if matrix is not None:
             draw = lambda matrix=matrix: plots.plot_cosines(matrix, edges=d.settings.edges)  # noqa: E731
-            caption = f"Cosines between the intervals' summed gradients{words}; near 0 if either is noise."
+            caption = (
+                f"Cosines between the intervals' summed gradients{words}{_of_summed(d)}; near 0 if either is noise."
+            )
             read = f'{csv(name)}.drop(columns="interval")'
             again = redraw(plots.plot_cosines, read, edges=d.settings.edges)
             blocks.append(sheets.figure(name, draw, caption, again=again))
@@ -386,21 +420,33 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
 def _prompts(d: Diagnosis, sheets: Sheets) -> list[Block]:
     if d.by_prompt is None or len(d.by_prompt) < 2 or d.by_prompt["gradient_share"].isna().any():
         return []
-    found, shares = d.by_prompt, d.by_prompt["gradient_share"]
-    half, against = carriers(shares), int((found["cosine_with_rest"] < 0).sum())
-    told = f"Half of the summed gradient comes from {half:,} of {counted(len(found), 'prompt')}."
-    if against:
-        told += f" {against:,} point{'s' if against == 1 else ''} against the rest; if all gradients were noise, about "
-        told += "half of them would."
-    extremes = found if len(found) <= 2 * EXTREMES else pd.concat([found.head(EXTREMES), found.tail(EXTREMES)])
+    whole, found = d.by_prompt, d.by_prompt[d.by_prompt["gradient_norm"] > 0]
+    if len(found) < 2:
+        return []
+    half = carriers(found["gradient_share"])
+    opposed = found[found["cosine_with_rest"] < 0].sort_values("cosine_with_rest", kind="stable")["group"].tolist()
+    told = f"Half of the summed gradient comes from {half:,} of {counted(len(found), 'prompt')}"
+    told += "." if len(found) == len(whole) else f" with a gradient; {len(whole) - len(found):,} more have none."
+    if opposed:
+        names = ", ".join(map(str, opposed[:EXTREMES])) + (", …" if len(opposed) > EXTREMES else "")
+        told += (
+            f" {len(opposed):,} point{'s' if len(opposed) == 1 else ''} against the rest ({names}); if all gradients "
+        )
+        told += "were noise, about half of them would."
+    extremes = found
+    if len(found) > 2 * EXTREMES:
+        least = found.iloc[EXTREMES:].nsmallest(EXTREMES, "cosine_with_rest")
+        extremes = pd.concat([found.head(EXTREMES), least[::-1]])
     caption = "The prompts that drive the update most"
-    caption += "" if extremes is found else f", and the {EXTREMES} that do so least or oppose it"
+    caption += (
+        "" if extremes is found else f", and the {EXTREMES} whose gradients agree least with the rest or oppose it"
+    )
     caption += ", each linked to its token with the largest |w|·(1−π)."
     if (found["share_error"] > 0).any():
         caption += f" Shares have a standard error of at most {percent(found['share_error'].max())} % from sketching."
     shown = ["group", "reward", "responses", "tokens", "gradient_norm", "gradient_share", "cosine_with_rest"]
     table = sheets.table("prompts", extremes, caption, shown, links=True)
-    sheets.tables[table.csv] = found
+    sheets.tables[table.csv] = whole
     return [Paragraph(told), table]
 
 

@@ -14,6 +14,7 @@ from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
 from gradscope.diagnosis.result import Verdict
 from gradscope.diagnosis.words import compare
+from gradscope.resampling import TOO_FEW
 from gradscope.runs import counted
 
 FOLLOWED = {
@@ -37,8 +38,9 @@ def make_trend_report(
     """Lay out the statistics of one or several checkpoints as a page.
 
     trend: the checkpoints' statistics, concatenated, with a column `step` and, if known, `other_step`: whether the
-    rollouts were sampled by a different checkpoint; such steps are drawn hollow and named in a warning. links: text and
-    file, relative to this page, of each checkpoint's own page.
+    rollouts were sampled by a different checkpoint; such steps are drawn hollow and named in a warning; `too_few`:
+    `Supply.too_few` of the step, "" if it has prompts enough. links: text and file, relative to this page, of each
+    checkpoint's own page.
     """
     from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
     from gradscope.diagnosis.plots import plot_trend
@@ -58,7 +60,9 @@ def make_trend_report(
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
     at = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
     warnings = [f"The rollouts at {at} were sampled by a different checkpoint: drawn hollow."] if foreign else []
-    numbers = sheets.table("trend", trend.drop(columns=["n"]), "Every number at every checkpoint.", folded=True)
+    few = _too_few(trend)
+    told = trend.drop(columns=["n", "too_few"], errors="ignore")
+    numbers = sheets.table("trend", told, "Every number at every checkpoint.", folded=True)
     sheets.keep("trend", trend)
     terms = ("gradient energy", "summed gradient", "signal fraction", "95 % interval")
     sections = (
@@ -69,13 +73,42 @@ def make_trend_report(
     page = Page(
         title=title,
         subtitle=which,
-        findings=tuple(_follow(trend, labels[0])),
+        findings=(*_few_words(few), *_follow(trend, labels[0])),
         sections=sections if links else sections[::2],
         facts=dict(facts or {}),
         notes=tuple(map(as_sentence, notes)),
         warnings=tuple(warnings),
+        next=_next(few, trend, labels[0]),
     )
     return Report(page, sheets.tables)
+
+
+def _too_few(trend: pd.DataFrame) -> dict[int, str]:
+    """Map each step with too few prompts to its headline."""
+    if "too_few" not in trend:
+        return {}
+    told = trend.drop_duplicates("step").sort_values("step")
+    return {int(step): words for step, words in zip(told["step"], told["too_few"], strict=True) if words}
+
+
+def _few_words(few: Mapping[int, str]) -> list[Finding]:
+    if not few:
+        return []
+    at = f"step{'s' if len(few) > 1 else ''} {', '.join(map(str, few))}"
+    each = " ".join(f"Step {step}{words.removeprefix(TOO_FEW)}" for step, words in few.items())
+    return [Finding(f"{TOO_FEW} at {at}.", each)]
+
+
+def _next(few: Mapping[int, str], trend: pd.DataFrame, label: str) -> tuple[str, ...]:
+    """Return what to do: what the steps with too few prompts need, and where to look."""
+    told = [f"Step {step}: {words[:1].lower()}{words[1:]}" for step, words in few.items()]
+    changed = [largest for _, largest in trend_changes(trend, label) if largest is not None]
+    clear = [change for change in changed if change.verdict in (Verdict.MORE, Verdict.LESS)]
+    if clear:
+        subject = FOLLOWED[clear[0].statistic, clear[0].metric].format(name_interval(label))
+        subject = subject[:1].lower() + subject[1:]
+        told.append(f"Open the pages of steps {clear[0].first.name} and {clear[0].last.name}: {subject} changed there.")
+    return tuple(told) or ("Nothing: no followed number changed detectably from one checkpoint to the next.",)
 
 
 @dataclass(frozen=True)
@@ -128,7 +161,7 @@ SAID = {
     Verdict.MORE: "rose",
     Verdict.LESS: "fell",
     Verdict.UNDECIDED: "shows no detectable change",
-    Verdict.UNKNOWN: "is known without intervals",
+    Verdict.UNKNOWN: "was not judged",
 }
 
 
@@ -138,10 +171,15 @@ def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
     for ends, largest in trend_changes(trend, label):
         words = FOLLOWED[ends.statistic, ends.metric].format(name_interval(label))
         if ends.first.name == ends.last.name:
-            found.append(Finding(f"{words}: {_tell(ends.first)}."))
+            if not np.isnan(ends.first["lower"]):
+                found.append(Finding(f"{words}: {_tell(ends.first)}."))
+            continue
+        if ends.verdict is Verdict.UNKNOWN:
+            lacking = " and ".join(f"step {row.name}" for row in (ends.first, ends.last) if np.isnan(row["lower"]))
+            found.append(Finding(f"{words} {SAID[ends.verdict]}: it has no interval at {lacking}."))
             continue
         detail = ""
-        if largest is not None:
+        if largest is not None and largest.verdict is not Verdict.UNKNOWN:
             change = f"{_tell_both(largest)}; it {SAID[largest.verdict]}"
             detail = f"Largest change from one checkpoint to the next: {change}."
         found.append(Finding(f"{words} {SAID[ends.verdict]}: {_tell_both(ends)}.", detail))
