@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import make_dataclass, replace
+from difflib import get_close_matches
 from functools import reduce
 from importlib import import_module
 from operator import or_
@@ -95,6 +96,8 @@ def _parse(args: Sequence[str]) -> Any:
     if list(args) == ["--version"]:
         print(f"gradscope {__version__}")
         raise SystemExit(0)
+    if args and not args[0].startswith("-") and (near := get_close_matches(args[0], COMMANDS, 1)):
+        raise InputError(f"there is no command {args[0]!r}; did you mean {near[0]}?")
     names = [make_dataclass(name, [], namespace={"__doc__": words}) for name, words in COMMANDS.items()]
     about = (
         "Which tokens drive an RL update of a language model? `gradscope COMMAND --help` lists a command's flags."

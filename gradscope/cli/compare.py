@@ -8,18 +8,19 @@ from time import monotonic
 from typing import Annotated, Any, Literal
 
 import numpy as np
+import torch
 import tyro
 
 from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags
 from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import Measured, MeasureOwn
 from gradscope.cli.optimizer import read_step
-from gradscope.diagnosis import compare_cost
+from gradscope.diagnosis import compare_cost, supply_of
 from gradscope.errors import InputError
 from gradscope.gradients import DEFAULT_MINUTES, MeasureSettings, SumsPlan, plan_sums, read_table
 from gradscope.objective import COMPARED, make_weighting, spell_out
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import TokenBatch, own_first
 from gradscope.runs import plain_json, write_parquet, write_text
 from gradscope.updates import SGD, ComparisonSettings, compare, describe, distinct_rows
 
@@ -138,8 +139,9 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         known = {"metric": measured.settings.metric is not None, "take_steps": self.take_steps}
         rows = distinct_rows(table, self.weightings or None, self._comparison_settings(measured))
         each = compare_cost(rows, **known) * measured.folder.manifest["pass_seconds"] / len(prompts)
-        (fits,) = measured.resources.processes.gather([max(2, round(measured.left / each))])[:1]
-        return np.random.default_rng(self.settings.seed).permutation(prompts)[:fits].tolist()
+        (fits,) = measured.resources.processes.gather([max(2, int(measured.left / each))])[:1]
+        drawn = torch.from_numpy(np.random.default_rng(self.settings.seed).permutation(prompts))
+        return own_first(measured.batch, drawn)[:fits].tolist()
 
     def _write(self, measured: Measured, asked: dict[str, Any]) -> None:
         from gradscope.plots import plot_comparison, save_figure
@@ -161,6 +163,8 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         )
         if not measured.resources.processes.is_main:
             return
+        chosen_rows = table[table["group"].isin(chosen)]
+        found = replace(found, supply=supply_of(chosen_rows, measured.batch, folder.manifest.get("verdict_minutes")))
         if len(chosen) < folder.manifest["prompts"]["of"]:
             told = f"Compared on {len(chosen):,} of {folder.manifest['prompts']['of']:,} prompts, drawn at random"
             notes = [*notes, f"{told}: as many as the minutes allow."]

@@ -34,6 +34,7 @@ from gradscope.cli.pages import (
     trend_folder,
     write_trend,
 )
+from gradscope.cli.run_folder import check_paths
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings
 from gradscope.errors import InputError
@@ -52,7 +53,7 @@ from gradscope.policy import (
     shards_of,
     weights_hash,
 )
-from gradscope.rollouts import READERS, list_files
+from gradscope.rollouts import READERS
 from gradscope.runs import check_is_folder, file_hash, plain_json
 from gradscope.updates import SGD
 
@@ -138,6 +139,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("no checkpoint is given; give a checkpoint folder, or 'embedded'")
         if self.follow:
             self._check_followed()
+        else:
+            check_paths(self.model, self.rollouts)
         if self.rollouts and len(self.rollouts) not in (1, len(self.model)):
             raise InputError(
                 f"--rollouts names {len(self.rollouts)} files for {len(self.model)} checkpoints; give one for all, or "
@@ -202,8 +205,6 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             own = any((Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
             if not own and shards_of(Path(folder)) is None:
                 raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
-        for path in self.rollouts:
-            list_files(path)
         of_rollouts = (self.format, self.step, self.reward_key)
         if not self.rollouts and any(value is not None for value in of_rollouts):
             raise InputError(

@@ -28,6 +28,7 @@ from gradscope.cli.flags import (
 )
 from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.optimizer import read_step
+from gradscope.cli.run_folder import check_paths
 from gradscope.diagnosis import SUMMARY, THEORY, VERDICT_PROMPTS, add_summary, judge_sample
 from gradscope.errors import InputError
 from gradscope.gradients import (
@@ -160,6 +161,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--device-map needs a single process, but several were launched; leave it out")
         if self.chunk_memory is not None and not 1 <= self.chunk_memory < 2**63:
             raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
+        check_paths([self.model], [self.rollouts])
         watch, (processes, device) = Stopwatch(), join_launch(self.device)
         resources = Resources(self.gradient_memory, self.chunk_memory, processes=processes, progress=command_progress())
         with processes.together():

@@ -3,6 +3,7 @@
 from gradscope.diagnosis.diagnose import diagnose
 from gradscope.diagnosis.gradients import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.minutes import SUMS, Minutes, compare_cost, part_costs, stage_costs
+from gradscope.diagnosis.notes import supply_of
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.live import make_live_report
@@ -39,6 +40,6 @@ __all__ = [
     "add_summary", "compare_cost", "cosine_matrix", "decide", "diagnose", "direction_rows", "dominance_words",
     "findings", "gradient_rows", "influence_rows", "interval_summary", "join_rows", "judge_sample",
     "make_live_report", "make_report", "make_trend_report", "one_row", "part_costs", "sampling_error", "shares_by",
-    "stage_costs", "sum_by_prompt", "summarize_measurement", "token_shares", "trend_changes", "viewer",
+    "stage_costs", "sum_by_prompt", "summarize_measurement", "supply_of", "token_shares", "trend_changes", "viewer",
     "write_figures", "write_report",
 ]  # fmt: skip

@@ -31,7 +31,6 @@ from gradscope.diagnosis.minutes import (
     influence_cost,
     part_costs,
     stage_costs,
-    update_cost,
 )
 from gradscope.diagnosis.notes import check_table, count_informative_prompts, has_gradient, note_limits, supply_of
 from gradscope.diagnosis.page.contents import make_report
@@ -86,6 +85,7 @@ from gradscope.updates import (
     movement_table,
     predict_step,
     settle_step,
+    update_cost,
 )
 
 Made = TypeVar("Made")

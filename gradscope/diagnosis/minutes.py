@@ -10,7 +10,7 @@ from gradscope.diagnosis.result import LARGE, DiagnosisSettings
 from gradscope.gradients import BACKWARD, FORWARD_MODE, Stopwatch
 from gradscope.objective import COMPARED, PAPER, LossSettings
 from gradscope.policy import Policy
-from gradscope.updates import StepSettings
+from gradscope.updates import StepSettings, gains_cost, update_cost
 
 TOKENS, SUMS, STEPS, COMPARISON = "tokens", "summed gradients", "one optimizer step", "comparing token weightings"
 STAGES = {"actual_step": STEPS, "influence": STEPS, "comparison": COMPARISON}
@@ -49,11 +49,6 @@ class Minutes:
         return None if budget < min(wanted, least) else budget
 
 
-def update_cost(num_passes: int = 1) -> float:
-    """Return the forward passes that `apply_update` takes with this many optimizer steps."""
-    return 2 + (1 + BACKWARD) * num_passes
-
-
 def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
     """Return the forward passes that `influence` takes."""
     gradients = num_intervals + bool(loss.kl_coef)
@@ -67,10 +62,9 @@ def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: boo
     rows: of weights, two for a weighting of two steps; by default those of the weightings compared by default. metric:
     whether AdamW's is known.
     """
-    gains = rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
     real = (rows + 1) * update_cost() * take_steps
     entropy = BACKWARD + FORWARD_MODE
-    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + entropy + (gains if metric else 0) + real
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + entropy + (gains_cost(rows) if metric else 0) + real
 
 
 def part_costs(

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 
 TOKENS = 4
 """Tokens with a backward pass."""
-PASSES = 4.0
-"""Forward passes over its response that measuring one token takes, at a glance; together, tokens take fewer."""
+BY_ITSELF, TOGETHER = 4.0, 1.2
+"""Forward passes over its response that measuring one token takes at a glance, by itself and with all others of the
+response. SmolLM2-135M-Instruct takes 0.95 together, with responses of 16 tokens after prompts of 100."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,10 @@ def glance(
     (_, first), (_, second) = (_time(lambda: one.moved().statistics) for _ in range(2))
     position = min(first, second) / float(one.batch.attention_mask.sum())
     prompt = position * float(lengths[kept].sum()) / len(J.prompts)
-    token = PASSES * position * float(lengths[kept].double().mean())
+    token = position * float(lengths[kept].double().mean())
     after = 0.0 if follows is None else max(follows.forward_passes, passes or 0.0)
-    return Prices(prompt, (len(edges) - 1) * token, after * prompt, token * J.num_tokens / len(J.prompts))
+    joint = TOGETHER * token * J.num_tokens / len(J.prompts)
+    return Prices(prompt, (len(edges) - 1) * BY_ITSELF * token, after * prompt, joint)
 
 
 def run_pilot(

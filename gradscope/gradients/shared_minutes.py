@@ -40,7 +40,7 @@ class Prices:
 
     def of_verdict(self, prompts: int) -> float:
         """Return the seconds that a verdict takes, if so many prompts must be looked at for it."""
-        return prompts * (self.scoring + self.summing) + ENOUGH * self.measuring
+        return prompts * (self.scoring + self.summing) + min(ENOUGH * self.measuring, prompts * self.joint)
 
     def of_all(self, prompts: int) -> float:
         """Return the seconds of all tokens of so many prompts, and of their sums."""

@@ -200,7 +200,7 @@ class TableMeasurement:
         rough = replace(rough, scoring=rough.scoring * (1 + metric))
         summable = self.follows is None or self.follows.groups >= len(order)
         left = total - self.watch.seconds() - after
-        if summable and rough.of_all(len(order)) <= left * self.processes.count:  # not worth a pilot
+        if summable and MARGIN * rough.of_all(len(order)) <= left * self.processes.count:  # not worth a pilot
             reserve = after + rough.summing * len(order) / self.processes.count
             return Shares(len(order), self.num_tokens, len(order)), reserve, True, None, None
         fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs the variation between prompts

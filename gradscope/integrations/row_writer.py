@@ -30,8 +30,9 @@ import numpy as np
 
 Part = Mapping[str, Any]
 """Responses under the names of native columns: `prompt_ids` with `prompt_mask`, `response_ids` with `response_seen`
-(which positions hold a token), `advantage` [B] or per token, `loss_scale` [B], and those of OPTIONAL and PER_TOKEN that
-the trainer has; all arrays. `reward_parts`, if known: {name: [B]}."""
+(which positions count; those up to the last one hold a token), `response_mask`, `advantage` [B] or per token,
+`loss_scale` [B], and those of OPTIONAL and PER_TOKEN that the trainer has; all arrays. `reward_parts`, if known: {name:
+[B]}."""
 
 OPTIONAL = ("reward", "group", "process", "micro_batch")
 """Columns with a value per response, [B]."""
@@ -77,12 +78,15 @@ def to_array(tensor: Any) -> np.ndarray:
 
 
 def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any]]:
-    """Yield a row per response, with the prompt and response tokens that their masks keep.
+    """Yield a row per response, with the prompt tokens that its mask keeps and the response up to the last token that
+    is seen. A token before it that is not seen is a hole of the mask: it stays, with response_mask false.
 
     tokenizer: used to add text to the ids; None: no text.
     """
+    masked = any("response_mask" in part or _holes(part["response_seen"] > 0).any() for part in step.parts)
     for part in step.parts:
-        for row, seen in enumerate(part["response_seen"] > 0):
+        for row, kept in enumerate(part["response_seen"] > 0):
+            seen = kept | _holes(kept)
             prompt, response = part["prompt_ids"][row][part["prompt_mask"][row] > 0], part["response_ids"][row][seen]
             advantage = part["advantage"][row]
             told = {"prompt_ids": prompt, "response_ids": response}
@@ -91,13 +95,20 @@ def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any
             if "reward_parts" in part:
                 told["reward_parts"] = {name: own[row].item() for name, own in part["reward_parts"].items()}
             if "response_mask" in part:
-                told["response_mask"] = part["response_mask"][row][seen] > 0
+                kept = kept & (part["response_mask"][row] > 0)
+            if masked:
+                told["response_mask"] = kept[seen]
             for name in PER_TOKEN:
                 if name in part:
                     told[name] = np.broadcast_to(part[name][row], seen.shape)[seen]
             if tokenizer is not None:
                 told |= {"prompt": tokenizer.decode(prompt), "response": tokenizer.decode(response)}
             yield told | {"loss_scale": float(part["loss_scale"][row])} | step.shared
+
+
+def _holes(seen: np.ndarray) -> np.ndarray:
+    """Return where [..., C] a token is not seen though a later one is."""
+    return (np.flip(np.cumsum(np.flip(seen, -1), -1), -1) > 0) & ~seen
 
 
 def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, str]) -> None:

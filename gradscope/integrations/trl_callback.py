@@ -78,13 +78,13 @@ class GradScopeCallback(TrainerCallback):
             step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
             with all its responses in the step; if it allows fewer than four (and not all), too few for an estimate, the
             callback waits for the next step that can afford them. The first step always measures one prompt, to learn
-            the cost. A prompt costs five forward passes (two, if it has no advantage and the loss no KL) and one vector
-            of memory; with weights below float32, both are as without a budget. Logged are the shares, estimated for
-            the whole step, with 95 % confidence bounds (grad_share_lower/a, grad_share_upper/a, …), and
-            measured_prompts of num_prompts, measured_tokens of num_tokens. grad_norm_ratio is replaced by
-            grad_projection, with bounds: the length of the measured G along the trainer's gradient over the trainer's
-            norm, 1 on average; it can give a warning only if all prompts were measured. Norms of intervals and cosines,
-            which are not sums over prompts, are omitted.
+            the cost; it is logged only if four are affordable at once. A prompt costs five forward passes (two, if it
+            has no advantage and the loss no KL) and one vector of memory; with weights below float32, both are as
+            without a budget. Logged are the shares, estimated for the whole step, with 95 % confidence bounds
+            (grad_share_lower/a, grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of
+            num_tokens. grad_norm_ratio is replaced by grad_projection, with bounds: the length of the measured G along
+            the trainer's gradient over the trainer's norm, 1 on average; it can give a warning only if all prompts were
+            measured. Norms of intervals and cosines, which are not sums over prompts, are omitted.
         edges: Edges of the intervals.
         micro_batch_size: Largest number of responses in one forward pass.
         progress: Report progress on stderr, or to a `Progress`; only the main process does.
@@ -148,6 +148,9 @@ class GradScopeCallback(TrainerCallback):
             self.rows = rows[rows["step"] <= state.global_step].to_dict("records")
         looked_at = (self._watch_loss, self._watch_logprobs, self._watch_norm)
         watch(self.trainer, self, dict(zip(WATCHED, looked_at, strict=True)))
+        if state.is_world_process_zero:
+            limit = "" if self.budget is None else f" that {100 * self.budget:g} % of the time allow"
+            print(f"gradscope: measuring every {self.every}. step{limit}, into {self.path}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._due = self._waiting or state.global_step % self.every == 0
@@ -272,6 +275,16 @@ class GradScopeCallback(TrainerCallback):
         else:
             numbers = step.numbers | {"num_tokens": step.num_tokens}
         numbers["seconds"] = self._spent + time.perf_counter() - started
+        if not isinstance(step, StepSample) or step.measured_prompts >= step.fewest:  # else only its cost was wanted
+            self._log(state, numbers)
+        self.seconds += (spent := time.perf_counter() - started)
+        if isinstance(step, StepSample):
+            self._cost += step.measured_cost
+            # The higher of the average and the latest cost: overspending from too low an estimate is not recovered.
+            self._price = max(self.seconds / self._cost, (self._spent + spent) / step.measured_cost)
+
+    def _log(self, state: Any, numbers: dict[str, float]) -> None:
+        """Add a measured step to the file and to TRL's metrics."""
         self.rows.append({"step": state.global_step} | numbers)
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,11 +292,6 @@ class GradScopeCallback(TrainerCallback):
         for name, value in numbers.items():
             if math.isfinite(value):
                 self.trainer._metrics["train"][f"gradscope/{name}"].append(float(value))
-        self.seconds += (spent := time.perf_counter() - started)
-        if isinstance(step, StepSample):
-            self._cost += step.measured_cost
-            # The higher of the average and the latest cost: overspending from too low an estimate is not recovered.
-            self._price = max(self.seconds / self._cost, (self._spent + spent) / step.measured_cost)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         watch(self.trainer, self)

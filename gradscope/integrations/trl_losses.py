@@ -54,6 +54,15 @@ def step_loss(trainer: Any) -> StepLoss:
             f"{own} is not {kind}'s, so the loss may differ from the one that would be measured; leave the "
             "callback out, or measure with a trainer that keeps TRL's loss"
         )
+    return settings_loss(trainer)
+
+
+def settings_loss(trainer: Any) -> StepLoss:
+    """Return the loss that a trainer's settings describe, whether or not its class computes another.
+
+    Raises InputError for other trainers than TRL's and their subclasses, and for settings that `trl_settings` refuses.
+    """
+    kind = _find_kind(trainer)
     if trainer.aux_loss_enabled:
         raise InputError(
             f"the loss has an auxiliary part for the experts' router (router_aux_loss_coef is "

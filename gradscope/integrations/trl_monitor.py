@@ -162,6 +162,9 @@ class TokenMonitor(TrainerCallback):
             looked_at = {"compute_loss": self._watch_loss, "_get_per_token_logps_and_entropies": self._watch_logprobs}
             looked_at |= {name: self._watch_mask for name in MASKS if hasattr(self.trainer, name)}
             watch(self.trainer, self, looked_at)
+        if state.is_world_process_zero:
+            page = "" if self.page_every is None else f", a page to {self.path.with_suffix('.html')}"
+            print(f"gradscope: numbers of every step go to {self.path}{page}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._seen, self._unseen = [], []

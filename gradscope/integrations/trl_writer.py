@@ -18,7 +18,7 @@ from transformers import TrainerCallback
 from gradscope.errors import InputError
 from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.integrations.trl_batch import Inputs
-from gradscope.integrations.trl_losses import GRPOLoss, step_loss
+from gradscope.integrations.trl_losses import GRPOLoss, own_loss, settings_loss
 from gradscope.integrations.trl_watch import watch
 from gradscope.rollouts import LOSS_KEY
 from gradscope.runs import counted
@@ -31,6 +31,8 @@ COLUMNS = {
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
 """TRL's tensor → name in rows; those from tool_mask on are optional."""
+OLD, LOGPROBS = "old_per_token_logps", "_get_per_token_logps_and_entropies"
+"""TRL's key of the old log-probabilities, and its method that computes log π."""
 REWARDS = "rewards"
 """Key in the inputs: rewards by reward function, [B, functions]."""
 
@@ -41,12 +43,18 @@ class RolloutWriter(TrainerCallback):
         trainer.add_callback(RolloutWriter(trainer))
 
     Each step gets a file `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on
-    for further processes), with a row per response: ids of prompt and response, tool mask, reward (and each reward
-    function's, if there are several), advantages, old, reference and sampler log-probabilities if TRL keeps them
-    (without old ones, the step was on-policy), the correction factors for the sampler, step, process, micro-batch,
-    temperature, the trainer's gradient norm before clipping, and the loss's scale of the response's terms. The loss's
-    settings are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs
-    nothing else. Identical prompts of a step form a group.
+    for further processes), with a row per response: ids of prompt and response, response mask, reward (and each reward
+    function's, if there are several), advantages, old log-probabilities (where TRL keeps none, the step is on-policy,
+    and those of the trainer's own forward pass are taken), reference and sampler log-probabilities if TRL keeps them,
+    the correction factors for the sampler, step, process, micro-batch, temperature, the trainer's gradient norm before
+    clipping, and the loss's scale of the response's terms. The loss's settings are in the file's metadata. `gradscope
+    diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a
+    group.
+
+    The response mask is false at tool tokens and at holes of TRL's completion mask: tokens inside a response that the
+    loss leaves out. A warning counts the responses with holes. A subclass that computes a loss of its own is written
+    with the settings and scales of its GRPOConfig, which a line at the start of training says; `gradscope audit` then
+    holds its gradient against that loss.
 
     Training stays bit-identical, and weights are not read, so it works under DDP, FSDP and DeepSpeed. A step's tensors
     are copied to the CPU; a separate process does the rest. If that process dies or falls a minute behind, there is one
@@ -63,7 +71,7 @@ class RolloutWriter(TrainerCallback):
         spikes: Largest number of such steps.
 
     Raises:
-        InputError: if the trainer is not supported or has its own loss, rows cannot express the loss (those that
+        InputError: if the trainer is not supported, rows cannot express the loss of its settings (those that
             `trl_settings` refuses, RLOO's, weightings and Lopti), or a number is out of range.
     """
 
@@ -84,7 +92,7 @@ class RolloutWriter(TrainerCallback):
             raise InputError("every and spike are both None, so no step would be written; give one of the two")
         if spikes < 1:
             raise InputError(f"spikes is {spikes}; give 1 or more")
-        loss = step_loss(trainer)
+        loss = settings_loss(trainer)
         if not isinstance(loss, GRPOLoss):
             raise InputError("RLOO's ratio is of a whole response, which rows cannot express; write GRPOTrainer's")
         for name in ("weighting", "lopti_eta"):
@@ -92,6 +100,8 @@ class RolloutWriter(TrainerCallback):
                 raise InputError(f"the trainer has a {name}, which rows cannot express; leave out that or the writer")
         self.trainer, self.every, self.text, self.spike, self.spikes = trainer, every, text, spike, spikes
         self.loss = loss
+        self.own_loss = own_loss(trainer)
+        """The trainer's own method that computes its loss; None if that is TRL's."""
         self.folder = Path(trainer.args.output_dir) / "gradscope" / "rollouts"
         self.steps: list[int] = []
         """Steps handed to the writer since training began."""
@@ -100,8 +110,13 @@ class RolloutWriter(TrainerCallback):
         self.process_seconds = math.nan
         """CPU time of the writing thread and process, once training has ended."""
         self._due, self._window = False, []
+        self._found: list[torch.Tensor | None] = []
+        """log π of each micro-batch of the window, from the trainer's own pass."""
         self._norm: Any = None
         """The step's gradient norm, a number or a tensor, if the trainer provides it."""
+        self._logprobs: torch.Tensor | None = None
+        """log π of the micro-batch whose loss is being computed, if TRL's method computes it."""
+        self._has_holes = False
         self._rewards: torch.Tensor | None = None
         """Rewards of the newest generation, by reward function."""
         self._spikes: Spikes | None = None
@@ -114,10 +129,17 @@ class RolloutWriter(TrainerCallback):
             remove_steps(self.folder, state.global_step + 1)
         looked_at = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
         looked_at |= {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
+        if hasattr(self.trainer, LOGPROBS):
+            looked_at[LOGPROBS] = self._watch_logprobs
         watch(self.trainer, self, looked_at)
+        if state.is_world_process_zero:
+            steps = "steps of unusual gradient norm" if self.every is None else f"every {self.every}. step"
+            print(f"gradscope: rollouts of {steps} go to {self.folder}")
+            if self.own_loss is not None:
+                print(f"gradscope: {self.own_loss} computes the loss; the rows' settings and scales are GRPOConfig's")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._window, self._norm = [], None
+        self._window, self._found, self._norm = [], [], None
         self._due = self.every is not None and state.global_step % self.every == 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -145,11 +167,23 @@ class RolloutWriter(TrainerCallback):
 
     def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
+            self._logprobs = None
+            loss = compute_loss(model, inputs, *args, **keywords)
             if (self._due or self.spike is not None) and model.training:
                 self._window.append(inputs)
-            return compute_loss(model, inputs, *args, **keywords)
+                self._found.append(self._logprobs)
+            return loss
 
         return watched
+
+    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
+        def scored(*args: Any, **keywords: Any) -> Any:
+            found = log_probs(*args, **keywords)
+            if torch.is_grad_enabled() and self._logprobs is None:  # the loss's own pass
+                self._logprobs = found[0].detach()
+            return found
+
+        return scored
 
     def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
         def normed(*args: Any, **keywords: Any) -> Any:
@@ -198,12 +232,28 @@ class RolloutWriter(TrainerCallback):
         device = self.trainer.accelerator.device
         return int(self.trainer.accelerator.gather(torch.tensor([count], device=device)).sum())
 
+    def _warn_of_holes(self, window: list[Inputs]) -> None:
+        """Warn once if the completion mask leaves out tokens inside responses."""
+        if self._has_holes:
+            return
+        masks = [part["completion_mask"] > 0 for part in window]
+        holes = [(seen.flip(1).cumsum(1).flip(1) > 0) & ~seen for seen in masks]
+        rows, of = sum(int(hole.any(1).sum()) for hole in holes), sum(map(len, masks))
+        if rows:
+            self._has_holes = True
+            warnings.warn(
+                f"gradscope: completion_mask leaves out tokens inside {rows} of {of} responses; they are written with "
+                "response_mask false. TRL's own passes do not attend to them, so its log π differs",
+                stacklevel=2,
+            )
+
     def _hand_over(self, window: list[Inputs], num_tokens: int, step: int) -> None:
         """Copy the step's tensors and queue them for writing."""
         if any("pixel_values" in part for part in window):
             warnings.warn("gradscope: rollouts are not written: they contain images, rows only tokens", stacklevel=2)
             self.every = self.spike = None
             return
+        self._warn_of_holes(window)
         if self._process is None:
             tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
             told = {LOSS_KEY: json.dumps(asdict(self.loss.settings))}
@@ -211,7 +261,9 @@ class RolloutWriter(TrainerCallback):
         processes, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
         scales = num_tokens / (processes * self.loss.denominators(window))
         parts, sizes = [], [len(part["completion_ids"]) for part in window]
-        for number, (part, scale) in enumerate(zip(window, scales.split(sizes), strict=True)):
+        each = zip(window, self._found, scales.split(sizes), strict=True)
+        for number, (part, logprobs, scale) in enumerate(each):
+            part = {OLD: logprobs} | {name: value for name, value in part.items() if value is not None}
             arrays = {name: to_array(part[own]) for own, name in COLUMNS.items() if part.get(own) is not None}
             arrays["micro_batch"] = np.full(len(scale), number)
             parts.append(arrays | self._reward_columns(part) | {"loss_scale": to_array(scale)})

@@ -28,6 +28,8 @@ _KINDS = {
 """Statistics drawn in one panel, with their names and markers."""
 _PERCENT = ("right_sgd", "effective_share")
 _ROW = 0.24
+_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 2.2, "handlelength": 0.8}
+"""Where legends are: below the tick labels, however many rows there are."""
 
 
 @paper_style()
@@ -79,7 +81,7 @@ def _draw_energy(
     ax.set_yticks(range(len(rows)), names)
     ax.set_xlim(0, 100)
     ax.set_title("Energy Σ(w‖g‖)² by π (%)", loc="left")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=len(labels), columnspacing=0.8, handlelength=0.8)
+    ax.legend(**_BELOW, ncols=len(labels), columnspacing=0.8)
     drawn = pd.DataFrame({f"energy_share {label}": shares[:, place] for place, label in enumerate(labels)})
     finish(ax, pd.concat([rows[keys], drawn], axis=1))
 
@@ -100,5 +102,5 @@ def _draw_points(ax: Axes, rows: pd.DataFrame, column: str) -> None:
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_locator(MaxNLocator(3))  # labels of adjacent panels must not touch
     if len(kinds) > 1:
-        ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), handlelength=0.8)
+        ax.legend(**_BELOW)
     finish(ax, pd.concat(parts, axis=1))

@@ -1,6 +1,6 @@
 """The effect of an optimizer step on every token: movements, directions, influence, and comparison of weightings."""
 
-from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates
+from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates, update_cost
 from gradscope.updates.audit import Audit, audit, gradient_of_moments, undo_clip
 from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_rows, distinct_rows
 from gradscope.updates.comparison.describe import (
@@ -9,7 +9,9 @@ from gradscope.updates.comparison.describe import (
     describe,
     gain_sentence,
     signal_sentence,
+    weighting_sentences,
 )
+from gradscope.updates.comparison.real_steps import gains_cost
 from gradscope.updates.directions import (
     SIGNS,
     batch_direction_shares,
@@ -30,9 +32,9 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, set
 __all__ = [
     "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonSettings",
     "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "audit", "batch_direction_shares",
-    "compare", "compare_rows", "describe", "distinct_rows", "gain_sentence", "gradient_of_moments", "influence",
-    "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against", "movement_summary",
-    "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step", "read_moments",
-    "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "undo_clip",
-    "without_extremes",
+    "compare", "compare_rows", "describe", "distinct_rows", "gain_sentence", "gains_cost", "gradient_of_moments",
+    "influence", "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against",
+    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step",
+    "read_moments", "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "undo_clip",
+    "update_cost", "weighting_sentences", "without_extremes",
 ]  # fmt: skip

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import Resources, TokenJacobian, Vectors, refuse_narrow_weights
+from gradscope.gradients import BACKWARD, Resources, TokenJacobian, Vectors, refuse_narrow_weights
 from gradscope.objective import (
     PAPER,
     LossSettings,
@@ -35,6 +35,11 @@ from gradscope.runs import track
 from gradscope.updates.make_update import Update, make_update
 from gradscope.updates.movement import Movement, resolve
 from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimizer, read_moments
+
+
+def update_cost(num_passes: int = 1) -> float:
+    """Return the forward passes that `apply_update` takes with this many optimizer steps."""
+    return 2 + (1 + BACKWARD) * num_passes
 
 
 class RealSteps:

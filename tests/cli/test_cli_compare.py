@@ -13,6 +13,7 @@ from support.cli import assert_one_line, outcome_of
 from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
 
 from gradscope.policy import load_policy
+from gradscope.resampling import TOO_FEW
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import ComparisonSettings, compare
 
@@ -93,6 +94,7 @@ def test_it_writes_what_the_function_returns_and_does_it_once(run, model, rollou
     np.testing.assert_allclose(weights[f"{own}:halved"], table["policy_weight"] / 2, rtol=1e-6)
     summary = (tmp_path / "out" / "summary.txt").read_text()
     assert outcome.out.endswith(f"\n{summary}") and "reweight:alpha=0.5" in summary
+    assert TOO_FEW in summary  # of three prompts
     before = (tmp_path / "out" / "compare.csv").stat().st_mtime_ns
     again = run(*arguments)
     assert (again.status, (tmp_path / "out" / "compare.csv").stat().st_mtime_ns) == (0, before)

@@ -88,6 +88,13 @@ def test_as_many_responses_are_shown_as_the_budget_allows_and_at_least_one():
     assert viewer_data(Viewer(table, budget=0)).shown == 1
 
 
+def test_responses_that_are_linked_are_shown_however_few_fit():
+    table = token_table((40,) * 20)
+    found = viewer_data(Viewer(table, needed=[17, 3, 17], budget=0))
+    assert [own["response"] for own in json.loads(found.json)["responses"]] == [3, 17]
+    assert (found.shown, found.tokens) == (2, 80)
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -16,7 +19,10 @@ from gradscope.diagnosis import (
     make_trend_report,
     write_report,
 )
+from gradscope.diagnosis.page.page import Paragraph, Table
+from gradscope.diagnosis.page.sections import EXTREMES
 from gradscope.diagnosis.page.trend import SAID
+from gradscope.diagnosis.page.viewer import viewer_data
 from gradscope.diagnosis.result import CAVEATS, COLUMNS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -51,13 +57,32 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
         "The share of the tokens with π < ¼ fell",
         "The share of the gradient energy of tokens with π < ¼ shows no detectable change",
         "The energy of a token with π < ¼ over the average rose",
-        "The share of the summed gradient of tokens with π < ¼ is known without intervals",
+        "The share of the summed gradient of tokens with π < ¼ was not judged",
     }  # of what is unknown at the last step, nothing
     pd.testing.assert_frame_equal(report.tables["data/trend.csv"], frame)
     alone = make_trend_report(frame[frame["step"] == 5])
     said = [finding.statement for finding in alone.page.findings]
-    assert len(said) == 5 and all("at step 5." in statement for statement in said)
+    assert len(said) == 4 and all("at step 5." in statement for statement in said)  # of those with an interval
     assert not any(word in statement for word in SAID.values() for statement in said)
+
+
+def test_prompt_by_prompt_leaves_out_those_without_a_gradient_and_names_those_that_oppose_the_rest():
+    policy = make_policy("qwen2", tokenizer=True)
+    batch = make_batch(policy)
+    settings = DiagnosisSettings(influence_tokens=None, actual_step=False, resamples=50)
+    found = diagnose(policy, batch, settings=settings)
+    # Of twelve prompts four have no gradient; the three that oppose the rest have not the smallest shares.
+    norms = [3.0, 2.0, 2.0, 1.0, 1.0, 0.5, 0.4, 0.3, 0.0, 0.0, 0.0, 0.0]
+    shares = [0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0]
+    cosines = [0.5, 0.3, 0.2, -0.3, -0.1, 0.1, -0.2, 0.05, *[np.nan] * 4]
+    prompts = pd.DataFrame({"group": range(12), "gradient_norm": norms, "gradient_share": shares, "share_error": 0.0})
+    prompts = prompts.assign(cosine_with_rest=cosines, responses=2, tokens=9, response=0, position=0)
+    page = make_report(replace(found, by_prompt=prompts), policy, batch).page
+    (section,) = [section for section in page.sections if section.id == "prompts"]
+    words, table = section.blocks
+    assert isinstance(words, Paragraph) and isinstance(table, Table)
+    assert "(3, 6, 4)" in words.text and "4 more have none" in words.text
+    assert table.frame.iloc[:, 0].tolist() == [0, 1, 2, 4, 6, 3] and len(table.frame) == 2 * EXTREMES
 
 
 def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
@@ -69,7 +94,12 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     report = make_report(found, policy, batch, notes=["Of <mine>."])
     # No sentence comes twice.
     told = [*report.page.decision, *(finding.statement for finding in report.page.findings)]
-    assert len(told) == len(set(told)) > 3
+    assert len(told) == len(set(told)) > 1
+    assert report.page.next == found.advice and report.page.next
+    # Every linked token can be read, however few responses fit.
+    linked = {token[0] for s in report.page.sections for b in s.blocks if isinstance(b, Table) for token in b.tokens}
+    shown = json.loads(viewer_data(replace(report.page.viewer, budget=0)).json)["responses"]
+    assert linked and linked <= {response["response"] for response in shown}
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
     assert titles[0] == "Shares by probability interval" and titles[-1] == "All numbers"

@@ -20,7 +20,7 @@ from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_ste
 from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
-from gradscope.diagnosis.minutes import influence_cost, update_cost
+from gradscope.diagnosis.minutes import influence_cost
 from gradscope.errors import InputError
 from gradscope.gradients import Resources, TokenJacobian, forward_mode, vector_bytes
 from gradscope.runs import scratch, scratch_zeros

@@ -279,16 +279,16 @@ def test_measuring_keeps_to_its_share_of_the_time(checkpoint, tmp_path, monkeypa
     table = pd.read_parquet(callback.path)
     assert table["seconds"].sum() <= callback.seconds
     steps, measured = table["step"].tolist(), table["measured_prompts"].tolist()
-    assert steps[0] == 1 and measured[0] == 1 and min(measured[1:]) >= 4
-    assert table["grad_share/p0-25"].isna().tolist() == [count < 4 for count in measured]
+    assert steps[0] > 1 and min(measured) >= 4  # the first step's one prompt, measured for its cost, is no row
+    assert not table["grad_share/p0-25"].isna().any()
     if every == 4:
         # The first four prompts wait for the second or third step; later 706 seconds are free at each, and a prompt
         # without advantages costs a pass less.
-        assert steps[-3:] == [5, 9, 13] and 2 <= steps[1] <= 3 and min(measured[3:]) >= 8 and max(measured) <= 13
+        assert steps[-3:] == [5, 9, 13] and 2 <= steps[0] <= 3 and min(measured[2:]) >= 8 and max(measured) <= 13
     elif position == 1:  # 176 seconds are free at each step, which is two or three prompts
         assert max(np.diff(steps)) <= 2 and len(steps) >= 8 and max(measured) <= 6
     else:  # four prompts take five steps' time
-        assert set(measured[1:]) == {4} and 3 <= len(steps) <= 4 and min(np.diff(steps)) >= 4
+        assert set(measured) == {4} and 2 <= len(steps) <= 3 and min(np.diff(steps)) >= 4
     assert "(budget 15 %)" in words
 
 
@@ -296,12 +296,10 @@ def test_the_pilot_alone_may_exceed_the_budget_and_later_steps_make_up_for_it(ch
     trainer = make_trainer(checkpoint, tmp_path, max_steps=12, **SIXTEEN)
     callback, clock = watch(trainer, monkeypatch, budget=0.1, step=100.0, position=10.0, every=1)
     train(trainer)
-    assert [row["step"] for row in callback.rows] == [1]
+    assert callback.rows == [] and not callback.path.exists()  # one prompt says nothing of the step
     assert callback.seconds > 0.1 * clock.now
-    (row,) = callback.rows
-    assert row["measured_prompts"] == 1 and all(math.isnan(row[f"{name}/{a}"]) for name in SHARES for a in INTERVALS)
     logged = {name for record in trainer.state.log_history for name in record}
-    assert "gradscope/measured_prompts" in logged and not any("share" in name or "right" in name for name in logged)
+    assert not any(name.startswith("gradscope/") for name in logged)
 
 
 def test_a_budget_is_refused_beside_what_needs_all_prompts(checkpoint, tmp_path):

@@ -178,6 +178,10 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
             assert torch.allclose(batch.advantages[row, start : start + n][kept[seen]], factors[kept], rtol=1e-6)
             for column, tensor in LOGPROBS.items():
                 values = getattr(batch, column)
+                if column == "old_logprobs" and tensor not in part:  # those of the trainer's own pass
+                    own = logprobs[row][kept]
+                    assert torch.allclose(values[row, start : start + n][kept[seen]], own, atol=1e-6)
+                    continue
                 assert (values is not None) == (tensor in part)
                 if values is not None:
                     assert torch.equal(values[row, start : start + n][kept[seen]], part[tensor][own_row][kept])
@@ -187,8 +191,56 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
         wanted = -wanted * batch.num_tokens
         assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
         assert (batch.temperature == TEMPERATURE).all() and (batch.steps == number).all()
-    assert (dump.batch.old_logprobs is None) == (name == "on-policy")
     assert "on-policy" not in {note.kind for note in dump.notes}
+
+
+def test_a_hole_in_the_completion_mask_is_a_masked_token_of_the_response_and_one_warning_counts_them(
+    checkpoint, tmp_path
+):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=2)
+    own, seen = trainer._generate_and_score_completions, []
+
+    def generate(batch):
+        found = own(batch)
+        found["completion_mask"][:, 0] = 0
+        found["completion_mask"][1, 2] = 0
+        seen.append(found)
+        return found
+
+    trainer._generate_and_score_completions = generate
+    writer = write(trainer)
+    with pytest.warns(UserWarning) as caught:
+        train(trainer)
+    assert len([w for w in caught if "8 of 8 responses" in str(w.message)]) == 1
+    batch = read_dump(writer.folder, step=1).batch
+    wanted = {}
+    for part in seen[:1]:
+        for ids, mask in zip(part["completion_ids"].tolist(), part["completion_mask"].tolist(), strict=True):
+            end = max(place for place, kept in enumerate(mask) if kept) + 1
+            wanted[tuple(ids[:end])] = [bool(kept) for kept in mask[:end]]
+    for row, start in enumerate(batch.response_start.tolist()):
+        real = batch.attention_mask[row, start:]
+        ids, mask = (value[row, start:][real] for value in (batch.input_ids, batch.response_mask))
+        assert wanted[tuple(ids.tolist())] == mask.tolist() and not mask[0]
+
+
+def test_a_trainer_with_a_loss_of_its_own_is_written_with_its_settings_loss_and_that_is_said(checkpoint, tmp_path):
+    class Scaled(import_trl().GRPOTrainer):
+        def compute_loss(self, *args, **keywords):
+            return 1.5 * super().compute_loss(*args, **keywords)
+
+    plain = make_trainer(checkpoint, tmp_path / "plain", max_steps=1)
+    trainer = make_trainer(checkpoint, tmp_path / "own", kind=Scaled, max_steps=1)
+    found = []
+    for each in (plain, trainer):
+        writer = write(each)
+        assert str(writer.folder) in (said := train(each))
+        assert ("Scaled.compute_loss" in said) == (each is trainer)
+        found.append(read_dump(writer.folder, step=1))
+    one, other = found
+    assert one.loss == other.loss and torch.equal(one.batch.input_ids, other.batch.input_ids)
+    assert torch.equal(one.batch.loss_scales, other.batch.loss_scales)
+    assert torch.allclose(other.batch.grad_norms, 1.5 * one.batch.grad_norms, rtol=1e-5)
 
 
 def test_each_reward_functions_number_is_written_beside_their_weighted_sum(checkpoint, tmp_path):

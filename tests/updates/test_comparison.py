@@ -18,6 +18,7 @@ from support.tiers import every
 
 from gradscope.gradients import Resources, interval_gradients, measure, vector_bytes
 from gradscope.objective import Weighting, make_weighting, resolve_advantages
+from gradscope.resampling import TOO_FEW, Supply
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import (
     SGD,
@@ -28,6 +29,7 @@ from gradscope.updates import (
     compare,
     describe,
     distinct_rows,
+    weighting_sentences,
 )
 from gradscope.updates.comparison import noise
 from gradscope.updates.comparison.judge import Judge
@@ -178,8 +180,12 @@ def test_weightings_that_would_end_after_the_deadline_are_named_and_left_out(cas
     kinds = ("norm_ratio", "cosine", "signal", "right_sgd", "right_adamw", "effective")
     columns = [name for name in expected if name.startswith(kinds)]
     pd.testing.assert_frame_equal(few.table[columns], expected[columns], rtol=1e-4, atol=1e-6)
-    (note,) = (note for note in few.notes if note.kind == "late")
-    assert all(name in note for name in set(found.table["method"]) - set(kept))
+    late = [note for note in few.notes if note.kind == "late"]
+    assert all(name in late[0] for name in set(found.table["method"]) - set(kept))
+    # What nobody named is not made instead: entropy, real steps, gains.
+    names = ("entropy_change", "step_cosine")
+    assert all(name in found.table for name in names) and not any(name in few.table for name in (*names, "gain"))
+    assert "entropy" in late[1] and "gains" in late[-1]
     later = replace(resources, deadline=float("inf"))
     everything = compare(case.policy, case.batch, WEIGHTINGS, settings=settle(), **given | {"resources": later})
     assert not everything.passes.missing and len(everything.table) == len(found.table)
@@ -274,6 +280,24 @@ def test_bounds_need_as_many_prompts_with_an_advantage_as_an_interval_does(case,
         bounds = rows.filter(regex="_(lower|upper)$")
         assert bounds.notna().any(axis=None) == bounded
     assert found.table["cosine"].notna().all()
+
+
+def test_a_sentence_says_of_each_weighting_what_it_does_to_the_update_and_none_of_too_few_prompts(found):
+    names = ["grpo", "halved", "turned", "same"]
+    numbers = {"norm_ratio": [1.0, 0.5, 1.2, 0.5], "cosine": [1.0, 0.997, 0.6, 0.997]}
+    table = pd.DataFrame({"method": names, "step": "all", "same_as": ["", "", "", "halved"]} | numbers)
+    table = table.assign(cosine_from_energies=[1.0, 0.996, 0.8, 0.996])
+    for name in ("norm_ratio", "cosine", "cosine_from_energies"):
+        table = table.assign(**{f"{name}_lower": table[name] - 0.01, f"{name}_upper": table[name] + 0.002})
+    enough = replace(found, table=table, num_prompts=8, num_informative_prompts=6)
+    halved, turned, _ = weighting_sentences(enough)
+    assert "halved" in halved and "0.5 [0.49, 0.502]" in halved.replace(" .", " 0.")
+    assert "GRPO with" in halved and "0.997" in halved and "0.996" in halved
+    assert "turned" in turned and "GRPO with" not in turned and "0.6 [" in turned and "0.8 [" in turned
+    for few in (replace(enough, num_informative_prompts=5), replace(enough, supply=Supply(2, 3, 6, 9, 20, 24.2))):
+        assert not weighting_sentences(few) and few.too_few.startswith(TOO_FEW)
+        assert few.too_few in describe(few) and few.too_few in repr(few) and "0.997" not in describe(few)
+    assert "25 minutes" in few.too_few
 
 
 def test_two_steps_are_judged_by_real_ones(case, found):
@@ -373,7 +397,7 @@ def test_real_steps_of_two_passes_and_of_weights_that_a_trainer_has_not(case):
     assert list(taken) == [("grpo", "all"), ("lopti:eta=.3", "both"), ("lopti:eta=.6", "both")]
     assert table.loc[("matched-norm", "all"), "same_as"] == "grpo"
     assert {"two-steps", "no-step"} <= {note.kind for note in found.notes}
-    assert found.step == SGD and "real SGD steps" in describe(found)
+    assert found.step == SGD and "real SGD steps" in describe(replace(found, supply=Supply(6, 6)))
 
 
 @pytest.mark.usefixtures("few_prompts_are_many")

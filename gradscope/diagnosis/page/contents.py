@@ -65,12 +65,16 @@ def make_report(
 
     sheets = Sheets()
     d, said = diagnosis, diagnosis.findings or findings(diagnosis)
+    sections = make_sections(d, policy, sheets)
+    reader = viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=d.movement).page.viewer
+    linked = [token[0] for s in sections for block in s.blocks if isinstance(block, Table) for token in block.tokens]
+    reader = replace(reader, needed=[*linked, *([] if reader.first is None else [reader.first])])
     page = Page(
         title=title,
         subtitle=describe_rollouts(d, batch),
         findings=tuple(filter(None, map(_as_evidence, said))),
-        sections=make_sections(d, policy, sheets),
-        viewer=viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=d.movement).page.viewer,
+        sections=sections,
+        viewer=reader,
         facts=dict(facts or {}),
         notes=tuple(as_sentence(note) for note in by_weight((*notes, *d.notes)) if note not in d.warnings),
         warnings=tuple(map(as_sentence, d.warnings)),

@@ -35,7 +35,7 @@ from gradscope.plots import METRICS, drawn_numbers, label_of
 from gradscope.policy import Policy
 from gradscope.runs import counted
 from gradscope.theory import measured_cones, theory_report
-from gradscope.updates import ONE_BATCH, WHAT_STAYS, gain_sentence, signal_sentence
+from gradscope.updates import ONE_BATCH, WHAT_STAYS, gain_sentence, signal_sentence, weighting_sentences
 
 DATA = "data"
 """Folder, beside the page, of the CSV files."""
@@ -592,6 +592,7 @@ def _weightings(d: Diagnosis, sheets: Sheets) -> list[Block]:
     again = redraw(plots.plot_comparison, *read, repr([*c.labels]))
     return [
         sheets.figure("weightings_drawn", draw, caption, again=again, bars=OVER_PROMPTS),
+        *map(Paragraph, weighting_sentences(c)),
         Paragraph(signal_sentence(c)),
         *(Paragraph(part) for part in gain_sentence(c).split("\n", 1) if part),  # the numbers, then their record
         *(Paragraph(note) for note in c.notes if note.kind != "off-policy"),

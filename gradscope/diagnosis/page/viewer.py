@@ -102,6 +102,8 @@ class Viewer:
     """Column to shade by initially, if the table has it."""
     first: int | None = None
     """Response to open initially; None: the first one."""
+    needed: Sequence[int] = ()
+    """Responses to show even beyond the budget, such as those that the page links to."""
     budget: int = 2_000_000
     """Bytes of data in the page; as many responses as fit are shown, at least one."""
 
@@ -121,7 +123,7 @@ class ViewerData:
     """JSON for a script element: ASCII only, without <, > or &."""
     quantities: tuple[Quantity, ...]
     shown: int
-    """Number of responses in `json`, the first of those requested."""
+    """Number of responses in `json`: those needed, and the first of the others."""
     wanted: int
     """Number of requested responses."""
     responses: int
@@ -163,16 +165,16 @@ def viewer_data(viewer: Viewer) -> ViewerData:
     wanted = list(parts) if viewer.responses is None else [int(response) for response in viewer.responses]
     if absent := [response for response in wanted if response not in parts]:
         raise InputError(f"responses names {absent[0]}, which has no row in the token table; leave it out")
-    tokens, prompts, shown = _Texts(), _Texts(), []
-    budget = viewer.budget
-    for response in wanted:
+    tokens, prompts, shown = _Texts(), _Texts(), {}
+    needed, budget = [response for response in dict.fromkeys(viewer.needed) if response in wanted], viewer.budget
+    for response in dict.fromkeys((*needed, *wanted)):
         known = len(tokens.numbers), len(prompts.numbers)
         encoded = json.dumps(_encode_response(viewer, parts[response], response, quantities, tokens, prompts))
         new = [*tokens.numbers][known[0] :] + [*prompts.numbers][known[1] :]
         budget -= len(encoded) + len(json.dumps(new))
-        if shown and budget < 0:
+        if shown and budget < 0 and response not in needed:
             break
-        shown.append(encoded)
+        shown[response] = encoded
     places = {quantity.column: place for place, quantity in enumerate(quantities)}
     head = {
         "quantities": [_describe(q, table[q.column], places.get(q.exact)) for q in quantities],
@@ -182,8 +184,9 @@ def viewer_data(viewer: Viewer) -> ViewerData:
         "tokens": [*tokens.numbers],
         "prompts": [*prompts.numbers],
     }
-    text = f'{json.dumps(head)[:-1]}, "responses": [{", ".join(shown)}]}}'
-    count = sum(len(parts[response]) for response in wanted[: len(shown)])
+    listed = ", ".join(shown[response] for response in wanted if response in shown)
+    text = f'{json.dumps(head)[:-1]}, "responses": [{listed}]}}'
+    count = sum(len(parts[response]) for response in shown)
     return ViewerData(_for_script(text), quantities, len(shown), len(wanted), len(parts), count)
 
 

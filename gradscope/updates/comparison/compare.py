@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, Literal
 
 import numpy as np
@@ -22,6 +23,8 @@ from jaxtyping import Float
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
     ADAMW,
+    BACKWARD,
+    FORWARD_MODE,
     MeasureSettings,
     Resources,
     TableMeasurement,
@@ -44,13 +47,13 @@ from gradscope.objective import (
     spell_out,
 )
 from gradscope.policy import AdamWState, PolicyLike
-from gradscope.resampling import short_of
+from gradscope.resampling import Supply, short_of
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.runs import counted
-from gradscope.updates.apply_update import RealSteps
+from gradscope.updates.apply_update import RealSteps, update_cost
 from gradscope.updates.comparison.judge import BOUNDS, Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
-from gradscope.updates.comparison.real_steps import Masks, gains_on_unseen_prompts, take_steps
+from gradscope.updates.comparison.real_steps import Masks, gains_cost, gains_on_unseen_prompts, take_steps
 from gradscope.updates.influence import entropy_slopes
 from gradscope.updates.step_settings import StepSettings, settle_step
 
@@ -129,6 +132,13 @@ class Comparison:
     aggregation: str = "token-mean"
     step: StepSettings | None = None
     """Settings of the real steps; None: no step was taken."""
+    supply: Supply | None = None
+    """The prompts that were compared and those that there are; None: these are all."""
+
+    @property
+    def too_few(self) -> str:
+        """The headline where too few prompts have unequal rewards (`Supply.too_few`); else ""."""
+        return (self.supply or Supply(self.num_informative_prompts, self.num_prompts)).too_few
 
     def statistics(self) -> pd.DataFrame:
         """Return the table in long form, a row per weighting, step and number: method, step, same_as, statistic (the
@@ -161,10 +171,13 @@ class Comparison:
         return pd.concat(frames, ignore_index=True)
 
     def __repr__(self) -> str:
-        return f"Comparison of {self.table['method'].nunique()} weightings\n{self._numbers().to_string(na_rep='–')}"
+        title = f"Comparison of {self.table['method'].nunique()} weightings on {counted(self.num_prompts, 'prompt')}"
+        return "\n".join(filter(None, (title, self.too_few, self._numbers().to_string(na_rep="–"))))
 
     def _repr_html_(self) -> str:
-        return f"<p><b>Comparison</b> on {counted(self.num_prompts, 'prompt')}</p>{self._numbers().to_html(na_rep='–')}"
+        title = f"<b>Comparison</b> on {counted(self.num_prompts, 'prompt')}"
+        few = f"<p>{self.too_few}</p>" if self.too_few else ""
+        return f"<p>{title}</p>{few}{self._numbers().to_html(na_rep='–')}"
 
     def _numbers(self) -> pd.DataFrame:
         names = ["norm_ratio", "cosine", "cosine_from_energies", "signal_to_noise", "right_sgd", "right_adamw"]
@@ -264,7 +277,19 @@ def compare_rows(
     weights = np.stack([own.weights for own in sums if not own.same_as])
     known = None if slopes is None else lambda _: slopes
     slopes_of = known or partial(entropy_slopes, J.until(None), step=s.step, optimizer_state=saved)
+    resources, began = J.resources, monotonic()
     passes, J = pass_through(J, torch.from_numpy(weights), metric=metric, slopes_of=slopes_of), J.until(None)
+    made = len(weights) - len(find_combinations(weights)) - len(passes.missing)
+    seconds = (monotonic() - began) / (1 + made * (BACKWARD + FORWARD_MODE * (1 + (metric is not None))))
+
+    def fits(part: str, forward_passes: float) -> bool:
+        """Return whether a part that nobody named ends before the deadline; if not, add a note."""
+        late = resources.deadline is not None and monotonic() + seconds * forward_passes > resources.deadline
+        [late, *_] = resources.processes.gather([late])
+        if late:
+            notes.append(Note(f"Left out for lack of time: {part}.", "late"))
+        return not late
+
     if late := {own.weighting for own in sums if own.place in passes.missing}:
         names = ", ".join(str(weighting) for weighting in chosen if str(weighting) in late)
         notes.append(Note(f"Left out for lack of time: {names}.", "late"))
@@ -275,7 +300,10 @@ def compare_rows(
     notes += _notes_on(chosen, split)
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, energy = _judge(judge, table, weights, passes)
-    numbers |= columns(judge.entropy(weights, passes, s.step.max_grad_norm))
+    if passes.entropy_slopes is not None:
+        numbers |= columns(judge.entropy(weights, passes, s.step.max_grad_norm))
+    else:
+        notes.append(Note("Left out for lack of time: the change of entropy.", "late"))
     found, once, real = _join(sums, numbers), _trained_once(chosen, sums, J.batch), None
     if saved is not None or s.take_steps:
         real = RealSteps(J.alone().moved(), loss=s.loss, step=s.step, optimizer_state=saved)
@@ -285,11 +313,13 @@ def compare_rows(
     if s.take_steps:
         taken = {name: weighting for name, weighting in once.items() if name != PLAIN} | taken
         notes += _notes_on_steps(sums, taken)
-    if stepped := real is not None and (s.take_steps or bool(taken)):
+    stepped = real is not None and bool(taken or s.take_steps)
+    if stepped := stepped and (s.take_steps or fits("real steps", update_cost() * (1 + len(taken)))):
         found = _join_steps(found, _judge_steps(judge, *take_steps(real, taken), taken))
     if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
         own = [w for w in chosen if str(w) in once or (str(w) in split and w.rule.lopti_eta is not None)]
-        gains = gains_on_unseen_prompts(real, own, seed=s.seed)
+        timely = fits("gains on unseen prompts", gains_cost(len(own)))
+        gains = gains_on_unseen_prompts(real, own, seed=s.seed) if timely else None
         if gains is not None:
             found = _join_gains(found, pd.DataFrame(columns(judge.gains(gains)), index=[*map(str, own)]))
     informative = table.loc[table["advantage"] != 0, "group"].nunique()

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
-from gradscope.resampling import FEWEST, in_brackets
+from gradscope.resampling import in_brackets
 from gradscope.runs import counted, digits
 
 if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
+ALIKE = 0.95
+"""Cosine with GRPO's update from whose lower bound on a weighting is told as a change of the step's size."""
+SCALE = "AdamW removes most of a common factor of all gradients, so a step's size is the learning rate's business."
 ONE_BATCH = """No number from one batch is known to predict how well a run ends.
 This describes one batch: which gradients each weighting enlarges, and whether the update stands out from the noise
 between prompts. Weights that lie near one another give a cosine near 1 whatever the gradients are; only its difference
@@ -32,15 +36,15 @@ itself are held fixed."""
 
 
 def describe(comparison: Comparison) -> str:
-    """Return the whole description: design, duplicates, numbers, signal, gains, notes and limitations."""
-    parts = [
-        _design(comparison),
-        _same(comparison),
-        _numbers(comparison),
-        signal_sentence(comparison),
-        gain_sentence(comparison),
-        *comparison.notes,
-    ]
+    """Return the whole description: design, duplicates, numbers, signal, gains, notes and limitations.
+
+    Of too few prompts it has what a comparison takes, and which weightings coincide, but no numbers.
+    """
+    parts = [_design(comparison), comparison.too_few, _same(comparison)]
+    if not comparison.too_few:
+        sentences = "\n".join(weighting_sentences(comparison))
+        parts += [sentences, _numbers(comparison), signal_sentence(comparison), gain_sentence(comparison)]
+    parts += comparison.notes
     return "\n\n".join(part for part in (*parts, f"{WHAT_STAYS}\n{ONE_BATCH}") if part)
 
 
@@ -49,9 +53,10 @@ def signal_sentence(comparison: Comparison) -> str:
     row = comparison.table.iloc[0]
     value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
     n = comparison.num_prompts
+    if comparison.too_few:
+        return comparison.too_few
     if not np.isfinite(lower):
-        few = f"{counted(comparison.num_informative_prompts, 'prompt')} with unequal rewards"
-        return f"{few} cannot tell signal from noise; give at least {FEWEST}."
+        return "Whether the update has a signal was not judged: its signal to noise has no interval."
     found = f"plain GRPO's signal to noise is {digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
     if lower > 0:
         return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
@@ -78,6 +83,32 @@ def gain_sentence(comparison: Comparison) -> str:
     )
 
 
+def weighting_sentences(comparison: Comparison) -> list[str]:
+    """Say of each weighting that differs from GRPO's what it does to this batch's update; none of too few prompts.
+
+    Where the cosine is not told from what the energies alone give, the weighting is a change of the step's size.
+    """
+    if comparison.too_few:
+        return []
+    table, sentences = comparison.table, []
+    rows = table[(table["same_as"] == "") & table["cosine"].notna()].iloc[1:]
+    for _, row in rows.iterrows():
+        name = f"{row['method']}{'' if row['step'] == 'all' else f', step {row.step!r}'}"
+        norm, cosine, energies = (_cell(row, n) for n in ("norm_ratio", "cosine", "cosine_from_energies"))
+        along = f"cosine {cosine}, the energies alone give {energies}"
+        if row["cosine_lower"] >= ALIKE:
+            sentences.append(f"{name} here: GRPO with {norm} of its step, {along}.")
+        else:
+            sentences.append(f"{name} here: another direction than GRPO's, {along}; norm {norm} of GRPO's.")
+    return [*sentences, SCALE] if (rows["cosine_lower"] >= ALIKE).any() else sentences
+
+
+def _cell(row: pd.Series, name: str) -> str:
+    lower, upper = row[f"{name}_lower"], row[f"{name}_upper"]
+    write = partial(digits, count=3)
+    return f"{write(row[name])}{in_brackets(lower, upper, write)}"
+
+
 def _gains(rows: pd.DataFrame) -> list[str]:
     """Return plain GRPO's gain, then the other weightings' differences from it."""
     return _plain(rows[:1], "gain", digits) + _plain(rows[1:], "gain_difference", digits)
@@ -88,8 +119,9 @@ def _prompts(ratio: float) -> str:
 
 
 def _design(c: Comparison) -> str:
+    names = [*c.table["method"].unique()]
     return (
-        f"{counted(c.table['method'].nunique(), 'weighting')} on {counted(len(c.weights), 'token')} of "
+        f"{counted(len(names), 'weighting')} ({', '.join(names)}) on {counted(len(c.weights), 'token')} of "
         f"{counted(c.num_prompts, 'prompt')}, of which "
         f"{c.num_informative_prompts} have unequal rewards; each against plain GRPO ({c.aggregation})."
     )
@@ -110,7 +142,7 @@ def _numbers(c: Comparison) -> str:
     columns |= {"signal/noise": _plain(shown, "signal_to_noise", digits)}
     names = {"right_sgd": "right way, SGD", "right_adamw": "AdamW", "right_step": f"real {_optimizer(c)} steps"}
     columns |= {words: _percent(shown, name) for name, words in names.items() if name in shown}
-    columns |= {"ΔH, nats": _plain(shown, "entropy_change", digits)}
+    columns |= {"ΔH, nats": _plain(shown, "entropy_change", digits)} if "entropy_change" in shown else {}
     columns |= {"tokens that carry it": _percent(shown, "effective_share")}
     table = pd.DataFrame(columns, index=[" ".join(key).removesuffix(" all") for key in shown.index])
     return table.to_string()

@@ -44,7 +44,7 @@ class Passes:
     at_once: int
     """Number of rows per pass."""
     entropy_slopes: Float[np.ndarray, " K"] | None = None
-    """`updates.entropy_slopes` of plain's step."""
+    """`updates.entropy_slopes` of plain's step; None if not asked for, or for lack of time."""
     missing: tuple[int, ...] = ()
     """Rows skipped because of the deadline; their numbers are zeros."""
 
@@ -94,7 +94,7 @@ class _Work:
     ) -> None:
         self.J, self.weights, self.metric, self.prompts = J.until(None), weights, metric, prompts
         self.begun, self.deadline = monotonic(), J.resources.deadline
-        self.missing, self.taken = set(), 0
+        self.missing, self.taken, self.longest = set(), 0, 0.0
         self.slopes_of: SlopesOf | None = None
         self.slopes: Float[np.ndarray, " K"] | None = None
         size, n = len(weights), len(prompts)
@@ -113,6 +113,8 @@ class _Work:
         made = {row: parts for row, parts in combined.items() if row not in self.missing}
         cancelled = [row for row, parts in made.items() if not self._combine(row, *parts)]
         self._take(cancelled)
+        if self.slopes is None and self.slopes_of is not None and not self._is_late(monotonic(), self.longest):
+            self.slopes = self.slopes_of(self._sum([0])[0].rows[0])  # under a deadline, weightings come first
 
     def products(self) -> Products:
         weights, changes = self.weights.double(), self.changes[0]
@@ -131,20 +133,19 @@ class _Work:
 
     def _take(self, rows: Sequence[int]) -> None:
         """Compute these rows' sums and the changes along them; rows that would end too late become `missing`."""
-        longest = 0.0
         for start in range(0, len(rows), self.at_once):
             chosen, started = rows[start : start + self.at_once], monotonic()
-            if self.taken > 1 and self._is_late(started, longest):
+            if self.taken > 1 and self._is_late(started, self.longest):
                 self.missing |= {*rows[start:]}
                 break
             totals, self.plan = self._sum(chosen)
-            if 0 in chosen and self.slopes_of is not None:
+            if 0 in chosen and self.slopes_of is not None and self.deadline is None:
                 self.slopes = self.slopes_of(totals.rows[chosen.index(0)])
             for number, directions in enumerate(self._directions(totals)):
                 changes = self.J.jvp(directions)
                 self.changes[number, chosen] = changes.logprob.double()
             self.derivative, self.taken = changes.how, self.taken + len(chosen)
-            longest = max(longest, monotonic() - started)
+            self.longest = max(self.longest, monotonic() - started)
 
     def _is_late(self, now: float, longest: float) -> bool:
         """Return whether a pass as long as the longest would end far beyond the deadline or run mostly after it."""

@@ -9,12 +9,12 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from gradscope.gradients import TokenJacobian, Vectors
+from gradscope.gradients import FORWARD_MODE, TokenJacobian, Vectors
 from gradscope.objective import Weighting, split_steps
 from gradscope.policy import PART, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import track
-from gradscope.updates.apply_update import RealSteps
+from gradscope.updates.apply_update import RealSteps, update_cost
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.make_update import Update
 from gradscope.updates.movement import Movement
@@ -41,6 +41,11 @@ def take_steps(
         changes.append(_log_odds(moved))
         cosines.append(_cosine(moved.displacement, plain.displacement))
     return np.stack(changes), np.array(cosines)
+
+
+def gains_cost(rows: int) -> float:
+    """Return an upper bound on the forward passes of `gains_on_unseen_prompts` for so many rows of weights."""
+    return rows * (update_cost() + FORWARD_MODE) + 3 * update_cost(2)
 
 
 def gains_on_unseen_prompts(
