@@ -301,9 +301,10 @@ class TokenJacobian:
         """Compute what each token holds of ‖G‖², G = Σ_t w_t·g_t: of its own prompt's part, and of the others'.
 
         Prompt by prompt a `vjp` gives G_p and a `jvp` along it its tokens' products with G_p; a `jvp` along G gives all
-        tokens' products with G. This costs nine forward passes (three more for each fold but one), and none for
-        responses without weights. Three vectors are held in memory or, beyond `resources.vectors`, two in scratch
-        files. Processes share the prompts. Σ_{t in p} w_t⟨g_t, G_p⟩ = ‖G_p‖² is checked for every prompt.
+        tokens' products with G. This costs nine forward passes (at most three more for each fold but one), and none for
+        responses without weights. Three vectors are held in memory, with folds up to seven more if they are small, or,
+        beyond `resources.vectors`, two in scratch files. Processes share the prompts. Σ_{t in p} w_t⟨g_t, G_p⟩ = ‖G_p‖²
+        is checked for every prompt.
 
         Args:
             weights: w_t of each kept token.

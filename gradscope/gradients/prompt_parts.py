@@ -39,7 +39,9 @@ class PromptParts:
         self._jacobian, self._weights, self._groups, self._scale = J, weights, groups, scale
         self._live = J.spread(weights).any(1).nonzero()[:, 0]
         """Responses with a weight; the others contribute nothing."""
-        self._places = J.spread(torch.arange(J.num_tokens))
+        mask = J.batch.response_mask
+        self._places = (mask.flatten().cumsum(0) - 1).view(mask.shape)
+        """Index of each kept token among all K."""
         self._worst = 0.0
         """Largest difference that the self-check has seen."""
 

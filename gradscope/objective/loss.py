@@ -6,7 +6,7 @@ Loss and weights take the same arguments, so that the weights are those of the t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any
 
@@ -52,8 +52,8 @@ class LossSettings:
     def check(self) -> None:
         """Raise InputError for settings that define no loss."""
         check_estimator(self.kl_estimator)
-        for name, value in asdict(replace(self, kl_estimator=None)).items():
-            if value is not None and not (isfinite(value) and value >= 0):
+        for name, value in asdict(self).items():
+            if name != "kl_estimator" and value is not None and not (isfinite(value) and value >= 0):
                 raise InputError(f"{name} is {value}; give a finite number, 0 or more")
         check_clipping(self.clip_ratio_low, self.clip_ratio_high, self.clip_ratio_c)
         StepRule(self.reweight_alpha)  # refuses α > 1

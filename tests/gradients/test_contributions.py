@@ -250,12 +250,12 @@ def test_two_vectors_live_beside_autograds_whatever_the_number_of_folds(policy):
     batch, most = make_rollouts(policy), []
     J = TokenJacobian(policy, batch, Resources(3 * vector_bytes(policy.model)))
     weights = weights_of(J)
-    before = {id(each) for each in gc.get_objects() if type(each) is Vectors}
+    one, before = vector_bytes(policy.model), {id(each) for each in gc.get_objects() if type(each) is Vectors}
 
     def count(*_: object) -> None:
         found = [each for each in gc.get_objects() if type(each) is Vectors and id(each) not in before]
         held = {each.rows.untyped_storage().data_ptr(): each.rows.untyped_storage().nbytes() for each in found}
-        most.append(sum(held.values()) / vector_bytes(policy.model))
+        most.append(sum(held.values()) / one)
 
     handle = policy.model.register_forward_hook(count)
     J.contributions(weights, folds=3)
