@@ -11,11 +11,12 @@ difference with its interval, its p and its seeds. A lookup that finds no row, o
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 import tyro
@@ -27,7 +28,12 @@ from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.runs import write_text
 
+if TYPE_CHECKING:
+    import jinja2
+
 TEMPLATES = Path(__file__).with_name("pages")
+QUOTED = TEMPLATES / "quoted.toml"
+"""What pages that are written by hand quote."""
 PAGES = ("paper_repro.md", "docs/preregistrations.md", "docs/other-figures.md", "docs/embedded-certain.md")
 
 
@@ -205,27 +211,42 @@ def with_interval(mean: float, lower: float, upper: float, digits: int, *, signe
     return words if math.isnan(lower) else f"{words} [{decimal(lower, digits)}, {decimal(upper, digits)}]"
 
 
-def render(figures: Path, page: str, numbers: Numbers | None = None) -> str:
-    """Render a page. Raises InputError if the text asks for a missing number. numbers: None for those of `figures`."""
+def render(figures: Path, page: str) -> str:
+    """Render a page. Raises InputError if the text asks for a missing number."""
+    return _environment(Numbers(figures, page)).get_template(f"{Path(page).name}.jinja").render()
+
+
+def _environment(numbers: Numbers) -> jinja2.Environment:
     import jinja2
 
     loader = jinja2.FileSystemLoader(TEMPLATES)
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, loader=loader)
-    numbers = Numbers(figures, page) if numbers is None else numbers
     names = ("word", "number", "percent", "count", "each", "interval", "difference", "contrast", "seeds_needed")
     environment.globals |= {name: getattr(numbers, name) for name in (*names, "verdict", "value", "p")}
     environment.globals["decimal"] = decimal
-    return environment.get_template(f"{Path(page).name}.jinja").render()
+    return environment
 
 
-def quoted_cells(figures: Path) -> list[Cell]:
-    """Return every cell that the pages quote, once for each page."""
+def quoted_cells(figures: Path, pages: Path = Path()) -> list[Cell]:
+    """Return every cell that the pages quote, once for each page.
+
+    pages: folder of those that are written by hand. Raises InputError if one of them does not say what QUOTED has.
+    """
     cells: dict[Cell, None] = {}
     for page in PAGES:
         numbers = Numbers(figures, page)
-        render(figures, page, numbers)
-        cells |= dict.fromkeys(cell for cell in numbers.quoted if not math.isnan(cell.value))
-    return list(cells)
+        _environment(numbers).get_template(f"{Path(page).name}.jinja").render()
+        cells |= dict.fromkeys(numbers.quoted)
+    for page, quotes in tomllib.loads(QUOTED.read_text(encoding="utf-8")).items():
+        numbers, text = Numbers(figures, page), (pages / page).read_text(encoding="utf-8")
+        environment = _environment(numbers)
+        environment.globals |= vars(environment.get_template("macros.jinja").module)
+        for quote in quotes:
+            words = environment.from_string(quote).render()
+            if " ".join(words.split()) not in " ".join(text.split()):
+                raise InputError(f"{page} does not say {words!r}, as the CSVs do; mend it, or {QUOTED.name}")
+        cells |= dict.fromkeys(numbers.quoted)
+    return [cell for cell in cells if not math.isnan(cell.value)]
 
 
 def main(options: Options) -> None:

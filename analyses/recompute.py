@@ -36,7 +36,9 @@ KEPT_SUMMARIES = {
     "words/words_compare": "tokens and inner products were not kept",
     "influence": "tokens were not kept",
     "drivers": "tokens were not kept",
+    "certain/drivers": "tokens were not kept",
     "proxies": "tokens were not kept",
+    "certain/proxies": "tokens were not kept",
     "smollm2: gradient_share": "inner products were not kept",
     "gemma3: gradient_share": "inner products were not kept",
     "words/words_trained_weightings: cosine": "inner products were not kept",
@@ -90,16 +92,25 @@ def redraw(statistic: Callable[[np.ndarray], float], clusters: int) -> tuple[flo
     return float(low), float(high)
 
 
-def jackknife(statistic: Callable[[np.ndarray], float], clusters: int, *, share: bool = False) -> tuple[float, float]:
-    """Return bounds from leaving out one cluster at a time, by Student's t; share: on log odds, and 1/n wider."""
-    ahead = (lambda x: np.log(x / (1 - x))) if share else (lambda x: x)
+def jackknife(
+    statistic: Callable[[np.ndarray], float], clusters: int, *, least: float | None = None, wider: bool = True
+) -> tuple[float, float]:
+    """Return bounds from leaving out one cluster at a time, by Student's t.
+
+    least: of a statistic that lies between it and 1, so that log odds are taken; wider: by 1/n on their scale, for a
+    cluster that was not seen.
+    """
+
+    def ahead(value: float) -> float:
+        return value if least is None else float(np.log((value - least) / (1 - value)))
+
     left = np.array([ahead(statistic(1.0 - (np.arange(clusters) == out))) for out in range(clusters)])
     away = left - left.mean()
     freedom = np.clip((away**2).sum() ** 2 / (away**4).sum() - 0.5, 1, clusters - 1)
     half = stats.t.ppf(0.975, freedom) * np.sqrt((clusters - 1) / clusters * (away**2).sum())
-    half = np.hypot(half, 1 / clusters) if share else half
+    half = np.hypot(half, 1 / clusters) if wider and least is not None else half
     ends = ahead(statistic(np.ones(clusters))) + np.array([-half, half])
-    low, high = 1 / (1 + np.exp(-ends)) if share else ends
+    low, high = ends if least is None else least + (1 - least) / (1 + np.exp(-ends))
     return float(low), float(high)
 
 
@@ -321,7 +332,8 @@ def powers(scale: str, name: str, quantity: str) -> dict[str, float | Resampled]
         return float((sxy - sx * sy / n) / (sxx - sx**2 / n))
 
     value = fit(np.ones(prompt.max() + 1))
-    return bounded(value, *redraw(fit, prompt.max() + 1), ("slope", "slope_lower", "slope_upper"))
+    facts = {"tokens": len(x), "prompts": prompt.max() + 1, "carried": value * x.var() / y.var()}
+    return facts | bounded(value, *redraw(fit, prompt.max() + 1), ("slope", "slope_lower", "slope_upper"))
 
 
 def rare_share(tokens: pd.DataFrame, column: str) -> float | Resampled:
@@ -329,7 +341,7 @@ def rare_share(tokens: pd.DataFrame, column: str) -> float | Resampled:
     prompts = tokens.assign(low=tokens["interval"] == 0).groupby("group")["low"].agg(["sum", "size"])
     rare, whole = prompts["sum"].to_numpy(float), prompts["size"].to_numpy(float)
     of = lambda count: float(count @ rare / (count @ whole))  # noqa: E731
-    ends = jackknife(of, len(rare), share=True)
+    ends = jackknife(of, len(rare), least=0.0)
     return bounded(of(np.ones(len(rare))), *ends, ("value", "lower", "upper"))[column]
 
 
@@ -480,9 +492,8 @@ def seconds(scale: str, cell: Cell) -> float:
     logs = {}
     for variant in (dict(cell.where)["variant"], "grpo"):
         own = metrics(scale, "puzzles", variant).items()
-        logs[variant] = {
-            s: np.log(run["seconds_training"].median() / run["seconds_sampling"].median()) for s, run in own
-        }
+        medians = {seed: run[["seconds_training", "seconds_sampling"]].median() for seed, run in own}
+        logs[variant] = {seed: np.log(row.iloc[0] / row.iloc[1]) for seed, row in medians.items()}
     one, other = (pd.Series(own) for own in logs.values())
     found = t_interval((one - other).dropna())
     names = {"ratio": "mean", "ratio_lower": "lower", "ratio_upper": "upper"}
@@ -492,16 +503,20 @@ def seconds(scale: str, cell: Cell) -> float:
 @cache
 def correlate(scale: str, category: str) -> dict[str, float | Resampled]:
     own = word_counts(scale, "grpo", category)
-    group = own.groupby("group").ngroup().to_numpy()
-    x, y = own["words"].to_numpy(float), own["reward"].to_numpy(float)
-    sums = np.stack([np.bincount(group, part) for part in (np.ones_like(x), x, y, x * x, y * y, x * y)])
+    of, clusters = pearson(own["words"], own["reward"], own["group"])
+    return bounded(of(np.ones(clusters)), *redraw(of, clusters), ("correlation", "lower", "upper"))
 
-    def pearson(count: np.ndarray) -> float:
+
+def pearson(x: pd.Series, y: pd.Series, group: pd.Series) -> tuple[Callable[[np.ndarray], float], int]:
+    """Return the correlation as a function of each group's count, and the number of groups."""
+    x, y, (place, names) = x.to_numpy(float), y.to_numpy(float), pd.factorize(group)
+    sums = np.stack([np.bincount(place, part) for part in (np.ones_like(x), x, y, x * x, y * y, x * y)])
+
+    def of(count: np.ndarray) -> float:
         n, sx, sy, sxx, syy, sxy = sums @ count
         return float((sxy - sx * sy / n) / np.sqrt((sxx - sx**2 / n) * (syy - sy**2 / n)))
 
-    clusters = group.max() + 1
-    return bounded(pearson(np.ones(clusters)), *redraw(pearson, clusters), ("correlation", "lower", "upper"))
+    return of, len(names)
 
 
 def rates(name: str, cell: Cell) -> float:
@@ -574,25 +589,55 @@ def prediction_scores(cell: Cell) -> float | Resampled:
     return bounded(score(ones), *redraw(score, 10), ("value", "lower", "upper"))[cell.column]
 
 
-def proxy(name: str, cell: Cell) -> float | Resampled:
+def judged_responses(cell: Cell) -> pd.DataFrame:
+    """The responses, or tokens, whose norms verl's sums are held against, with columns x, y and group."""
+    where = dict(cell.where)
+    if "when" in where:
+        name = "words_untrained" if where["when"] == "before training" else "words_trained"
+        responses, tokens = (measured("words", f"{name}/{part}.parquet") for part in ("responses", "tokens"))
+    else:
+        responses = measured("cpu", "optimal_baseline/responses.parquet")
+        responses = responses[responses["policy"] == where["policy"]]
+        folder = "optimal_baseline" if where["policy"] == "embedded" else "real_language"
+        tokens = measured("cpu", f"{folder}/tokens.parquet")
+    pair, of = where["pair"], where["of"]
+    if of == "token":
+        own = tokens.sort_values(["response", "position"])
+        squares = own[["logit_grad_norm", "param_grad_norm"]].astype(float) ** 2
+        if "W_t" in pair:
+            squares = squares.groupby(own["response"]).cumsum()
+        own = own.assign(x=squares["logit_grad_norm"], y=squares["param_grad_norm"])
+        return own[own["prob"] < 0.999] if pair.startswith("‖g‖²") else own
+    sums = {"by Σ‖g‖²": "sum_of_norms_squared", "by verl's W": "logit_norms_squared", "by length": "length"}
+    x = next(responses[column] for name, column in sums.items() if name in pair)
+    scale = responses["length"] if "per token" in pair else 1.0
+    own = responses.assign(x=x / scale, y=responses["sum_norm_squared"] / scale)
+    shorter = own["length"] < own["length"].median()
+    return own[shorter if of.startswith("shorter") else ~shorter] if of != "response" else own
+
+
+@cache
+def judge(cell: Cell) -> float | Resampled:
+    own = judged_responses(cell)
+    x, y = own["x"].to_numpy(float), own["y"].to_numpy(float)
+    if cell.column in ("r2", "slope"):
+        fit = stats.linregress(np.log(x), np.log(y))
+        return float(fit.slope if cell.column == "slope" else fit.rvalue**2)
+    rank, clusters = pearson(own["x"].rank(), own["y"].rank(), own["group"])
+    if cell.column == "spearman":
+        return rank(np.ones(clusters))
+    ends = jackknife(rank, clusters, least=-1.0, wider=False)
+    return Resampled(ends[cell.column.endswith("upper")], ends[1] - ends[0])
+
+
+def saved_variance(cell: Cell) -> float | Resampled:
     where = dict(cell.where)
     own = measured("cpu", "optimal_baseline/responses.parquet").query(f"policy == '{where['policy']}'")
-    if name == "optimal_baseline_saved":
-        sums = own.groupby("group").sum(numeric_only=True)
-        plain, better = sums["power: mean"].to_numpy(), sums["power: by Σ‖e − π‖²"].to_numpy()
-        signal = sums["signal"].to_numpy()
-        saved = lambda count: float(count @ (plain - better) / (count @ (plain - signal)))  # noqa: E731
-        value = saved(np.ones(len(plain)))
-        return bounded(value, *jackknife(saved, len(plain)), ("saved", "lower", "upper"))[cell.column]
-    group = own.groupby("group").ngroup().to_numpy()
-    x, y = own["logit_norms_squared"].to_numpy(), own["sum_norm_squared"].to_numpy()
-
-    def rank(count: np.ndarray) -> float:
-        rows = np.repeat(np.arange(len(x)), count[group].astype(int))
-        return float(stats.spearmanr(x[rows], y[rows])[0])
-
-    names = ("spearman", "spearman_lower", "spearman_upper")
-    return bounded(rank(np.ones(group.max() + 1)), *jackknife(rank, group.max() + 1), names)[cell.column]
+    sums = own.groupby("group").sum(numeric_only=True)
+    plain, better = sums["power: mean"].to_numpy(), sums[f"power: {where['baseline']}"].to_numpy()
+    signal = sums["signal"].to_numpy()
+    of = lambda count: float(count @ (plain - better) / (count @ (plain - signal)))  # noqa: E731
+    return bounded(of(np.ones(len(plain))), *jackknife(of, len(plain)), ("saved", "lower", "upper"))[cell.column]
 
 
 def sharpening(cell: Cell) -> float:
@@ -666,12 +711,13 @@ def from_energies() -> float:
     return float((ratio * energy).sum() / np.sqrt(energy.sum() * (ratio**2 * energy).sum()))
 
 
-def slack() -> float:
+def slack(layer: int) -> float:
     tokens = measured("cpu", "layer_constants/tokens.parquet")
-    constants = measured("cpu", "layer_constants/constants.csv").query("layer == 0 and product_kind == 'certified'")
-    own = tokens[["context", "log_one_minus_prob", "act_grad_norm.0"]].dropna().merge(constants, on="context")
-    ratio = own["product_d"] * np.sqrt(2) * np.exp(own["log_one_minus_prob"]) / own["act_grad_norm.0"]
-    return float(ratio.median())
+    constants = measured("cpu", "layer_constants/constants.csv")
+    constants = constants[(constants["layer"] == layer) & (constants["product_kind"] == "certified")]
+    norm = f"act_grad_norm.{layer}"
+    own = tokens[["context", "log_one_minus_prob", norm]].dropna().merge(constants, on="context")
+    return float((own["product_d"] * np.sqrt(2) * np.exp(own["log_one_minus_prob"]) / own[norm]).median())
 
 
 def moved(cell: Cell) -> float:
@@ -707,9 +753,9 @@ MEASURED: dict[str, Callable[[str, Cell], float | Resampled]] = {
     "gemma3": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
     "gemma3_theory": lambda _, cell: pretrained(cell, "real_language_gemma3/tokens.parquet"),
     "kinds": lambda _, cell: kinds(cell),
-    "layer_constants_bounds": lambda *_: slack(),
-    "optimal_baseline": lambda _, cell: proxy("optimal_baseline", cell),
-    "optimal_baseline_saved": lambda _, cell: proxy("optimal_baseline_saved", cell),
+    "layer_constants_bounds": lambda _, cell: slack(int(dict(cell.where)["layer"])),
+    "optimal_baseline": lambda _, cell: judge(cell),
+    "optimal_baseline_saved": lambda _, cell: saved_variance(cell),
     "over_training_contrasts": over_training,
     "prediction_scores": lambda _, cell: prediction_scores(cell),
     "rare_tokens_means": lambda _, cell: means_of_records(cell),
@@ -727,6 +773,7 @@ MEASURED: dict[str, Callable[[str, Cell], float | Resampled]] = {
     "words/words_gates": lambda _, cell: gates(cell),
     "words/words_runs": lambda _, cell: gate_runs(cell),
     "words/words_trained": lambda _, cell: trained(cell),
+    "words/words_trained_proxy": lambda _, cell: judge(cell),
     "words/words_trained_weightings": lambda *_: from_energies(),
 }
 
@@ -738,9 +785,8 @@ def why_not(cell: Cell) -> str | None:
 
 
 def recompute(cell: Cell, figures: Path) -> float | Resampled:
-    scale, name = (
-        ("certain", cell.file.removeprefix("certain/")) if cell.file.startswith("certain/") else ("cpu", cell.file)
-    )
+    name = cell.file.removeprefix("certain/")
+    scale = "cpu" if name == cell.file else "certain"
     if name in FAMILIES:
         return contrast(name, scale, cell, pd.read_csv(figures / f"{cell.file}.csv"))
     return MEASURED[name](scale, cell)

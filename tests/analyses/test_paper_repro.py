@@ -1,6 +1,7 @@
 """The pages of what is reproduced: their numbers are the CSVs', which are those of what is kept."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pandas as pd
@@ -8,7 +9,7 @@ import pytest
 from support.refusals import refused
 
 from analyses import recompute
-from analyses.paper_repro import PAGES, Cell, Numbers, quoted_cells, render
+from analyses.paper_repro import PAGES, QUOTED, Cell, Numbers, quoted_cells, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LATER = {"docs/named-beforehand.md"}
@@ -72,6 +73,17 @@ def test_a_wrong_number_is_told_from_its_own(monkeypatch):
     assert recompute.agrees(cell, found)
     wrong = Cell(cell.page, cell.file, cell.column, cell.where, cell.value + 0.001, cell.digits)
     assert not recompute.agrees(wrong, found)
+
+
+def test_a_page_by_hand_that_says_another_number_is_told(tmp_path):
+    for page in tomllib.loads(QUOTED.read_text(encoding="utf-8")):
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / page).write_text((REPOSITORY / page).read_text(encoding="utf-8"), encoding="utf-8")
+    assert quoted_cells(REPOSITORY / "figures", tmp_path)
+    theory = tmp_path / "docs" / "theory.md"
+    theory.write_text(theory.read_text(encoding="utf-8").replace(".80 [.79, .82]", ".81 [.79, .82]"), encoding="utf-8")
+    with refused("docs/theory.md"):
+        quoted_cells(REPOSITORY / "figures", tmp_path)
 
 
 def test_the_page_can_be_read_in_two_screens_and_a_table():
