@@ -164,7 +164,7 @@ class Numbers:
         return p_words(self.value(file, column, digits=3, **where))
 
     def verdict(self, file: str, variant: str, baseline: str, **where: Any) -> str:
-        """Return the verdict on a difference: higher, lower, no difference shown, or one seed shows nothing."""
+        """Return the verdict on a difference: higher, lower, no difference found, or one seed shows nothing."""
         row = self.row(file, variant=variant, baseline=baseline, **where)
         if int(row["seeds"]) < 2:
             return "one seed decides nothing" if int(row["seeds"]) else "not run"

@@ -34,7 +34,6 @@ KEPT_SUMMARIES = {
     "compare_step0": "made by `gradscope compare` of a checkpoint that is not kept",
     "compare_step40": "made by `gradscope compare` of a checkpoint that is not kept",
     "words/words_compare": "tokens and inner products were not kept",
-    "influence": "tokens were not kept",
     "drivers": "tokens were not kept",
     "certain/drivers": "tokens were not kept",
     "proxies": "tokens were not kept",
@@ -722,7 +721,9 @@ def slack(layer: int) -> float:
 
 def moved(cell: Cell) -> float:
     where, tokens = dict(cell.where), measured("cpu", "updates/tokens.parquet")
-    return float(tokens.loc[tokens["interval"] == INTERVALS.index(where["interval"]), "delta_prob.all"].abs().mean())
+    update = {"(c)": "all", "(e)": "only-0", "(f)": "only-3"}[where["panel"][:3]]
+    inside = tokens["interval"] == INTERVALS.index(where["interval"])
+    return float(tokens.loc[inside, f"delta_prob.{update}"].abs().mean())
 
 
 def means_of_records(cell: Cell) -> float:
