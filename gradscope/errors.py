@@ -6,7 +6,9 @@ import inspect
 import json
 import pickle
 import struct
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache, wraps
 from typing import Any, ParamSpec, TypeVar, get_type_hints
@@ -115,10 +117,21 @@ def first_line(error: Exception) -> str:
     return line if len(line) <= 300 else f"{line[:300]}…"
 
 
+@contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Leave the caller's `torch.inference_mode`, whose tensors take part in no gradient; without it, do nothing."""
+    torch = sys.modules.get("torch")  # not imported here, so that `--help` does not load it
+    if torch is None or not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
 def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     """Decorate a function to raise an error that names any argument whose type does not match its annotation.
 
-    TypeError for a wrong type, InputError for an unknown word.
+    TypeError for a wrong type, InputError for an unknown word. The function runs outside `torch.inference_mode`.
 
     >>> @checked
     ... def draw(n: int, *, temperature: float = 1.0): ...
@@ -150,7 +163,8 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
                 shown = f"{value!r:.60}, " if isinstance(value, str | int | float) else ""
                 words = f"{name} is {shown}of type {type(value).__name__}"
                 raise TypeError(f"{function.__name__}: {words}; wanted: {wanted}")
-        return function(*args, **keywords)
+        with normal_tensors():
+            return function(*args, **keywords)
 
     return call
 

@@ -17,7 +17,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from gradscope.errors import InputError
+from gradscope.errors import InputError, normal_tensors
 from gradscope.gradients.contributions import Contributions
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.products import Precision
@@ -39,7 +39,7 @@ from gradscope.objective import (
     kept_numbers,
     micro_batches,
 )
-from gradscope.policy import AdamWState, Policy, find_blocks, refuse_shards
+from gradscope.policy import AdamWState, Policy, find_blocks, refuse_shards, weights_version
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, check_room, track
 
@@ -58,7 +58,8 @@ class TokenJacobian:
         precision: of the matrix products in `row_norms`, for decoders with analytic rules.
 
     Raises:
-        InputError: the batch keeps no token, or this process does not hold all weights.
+        InputError: the batch keeps no token, this process does not hold all weights, or these were made in
+            `torch.inference_mode`.
     """
 
     def __init__(
@@ -73,10 +74,13 @@ class TokenJacobian:
         self.policy = model if isinstance(model, Policy) else None
         self.model: nn.Module = model.model if isinstance(model, Policy) else model
         refuse_shards(self.model)
+        if any(parameter.is_inference() for parameter in self.model.parameters()):
+            raise InputError("the model was made inside torch.inference_mode, and has no gradients; make it outside")
         self.batch = batch
         self.device = next(self.model.parameters()).device
         self.resources = (resources or Resources()).settle(self.device)
-        self._known, self._precision = statistics, precision
+        self._statistics = None if statistics is None else (statistics, weights_version(self.model))
+        self._precision = precision
         if batch.num_tokens == 0:
             raise InputError(
                 "response_mask keeps no token, so there is no gradient; give responses with sampled tokens"
@@ -94,19 +98,22 @@ class TokenJacobian:
         """Ids of the prompts with kept tokens, ascending."""
         return self.batch.group_ids[self.batch.response_mask.any(1)].unique()
 
-    @cached_property
+    @property
     def statistics(self) -> TokenStatistics:
         """log π, log(1−π) and entropy [B, S] of every kept token, in nats, on the CPU; 0 elsewhere.
 
-        A policy scores one response at a time, to reproduce the digits of its token table; a bare module scores
-        micro-batches.
+        They are kept until a weight changes, as its version counter says; a write through `.data` goes unnoticed, and
+        needs `moved`. A policy scores one response at a time, to reproduce the digits of its token table; a bare module
+        scores micro-batches.
         """
-        if self._known is not None:
-            return self._known
+        if (found := self._found_statistics) is not None:
+            return found
         size = fitting_size(self.model, self.batch, self.resources.micro_batch, copies=2) if self.policy is None else 1
         settings = {"micro_batch_size": size, "device": self.device, "processes": self.resources.processes}
         with self.resources.progress.stage("scoring"), self.frozen():
-            return batch_statistics(self.model, self.batch, **settings)
+            found = batch_statistics(self.model, self.batch, **settings)
+        self._statistics = found, weights_version(self.model)
+        return found
 
     def select(self, rows: Sequence[int] | Int[Tensor, " b"]) -> TokenJacobian:
         """Return the Jacobian of the given responses, in the given order; `self` if these are all of them."""
@@ -140,8 +147,7 @@ class TokenJacobian:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """Keep the model in eval mode, with plain attention and no parameter that requires a gradient."""
-        # The caller may be in inference mode; gradients are needed all the same.
-        with torch.inference_mode(False), measuring(self.model, self.batch.width):
+        with normal_tensors(), measuring(self.model, self.batch.width):
             yield
 
     @cached_property
@@ -164,6 +170,7 @@ class TokenJacobian:
         out[..., self.batch.response_mask] = values
         return out
 
+    @normal_tensors()
     def row_norms(
         self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Float[Tensor, " P"] | None = None
     ) -> RowNorms:
@@ -181,6 +188,7 @@ class TokenJacobian:
         """
         return RowNorms(self, torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens, scale)
 
+    @normal_tensors()
     def vjp(self, weights: Float[Tensor, "R K"], of: Quantity = "logprob") -> Vectors:
         """Compute weighted sums of token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
 
@@ -221,6 +229,7 @@ class TokenJacobian:
         self.resources.processes.sum(sums.rows)
         return sums
 
+    @normal_tensors()
     def jvp(self, vectors: Vectors, of: Sequence[Quantity] = ("logprob",), *, exact: bool = False) -> Changes:
         """Compute the directional derivatives ⟨∇ log π_t, v⟩ of every kept token along each vector v.
 
@@ -254,6 +263,7 @@ class TokenJacobian:
         changes = self.resources.processes.sum(changes)
         return Changes(how, **{name: changes[..., q] for q, name in enumerate(of)})
 
+    @normal_tensors()
     def gram(
         self,
         weights: Float[Tensor, "R K"],
@@ -289,6 +299,7 @@ class TokenJacobian:
         plan = sums.plan(pairs, metric=metric is not None, way=way)
         return sums.multiply(plan, pairs, metric=metric, sketch=sketch, totals=totals)
 
+    @normal_tensors()
     def contributions(
         self,
         weights: Float[Tensor, " K"],
@@ -358,7 +369,9 @@ class TokenJacobian:
 
     @property
     def _found_statistics(self) -> TokenStatistics | None:
-        return self._known if self._known is not None else vars(self).get("statistics")
+        """The statistics, if they are known under the current weights."""
+        known = self._statistics
+        return None if known is None or known[1] != weights_version(self.model) else known[0]
 
     @property
     def _blocks(self) -> nn.ModuleList:
@@ -384,7 +397,7 @@ class TokenJacobian:
             raise InputError(
                 f"weights are {given}; give rows with one number for each of {self.num_tokens} kept tokens"
             )
-        return weights
+        return weights.clone() if weights.is_inference() else weights
 
     def _pieces(self, micro_batch: int, copies: int) -> Iterator[Piece]:
         """Yield this process's micro-batches of at most `micro_batch` responses, longest first."""

@@ -29,7 +29,9 @@ class StepMeasurement:
     batch: TokenBatch
     """This process's responses, with old_logprobs everywhere."""
     jacobian: TokenJacobian | None
-    """Before the step; None if no token is kept."""
+    """None if no token is kept."""
+    before: TokenStatistics | None
+    """Of the tokens before the step; None if there are none."""
     edges: Sequence[Number]
     products: Float[np.ndarray, "intervals intervals"]
     """⟨G_a, G_b⟩."""
@@ -56,7 +58,7 @@ class StepMeasurement:
         counts = torch.zeros(2, len(names), dtype=torch.float64)  # moved the right way, and moved at all
         if self.jacobian is not None:
             after = self.jacobian.moved().statistics
-            shares = batch_direction_shares(self.jacobian.statistics, after, self.batch, edges=self.edges)
+            shares = batch_direction_shares(self.before, after, self.batch, edges=self.edges)
             for row in shares.itertuples():
                 place = names.index(f"right_direction_{row.sign}/{name_intervals(self.edges)[row.interval]}")
                 moved = row.num_tokens - row.tied
@@ -86,7 +88,7 @@ def measure_step(
     device = next(model.parameters()).device
     J = TokenJacobian(model, batch, resources) if batch.num_tokens else None
     counts = torch.zeros(len(edges) - 1, dtype=torch.float64)
-    sizes = torch.zeros(2, len(counts), dtype=torch.float64)
+    sizes, before = torch.zeros(2, len(counts), dtype=torch.float64), None
     if J is not None:
         before = J.statistics
         batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
@@ -108,7 +110,7 @@ def measure_step(
     names = name_intervals(edges)
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines) | _module_norms(model, sums)
-    return StepMeasurement(batch, J, edges, products, int(counts.sum()), sizes, device, numbers)
+    return StepMeasurement(batch, J, before, edges, products, int(counts.sum()), sizes, device, numbers)
 
 
 def rounding_sizes(

@@ -404,7 +404,7 @@ def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
         return (ratio > trainer.epsilon_high) & (advantages > 0)
     if kind not in (*LOSS_TYPES, "rloo"):
         return None
-    # Where the slope of −min(min(r, cap)·Â, clip(r)·Â) is 0; a cap below 1 + ε_high acts for Â > 0 alone, and above, for
+    # Where the slope of −min(min(r, cap)·Â, clip(r)·Â) is 0; a cap below 1 + ε_high acts for Â > 0 alone, one above for
     # Â < 0 alone.
     high = 1 + trainer.epsilon_high
     clipped = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)

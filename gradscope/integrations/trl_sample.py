@@ -103,8 +103,8 @@ class StepSample:
         self._order = torch.from_numpy(np.random.default_rng(list(seed)).permutation(self.num_prompts))
         self.measured_prompts = 0
         self._sums = torch.zeros(self.num_prompts, len(KINDS), len(edges) - 1, dtype=torch.float64)
-        self._parts: list[tuple[TokenJacobian, Int[Tensor, " b"]]] = []
-        """Measured responses, with the index of each one's prompt."""
+        self._parts: list[tuple[TokenJacobian, TokenStatistics, Int[Tensor, " b"]]] = []
+        """Measured responses, with their tokens before the step and the index of each one's prompt."""
 
     @property
     def fewest(self) -> int:
@@ -145,20 +145,20 @@ class StepSample:
             before = TokenStatistics(*(_spread(v, rows, len(self._batch)) for v in vars(part.statistics).values()))
         batch = replace(self._batch, old_logprobs=fill_unknown(self._batch.old_logprobs, before.logprob))
         weights, denominators = self._weigh(batch, before)[rows], self._denominators[rows]
-        masks = _interval_masks(part, self._edges)
+        masks = _interval_masks(part.batch, part.statistics, self._edges)
         cotangents = torch.where(masks, -weights / denominators[:, None], 0.0)
         self._add("tokens", prompts, masks)
         left, whole = rounding_sizes(cotangents, masks, denominators, part.statistics)
         self._add("left", prompts, left)
         self._add("whole", prompts, whole)
         self._add_products(part, prompts, cotangents)
-        self._parts.append((part, prompts))
+        self._parts.append((part, part.statistics, prompts))
 
     def finish(self) -> None:
         """Measure the step's effect on the tokens, once the model has taken it."""
-        for part, prompts in self._parts:
-            change = log_odds_change(part.statistics, part.moved().statistics)
-            masks = _interval_masks(part, self._edges)
+        for part, before, prompts in self._parts:
+            change = log_odds_change(before, part.moved().statistics)
+            masks = _interval_masks(part.batch, before, self._edges)
             for sign, name in zip((1, -1), SIGNS, strict=True):
                 asked = masks & (sign * part.batch.advantages > 0)
                 self._add(f"right_{name}", prompts, asked & (sign * change > 0))
@@ -226,8 +226,8 @@ def _unit_gradient(model: nn.Module) -> Vectors:
     return direction
 
 
-def _interval_masks(part: TokenJacobian, edges: Sequence[Number]) -> Bool[Tensor, "R b S"]:
-    batch = replace(part.batch, old_logprobs=fill_unknown(part.batch.old_logprobs, part.statistics.logprob))
+def _interval_masks(batch: TokenBatch, before: TokenStatistics, edges: Sequence[Number]) -> Bool[Tensor, "R b S"]:
+    batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
     intervals = old_intervals(batch, edges)
     return torch.stack([intervals == a for a in range(len(edges) - 1)])
 

@@ -60,6 +60,7 @@ from gradscope.policy.parameters import (
     merged_parameters,
     model_bytes,
     trained_only,
+    weights_version,
 )
 from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
 from gradscope.policy.positions import find_context
@@ -87,5 +88,5 @@ __all__ = [
     "policy_hashes", "precision_in_words", "read_adamw_state", "read_optimizer_file", "read_state", "refuse_shards",
     "refuse_training_run", "refuse_unreadable", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
     "square_norm", "sum_of_squares", "takes", "trained_only", "unpacked", "upcast_on_use", "value_ranges",
-    "weights_hash", "whole_weights", "without_autocast", "without_cudnn_attention",
+    "weights_hash", "weights_version", "whole_weights", "without_autocast", "without_cudnn_attention",
 ]  # fmt: skip

@@ -16,6 +16,8 @@ PART = 1 << 22
 """Entries of a vector processed at a time, to avoid large temporaries."""
 _MARK = "_gradscope_measured"
 """Attribute of a model that lists the measured parameters, if not all are."""
+_RESTORED = "_gradscope_restored"
+"""Attribute of a model: a state of the version counters at which the weights were those of an earlier one."""
 
 
 def measure_only(model: nn.Module, names: Iterable[str]) -> None:
@@ -77,6 +79,19 @@ def merged_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield f"{owner}.{leaf}", merged
         elif ".lora_" not in name:
             yield name, parameter.detach()
+
+
+def weights_version(model: nn.Module) -> tuple[object, ...]:
+    """Return what differs once a parameter was written to or replaced; writes through `.data` are not seen."""
+    counted = tuple((id(p), 0 if p.is_inference() else p._version) for p in model.parameters())
+    restored, before = getattr(model, _RESTORED, (None, None))
+    return before if counted == restored else counted
+
+
+def say_restored(model: nn.Module, version: tuple[object, ...]) -> None:
+    """Record that the weights are now bit for bit those of an earlier `weights_version`."""
+    vars(model).pop(_RESTORED, None)
+    setattr(model, _RESTORED, (weights_version(model), version))
 
 
 def flat_slices(model: nn.Module) -> dict[str, slice]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradscope.policy.parameters import model_bytes
+from gradscope.policy.parameters import model_bytes, say_restored, weights_version
 from gradscope.runs import check_room, scratch_zeros
 
 
@@ -35,6 +35,7 @@ def restoring(model: nn.Module, *, memory: int | None = None) -> Iterator[Mappin
     values = {name: copy(p.detach()) for name, p in model.named_parameters()}
     pairs = zip(model.parameters(), values.values(), strict=True)
     tensors = [(p, p.data, value) for p, value in pairs]
+    version = weights_version(model)
     tensors += [(b, b.data, copy(b.detach())) for b in model.buffers()]
     try:
         for parameter, _, _ in parameters:
@@ -49,6 +50,7 @@ def restoring(model: nn.Module, *, memory: int | None = None) -> Iterator[Mappin
             tensor.data = memory
             if not _is_expanded(memory):
                 memory.copy_(value)
+        say_restored(model, version)
         for parameter, flag, gradient in parameters:
             parameter.requires_grad_(flag)
             parameter.grad = gradient

@@ -103,6 +103,10 @@ class TokenBatch:
 
     def __post_init__(self) -> None:
         self._check_shapes()
+        with torch.inference_mode(False):  # whose tensors could not be used in a gradient
+            for name, value in vars(self).items():
+                if isinstance(value, Tensor) and value.is_inference():
+                    object.__setattr__(self, name, value.clone())
         if self.input_ids.shape[0] == 0:
             raise InputError("the batch has no responses; give at least one")
         mask = self.attention_mask

@@ -21,7 +21,7 @@ from gradscope.errors import SelfCheckError
 from gradscope.gradients import Contributions, Resources, TokenJacobian, Vectors, vector_bytes
 from gradscope.objective import batch_weights, resolve_advantages
 from gradscope.objective.equations import TokenWeights
-from gradscope.policy import AdamWState, Policy, float_parameters, load_policy
+from gradscope.policy import AdamWSettings, AdamWState, Policy, float_parameters, load_policy
 from gradscope.rollouts import TokenBatch, collate, write_rollouts
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
@@ -130,7 +130,7 @@ def test_in_adamws_metric_every_entry_is_scaled_on_both_sides(policy):
     weights = weights_of(J)
     terms = weights[:, None] * dense_jacobian(policy, batch)
     moments = {name: parameter.detach().square() for name, parameter in float_parameters(policy.model)}
-    state = AdamWState(moments, dict.fromkeys(moments, 3), 0.999, 1e-8, 1.0)
+    state = AdamWState(moments, dict.fromkeys(moments, 3), dict.fromkeys(moments, AdamWSettings()), 1.0)
     scale = state.scale(policy.model, J.vjp(weights[None]).rows[0])
     found = J.contributions(weights, scale=scale, folds=3)
     assert_products(found, terms * scale, prompts_of(batch), EXACT)

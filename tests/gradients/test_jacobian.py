@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients import Gram, Resources, TokenJacobian, Vectors, measure, statistics_of
-from gradscope.policy import AdamWSettings, AdamWState, Policy, float_parameters
+from gradscope.policy import AdamWSettings, AdamWState, Policy, float_parameters, restoring
 from gradscope.rollouts import TokenBatch
 
 ROWS = 3
@@ -231,7 +231,7 @@ def test_sums_in_a_scratch_file_are_those_in_memory_bit_for_bit():
     assert torch.equal(inside.rows, outside.rows)
 
 
-def test_selected_responses_have_their_rows_and_a_moved_jacobian_sees_the_weights_as_they_are():
+def test_selected_responses_have_their_rows_and_statistics_are_of_the_weights_as_they_are():
     policy = make_policy("llama", torch.float64)
     batch = make_batch(policy)
     J = TokenJacobian(policy, batch)
@@ -242,8 +242,68 @@ def test_selected_responses_have_their_rows_and_a_moved_jacobian_sees_the_weight
     assert distance(some.vjp(torch.ones(1, some.num_tokens)).rows, expected) < 1e-5
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.mul_(1.1)
-    assert torch.equal(J.statistics.logprob, before.logprob)
-    assert not torch.equal(J.moved().statistics.logprob, before.logprob)
+    after = J.moved().statistics.logprob
+    assert not torch.equal(after, before.logprob)
+    assert torch.equal(J.statistics.logprob, after)
+    assert torch.equal(J.select([2, 0]).statistics.logprob, after[[2, 0]])
+    assert torch.equal(J.of_prompts([0]).statistics.logprob, after)
+
+
+def test_statistics_that_were_given_or_kept_are_not_those_of_other_weights_and_survive_a_step_taken_back(monkeypatch):
+    policy = make_policy("llama", torch.float64)
+    batch = make_batch(policy)
+    known = TokenJacobian(policy, batch).statistics
+    J = TokenJacobian(policy, batch, statistics=known)
+    with restoring(policy.model), torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(1.1)
+        assert not torch.equal(J.statistics.logprob, known.logprob)
+    again, passes = J.statistics, []
+    assert torch.equal(again.logprob, known.logprob)
+    policy.model.register_forward_hook(lambda *_: passes.append(None))
+    with restoring(policy.model), torch.no_grad():
+        policy.model.get_output_embeddings().weight.mul_(1.2)
+    assert J.statistics is again and not passes
+
+
+def test_row_norms_after_the_weights_have_changed_are_those_of_a_new_jacobian():
+    policy = make_policy("qwen2", torch.float64)
+    batch = make_batch(policy)
+    J = TokenJacobian(policy, batch)
+    before = torch.cat([norms.param_grad_norm for _, norms in J.row_norms()])
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+    found, wanted = (torch.cat([norms.param_grad_norm for _, norms in each.row_norms()]) for each in (J, J.moved()))
+    assert distance(found, wanted) < TOLERANCE < 0.01 < distance(before, wanted)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_products_inside_inference_mode_are_those_outside_it(made):
+    """made: the batch and the weights are made inside it, too."""
+    policy = make_policy("llama")
+    outside = make_batch(policy)
+    J, weights = TokenJacobian(policy, outside), make_weights(outside).float()
+    direction = Vectors(torch.randn(1, sum(p.numel() for p in policy.model.parameters())), J.vjp(weights).slices)
+
+    def products(batch: TokenBatch, weights: Tensor) -> list[Tensor]:
+        J = TokenJacobian(policy, batch)
+        norms = torch.cat([norms.param_grad_norm for _, norms in J.row_norms()])
+        gram = torch.from_numpy(J.gram(weights, pairs="within", totals=True).products)
+        return [J.vjp(weights).rows, J.vjp(weights, of="entropy").rows, J.jvp(direction).logprob, gram, norms]
+
+    wanted = products(outside, weights)
+    with torch.inference_mode():
+        batch = make_batch(policy) if made else outside
+        found = products(batch, weights.clone() if made else weights)
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+    batch.input_ids.clone().float().requires_grad_()  # what came out takes part in gradients
+
+
+def test_weights_that_were_made_inside_inference_mode_are_refused():
+    with torch.inference_mode():
+        policy = make_policy("gpt2")
+    with pytest.raises(InputError, match="inference_mode"):
+        measure(policy, make_batch(make_policy("gpt2")))
 
 
 @pytest.mark.parametrize("other", ["itself", "weights", "precision"])
