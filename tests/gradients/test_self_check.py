@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from types import MethodType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.gradients import snapshot
 from support.oracle import brute_force
 from support.policies import CAUSAL, make_batch, make_policy
 from support.refusals import refused
@@ -30,14 +32,6 @@ def check(policy: Policy, **settings):
     exact = settings.pop("exact", policy)
     with TableMeasurement(policy, make_batch(exact, **settings), MeasureSettings()) as measurement:
         return measurement.check
-
-
-def failure(policy: Policy) -> str:
-    with pytest.raises(SelfCheckError) as caught:
-        check(policy)
-    text = str(caught.value)
-    assert "\n" not in text and "self-check failed" in text and "nothing was measured" in text
-    return text
 
 
 @pytest.mark.parametrize("name", every(2, CAUSAL))
@@ -87,7 +81,15 @@ def test_a_weight_that_is_used_behind_its_modules_back_is_caught():
         return self.down_proj(hidden) + F.linear(hidden.roll(1, -1), self.down_proj.weight)
 
     mlp.forward = MethodType(forward, mlp)
-    assert "module model.layers.1.mlp.down_proj" in failure(policy)
+    before = snapshot(policy.model)["model"]
+    with pytest.raises(SelfCheckError) as caught:
+        check(policy)
+    text = str(caught.value)
+    assert "module model.layers.1.mlp.down_proj" in text and "\n" not in text and "nothing was measured" in text
+    assert snapshot(policy.model)["model"] == before
+    del caught  # with what the raising functions held
+    gc.collect()
+    assert snapshot(policy.model)["model"] == before
 
 
 def test_a_norm_that_is_nan_fails_the_check_wherever_it_stands():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import fields
 from itertools import accumulate, pairwise
 
@@ -217,7 +218,8 @@ class TokenGradientMeter:
         statistics, logit_norm = self.measure_cheaply(ids, targets, temperature=temperature)
         each = measure_plainly(self.model, self.blocks, ids, targets, temperature=temperature, metric=self.metric)
         found = []
-        with self.progress.stage("norms", len(targets), "tokens") as advance:
+        # Closed even if interrupted, which restores the model's flags.
+        with self.progress.stage("norms", len(targets), "tokens") as advance, closing(each):
             for norms in each:
                 found.append(norms)
                 advance(1)

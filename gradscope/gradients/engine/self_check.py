@@ -32,7 +32,7 @@ def check_engine(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> 
     for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
         ids, targets = sequence.ids, sequence.asked.targets
         how = {"temperature": sequence.temperature, "metric": meter.metric}
-        plain = measure_plainly(meter.model, meter.blocks, ids, targets, **how)
+        plain = [*measure_plainly(meter.model, meter.blocks, ids, targets, **how)]  # to its end, which restores flags
         engine = _read(ours, sequence.measured)
         for own, target, oracle in zip(engine, targets.tolist(), plain, strict=True):
             differences = _compare(own, oracle)
