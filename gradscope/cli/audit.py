@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import pandas as pd
 import tyro
@@ -14,13 +14,16 @@ from gradscope.cli.flags import MeasuredPolicyFlags, ReadingFlags, command_progr
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.objective import LossSettings
-from gradscope.policy import checkpoint_step, find_policy_state
+from gradscope.policy import checkpoint_step, find_policy_state, float_parameters
 from gradscope.rollouts import Dump, read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
 from gradscope.updates import Audit as Audited, audit, gradient_of_moments, undo_clip
 
 SHOWN = 12
 """Most rows to print of modules that differ."""
+ROUNDED = (
+    "neither log nor gradient tells the precision of the trainer's passes; --precision bfloat16 allows for rounding"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +47,11 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
     """The trainer's processes, with equally many consecutive responses each; none: as recorded in the rollouts, if at
     all."""
     max_grad_norm: float | None = None
-    """The trainer's clipping threshold, if the given gradient is clipped."""
+    """The trainer's clipping threshold, if the given gradient is clipped and the rollouts do not record its norm."""
+    advantage_eps: float = 1e-6
+    """Added to a group's standard deviation where advantages are computed from rewards; TRL's is 1e-4."""
+    precision: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the trainer's passes; none: as recorded in the rollouts, or as the gradient's numbers show."""
     temperature: float | None = None
     """Sampling temperature; none: each response's own, from the rollouts (1.0 if they have none)."""
     loss: Annotated[LossSettings, tyro.conf.arg(name="")] = field(default_factory=LossSettings)
@@ -61,30 +68,39 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
         policy, progress = load_quietly(self.model, self.loading), command_progress()
         how = {"temperature": self.temperature, **self.reading}
         dump = read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
-        print_notes(dump.remarks)
-        logged = _logged_norm(dump)
+        notes, logged = [*map(str, dump.remarks)], _logged_norm(dump)
         gradient = logged if self.grad_norm is None else self.grad_norm
         if self.gradient is not None:
             gradient = _read_gradient(self.gradient)
+            trained = [name for name, _ in float_parameters(policy.model) if dump.batch.run.trains(name)]
+            if logged is not None and len(gradient) >= len(trained):  # of a part of it, the norm says nothing
+                gradient, clip = undo_clip(gradient, logged)
+                clipped = f"the gradient was saved after clipping, which multiplied it by {clip:.4g}; this is undone"
+                notes += [clipped] if clip < 1 else []
         elif self.after is not None:
             gradient, clip = gradient_of_moments(policy, find_policy_state(policy), self.after), 1.0
             if logged is not None:
                 gradient, clip = undo_clip(gradient, logged)
-            print_notes([_of_moments(logged, clip)])
+            notes.append(_of_moments(logged, clip))
+        print_notes(notes)
         if gradient is None:
             told = ", ".join(given)
             raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
-        settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
+        names = ("micro_batch", "processes", "max_grad_norm", "advantage_eps", "precision")
+        settings = {name: getattr(self, name) for name in names}
         settings["loss"] = self.own_loss(self.loss, dump)
         with progress.stage("the exact gradient"):
             found = audit(policy, dump.batch, gradient, **settings, resources=Resources(progress=progress))
+        if found.precision is None and found.kind in ("factor", "other"):
+            notes.append(ROUNDED)
+            print_notes([ROUNDED])
         print(f"{found.verdict}\n")
         print(_table(found.readings))
         print(_where_they_part(found))
         if self.out is not None:
             check_is_folder(self.out)
             self.out.mkdir(parents=True, exist_ok=True)
-            write_text(self.out / "verdict.txt", f"{found.verdict}\n")
+            write_text(self.out / "verdict.txt", "".join(f"note: {note}\n" for note in notes) + f"{found.verdict}\n")
             write_text(self.out / "readings.csv", found.readings.to_csv(index=False))
             write_text(self.out / "groups.csv", found.groups.to_csv(index=False))
             write_text(self.out / "parameters.csv", found.parameters.to_csv(index=False))

@@ -404,8 +404,7 @@ def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
         return (ratio > trainer.epsilon_high) & (advantages > 0)
     if kind not in (*LOSS_TYPES, "rloo"):
         return None
-    # Where the slope of −min(min(r, cap)·Â, clip(r)·Â) is 0; a cap below 1 + ε_high acts for Â > 0 alone, one above for
-    # Â < 0 alone.
+    # Where −min(min(r, cap)·Â, clip(r)·Â) is flat: a cap below 1 + ε_high acts for Â > 0, one above for Â < 0.
     high = 1 + trainer.epsilon_high
     clipped = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
     clipped |= (ratio > (high if cap is None else min(high, cap))) & (advantages > 0)

@@ -20,7 +20,8 @@ from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remov
 from gradscope.integrations.trl_batch import Inputs
 from gradscope.integrations.trl_losses import GRPOLoss, own_loss, settings_loss
 from gradscope.integrations.trl_watch import watch
-from gradscope.rollouts import LOSS_KEY
+from gradscope.policy import plain_name
+from gradscope.rollouts import LOSS_KEY, RUN_KEY
 from gradscope.runs import counted
 
 Number = int | float
@@ -47,9 +48,9 @@ class RolloutWriter(TrainerCallback):
     function's, if there are several), advantages, old log-probabilities (where TRL keeps none, the step is on-policy,
     and those of the trainer's own forward pass are taken), reference and sampler log-probabilities if TRL keeps them,
     the correction factors for the sampler, step, process, micro-batch, temperature, the trainer's gradient norm before
-    clipping, and the loss's scale of the response's terms. The loss's settings are in the file's metadata. `gradscope
-    diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a
-    group.
+    clipping, and the loss's scale of the response's terms. The loss's settings, the precision of the passes and the
+    frozen parameters are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts`
+    needs nothing else. Identical prompts of a step form a group.
 
     The response mask is false at tool tokens and at holes of TRL's completion mask: tokens inside a response that the
     loss leaves out. A warning counts the responses with holes. A subclass that computes a loss of its own is written
@@ -223,6 +224,19 @@ class RolloutWriter(TrainerCallback):
             columns["reward_parts"] = dict(zip(self.trainer.reward_func_names, to_array(own.T), strict=True))
         return columns
 
+    def _describe_run(self) -> dict[str, Any]:
+        """Return the fields of `TrainedRun`: the precision of the passes, and the parameters that are not trained."""
+        args, model = self.trainer.args, self.trainer.accelerator.unwrap_model(self.trainer.model)
+        named = [(plain_name(name, set()), p) for name, p in model.named_parameters()]
+        dtypes = {p.dtype for _, p in named}
+        halves = {"bfloat16": args.bf16 or torch.bfloat16 in dtypes, "float16": args.fp16 or torch.float16 in dtypes}
+        names = {
+            "trained": [name for name, p in named if p.requires_grad],
+            "frozen": [name for name, p in named if not p.requires_grad],
+        }
+        shorter = min(names, key=lambda kind: len(names[kind]))
+        return {"precision": next((name for name, used in halves.items() if used), "float32"), shorter: names[shorter]}
+
     def _count_tokens(self, window: list[Inputs]) -> int:
         """Count the tokens that the step trains on, over all processes."""
         masks = (p["completion_mask"] * p["tool_mask"] if "tool_mask" in p else p["completion_mask"] for p in window)
@@ -256,7 +270,7 @@ class RolloutWriter(TrainerCallback):
         self._warn_of_holes(window)
         if self._process is None:
             tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-            told = {LOSS_KEY: json.dumps(asdict(self.loss.settings))}
+            told = {LOSS_KEY: json.dumps(asdict(self.loss.settings)), RUN_KEY: json.dumps(self._describe_run())}
             self._process = RowWriter(told, tokenizer if self.text else None)
         processes, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
         scales = num_tokens / (processes * self.loss.denominators(window))

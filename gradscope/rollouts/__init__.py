@@ -19,10 +19,11 @@ from gradscope.rollouts.reading import (
     read_logged,
     read_rollouts,
 )
+from gradscope.rollouts.trained_run import RUN_KEY, Precision, TrainedRun
 
 __all__ = [
-    "LARGEST", "LOSS_KEY", "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Note", "Response", "Step",
-    "TokenBatch", "check_batch", "collate", "count_served", "list_files", "list_steps", "own_first", "own_responses",
-    "read_checkpoint_dump", "read_dump", "read_inputs", "read_logged", "read_rollouts", "rollouts_hash",
-    "select_checkpoint_step", "served_prompts", "write_rollouts",
+    "LARGEST", "LOSS_KEY", "READER", "READERS", "RUN_KEY", "BatchLike", "Dump", "LogSteps", "Note", "Precision",
+    "Response", "Step", "TokenBatch", "TrainedRun", "check_batch", "collate", "count_served", "list_files",
+    "list_steps", "own_first", "own_responses", "read_checkpoint_dump", "read_dump", "read_inputs", "read_logged",
+    "read_rollouts", "rollouts_hash", "select_checkpoint_step", "served_prompts", "write_rollouts",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.rollouts.trained_run import TrainedRun
 from gradscope.runs import counted
 
 LARGEST = 1e12
@@ -100,6 +101,8 @@ class TokenBatch:
     """`advantages` before the sampler correction, in responses where that correction is 0 at some token; else NaN."""
     notes: tuple[Note, ...] = ()
     """Remarks for anyone interpreting results: what was assumed, left out or mixed when reading."""
+    run: TrainedRun = field(default_factory=TrainedRun)
+    """What the log says of the run."""
 
     def __post_init__(self) -> None:
         self._check_shapes()
@@ -131,7 +134,7 @@ class TokenBatch:
         per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
         if any(part.shape != self.input_ids.shape[:1] for part in (self.reward_parts or {}).values()):
             raise InputError(f"reward_parts do not match the {len(self.input_ids)} responses; give a number for each")
-        named = [f.name for f in fields(self) if f.name not in ("notes", "reward_parts")]
+        named = [f.name for f in fields(self) if f.name not in ("notes", "reward_parts", "run")]
         for name, value in ((name, getattr(self, name)) for name in named):
             if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN):
                 continue

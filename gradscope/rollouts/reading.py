@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -33,6 +33,7 @@ from gradscope.rollouts.formats.trl import TRL
 from gradscope.rollouts.formats.verifiers import VERIFIERS
 from gradscope.rollouts.formats.verifiers_graph import VERIFIERS_GRAPH
 from gradscope.rollouts.formats.verl import VERL
+from gradscope.rollouts.trained_run import read_run
 from gradscope.runs import parquet_values
 
 READERS: dict[str, Format] = {
@@ -167,7 +168,8 @@ def read_dump(
         files = {f: named for f, named in files.items() if _only_step(form, f) in (None, *steps)} or files
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
     rows = form.rows(_records(form, files), policy)
-    return make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
+    dump = make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
+    return replace(dump, batch=replace(dump.batch, run=read_run(files)))
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,11 @@
 """Check a trainer's gradient against the exact gradient of its loss, under several readings of that loss.
 
-Eq. 2 gives −Σ_t c_t·w_t·∇ log π_t; a reading specifies c_t, or an error that gives a token another's weight. All
-readings come from one pass over the batch (`TokenJacobian.vjp`), and all results from inner products by parameter.
+All results are arithmetic on inner products by parameter of the trainer's gradient with the readings' exact ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -14,39 +13,47 @@ from typing import Literal
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients import Resources, TokenJacobian, Vectors
-from gradscope.objective import LossSettings, batch_weights, resolve_advantages
-from gradscope.policy import Policy, PolicyLike, group_settings, module_groups, optimizer_names, plain_name, read_state
-from gradscope.rollouts import BatchLike, TokenBatch, read_logged
+from gradscope.gradients import Resources, TokenJacobian
+from gradscope.objective import LossSettings, resolve_advantages
+from gradscope.policy import (
+    Policy,
+    PolicyLike,
+    flat_slices,
+    group_settings,
+    module_groups,
+    optimizer_names,
+    plain_name,
+    read_state,
+)
+from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
+from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
+from gradscope.updates.auditing.readings import Reading, Readings, TokenRows
+from gradscope.updates.auditing.search import Search
 
-READINGS = {
-    "logged": "the loss as recorded in the log",
-    "token-mean": "the mean over all tokens of the batch",
-    "sequence-mean": "the mean over responses of the mean over their tokens",
-    "micro-batches": "the mean over micro-batches of the mean over their tokens",
-    "processes": "the mean over processes of the mean over their tokens",
-    "mask-late": "the mean over all tokens, each with the weight of the token before it",
-    "mask-early": "the mean over all tokens, each with the weight of the token after it",
-    "mask-late-2": "the mean over all tokens, each with the weight of the token two before it",
-    "mask-early-2": "the mean over all tokens, each with the weight of the token two after it",
-    "mask-late-3": "the mean over all tokens, each with the weight of the token three before it",
-    "mask-early-3": "the mean over all tokens, each with the weight of the token three after it",
-    "no-temperature": "the mean over all tokens of log π at temperature 1",
-}
-"""Losses that a trainer may have computed."""
-FLOAT32 = 2e-3
-"""Relative distance above which two float32 sums are not of the same terms."""
-BFLOAT16 = torch.finfo(torch.bfloat16).eps
-"""Spacing of bfloat16 numbers just above 1, 2⁻⁷."""
+EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch.float16).eps}
+"""Half precision → the spacing of its numbers just above 1."""
 PASSES = 4.0
-"""Largest error of a gradient from bfloat16 passes, in spacings: 2 to 3 under TRL's autocast on the embedded policy."""
-ALL, OUTSIDE = "all", "outside"
-"""Instead of a layer or a group: over all of them; not in a layer."""
+"""Largest error of a gradient from passes in half precision, in spacings: 2 to 3 of bfloat16's under TRL's autocast, on
+the embedded policy."""
 Kind = Literal["same", "factor", "parameters", "rounding", "other"]
+CAUSES = {
+    "sign": "the opposite sign",
+    "clipping": "the clipping to {max_grad_norm:g}",
+    "part": "denominators without that part",
+    "micro-batches": "the number of micro-batches",
+    "one-over-micro-batches": "one over the number of micro-batches",
+    "processes": "the number of processes",
+    "one-over-processes": "one over the number of processes",
+    "sum": "the number of tokens, so a sum",
+    "responses": "a division by the responses",
+    "longest": "a division by responses × the longest one's length",
+    "constant": "as from a division by the responses × a constant of {constant:.0f}",
+}
+"""Known causes of a constant factor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +62,16 @@ class Audit:
 
     kind: Kind
     """same: equal to a reading's; factor: a multiple of it; parameters: a multiple except in some parameters; rounding:
-    within bfloat16's error of it; other: no reading's."""
+    within half precision's error of it, where the trainer used that; other: no reading's."""
     reading: str
-    """The nearest of READINGS."""
+    """The name of the nearest reading, as in `readings`."""
     factor: float
     """The trainer's gradient over that of the reading, for most of the parameters."""
     readings: pd.DataFrame
-    """A row per reading: norm of the exact gradient, ratio of the trainer's norm to it, factor, cosine, and distance,
-    ‖theirs − factor·ours‖/‖theirs‖, of the whole gradient and (typical) of half of it. For a norm alone: norm, ratio.
-    """
+    """A row per reading that was tried, with its aggregation and fault: norm of the exact gradient, ratio of the
+    trainer's norm to it, factor, cosine, distance, ‖theirs − factor·ours‖/‖theirs‖, of the whole gradient and (typical)
+    of half of it, and the share of ‖ours‖² in parameters where theirs is factor·ours (fitting). For a norm alone: norm,
+    ratio. Faults are tried if no aggregation fits."""
     parameters: pd.DataFrame
     """A row per parameter, under that reading: norm (exact), ratio, cosine, distance; empty for a norm alone."""
     groups: pd.DataFrame
@@ -73,9 +81,26 @@ class Audit:
     """Parameters whose gradient is not that multiple."""
     verdict: str
     """Verdict in words."""
+    aggregation: str
+    """How the reading averages over tokens: one of AGGREGATIONS."""
+    fault: str | None = None
+    """What the reading does wrong: one of FAULTS; None: nothing."""
+    part: int | None = None
+    """Index of the response, micro-batch or process that is missing; None: none is."""
+    cause: str | None = None
+    """Cause of the factor: one of CAUSES; None: 1, or unknown."""
+    also: tuple[str, ...] = ()
+    """Other readings with the same gradient on this batch."""
+    norm_ratio: float = 1.0
+    """The norm of the trainer's gradient over the exact one's: of the logged loss or, if its denominators are not
+    logged, of the reading without its fault; for a norm alone, of the first reading."""
+    precision: Precision | None = None
+    """Of the trainer's passes; None: unknown."""
+    notes: tuple[Note, ...] = ()
+    """What the log itself gives to doubt: the batch's notes."""
 
     def __repr__(self) -> str:
-        return self.verdict
+        return "\n".join((*(f"note: {note}" for note in self.notes), self.verdict))
 
     @property
     def parting(self) -> pd.DataFrame:
@@ -101,6 +126,8 @@ def audit(
     micro_batch: int | None = None,
     processes: int | None = None,
     max_grad_norm: int | float | None = None,
+    advantage_eps: int | float = 1e-6,
+    precision: Precision | None = None,
     resources: Resources | None = None,
 ) -> Audit:
     """Compare the gradient of a trainer's step with the exact gradient of the loss on that step's batch.
@@ -115,6 +142,8 @@ def audit(
         processes: Number of the trainer's processes, each with an equal, consecutive part of the responses; None: as
             recorded in the batch, if at all.
         max_grad_norm: The trainer's clipping threshold, if the gradient was recorded after clipping.
+        advantage_eps: Added to a group's standard deviation where advantages are computed from rewards.
+        precision: Of the trainer's passes; None: as the gradient's own numbers show, or as recorded in the batch.
 
     Raises:
         InputError: if names or shapes do not match the policy's, the gradient is 0 or not finite, or the batch has no
@@ -122,30 +151,36 @@ def audit(
     """
     policy, batch, told = read_logged(policy, batch)
     loss = LossSettings.from_log(told) if loss is None else loss
-    batch = replace(batch, advantages=resolve_advantages(batch))
-    J = TokenJacobian(policy, batch, resources)
-    parts = _parts(batch, micro_batch, processes)
-    weights = _weigh(J, loss, parts)
-    vectors = J.vjp(-torch.stack([*weights.values()]))
-    sums = _by_name(vectors, weights)
-    if (batch.temperature[batch.response_mask.any(1)] != 1).any():
-        unscaled = TokenJacobian(policy, batch.at_temperature(1.0), resources)
-        sums["no-temperature"] = unscaled.vjp(-weights["token-mean"][None])
-    if not isinstance(gradient, Mapping):
-        return _of_a_norm(float(gradient), {name: own.norm_of_sum() for name, own in sums.items()})
-    theirs = _match(gradient, vectors)
-    found = {name: _products(own, theirs) for name, own in sums.items()}
-    counts = {name: len(own.unique()) for name, own in parts.items()}
-    given = (module_groups(policy), batch, counts, max_grad_norm)
-    judged = _judge(found, *given)
-    if judged.kind == "other":  # only then try masks that are further off
-        further = _shifted(weights["token-mean"], J, (2, 3))
-        sums = _by_name(J.vjp(-torch.stack([*further.values()])), further)
-        judged = _judge(found | {name: _products(own, theirs) for name, own in sums.items()}, *given)
-    if lacking := len(vectors.slices) - len(theirs):
-        told = f"{judged.verdict} It has no gradient for {lacking} of the policy's {len(vectors.slices)} parameters."
-        return replace(judged, verdict=told)
-    return judged
+    batch = replace(batch, advantages=resolve_advantages(batch, eps=advantage_eps))
+    run, slices = batch.run, flat_slices(policy.model)
+    theirs = _match(gradient, slices) if isinstance(gradient, Mapping) else None
+    if theirs is not None and not any(own.any() for own in theirs.values()):
+        raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
+    precision = precision or (None if theirs is None else _show_precision(theirs)) or run.precision
+    readings = Readings(TokenJacobian(policy, batch, resources), loss, TokenRows.of(batch, micro_batch, processes))
+    trains = run.trains if any(map(run.trains, slices)) else slices.__contains__  # by names of another model
+    search = Search(readings, theirs, trains)
+    if theirs is None:
+        judged = _of_a_norm(float(gradient), search.found, precision)
+        if judged.kind == "factor":
+            search.try_faults(search.distinct(judged.aggregation)[0])
+            judged = _of_a_norm(float(gradient), search.found, precision)
+        return replace(judged, precision=precision, notes=batch.notes)
+    counts = {name: len(own.unique()) for name, own in readings.rows.parts.items()}
+    given = (module_groups(policy), batch, counts, max_grad_norm, precision)
+    judged = _judge(search.found, *given)
+    logged = judged.aggregation if batch.loss_scales is None else "logged"
+    for aggregation in search.distinct(logged):
+        if judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any():
+            break
+        search.try_faults(aggregation)
+        judged = _judge(search.found, *given)
+    exact = "logged" if batch.loss_scales is not None else judged.aggregation
+    ratio = float(judged.readings.set_index("reading")["ratio"][exact])
+    verdict = f"{judged.verdict} Its norm is {ratio:.4g} times that of {Reading(exact)}."
+    if lacking := sum(name not in theirs and trains(name) for name in slices):
+        verdict += f" It has no gradient for {lacking} of the policy's {len(slices)} parameters."
+    return replace(judged, verdict=verdict, norm_ratio=ratio, precision=precision, notes=batch.notes)
 
 
 def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | Path) -> dict[str, Tensor]:
@@ -197,63 +232,10 @@ def undo_clip(gradient: Mapping[str, Tensor], grad_norm: int | float) -> tuple[d
     return {name: own / factor for name, own in gradient.items()}, factor
 
 
-def _parts(batch: TokenBatch, micro_batch: int | None, processes: int | None) -> dict[str, Int[Tensor, " B"]]:
-    """Return each response's micro-batch (numbered across processes) and process, as far as known."""
-    if processes is not None and not (processes > 0 and len(batch) % processes == 0):
-        raise InputError(f"{len(batch)} responses do not divide among {processes} processes; give the actual number")
-    rows, found = torch.arange(len(batch)), {}
-    if processes is not None:
-        found["processes"] = rows // (len(batch) // processes)
-    elif batch.process_ids is not None:
-        found["processes"] = batch.process_ids.long()
-    if micro_batch is not None:
-        found["micro-batches"] = rows // micro_batch
-    elif batch.micro_batch_ids is not None:
-        own = batch.micro_batch_ids.long()
-        found["micro-batches"] = own + (own.max() + 1) * found.get("processes", torch.zeros_like(own))
-    return found
-
-
-def _weigh(
-    J: TokenJacobian, loss: LossSettings, parts: Mapping[str, Int[Tensor, " B"]]
-) -> dict[str, Float[Tensor, " K"]]:
-    """Return c_t·w_t of every kept token, by reading."""
-    batch, scales = replace(J.batch, loss_scales=None), J.batch.loss_scales
-    known = batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total
-    w = J.kept(known).double()
-    response = batch.response_mask.nonzero()[:, 0]
-    lengths = batch.response_mask.sum(1)[response].double()
-    filled = int(batch.response_mask.any(1).sum())
-    readings = {} if scales is None else {"logged": w * scales.double()[response] / len(w)}
-    readings |= {"token-mean": w / len(w), "sequence-mean": w / (filled * lengths)}
-    for name, own in parts.items():
-        part = own[response]
-        counts = torch.bincount(part).double()
-        if (filled := int((counts > 0).sum())) > 1:
-            readings[name] = w / (counts[part] * filled)
-    return {name: own.float() for name, own in (readings | _shifted(readings["token-mean"], J, (1,))).items()}
-
-
-def _shifted(weights: Float[Tensor, " K"], J: TokenJacobian, shifts: Iterable[int]) -> dict[str, Float[Tensor, " K"]]:
-    """Return the readings with a shifted mask: kept tokens get another token's weight, of their response, or 0."""
-    response, rows = J.batch.response_mask.nonzero()[:, 0], torch.arange(len(weights))
-    found = {}
-    for shift in shifts:
-        for way, by in (("late", shift), ("early", -shift)):
-            source = (rows - by).clamp(0, len(rows) - 1)
-            moved = (source == rows - by) & (response[source] == response)
-            found[f"mask-{way}" + f"-{shift}" * (shift > 1)] = torch.where(moved, weights[source], 0.0)
-    return found
-
-
-def _by_name(vectors: Vectors, names: Iterable[str]) -> dict[str, Vectors]:
-    return {name: vectors[row : row + 1] for row, name in enumerate(names)}
-
-
-def _match(gradient: Mapping[str, Tensor], ours: Vectors) -> dict[str, Float[Tensor, " p"]]:
+def _match(gradient: Mapping[str, Tensor], slices: Mapping[str, slice]) -> dict[str, Float[Tensor, " p"]]:
     """Return the trainer's gradient under our names, flat."""
-    found = {plain_name(name, set(ours.slices)): tensor for name, tensor in gradient.items()}
-    if unknown := [name for name in found if name not in ours.slices]:
+    found = {plain_name(name, set(slices)): tensor for name, tensor in gradient.items()}
+    if unknown := [name for name in found if name not in slices]:
         raise InputError(
             f"the gradient has {len(unknown)} names that are not parameters of the policy ({unknown[0]}); give the "
             "same model's gradient (for an adapter, --params adapter)"
@@ -261,7 +243,7 @@ def _match(gradient: Mapping[str, Tensor], ours: Vectors) -> dict[str, Float[Ten
     if not found:
         raise InputError("the gradient has no parameters; give one tensor per parameter, by name")
     for name, tensor in found.items():
-        part = ours.slices[name]
+        part = slices[name]
         if tensor.numel() != part.stop - part.start:
             raise InputError(f"the gradient of {name} has {tensor.numel()} entries, unlike the parameter")
         if not torch.isfinite(tensor).all():
@@ -269,135 +251,108 @@ def _match(gradient: Mapping[str, Tensor], ours: Vectors) -> dict[str, Float[Ten
     return {name: tensor.flatten() for name, tensor in found.items()}
 
 
-def _products(ours: Vectors, theirs: dict[str, Float[Tensor, " p"]]) -> pd.DataFrame:
-    """Return inner products by parameter, in float64: own (ours), cross, other (theirs)."""
-    rows = []
-    for name, their in theirs.items():
-        a, b = ours.rows[0, ours.slices[name]].double().cpu(), their.double().cpu()
-        rows.append({"parameter": name, "own": float(a @ a), "cross": float(a @ b), "other": float(b @ b)})
-    return pd.DataFrame(rows)
-
-
-def _median(values: np.ndarray, weights: np.ndarray) -> float:
-    """Return the weighted median, one of the given values: `weighted_quantiles` would interpolate with outliers."""
-    order = np.argsort(values)
-    place = np.searchsorted(np.cumsum(weights[order]), weights.sum() / 2)
-    return float(values[order][min(place, len(values) - 1)])
-
-
-def _distances(products: pd.DataFrame, factor: float) -> np.ndarray:
-    """Return ‖theirs − factor·ours‖ over the larger of the two norms, by parameter."""
-    own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
-    square = np.clip(other - 2 * factor * cross + factor**2 * own, 0, None)
-    return np.sqrt(square / np.maximum(np.maximum(other, factor**2 * own), 1e-300))
-
-
-def _summarize(products: pd.DataFrame) -> dict[str, float]:
-    own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
-    if not own.sum():
-        return {"norm": 0.0, "ratio": np.inf, "factor": np.nan, "cosine": np.nan, "distance": 1.0, "typical": 1.0}
-    moved = own > 0
-    factor = _median(cross[moved] / own[moved], own[moved])
-    square = max(0.0, float(other.sum() - 2 * factor * cross.sum() + factor**2 * own.sum()))
-    return {
-        "norm": float(np.sqrt(own.sum())),
-        "ratio": float(np.sqrt(other.sum() / own.sum())),
-        "factor": factor,
-        "cosine": float(cross.sum() / np.sqrt(own.sum() * other.sum())),
-        "distance": float(np.sqrt(square / other.sum())),
-        "typical": _median(_distances(products, factor)[moved], own[moved]),
-    }
+def _show_precision(gradient: Mapping[str, Tensor]) -> Precision | None:
+    """Return the half precision that most of a gradient is in, by its dtype or its numbers; None if in neither."""
+    whole = sum(own.numel() for own in gradient.values())
+    for name in EPS:
+        dtype = getattr(torch, name)
+        inside = [
+            own for own in gradient.values() if own.dtype == dtype or torch.equal(own, own.to(dtype).to(own.dtype))
+        ]
+        # A few numbers may be so by chance.
+        if 2 * sum(own.numel() for own in inside) > whole and sum(int(own.count_nonzero()) for own in inside) >= 16:
+            return name
+    return None
 
 
 def _judge(
-    found: dict[str, pd.DataFrame],
+    found: Mapping[Reading, pd.DataFrame],
     homes: Mapping[str, tuple[int | None, str]],
     batch: TokenBatch,
     counts: Mapping[str, int],
     max_grad_norm: int | float | None,
+    precision: Precision | None,
 ) -> Audit:
-    if not next(iter(found.values()))["other"].sum():
-        raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
-    readings = pd.DataFrame([{"reading": name} | _summarize(products) for name, products in found.items()])
-    fitting = readings[readings["typical"] <= FLOAT32]  # up to a factor; rounding must not choose among these
-    exact = fitting[(fitting["factor"] - 1).abs() <= FLOAT32]
-    best = pd.concat([exact, fitting, readings.sort_values("typical", kind="stable")]).iloc[0]
-    products, factor = found[best["reading"]], float(best["factor"])
+    names = [{"reading": r.name, "aggregation": r.aggregation, "fault": r.fault, "part": r.part} for r in found]
+    readings = pd.DataFrame([own | summarize(p) for own, p in zip(names, found.values(), strict=True)])
+    readings["part"] = readings["part"].astype("Int64")
     count = max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))  # that one process accumulates
     # Each of n additions rounds a partial sum by up to eps/2 of it, eps/√12 in the root mean square; partial sums grow
     # as √k, so that the total is eps·√(n/24). The limit is five times that, as cancelling micro-batches err more.
-    accumulated = BFLOAT16 * np.sqrt(count)
-    rounding = max(PASSES * BFLOAT16, accumulated)
-    sound = best["typical"] <= FLOAT32
-    parameters = products[["parameter"]].join(_tabulate(products, factor))
+    spacing = EPS.get(precision, 0.0)
+    accumulated = spacing * np.sqrt(count)
+    rounding = max(PASSES * spacing, accumulated)
+    best, among = _choose(readings, rounding)
+    reading, products, factor = [*found][best.name], [*found.values()][best.name], float(best["factor"])
+    sound = among == "fitting"
+    parameters = products[["parameter"]].join(tabulate(products, factor))
     # In a parameter with almost no gradient, only the rounding of larger ones remains.
     size = np.maximum(products["own"] * factor**2, products["other"])
     heavy = size > 1e-8 * products["other"].sum()
-    limit = 10 * (FLOAT32 if sound else rounding)
-    rounded = not sound and best["typical"] <= rounding and abs(factor - 1) <= rounding
-    odd = tuple(parameters["parameter"][heavy & (parameters["distance"] > limit)]) if sound or rounded else ()
+    different = heavy & (parameters["distance"] > APART * (FLOAT32 if sound else rounding))
+    odd = tuple(parameters["parameter"][different]) if among != "none" else ()
     exception = _describe(odd, parameters, factor) if odd else ""
-    words = READINGS[best["reading"]]
-    if rounded:
+    cause, also = None, ()
+    if among == "rounding":
         kind: Kind = "parameters" if odd else "rounding"
         told = (
-            f"The trainer's gradient differs by {100 * best['typical']:.2g} % from that of {words}. bfloat16 explains "
-            f"this, in the passes (up to {100 * PASSES * BFLOAT16:.2g} %)"
+            f"The trainer's gradient differs by {100 * best['typical']:.2g} % from that of {reading}. {precision} "
+            f"explains this, in the passes (up to {100 * PASSES * spacing:.2g} %)"
         )
         summed = f" or in accumulating {count} micro-batches (up to eps·√{count} = {100 * accumulated:.2g} %)"
         told += summed * (count > 1) + f"{exception}."
-    elif not sound:
+    elif among == "none":
         kind = "other"
         told = (
-            f"The trainer's gradient matches no reading: the nearest is {words}, with a cosine of "
-            f"{best['cosine']:.3f} and half of the gradient over {100 * best['typical']:.2g} % off. Passes in half "
-            "precision can cause this if advantages cancel: audit a step in float32."
+            f"The trainer's gradient matches no reading: the nearest is {reading}, with a cosine of "
+            f"{best['cosine']:.3f} and half of the gradient over {100 * best['typical']:.2g} % off."
         )
+        if spacing:
+            told += f" Passes in {precision} can cause this if advantages cancel: audit a step in float32."
     else:
         times = "" if abs(factor - 1) <= FLOAT32 else f"{factor:.4g} times "
         kind = "parameters" if odd else "factor" if times else "same"
-        told = f"The trainer's gradient is {times}that of {words}"
-        told += _explain(factor, batch, counts, best["norm"], max_grad_norm) if times else ""
-        told += exception + "." + _name_others(exact["reading"], best["reading"])
-    groups = _by_group(products, homes, factor, parts=heavy & (parameters["distance"] > limit))
-    return Audit(kind, best["reading"], factor, readings, parameters, groups, odd, told)
+        cause, words = _explain(factor, reading, batch, counts, best["norm"], max_grad_norm) if times else (None, "")
+        like = (readings["fitting"] >= 0.5) & ((readings["factor"] - factor).abs() <= FLOAT32 * abs(factor))
+        also = [own for own, alike in zip(found, like, strict=True) if alike and own != reading]
+        told = f"The trainer's gradient is {times}that of {reading}{words}{exception}.{_name_others(also)}"
+    groups = by_group(products, homes, factor, parts=different & bool(odd))
+    numbers = (factor, readings, parameters, groups, odd, told)
+    where = {"fault": reading.fault, "part": reading.part, "cause": cause, "also": tuple(own.name for own in also)}
+    return Audit(kind, reading.name, *numbers, reading.aggregation, **where)
 
 
-def _describe(odd: tuple[str, ...], parameters: pd.DataFrame, factor: float) -> str:
-    """Describe the largest of the parameters that differ."""
-    worst = parameters[parameters["parameter"].isin(odd)].sort_values("norm").iloc[-1]
-    return (
-        f", except for {len(odd)} of {len(parameters)} parameters: at {worst['parameter']} it is "
-        f"{worst['ratio'] / factor:.4g} times that, with a cosine of {worst['cosine']:.3f}"
-    )
+def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal["fitting", "rounding", "none"]]:
+    """Return the row of the reading that explains the gradient best, and how it does.
+
+    A reading fits if the gradient is a multiple of its own in half of it, or equal to it in some parameters and far
+    from it in all others. Rounding must not choose among those that fit, nor a fault over its absence.
+    """
+    one = (readings["factor"] - 1).abs()
+    half, some = readings["fitting"] >= 0.5, (readings["fitting"] >= CLUSTER) & (readings["factor"] == 1)
+    tight = _is_tight(readings)
+    rounded = (readings["typical"] <= rounding) & (one <= rounding)
+    plain = readings["fault"].isna()
+    for among, fitting in (
+        ("fitting", tight & (one <= FLOAT32)),
+        ("fitting", tight),
+        ("fitting", half & (one <= FLOAT32)),
+        ("fitting", half),
+        ("fitting", some),
+        ("rounding", rounded & plain),
+        ("rounding", rounded),
+        ("none", readings["part"].isna()),
+    ):
+        if fitting.any():
+            rows = readings[fitting]
+            return (rows if among == "fitting" else rows.sort_values("typical", kind="stable")).iloc[0], among
+    raise AssertionError("a reading without a missing part was tried")
 
 
-def _name_others(fitting: Iterable[str], named: str) -> str:
-    """Name the other readings that fit, which this batch cannot distinguish."""
-    others = [name for name in fitting if name != named]
-    return f" This batch cannot distinguish {' and '.join(others)} from it." if others else ""
-
-
-def _tabulate(products: pd.DataFrame, factor: float) -> pd.DataFrame:
-    own, cross, other = (products[name].to_numpy() for name in ("own", "cross", "other"))
-    with np.errstate(divide="ignore", invalid="ignore"):
-        numbers = {"norm": np.sqrt(own), "ratio": np.sqrt(other / own), "cosine": cross / np.sqrt(own * other)}
-    return pd.DataFrame(numbers | {"distance": _distances(products, factor)}, index=products.index)
-
-
-def _by_group(
-    products: pd.DataFrame, homes: Mapping[str, tuple[int | None, str]], factor: float, *, parts: pd.Series
-) -> pd.DataFrame:
-    """Make `Audit.groups`: over all layers, over all groups of a layer, and each by itself; parts: by parameter."""
-    layers, groups = zip(*(homes[name] for name in products["parameter"]), strict=True)
-    told = products.assign(group=groups, layer=[OUTSIDE if n is None else str(n) for n in layers], parts=parts)
-    frames = []
-    for one in (told.assign(layer=ALL), told.assign(group=ALL), told):
-        by = one.groupby(["layer", "group"], sort=False)
-        sums = by.agg(parameters=("parameter", "size"), parts=("parts", "any"))
-        numbers = _tabulate(by[["own", "cross", "other"]].sum(), factor)
-        frames.append(sums[["parameters"]].join(numbers).join(sums[["parts"]]).reset_index())
-    return pd.concat(frames, ignore_index=True)
+def _is_tight(readings: pd.DataFrame) -> pd.Series:
+    """Return which readings leave nothing but float32's rounding: in half of the gradient, or where it is theirs."""
+    cluster = (readings["fitting"] >= CLUSTER) & (readings["fitting"] < 0.5) & (readings["factor"] == 1)
+    return (readings["typical"] <= TIGHT) | cluster
 
 
 def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
@@ -406,42 +361,74 @@ def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
     return {*parts.index[parts]}
 
 
+def _describe(odd: tuple[str, ...], parameters: pd.DataFrame, factor: float) -> str:
+    """Describe the largest of the parameters that differ."""
+    worst = parameters[parameters["parameter"].isin(odd)].sort_values("norm").iloc[-1]
+    told = f", except for {len(odd)} of {len(parameters)} parameters: at {worst['parameter']} it is "
+    if not worst["ratio"]:
+        return f"{told}0"
+    return f"{told}{worst['ratio'] / abs(factor):.4g} times as large as that, with a cosine of {worst['cosine']:.3f}"
+
+
+def _name_others(readings: Sequence[Reading]) -> str:
+    """Name the other readings that fit, which this batch cannot distinguish."""
+    return f" On this batch, the same is that of {'; of '.join(map(str, readings))}." if readings else ""
+
+
 def _explain(
-    factor: float, batch: TokenBatch, counts: Mapping[str, int], norm: float, max_grad_norm: int | float | None
-) -> str:
-    """Name a known cause of a constant factor, if one fits."""
-    sizes: dict[str, float] = {}
+    factor: float,
+    reading: Reading,
+    batch: TokenBatch,
+    counts: Mapping[str, int],
+    norm: float,
+    max_grad_norm: int | float | None,
+) -> tuple[str | None, str]:
+    """Return the known cause of a constant factor that fits, if one does, and words for it."""
+    if not factor:
+        return None, ""
+    sizes: dict[str, float] = {"sign": -1.0}
     if max_grad_norm is not None and norm > 0:
-        sizes[f"the clipping to {max_grad_norm:g}"] = max_grad_norm / norm
-    for name, count in counts.items():
-        sizes |= {f"the number of {name}": count, f"one over the number of {name}": 1 / count}
+        sizes["clipping"] = max_grad_norm / norm
     kept, filled = batch.num_tokens, int(batch.response_mask.any(1).sum())
     longest = int(batch.response_mask.sum(1).max())
-    sizes |= {"the number of tokens, so a sum": kept, "a division by the responses": kept / filled}
-    sizes["a division by responses × the longest one's length"] = kept / (filled * longest)
+    if reading.fault == "response-missing":
+        own = int(batch.response_mask[reading.part].sum())
+        sizes["part"] = kept / (kept - own) if reading.aggregation == "token-mean" else filled / (filled - 1)
+    for name, count in counts.items():
+        sizes |= {name: count, f"one-over-{name}": 1 / count}
+    sizes |= {"sum": kept, "responses": kept / filled, "longest": kept / (filled * longest)}
     near = [name for name, size in sizes.items() if abs(factor / size - 1) <= FLOAT32]
     constant = kept / (filled * factor)
     if not near and abs(constant - round(constant)) <= 1e-4 * constant and round(constant) > longest:
-        near = [f"as from a division by the responses × a constant of {round(constant)}"]
-    return f" ({near[0]})" if near else ""
+        near = ["constant"]
+    if not near:
+        return None, ""
+    return near[0], f" ({CAUSES[near[0]].format(max_grad_norm=max_grad_norm, constant=constant)})"
 
 
-def _of_a_norm(norm: float, known: dict[str, float]) -> Audit:
+def _of_a_norm(norm: float, found: Mapping[Reading, pd.DataFrame], precision: Precision | None) -> Audit:
     if not (np.isfinite(norm) and norm > 0):
         raise InputError(f"the trainer's gradient norm is {norm}; give a finite one above 0")
-    rows = [{"reading": name, "norm": own, "ratio": norm / own if own else np.inf} for name, own in known.items()]
-    readings = pd.DataFrame(rows)
-    near, first = readings[(readings["ratio"] - 1).abs() <= FLOAT32]["reading"].tolist(), readings.iloc[0]
-    factor = float(readings.set_index("reading")["ratio"][near[0]] if near else first["ratio"])
-    if near:
-        told = f"The trainer's norm is that of {READINGS[near[0]]}; a norm alone says nothing of the direction."
-        told += _name_others(near, near[0])
-        return Audit("same", near[0], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
-    told = f"The trainer's norm is {factor:.4g} times that of {READINGS[first['reading']]}"
-    if abs(factor - 1) <= PASSES * BFLOAT16:
-        told += f": within the error of passes in bfloat16 ({100 * PASSES * BFLOAT16:.2g} %)."
-        others = readings["reading"][(readings["ratio"] - 1).abs() <= PASSES * BFLOAT16]
-        told += _name_others(others, first["reading"])
-        return Audit("rounding", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
-    told += "; it matches no reading."
-    return Audit("factor", first["reading"], factor, readings, pd.DataFrame(), pd.DataFrame(), (), told)
+    norms = {reading: float(np.sqrt(products["own"].sum())) for reading, products in found.items()}
+    rows = [{"reading": r.name, "norm": own, "ratio": norm / own if own else np.inf} for r, own in norms.items()]
+    readings, passes = pd.DataFrame(rows), PASSES * EPS.get(precision, 0.0)
+    away = (readings["ratio"] - 1).abs()
+    first = next(iter(norms))
+    told = f"The trainer's norm is {readings['ratio'][0]:.4g} times that of {first}"
+    kind: Kind = "factor"
+    reading, like = first, away < 0
+    if (equal := away <= FLOAT32).any():
+        kind, reading, like = "same", [*norms][int(equal.idxmax())], equal
+        told += "." if reading is first else f", and that of {reading}."
+        told += " A norm alone says nothing of the direction."
+    elif away[0] <= passes:
+        kind, like = "rounding", away <= passes
+        told += f": within the error of passes in {precision} ({100 * passes:.2g} %)."
+    else:
+        told += "; it matches no reading."
+    also = [own for own, alike in zip(norms, like, strict=True) if alike and own != reading]
+    factor = float(readings.set_index("reading")["ratio"][reading.name])
+    empty = (pd.DataFrame(), pd.DataFrame(), ())
+    told += _name_others(also)
+    where = {"also": tuple(own.name for own in also), "norm_ratio": float(readings["ratio"][0])}
+    return Audit(kind, reading.name, factor, readings, *empty, told, reading.aggregation, **where)

@@ -14,6 +14,7 @@ from torch import Tensor
 from gradscope import load_policy
 from gradscope.integrations.trl import RolloutWriter, batch_from_trl, response_denominators, trl_settings
 from gradscope.policy import find_checkpoint
+from gradscope.rollouts import read_dump
 from gradscope.updates import Audit, audit
 
 pytestmark = needs_trl
@@ -137,6 +138,31 @@ def test_a_fault_in_trls_step_is_named(audited, step, name, fault):
     wanted |= {"temperature": ("same", "no-temperature"), "means": ("same", "micro-batches")}
     assert (found.kind, found.reading) == wanted.get(name, ("same", "logged"))
     assert found.factor == pytest.approx(fault.factor, rel=1e-4) and found.odd == ()
+
+
+def test_the_log_tells_the_precision_and_what_is_frozen(checkpoint, tmp_path):
+    trainer = make_trainer(checkpoint, tmp_path, max_steps=1, beta=0.0)
+    for name, parameter in trainer.model.named_parameters():
+        parameter.requires_grad_("embed" not in name and "layers.0." not in name)
+    writer, recorder = RolloutWriter(trainer), Recorder(trainer)
+    trainer.add_callback(writer)
+    train(trainer)
+    (gradient,) = (step["gradient"] for step in recorder.steps)
+    batch = read_dump(writer.folder).batch
+    assert batch.run.precision == "float32" and {name for name in gradient if not batch.run.trains(name)} == set()
+    assert not batch.run.trains("model.embed_tokens.weight")
+    found = audit(checkpoint, writer.folder, float(batch.grad_norms[0]))
+    assert (found.kind, found.reading) == ("same", "logged") and found.norm_ratio == pytest.approx(1, rel=1e-4)
+
+
+def test_a_step_under_autocast_is_within_the_error_of_the_logged_precision(tmp_path):
+    embedded = find_checkpoint("embedded")
+    trainer = make_trainer(embedded, tmp_path, max_steps=1, beta=0.0, bf16=True, max_completion_length=6)
+    writer, recorder = RolloutWriter(trainer), Recorder(trainer)
+    trainer.add_callback(writer)
+    train(trainer)
+    found = audit(embedded, writer.folder, recorder.steps[0]["gradient"])
+    assert (found.kind, found.reading, found.precision) == ("rounding", "logged", "bfloat16")
 
 
 def round_gradient(parameter: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 
 import pandas as pd
 import pytest
@@ -15,9 +16,10 @@ from torch import Tensor
 
 from gradscope.cli import main
 from gradscope.errors import InputError
+from gradscope.gradients import TokenJacobian
 from gradscope.objective import LossSettings
 from gradscope.policy import Policy, float_parameters
-from gradscope.rollouts import Response, TokenBatch, collate, write_rollouts
+from gradscope.rollouts import Response, TokenBatch, TrainedRun, collate, write_rollouts
 from gradscope.updates import Audit, audit, gradient_of_moments, undo_clip
 
 LOSS = LossSettings(kl_coef=0.0)
@@ -197,17 +199,23 @@ def test_readings_that_are_one_on_a_batch_are_all_named():
     policy, batch = make_step()
     batch = batch.select([0] * 4)  # all as long as each other
     found = check(policy, batch, train(policy, batch, token_mean(batch)), micro_batch=2)
-    assert found.reading == "token-mean" and "sequence-mean and micro-batches" in found.verdict
+    assert (found.reading, found.also) == ("token-mean", ("sequence-mean", "micro-batches"))
     of_norm = check(policy, batch, float(found.readings["norm"][0]), micro_batch=2)
-    assert "sequence-mean and micro-batches" in of_norm.verdict
+    assert (of_norm.reading, of_norm.also) == (found.reading, found.also)
 
 
 @pytest.mark.parametrize(("factor", "kind"), [(1.0, "same"), (1.01, "rounding"), (0.985, "rounding"), (1.05, "factor")])
 def test_a_norm_alone_is_not_told_from_what_bfloat16_does_to_it(factor, kind):
     policy, batch = make_step()
     norm = check(policy, batch, 1.0).readings["norm"][0]
-    found = check(policy, batch, factor * float(norm))
-    assert (found.kind, found.reading) == (kind, "token-mean") and found.factor == pytest.approx(factor)
+    logged = replace(batch, run=TrainedRun("bfloat16"))
+    for told, wanted in (
+        (check(policy, batch, factor * float(norm), precision="bfloat16"), kind),
+        (check(policy, logged, factor * float(norm)), kind),
+        (check(policy, batch, factor * float(norm)), "same" if factor == 1 else "factor"),
+    ):
+        assert (told.kind, told.reading) == (wanted, "token-mean")
+        assert told.factor == told.norm_ratio == pytest.approx(factor)
 
 
 def test_parameters_without_a_gradient_are_counted():
@@ -226,10 +234,150 @@ def test_a_multiple_is_told_from_what_passes_in_bfloat16_do(strength):
         gradient = train(policy, batch, token_mean(batch))
     name = "model.layers.1.mlp.up_proj.weight"
     gradient[name] = strength * gradient[name]
-    found = check(policy, batch, gradient)
+    found = check(policy, batch, gradient, precision="bfloat16")
     planted = strength != 1.0
     assert (found.kind, found.odd) == (("parameters", (name,)) if planted else ("rounding", ()))
     assert found.parting["group"].tolist() == ["MLP"] * planted
+    assert check(policy, batch, gradient).kind == "other"  # as far as is known, in float32
+
+
+def test_half_precision_is_known_from_the_gradients_own_numbers():
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    for dtype, precision in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16")):
+        for rounded in (
+            {n: g.to(dtype) for n, g in gradient.items()},
+            {n: g.to(dtype).float() for n, g in gradient.items()},
+        ):
+            found = check(policy, batch, rounded)
+            assert found.precision == precision and found.kind in ("same", "rounding") and found.odd == ()
+    assert check(policy, batch, gradient).precision is None
+
+
+def weighted(policy: Policy, batch: TokenBatch, weights: Tensor, temperature: float = 0.7) -> dict[str, Tensor]:
+    """The gradient of −Σ w·log π by name; weights: [B, S]."""
+    named = dict(float_parameters(policy.model))
+    loss = torch.zeros(())
+    for row in range(len(batch)):
+        ids, kept = batch.sequence(row)
+        logits = policy.model(input_ids=ids[None], use_cache=False).logits[0] / temperature
+        logprobs = torch.log_softmax(logits[kept - 1], -1).gather(1, ids[kept][:, None])[:, 0]
+        loss = loss - (weights[row][batch.response_mask[row]] * logprobs).sum()
+    found = torch.autograd.grad(loss, [*named.values()], allow_unused=True)
+    return {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(named.items(), found, strict=True)}
+
+
+DIVISORS = {
+    "token-mean": lambda mask: mask.sum() * torch.ones(len(mask), 1),
+    "sequence-mean": lambda mask: len(mask) * mask.sum(1, keepdim=True),
+    "micro-batches": lambda mask: torch.cat([4 * part.sum() * torch.ones(MICRO, 1) for part in mask.split(MICRO)]),
+}
+
+
+def kept_only(batch: TokenBatch, which: str) -> Tensor:
+    """The mask without each response's first, or last, token."""
+    mask = batch.response_mask.clone()
+    for row in range(len(batch)):
+        own = mask[row].nonzero()[:, 0]
+        mask[row, own[0 if which == "first" else -1]] = False
+    return mask
+
+
+def fault_of(name: str, policy: Policy, batch: TokenBatch, aggregation: str) -> dict[str, Tensor]:
+    """The gradient of a trainer with this fault, whose advantages vary by token."""
+    mask, weights = batch.response_mask, torch.nan_to_num(batch.advantages)
+    divisor = DIVISORS[aggregation]
+    if name == "response-missing":
+        weights[5] = 0.0
+    if name == "micro-batch-missing":
+        weights[2 * MICRO : 3 * MICRO] = 0.0
+    if name.startswith(("first", "last")):
+        kept = kept_only(batch, name.split("-")[0])
+        return weighted(policy, batch, weights * kept / divisor(kept if "uncounted" in name else mask))
+    if "mask" in name:
+        rolled = weights.roll(1 if "late" in name else -1, 1)
+        weights = rolled * (mask.roll(1, 1) if "late" in name else mask.roll(-1, 1)) * mask
+    temperature = 1.0 if name == "no-temperature" else 0.7
+    return weighted(policy, batch, weights / divisor(mask), temperature)
+
+
+FOUND = (
+    *("no-temperature", "mask-late", "mask-early", "last-token", "last-token-uncounted", "first-token"),
+    *("first-token-uncounted", "response-missing", "micro-batch-missing"),
+)
+
+
+@pytest.mark.parametrize(("fault", "aggregation", "logged"), every(4, product(FOUND, DIVISORS, [False, True])))
+def test_a_fault_is_named_under_every_aggregation(fault, aggregation, logged):
+    policy, batch = make_step()
+    noise = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(7))
+    batch = replace(batch, advantages=torch.where(batch.response_mask, noise, 0.0))
+    gradient = fault_of(fault, policy, batch, aggregation)
+    if logged:
+        divisor = DIVISORS[aggregation](batch.response_mask).expand(len(batch), 1)[:, 0]
+        batch = replace(batch, loss_scales=batch.num_tokens / divisor)
+    found = check(policy, batch, gradient)
+    assert (found.kind, found.aggregation, found.fault) == ("same", aggregation, fault)
+    assert found.part == {"response-missing": 5, "micro-batch-missing": 2}.get(fault)
+    assert found.factor == pytest.approx(1, abs=1e-3)
+    whole = weighted(policy, batch, batch.advantages / DIVISORS[aggregation](batch.response_mask))
+    norms = [torch.cat([own.flatten() for own in one.values()]).norm().item() for one in (gradient, whole)]
+    assert found.norm_ratio == pytest.approx(norms[0] / norms[1], rel=1e-4)
+
+
+def test_a_missing_response_that_is_not_counted_either_is_a_factor_with_its_cause():
+    policy, batch = make_step()
+    mask, weights = batch.response_mask.clone(), batch.advantages.clone()
+    mask[5] = False
+    found = check(policy, batch, weighted(policy, batch, weights * mask / mask.sum()))
+    assert (found.kind, found.fault, found.part, found.cause) == ("factor", "response-missing", 5, "part")
+
+
+def test_advantages_per_response_leave_a_shift_and_a_missing_end_the_same():
+    policy, batch = make_step()
+    found = check(policy, batch, train(policy, batch, token_mean(batch), shift=1))
+    assert {found.reading, *found.also} == {"mask-late", "first-token"}
+
+
+@pytest.mark.parametrize("beta", [0.02, 0.2])
+@pytest.mark.parametrize(("fault", "sign"), [("kl-sign", -1.0), ("no-kl", 0.0), (None, 1.0)])
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean"])
+def test_kl_left_out_or_of_the_wrong_sign_is_named(aggregation, fault, sign, beta):
+    policy, batch = make_step()
+    own = TokenJacobian(policy, batch).statistics.logprob
+    gaps = 0.7 * torch.randn(own.shape, generator=torch.Generator().manual_seed(3))
+    batch = replace(batch, ref_logprobs=torch.where(batch.response_mask, own + gaps, torch.nan))
+    weights = torch.nan_to_num(batch.advantages + sign * beta * (gaps.exp() - 1)) / DIVISORS[aggregation](
+        batch.response_mask
+    )
+    found = check(policy, batch, weighted(policy, batch, weights), loss=replace(LOSS, kl_coef=beta))
+    assert (found.kind, found.aggregation, found.fault) == ("same", aggregation, fault)
+
+
+@pytest.mark.parametrize("strength", [0.0, -1.0, 1.05, 3.0])
+def test_parameters_at_exactly_1_win_over_larger_ones(strength):
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    wrong = {name for name in gradient if "norm" not in name}
+    square = {name: float(own.square().sum()) for name, own in gradient.items()}
+    assert 0.01 < 1 - sum(square[name] for name in wrong) / sum(square.values()) < 0.5
+    found = check(policy, batch, {name: own * (strength if name in wrong else 1) for name, own in gradient.items()})
+    assert (found.kind, found.reading, found.factor) == ("parameters", "token-mean", 1.0)
+    assert {*found.odd} == wrong - {name for name in wrong if square[name] < 1e-8 * sum(square.values())}
+
+
+def test_the_norm_of_a_run_with_frozen_parameters_is_that_of_the_others():
+    policy, batch = make_step()
+    gradient = train(policy, batch, token_mean(batch))
+    frozen = frozenset(name for name in gradient if "layers.0." in name or "embed" in name)
+    own = {name: part for name, part in gradient.items() if name not in frozen}
+    norm = float(torch.cat([part.flatten() for part in own.values()]).norm())
+    for run in (TrainedRun(frozen=frozen), TrainedRun(trained=frozenset(own))):
+        logged = replace(batch, run=run)
+        assert check(policy, logged, norm).kind == "same"
+        whole = check(policy, logged, own)
+        assert whole.kind == "same" and "has no gradient for" not in whole.verdict
+    assert check(policy, batch, norm).kind == "factor"
 
 
 def test_a_gradient_of_another_batch_is_that_of_no_reading():
@@ -300,11 +448,38 @@ def test_the_command_reads_a_saved_gradient_and_refuses_two(tmp_path):
     main([*command, "--out", str(tmp_path / "of-norm")])
     readings = pd.read_csv(tmp_path / "of-norm" / "readings.csv").set_index("reading")
     assert (readings["ratio"] - 1).abs().idxmin() == "micro-batches"
+    clipped = {name: 0.25 * own for name, own in gradient.items()}
+    save_file(clipped, tmp_path / "grad.safetensors")  # whose norm before clipping is in the log
+    main([*command, *given, "--out", str(tmp_path / "of-clipped")])
+    readings = pd.read_csv(tmp_path / "of-clipped" / "readings.csv").set_index("reading")
+    assert readings["factor"]["micro-batches"] == pytest.approx(1, rel=1e-5)
     command[2] = str(tmp_path / "step.jsonl")
     for wrong in ([], [*given, "--grad-norm", "1"], ["--gradient", str(tmp_path / "policy" / "config.json")]):
         with pytest.raises(SystemExit) as caught:
             main([*command, *wrong])
         assert caught.value.code == 2
+
+
+def test_the_command_computes_advantages_with_the_trainers_eps(tmp_path):
+    policy, batch = make_step()
+    policy.model.save_pretrained(tmp_path / "policy")
+    make_tokenizer().save_pretrained(tmp_path / "policy")
+    rewards, rows = torch.randn(len(batch), generator=torch.Generator().manual_seed(2)), []
+    for row, reward in enumerate(rewards.tolist()):
+        ids = batch.sequence(row)[0].tolist()
+        told = {"prompt_ids": ids[:3], "response_ids": ids[3:], "reward": reward, "group": row // 4}
+        rows.append(told | {"temperature": 0.7})
+    write_rollouts(tmp_path / "step.jsonl", rows)
+    groups = rewards.view(4, 4)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.3)
+    weights = torch.where(batch.response_mask, advantages.view(-1, 1), 0.0)
+    save_file(weighted(policy, batch, weights / batch.num_tokens), tmp_path / "grad.safetensors")
+    command = ["audit", str(tmp_path / "policy"), str(tmp_path / "step.jsonl"), "--kl-coef", "0"]
+    command += ["--gradient", str(tmp_path / "grad.safetensors")]
+    for eps, fits in (("0.3", True), ("1e-6", False)):
+        main([*command, "--advantage-eps", eps, "--out", str(tmp_path / eps)])
+        distance = pd.read_csv(tmp_path / eps / "readings.csv").set_index("reading")["distance"]["token-mean"]
+        assert (distance < 1e-4) == fits
 
 
 @pytest.mark.parametrize(
