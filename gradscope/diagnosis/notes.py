@@ -15,6 +15,7 @@ from gradscope.gradients import (
     PARAMETERS,
     describe_reread,
     refuse_infinite_weights,
+    refuse_other_loss,
 )
 from gradscope.intervals import assign_intervals
 from gradscope.resampling import Supply
@@ -103,7 +104,7 @@ def describe_improbable(table: pd.DataFrame) -> str:
 
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:
-    """Raise InputError for a table of another batch or with other intervals."""
+    """Raise InputError for a table of another batch, with other intervals, or of another loss."""
     needed = ["response", "group", "position", "token_id", "prob", "interval", "advantage", "weight"]
     needed += [LOGITS, PARAMETERS, f"{LAYER}0"]
     if missing := [name for name in needed if name not in table]:
@@ -123,3 +124,4 @@ def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSetti
             "the table was measured with"
         )
     refuse_infinite_weights(table)
+    refuse_other_loss(table, batch, settings.loss)

@@ -7,6 +7,7 @@ from gradscope.gradients.columns import (
     PARAMETERS,
     describe_reread,
     refuse_infinite_weights,
+    refuse_other_loss,
     statistics_of,
 )
 from gradscope.gradients.contributions import Contributions, GroupSignals
@@ -65,7 +66,7 @@ __all__ = [
     "describe_reread", "describe_seconds", "fill_table", "first_tensor", "forward_flops", "forward_hooks",
     "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over", "largest_share", "latest_end",
     "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums", "read_table",
-    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "sampling_probabilities",
-    "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals", "token_sizes",
-    "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "refuse_other_loss",
+    "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",
+    "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

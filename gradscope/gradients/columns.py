@@ -15,9 +15,9 @@ from gradscope.errors import InputError
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.hooks import measuring
 from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights
-from gradscope.policy import Policy
+from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, digits
 
 LOGITS, PARAMETERS, LAYER = "logit_grad_norm", "param_grad_norm", "act_grad_norm."
 """Columns with norms of token gradients: at the logits / T, over all parameters, and (prefix) at a layer."""
@@ -27,6 +27,9 @@ ROUNDING = 1e-4
 """Largest rounding difference of log π in float32, in nats, between two ways of batching a sequence."""
 TRIED = 4
 """Responses to rescore before accepting a table's log π as this policy's."""
+FOREIGN = {2: 0.05, 4: 1e-3, 8: 1e-3}
+"""Mean distance of log π, in nats, above which it is not this policy's, by the bytes of the arithmetic's dtype: two
+devices differ by less."""
 
 
 def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, object]:
@@ -150,9 +153,11 @@ def statistics_of(
 ) -> TokenStatistics | None:
     """Return a token table's log π, log(1−π) and entropy at the batch's columns [B, S], 0 elsewhere.
 
-    Returns None if rescoring some responses shows that they are not this policy's up to rounding, and for a float64
-    policy, since the table keeps only float32. All processes call it together. Use them for weights and intervals, not
-    for changes by a step, which need two scores computed alike.
+    Returns None if rescoring some responses shows another rounding, and for a float64 policy, since the table keeps
+    only float32. All processes call it together. Use them for weights and intervals, not for changes by a step, which
+    need two scores computed alike.
+
+    Raises InputError if rescoring shows that they are another policy's, or at another temperature.
     """
     names = [field.name for field in fields(TokenStatistics)]
     found = torch.zeros(len(names), *batch.input_ids.shape)
@@ -163,8 +168,28 @@ def statistics_of(
     with measuring(policy.model, some.width):
         again = batch_statistics(policy.model, some, micro_batch_size=1, device=policy.device)
     scored = torch.stack([getattr(again, name) for name in names])
-    same = scored.dtype == found.dtype and bool((scored[0] - found[0, rows]).abs().max() <= ROUNDING)
+    apart = (scored[0] - found[0, rows])[some.response_mask].abs()
+    if not apart.mean() <= FOREIGN[arithmetic_dtype(policy.model).itemsize]:
+        raise InputError(
+            f"the table's log π differs by {digits(float(apart.mean()))} nats on average from this policy's at the "
+            "batch's temperature; give a table measured with this policy, in its dtype, on this batch"
+        )
+    same = scored.dtype == found.dtype and bool(apart.max() <= ROUNDING)
     return TokenStatistics(*found) if all(processes.gather([same])) else None
+
+
+def refuse_other_loss(table: pd.DataFrame, batch: TokenBatch, loss: LossSettings) -> None:
+    """Raise InputError for a table whose weights are not those of this loss with the table's own advantages."""
+    known = replace(batch, advantages=torch.full(batch.input_ids.shape, float("nan")))
+    known.advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
+    logprob = torch.tensor(table["logprob"].to_numpy(np.float32))
+    own = _weigh(known, logprob, loss, batch.num_tokens)["weight"].double().numpy()
+    theirs = table["weight"].to_numpy(np.float64)
+    if wrong := int((~np.isclose(theirs, own, rtol=1e-3, atol=1e-5, equal_nan=True)).sum()):
+        raise InputError(
+            f"the table's weights are not those of the given loss at {wrong:,} of {len(table):,} tokens; give the loss "
+            "that the table was measured with, or measure it again with this one"
+        )
 
 
 def describe_reread(table: pd.DataFrame, batch: TokenBatch) -> str:

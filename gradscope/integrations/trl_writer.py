@@ -49,8 +49,8 @@ class RolloutWriter(TrainerCallback):
     and those of the trainer's own forward pass are taken), reference and sampler log-probabilities if TRL keeps them,
     the correction factors for the sampler, step, process, micro-batch, temperature, the trainer's gradient norm before
     clipping, and the loss's scale of the response's terms. The loss's settings, the precision of the passes and the
-    frozen parameters are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts`
-    needs nothing else. Identical prompts of a step form a group.
+    frozen parameters are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts
+    OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a group.
 
     The response mask is false at tool tokens and at holes of TRL's completion mask: tokens inside a response that the
     loss leaves out. A warning counts the responses with holes. A subclass that computes a loss of its own is written

@@ -1,5 +1,6 @@
 """The diagnosis of a tiny policy, against one autograd call per token; what is missing is said and does no harm."""
 
+import copy
 import math
 from dataclasses import dataclass, replace
 
@@ -21,7 +22,16 @@ from gradscope.objective import LossSettings
 from gradscope.objective.equations import grpo_advantages
 from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import Note, TokenBatch
-from gradscope.updates import SGD, StepSettings, apply_update, influence, movement_table, state_step
+from gradscope.updates import (
+    SGD,
+    ComparisonSettings,
+    StepSettings,
+    apply_update,
+    compare,
+    influence,
+    movement_table,
+    state_step,
+)
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = [
@@ -351,6 +361,36 @@ def test_sums_of_a_sample_are_ratio_estimates(policy, batch, sample):
 def test_settings_that_make_no_diagnosis_are_refused(policy, batch, table, change):
     with refused():
         diagnose(policy, batch, table, settings=replace(QUICK, **change))
+
+
+def nearby(policy: Policy) -> Policy:
+    """The same model after a small step."""
+    model, generator = copy.deepcopy(policy.model), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += (
+                1e-2 * parameter.std() * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            )
+    return replace(policy, model=model)
+
+
+@pytest.mark.parametrize("of", ["another policy", "another temperature", "another loss", "another reference"])
+def test_a_table_of_another_policy_temperature_or_loss_is_refused(policy, batch, table, of):
+    own, loss, ref = policy, NARROW, batch.ref_logprobs
+    if of == "another policy":
+        own = nearby(policy)
+    if of == "another temperature":
+        batch = replace(batch, old_logprobs=None)
+        table = measure(policy, batch, loss=NARROW, temperature=0.8)
+    if of == "another loss":
+        loss = replace(NARROW, clip_ratio_high=0.03)
+    if of == "another reference":
+        ref = ref - 0.1
+    batch = replace(batch, ref_logprobs=ref)
+    with refused():
+        diagnose(own, batch, table, settings=replace(QUICK, loss=loss))
+    with refused():
+        compare(own, batch, ["reweight"], table=table, settings=ComparisonSettings(loss=loss, resamples=5))
 
 
 def test_the_step_goes_on_as_the_saved_optimizer_would(policy):

@@ -32,6 +32,8 @@ from gradscope.gradients import (
     describe_reread,
     fill_table,
     note_logged,
+    refuse_other_loss,
+    statistics_of,
 )
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import (
@@ -242,7 +244,8 @@ def compare(
     if unknown := int(resolve_advantages(batch)[batch.response_mask].isnan().sum()):
         raise InputError(f"{unknown} tokens have no advantage and thus no weight; give rewards or advantages for all")
     step, saved, metric = settle_step(policy.model, s.step, optimizer_state)
-    if table is None:
+    given = table is not None
+    if not given:
         sample = MeasureSettings(tokens_per_interval="enough", seed=s.seed, loss=s.loss, metric=metric and "adamw")
         known = {"optimizer_state": metric, "resources": Resources(progress=resources.progress)}
         with TableMeasurement(policy, batch, sample, edges=s.edges, **known) as measurement:
@@ -250,6 +253,9 @@ def compare(
     batch = batch.of_prompts(table["group"].unique()) if "group" in table else batch
     if told := describe_reread(table, batch):
         raise InputError(f"the given table {told}; give a table measured on this batch")
+    if given:
+        statistics_of(table, policy, batch, resources.processes)  # refuses another policy's
+        refuse_other_loss(table, batch, s.loss)
     J = TokenJacobian(policy, _with_advantages(batch, table), resources)
     found = compare_rows(J, table, weightings, settings=replace(s, step=step), saved=saved, metric=metric)
     told = (*note_logged(policy, batch, table), *batch.without_notes("on-policy").notes)
