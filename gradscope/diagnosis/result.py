@@ -107,7 +107,10 @@ LARGEST_SEED = 2**57
 """torch seeds have 63 bits, and each part of a diagnosis uses one of 64 seeds derived from the given one."""
 LARGE = 100_000_000
 """Size from which weightings are compared only on request, since this takes more passes than all the rest."""
-WARNINGS = ("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-step", "pooled")
+WARNINGS = (
+    *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
+    *("other-step", "pooled"),
+)
 """Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
 CAVEATS = (
     *WARNINGS,

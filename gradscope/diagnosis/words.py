@@ -262,6 +262,8 @@ def _norms(d: Diagnosis) -> list[Finding]:
     if PARAMETERS not in ratios:
         return []
     rows = d.layers[d.layers["quantity"] == PARAMETERS].iloc[[0, -1]]
+    if rows["lower"].isna().any():  # of a few prompts
+        return []
     low, top = (norm_words(row) for _, row in rows.iterrows())
     statement = (
         f"Unweighted, the gradient norm of a token with {name_interval(d.labels[0])} is "

@@ -278,7 +278,8 @@ def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]
             break
         count *= GROWTH
     work = measure_flops(shape, Responses.of(part, picks), rules=meter.decoder is not None)
-    where = f"this machine ({policy.device.type}, {torch.get_num_threads()} threads), by {picks.sum():,} of the tokens"
+    timed = counted(int(picks.sum()), "token")
+    where = f"this machine ({policy.device.type}, {torch.get_num_threads()} threads), timed on {timed}"
     forward = work.pop("statistics") / measurement.pass_seconds
     return Speed(where, forward, sum(work.values()) / seconds, preparation)
 
@@ -371,7 +372,8 @@ class Plan:
             f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, self-check, figures and summary.",
         ]
         if self.minutes is not None:
-            lines.append(f"Fitted to {self.minutes:g} min: {self.shares.summed:,} prompts' gradients are summed.")
+            looked = f"{counted(self.shares.scored, 'prompt')} looked at, and gradients of {self.shares.summed:,} summed"
+            lines.append(f"What fits into {self.minutes:g} min: {looked}.")
         if self.sums is not None:
             once, most = describe_seconds(self.sums_seconds), f"{self.sums.memory / 2**30:.1f} GiB"
             lines.append(f"{str(self.sums).capitalize()}: {once}; at most {most} beside the weights.")

@@ -27,8 +27,9 @@ class Note(str):
     """A remark that anyone interpreting results from these rollouts should know, with its kind."""
 
     kind: str
-    """Its kind; for rollout logs: dump, left-out, unknown-values, step, other-step, pooled, on-policy,
-    temperature, groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding, loss."""
+    """Its kind; for rollout logs: dump, left-out, unknown-values, step, other-step, pooled, on-policy, temperature,
+    other-temperature, groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding,
+    loss."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)

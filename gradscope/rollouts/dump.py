@@ -264,6 +264,8 @@ class _Reading:
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
         self._unknown = self._templated = self._keyed = 0
+        self._temperatures: Counter[float] = Counter()
+        """Logged temperatures other than the given one."""
         self._said: list[Note] = []
         self._agreement = Agreement(policy)
         tokenizer = None if policy is None else policy.tokenizer
@@ -299,6 +301,9 @@ class _Reading:
                 )
         group = self._groups.setdefault(self._group(row, prompt_ids), len(self._groups))
         self.responses.append(parse_response(row, prompt_ids, response_ids, group, kept, self._options))
+        given, logged = self._options.temperature, row.columns.get("temperature")
+        if given is not None and isinstance(logged, int | float) and math.isfinite(logged) and logged != given:
+            self._temperatures[float(logged)] += 1
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
@@ -423,6 +428,9 @@ class _Reading:
         of_rows = Counter(words for _, row in self._rows for words in row.remarks)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
         told += self._said
+        for logged, n in self._temperatures.items():
+            words = f"{n} of {len(self.responses)} responses: the log's temperature is {logged:g}, not the given "
+            told.append(Note(f"{words}{self._options.temperature:g}, which is used", "other-temperature"))
         if self.loss is not None:
             words = ", ".join(f"{name} {show(value)}" for name, value in self.loss.items())
             told.append(Note(f"the log records the training loss: {words}", "loss"))

@@ -22,8 +22,11 @@ from gradscope.objective import grpo_advantages, resolve_advantages
 from gradscope.policy import Policy
 from gradscope.rollouts import (
     READERS,
+    Note,
     Response,
     collate,
+    own_first,
+    own_responses,
     read_checkpoint_dump,
     read_dump,
     read_inputs,
@@ -358,6 +361,28 @@ def test_a_response_without_a_token_is_left_out_and_its_reward_counts_in_its_gro
         torch.testing.assert_close(resolve_advantages(part)[:, 2], torch.tensor(wanted)[[0, 2]], rtol=1e-6, atol=0)
     with refused():
         read_rollouts(write_jsonl(tmp_path / "none.jsonl", [row(1, 1.0, **gone)]))
+
+
+def test_a_temperature_that_is_not_the_logs_is_used_and_said(tmp_path):
+    rows = [{"prompt_ids": [5], "response_ids": [7, 8], "reward": 1.0, "temperature": t} for t in (1.0, 1.0, 0.5)]
+    path = write_jsonl(tmp_path / "rollouts.jsonl", rows)
+    for given, said in ((None, []), (0.5, ["2 of 3"]), (2.0, ["2 of 3", "1 of 3"])):
+        batch = read_rollouts(path, temperature=given)
+        notes = [note for note in batch.notes if note.kind == "other-temperature"]
+        assert len(notes) == len(said) and all(note.startswith(words) for note, words in zip(notes, said, strict=True))
+        assert batch.temperature.tolist() == ([given] * 3 if given else [1.0, 1.0, 0.5])
+
+
+def test_prompts_that_the_checkpoint_sampled_itself_come_first_where_earlier_steps_were_added():
+    responses = [Response([5, n], [7], group=n, step=step) for n, step in enumerate((4, 5, 4, 5, 4))]
+    pooled = replace(collate(responses), notes=(Note("…", "pooled"),))
+    order = torch.tensor([2, 4, 3, 0, 1])
+    assert own_first(pooled, order).tolist() == [3, 1, 2, 4, 0]
+    assert own_responses(pooled).tolist() == [False, True, False, True, False]
+    # Also where only others' tokens are left in use.
+    assert own_responses(pooled.of_prompts([0, 2])).tolist() == [False, True, False, True, False]
+    assert own_first(collate(responses), order).tolist() == order.tolist() and own_responses(collate(responses)) is None
+    assert not own_responses(replace(pooled, notes=(Note("…", "other-step"),))).any()
 
 
 def test_a_reward_that_is_a_dictionary_is_the_entry_that_is_named(tmp_path):

@@ -248,7 +248,7 @@
     element("legend").replaceChildren(caption, bar, ticks, ...exact, ...(some ? [unknown] : []));
     element("meaning").textContent = quantity.definition;
     const beyond = responses.flatMap(({ values }) => Array.from(values[state.quantity].filter((value) => value < low || value > high)));
-    if (beyond.length) element("meaning").textContent += ` Tokens beyond an end of the scale, which have its colour: ${beyond.length.toLocaleString("en")}.`;
+    if (beyond.length) element("meaning").textContent += ` ${beyond.length.toLocaleString("en")} ${beyond.length === 1 ? "token lies" : "tokens lie"} outside the scale.`;
   }
 
   function ticksOf({ low, high, scale }) {
