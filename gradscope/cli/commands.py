@@ -99,9 +99,7 @@ def _parse(args: Sequence[str]) -> Any:
     if args and not args[0].startswith("-") and (near := get_close_matches(args[0], COMMANDS, 1)):
         raise InputError(f"there is no command {args[0]!r}; did you mean {near[0]}?")
     names = [make_dataclass(name, [], namespace={"__doc__": words}) for name, words in COMMANDS.items()]
-    about = (
-        "Which tokens drive an RL update of a language model? `gradscope COMMAND --help` lists a command's flags."
-    )
+    about = "Which tokens drive an RL update of a language model? `gradscope COMMAND --help` lists a command's flags."
     return tyro.cli(reduce(or_, names), args=args, prog="gradscope", description=about, config=OPTIONS)
 
 
@@ -142,17 +140,16 @@ def _refuse(error: Exception, go_on: str) -> None:
 
 def _tells_of_another(error: Exception) -> bool:
     """Return whether the error says that another process has failed: torch's by its type, gloo's by its text."""
-    if os.environ.get("WORLD_SIZE", "1") == "1":
+    if os.environ.get("WORLD_SIZE", "") in ("", "1"):
         return False
     kinds = {kind.__name__ for kind in type(error).__mro__}
     return "DistError" in kinds or ("RuntimeError" in kinds and "gloo" in str(error))
 
 
 def _stop(error: Exception, status: int) -> None:
-    if status != 2 or os.environ.get("RANK", "0") == "0":  # every process sees a user's mistake; only one reports it
-        print(f"gradscope: {printable(' '.join(str(error).split()))}", file=sys.stderr)
-    elif status == 2:
-        time.sleep(3)  # the launcher kills all processes with the first: give the reporting one time
+    if status == 2 and os.environ.get("RANK", "0") not in ("", "0"):
+        time.sleep(3)  # the first process reports it, too, upon which a launcher, if there is one, kills this one
+    print(f"gradscope: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     raise SystemExit(status)
 
 
@@ -160,6 +157,8 @@ def run_script() -> None:
     """Entry point of the console script."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        stream.reconfigure(errors="replace")  # an encoding without "−" or "‖": Latin-1, a Windows code page
     if sys.stdout is not None and not sys.stdout.isatty():
         sys.stdout.reconfigure(line_buffering=True)  # keeps notes and progress in order in a log
     try:

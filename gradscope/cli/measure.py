@@ -6,7 +6,6 @@ Holds the flags and the steps of a run in its folder, with which `diagnose` and 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -61,7 +60,7 @@ from gradscope.policy import (
     read_adamw_state,
 )
 from gradscope.rollouts import Dump, TokenBatch, rollouts_hash
-from gradscope.runs import RunFolder
+from gradscope.runs import RunFolder, launched
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         """Measure into the folder, unless it is finished."""
         if self.out is None:
             raise InputError("--out is missing; give a folder for the run")
-        if self.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if self.device_map is not None and launched() > 1:
             raise InputError("--device-map needs a single process, but several were launched; leave it out")
         if self.chunk_memory is not None and not 1 <= self.chunk_memory < 2**63:
             raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
@@ -212,9 +211,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         from gradscope.rollouts import read_checkpoint_dump
 
         how = {"temperature": self.settings.temperature, **self.reading}
-        return read_checkpoint_dump(
-            self.rollouts, policy, checkpoint_step(self.model), prompts=self.prompts, **how
-        )
+        return read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), prompts=self.prompts, **how)
 
     def has_metric(self, policy: Policy) -> bool:
         """Return whether summed gradients are also computed in AdamW's metric."""

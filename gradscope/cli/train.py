@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +11,7 @@ import tyro
 
 from gradscope.cli.flags import quiet_transformers
 from gradscope.errors import InputError, first_line
+from gradscope.runs import is_first
 from gradscope.trainer import TrainConfig
 
 TOLD = {"reward_mean": "reward", "accuracy": "accuracy"}
@@ -57,7 +57,7 @@ class Train:
 
         quiet_transformers()
         last = train(self.config, self.out, resume=self.resume, overwrite=self.overwrite)
-        if os.environ.get("RANK", "0") == "0":
+        if is_first():
             self._tell(last)
 
     def _tell(self, last: Path) -> None:

@@ -10,16 +10,12 @@ gradients, each process computes those of its share of the prompts, and all are 
 from __future__ import annotations
 
 import os
-from datetime import timedelta
 
 import torch
 
 from gradscope.errors import InputError
 from gradscope.policy.loading import find_device
-from gradscope.runs import ALONE, Processes
-
-PATIENCE = timedelta(hours=12)
-"""Time to wait for the slowest process; a failed one ends them all at once."""
+from gradscope.runs import ALONE, ALONE_AGAIN, Processes, join_processes, launched
 
 
 def join_launch(device: str | None) -> tuple[Processes, str | None]:
@@ -28,7 +24,7 @@ def join_launch(device: str | None) -> tuple[Processes, str | None]:
     Without a launch, the process is alone, with the given device. Raises InputError for a launch that shards weights,
     or a device that several processes cannot share.
     """
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = launched()
     if count == 1:
         return ALONE, device
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
@@ -37,10 +33,11 @@ def join_launch(device: str | None) -> tuple[Processes, str | None]:
     if not on_cpu and device not in (None, "cuda"):
         raise InputError(f"--device is {device} for {count} processes; leave it out, so that each takes a GPU")
     if not on_cpu and not torch.cuda.is_available():
-        raise InputError(f"{count} processes were started, but there is no GPU; give --device cpu")
+        raise InputError(
+            f"WORLD_SIZE={count} announces {count} processes, but there is no GPU; give --device cpu, or {ALONE_AGAIN}"
+        )
     from accelerate import PartialState
 
-    state = PartialState(cpu=on_cpu, timeout=PATIENCE)
-    if state.num_processes != count:
-        raise InputError(f"{count} processes were started, but {state.num_processes} joined; launch with --multi_gpu")
+    join_processes("gloo" if on_cpu else "nccl")
+    state = PartialState(cpu=on_cpu)
     return Processes(state.process_index, state.num_processes), str(state.device)

@@ -35,18 +35,28 @@ from gradscope.runs.foreign import (
 from gradscope.runs.inert import Inert
 from gradscope.runs.journal import Journal, scalars, writing
 from gradscope.runs.lock import locked
-from gradscope.runs.processes import ALONE, Processes, deal_by_cost, leave_launch, worker_context
+from gradscope.runs.processes import (
+    ALONE,
+    ALONE_AGAIN,
+    Processes,
+    deal_by_cost,
+    is_first,
+    join_processes,
+    launched,
+    leave_launch,
+    worker_context,
+)
 from gradscope.runs.progress import SILENT, Advance, Progress, Reporter, settle_progress, track
 from gradscope.runs.scratch import check_room, scratch_zeros
 from gradscope.runs.user_code import RAISED, in_words, run_file
 from gradscope.runs.wording import counted, digits
 
 __all__ = [
-    "ALONE", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes", "Progress",
-    "Reporter", "RunFolder", "changed_settings", "check_is_folder", "check_room", "check_writable", "counted",
-    "deal_by_cost", "describe_changes", "digits", "file_hash", "in_words", "leave_launch", "library_versions",
-    "load_tensors", "locked", "numbers_of", "parquet_metadata", "parquet_values", "parse_json", "parse_json_file",
-    "plain_json", "provenance", "read_json", "read_lines", "read_parquet", "refusal", "replacing", "run_file",
-    "scalars", "scratch_zeros", "settle_progress", "track", "worker_context", "write_json", "write_parquet",
-    "write_parquet_parts", "write_text", "writing",
+    "ALONE", "ALONE_AGAIN", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes",
+    "Progress", "Reporter", "RunFolder", "changed_settings", "check_is_folder", "check_room", "check_writable",
+    "counted", "deal_by_cost", "describe_changes", "digits", "file_hash", "in_words", "is_first", "join_processes",
+    "launched", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of", "parquet_metadata",
+    "parquet_values", "parse_json", "parse_json_file", "plain_json", "provenance", "read_json", "read_lines",
+    "read_parquet", "refusal", "replacing", "run_file", "scalars", "scratch_zeros", "settle_progress", "track",
+    "worker_context", "write_json", "write_parquet", "write_parquet_parts", "write_text", "writing",
 ]  # fmt: skip

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.context import BaseContext
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
-from gradscope.errors import InputError, NanLogitsError, SelfCheckError
+from gradscope.errors import InputError, NanLogitsError, SelfCheckError, first_line
 
 KINDS = (NanLogitsError, InputError, SelfCheckError, OSError)
 """Errors that are shared with the other processes; any other error ends the process, and the launcher ends the rest."""
@@ -20,6 +24,13 @@ EXCHANGED = 1 << 26
 """Entries of a host tensor that GPUs sum at a time."""
 PRELOADED = ["gradscope.policy.loading", "transformers.models.auto.modeling_auto", "transformers.modeling_utils"]
 """Modules that take seconds to import and every worker needs."""
+PATIENCE = timedelta(hours=12)
+"""Time to wait for the slowest process; a failed one ends them all at once."""
+JOINING = timedelta(minutes=5)
+"""Time to wait for all processes to join."""
+SILENCE = 10.0
+"""Seconds after which a process says that it waits for others."""
+ALONE_AGAIN = "run alone, without a launcher's variables: env -u WORLD_SIZE -u RANK gradscope …"
 T = TypeVar("T")
 
 
@@ -107,6 +118,43 @@ def deal_by_cost(items: Sequence[int], costs: Sequence[float], count: int) -> li
         shares[least].append(item)
         loads[least] += cost
     return [sorted(share) for share in shares]
+
+
+def launched() -> int:
+    """Return how many processes were launched, by the variable WORLD_SIZE; 1 if it is unset or empty."""
+    return _whole("WORLD_SIZE", 1)
+
+
+def is_first() -> bool:
+    """Return whether this is the first process of a launch, or alone."""
+    return launched() == 1 or _whole("RANK", 0) == 0
+
+
+def _whole(variable: str, default: int) -> int:
+    given = os.environ.get(variable, "").strip()
+    if given and not (given.isascii() and given.isdecimal() and int(given) >= (variable == "WORLD_SIZE")):
+        raise InputError(f"the environment variable {variable} is {given!r}, not a number of processes; {ALONE_AGAIN}")
+    return int(given or default)
+
+
+def join_processes(backend: str) -> None:
+    """Form the process group of a launch. Raises InputError, with how many have joined, after JOINING."""
+    count, rank = launched(), _whole("RANK", 0)
+    told = f"gradscope: waiting up to {JOINING.seconds // 60} minutes for {count} processes (WORLD_SIZE); {ALONE_AGAIN}"
+    patience = threading.Timer(SILENCE, print, [told], {"file": sys.stderr, "flush": True})
+    patience.daemon = True
+    patience.start()
+    try:
+        store, _, _ = next(dist.rendezvous("env://", rank, count, timeout=JOINING))
+        store.set_timeout(PATIENCE)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+    except (ValueError, RuntimeError) as error:  # a variable is missing; somebody has not come
+        raise InputError(
+            f"WORLD_SIZE={count} announces {count} processes, but they did not come together ({first_line(error)}); "
+            f"{ALONE_AGAIN}"
+        ) from error
+    finally:
+        patience.cancel()
 
 
 def leave_launch() -> None:

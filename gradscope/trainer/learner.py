@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ from gradscope.policy import (
     without_cudnn_attention,
 )
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes, writing
+from gradscope.runs import ALONE, ALONE_AGAIN, Processes, join_processes, launched, writing
 from gradscope.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -42,8 +41,6 @@ TRACKERS = "trackers"
 """Folder of a run for TensorBoard logs."""
 ADAPTER = "adapter"
 """Folder of a checkpoint for the separate adapters; the checkpoint's weights are merged."""
-PATIENCE = timedelta(hours=4)
-"""Timeout of collective operations: one process may sample or measure for a long time while the others wait."""
 GROUPS: list[torch.distributed.ProcessGroup] = []
 """Keeps process groups alive: DDP's reducer would join their threads while holding the GIL, and can deadlock."""
 
@@ -106,7 +103,7 @@ class Learner:
 
 def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
     """Make the accelerate.Accelerator. Raises InputError for an unknown or missing tracker, or a missing device."""
-    from accelerate import Accelerator, InitProcessGroupKwargs
+    from accelerate import Accelerator
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     here = {str(getattr(name, "value", name)) for name in get_available_trackers()}
@@ -117,12 +114,13 @@ def make_accelerator(config: TrainConfig, out: Path) -> Accelerator:
     on_cpu = device is not None and device.type == "cpu"
     if device is not None and not on_cpu:
         torch.cuda.set_device(device)
+    if launched() > 1 and not torch.distributed.is_initialized() and (on_cpu or torch.cuda.is_available()):
+        join_processes("gloo" if on_cpu else "nccl")
     accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision="no",  # `config.precision` decides
         log_with=list(config.trackers) or None,
         project_dir=str(out),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)],
     )
     if accelerator.num_processes > 1:
         GROUPS.append(torch.distributed.group.WORLD)
@@ -159,9 +157,10 @@ def check_launch(config: TrainConfig, accelerator: Accelerator) -> None:
             f"accelerate was launched with mixed_precision {asked}, but precision is {config.precision}; set "
             "--precision, and launch with the same or none"
         )
-    if accelerator.num_processes == 1 and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if accelerator.num_processes == 1 and launched() > 1:
         raise InputError(
-            f"{os.environ['WORLD_SIZE']} processes were started, but there is no GPU; give --device cpu"
+            f"WORLD_SIZE={launched()} announces {launched()} processes, but there is no GPU; give --device cpu, or "
+            f"{ALONE_AGAIN}"
         )
     kind, shards = accelerator.distributed_type.value, os.environ.get("ACCELERATE_USE_FSDP", "").lower() == "true"
     if kind not in ("NO", "MULTI_GPU", "MULTI_CPU") or shards:
