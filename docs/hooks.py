@@ -13,6 +13,7 @@ import io
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
@@ -116,13 +117,28 @@ def make_glossary() -> str:
 
 
 def make_format(name: str) -> str:
-    """What the reader knows of a format, and what it says of every log of that kind."""
+    """The columns of a format, and what the reader says of every log of that kind."""
     from gradscope.rollouts import READERS
 
     form = READERS[name]
+    rows = [[f"`{c.place}`", f"`{c.name}`", "yes" if c.required else ""] for c in form.columns if c.name in NATIVE]
     said = "\n".join(f"- {note[0].upper()}{note[1:]}." for note in form.notes)
-    columns = ", ".join(f"`{column}`" for column in sorted(form.needs))
-    return f"Detected by the columns {columns}. gradscope says of every log of this kind:\n\n{said}"
+    told = ", ".join(f"`{column}`" for column in sorted(form.needs))
+    read = f"\n\nRead are:\n\n{_table(['column', 'native column', 'always there'], rows)}" if rows else ""
+    return f"Detected by the columns {told}.{read}\n\ngradscope says of every log of this kind:\n\n{said}"
+
+
+NATIVE = (
+    *("prompt", "response", "prompt_ids", "response_ids", "ids", "mask", "response_mask", "weight", "step", "group"),
+    *("reward", "advantage", "old_logprobs", "ref_logprobs", "sampler_logprobs", "logprobs", "entropy", "clipped"),
+    *("temperature", "chat_template_kwargs"),
+)
+"""Columns whose place in a log is shown: `ids` and `mask` are one sequence, `weight` is a token's in the loss."""
+
+
+def readers() -> dict[str, dict[str, str]]:
+    """What is asked of every format, and its answers."""
+    return tomllib.loads((ROOT / "docs/formats/readers.toml").read_text(encoding="utf-8"))
 
 
 def make_readers() -> str:
@@ -131,24 +147,24 @@ def make_readers() -> str:
     from gradscope.rollouts.formats.base import FOUND_BY_TEXT, RETOKENISED
 
     rows = []
-    for form in READERS.values():
-        told = form.answers
-        group = f"{told.group}; a response alone keeps its raw reward" if form.keeps_single_rewards else told.group
-        counts = told.step != "none"
-        step = f"{told.step}; checkpoint n sampled n + {form.first_step}" if counts else told.step
+    for name, told in readers().items():
+        form = READERS[name]
+        alone = "; a response alone keeps its raw reward" if form.keeps_single_rewards else ""
+        counts = told["step"] != "none"
+        step = f"{told['step']}; checkpoint n sampled n + {form.first_step}" if counts else told["step"]
         is_text = bool({RETOKENISED, FOUND_BY_TEXT} & {*form.notes})
         begins = "what the tokenizer puts before text, once" if is_text else "as logged"
-        link = f"[{form.name}]({form.name}.md)"
-        rows.append([link, group, step.replace("n + 0", "n"), told.sampled, told.logprobs, begins, told.left_out])
+        more = [told[what] for what in ("sampled", "logprobs")]
+        rows.append(
+            [f"[{name}]({name}.md)", told["group"] + alone, step.replace("n + 0", "n"), *more, begins, told["left_out"]]
+        )
     names = ["format", "a group", "the step", "sampled tokens", "log π", "BOS", "left out beside the common rule"]
     return _table(names, rows)
 
 
 def make_checked() -> str:
     """Against what each reader was held."""
-    from gradscope.rollouts import READERS
-
-    return _table(["format", "versions, how, when"], [[form.name, form.answers.checked] for form in READERS.values()])
+    return _table(["format", "versions, how, when"], [[name, told["checked"]] for name, told in readers().items()])
 
 
 def _table(names: list[str], rows: list[list[str]]) -> str:

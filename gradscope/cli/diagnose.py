@@ -53,8 +53,8 @@ from gradscope.policy import (
     shards_of,
     weights_hash,
 )
-from gradscope.rollouts import READERS
-from gradscope.runs import check_is_folder, file_hash, plain_json
+from gradscope.rollouts import find_reader
+from gradscope.runs import check_is_folder, file_hash, launched, plain_json
 from gradscope.updates import SGD
 
 
@@ -152,7 +152,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("--rollouts is missing; give rollouts, or --task NAME or --prompts FILE to sample some")
         if self.plan and not self.rollouts:
             raise InputError("--plan needs rollouts; give --rollouts")
-        if not self.rollouts and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if not self.rollouts and launched() > 1:
             raise InputError("several processes cannot sample here; sample first, and give the file with --rollouts")
         if not self.follow:
             self._check_files()
@@ -173,9 +173,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         single |= {"--optimizer-state": self.optimizer_state is not None}
         if given := [flag for flag, is_given in single.items() if is_given]:
             raise InputError(f"{given[0]} is for a single checkpoint, but --follow takes a run; leave one out")
-        if self.format is not None and self.format not in READERS:
-            raise InputError(f"rollout format {self.format!r} is not known; use one of {', '.join(sorted(READERS))}")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if self.format is not None:
+            find_reader(self.format)
+        if launched() > 1:
             raise InputError("--follow runs in a single process; run it without the launcher")
 
     def _follow(self) -> None:

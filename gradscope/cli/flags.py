@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -17,7 +16,7 @@ from gradscope.errors import InputError
 from gradscope.objective import LossSettings
 from gradscope.policy import Policy, check_prompt
 from gradscope.rollouts import Dump, Step
-from gradscope.runs import SILENT, Progress, Reporter, parse_json
+from gradscope.runs import SILENT, Progress, Reporter, is_first, parse_json
 from gradscope.tasks import Question
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -105,7 +104,7 @@ class ReadingFlags:
     """Flags for reading rollouts."""
 
     format: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")] = None
-    """Format of the rollouts: native, trl, verl, prime_rl, …."""
+    """Format of the rollouts: native, trl, verl, prime_rl, …, or FILE.py:NAME, a format of your own."""
     step: Step = None
     """Training step whose responses to take, or all. own: the step that the checkpoint sampled (the one after its own
     number), or the nearest in the log. none: the same, but diagnose and compare add earlier steps if it has too few
@@ -174,7 +173,7 @@ def print_notes(notes: Sequence[str]) -> None:
 @cache
 def command_progress() -> Progress:
     """Return the command's progress reporter; silent in all processes but the first."""
-    return Reporter() if os.environ.get("RANK", "0") == "0" else SILENT
+    return Reporter() if is_first() else SILENT
 
 
 def load_quietly(path: str, loading: Mapping[str, Any]) -> Policy:

@@ -256,7 +256,7 @@ def hash_ahead(path: str | Path) -> None:
 
 def configuration_hash(path: str | Path) -> str:
     """Return the SHA-256 of the configuration and tokenizer files, which also affect results."""
-    kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges")
+    kinds = ("config.json", ADAPTER_CONFIG, "tokenizer", "vocab", "merges", "tekken")
     kinds += ("special_tokens", "added_tokens", "chat_template")
     return _hash_files(sorted(p for p in Path(path).iterdir() if p.is_file() and p.name.startswith(kinds)))
 

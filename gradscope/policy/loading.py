@@ -378,7 +378,8 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
 
     folder = Path(folder)
     if not any(
-        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+        (folder / f).is_file()
+        for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
     ):
         return None
     refuse_huge_files(folder)

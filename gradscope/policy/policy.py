@@ -8,6 +8,7 @@ import re
 import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -28,6 +29,8 @@ _DECIDED_HERE = frozenset(
     | {"return_assistant_tokens_mask"}
 )
 """Arguments of `apply_chat_template` that control the output format rather than the content."""
+DATE = "strftime_now"
+"""The function by which a chat template puts in today's date, and the template's argument that replaces it: a date."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,11 @@ class Policy:
         return frozenset({pad} - {None, *others}) - self.stop_ids
 
     @cached_property
+    def puts_in_date(self) -> bool:
+        """Whether the chat template may put in today's date."""
+        return any(DATE in text for text in _template_texts(self.tokenizer))
+
+    @cached_property
     def steady_context(self) -> int | None:
         """Longest sequence up to which rotary angles do not depend on the length; None: no limit."""
         return find_steady_context(self.model)
@@ -139,13 +147,15 @@ class Policy:
             doubled = any(ids[:many] == ids[many : 2 * many] for many in (1, 2))
             ids = _begin_once(ids, self._encode(prompt, add_special_tokens=False)) if doubled else ids
             return self._within_vocabulary(ids, prompt)
-        if getattr(tokenizer, "chat_template", None) is None:
+        if not has_template(tokenizer):
             raise InputError(
                 "the prompt is a chat, but the tokenizer has no chat template; give the prompt as a string"
             )
         prefilled = prompt[-1]["role"] == "assistant"
         told = {**(self.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
         check_template_kwargs(tokenizer, told)
+        if isinstance(told.get(DATE), str):
+            told[DATE] = datetime.fromisoformat(told[DATE]).strftime
         try:
             ids = list(
                 tokenizer.apply_chat_template(
@@ -283,10 +293,32 @@ def check_prompt(prompt: Any, place: str | None = None) -> None:
     _check_text(prompt, f"{where}the prompt")
 
 
+def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer renders chats: by a template, or by code of its own (mistral-common)."""
+    from transformers import PreTrainedTokenizerBase
+
+    render = getattr(type(tokenizer), "apply_chat_template", None)
+    return getattr(tokenizer, "chat_template", None) is not None or render not in (
+        None,
+        PreTrainedTokenizerBase.apply_chat_template,
+    )
+
+
+def _template_texts(tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    template = getattr(tokenizer, "chat_template", None)
+    return [*template.values()] if isinstance(template, dict) else [template or ""]
+
+
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapping[str, Any]) -> None:
     """Raise InputError for arguments that the chat template ignores or that gradscope sets itself."""
-    template = getattr(tokenizer, "chat_template", None)
-    texts = [*template.values()] if isinstance(template, dict) else [template or ""]
+    template, texts = getattr(tokenizer, "chat_template", None), _template_texts(tokenizer)
+    if isinstance(given.get(DATE), str):
+        try:
+            datetime.fromisoformat(given[DATE])
+        except ValueError as error:
+            raise InputError(
+                f"chat_template_kwargs holds {DATE!r}: {show(given[DATE])}; give a date, YYYY-MM-DD"
+            ) from error
     for name in given:
         if name in _DECIDED_HERE:
             raise InputError(f"chat_template_kwargs holds {name!r}, which gradscope sets itself; leave it out")

@@ -5,6 +5,7 @@ from gradscope.rollouts.caveats import count_served, own_first, own_responses, s
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, select_checkpoint_step
 from gradscope.rollouts.files import LOSS_KEY, list_files, rollouts_hash
+from gradscope.rollouts.formats.base import Column, Format
 from gradscope.rollouts.formats.native import write_rollouts
 from gradscope.rollouts.reading import (
     READER,
@@ -12,6 +13,7 @@ from gradscope.rollouts.reading import (
     BatchLike,
     LogSteps,
     Step,
+    find_reader,
     list_steps,
     read_checkpoint_dump,
     read_dump,
@@ -22,8 +24,9 @@ from gradscope.rollouts.reading import (
 from gradscope.rollouts.trained_run import RUN_KEY, Precision, TrainedRun
 
 __all__ = [
-    "LARGEST", "LOSS_KEY", "READER", "READERS", "RUN_KEY", "BatchLike", "Dump", "LogSteps", "Note", "Precision",
-    "Response", "Step", "TokenBatch", "TrainedRun", "check_batch", "collate", "count_served", "list_files",
-    "list_steps", "own_first", "own_responses", "read_checkpoint_dump", "read_dump", "read_inputs", "read_logged",
-    "read_rollouts", "rollouts_hash", "select_checkpoint_step", "served_prompts", "write_rollouts",
+    "LARGEST", "LOSS_KEY", "READER", "READERS", "RUN_KEY", "BatchLike", "Column", "Dump", "Format", "LogSteps", "Note",
+    "Precision", "Response", "Step", "TokenBatch", "TrainedRun", "check_batch", "collate", "count_served",
+    "find_reader", "list_files", "list_steps", "own_first", "own_responses", "read_checkpoint_dump", "read_dump",
+    "read_inputs", "read_logged", "read_rollouts", "rollouts_hash", "select_checkpoint_step", "served_prompts",
+    "write_rollouts",
 ]  # fmt: skip

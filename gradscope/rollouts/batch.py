@@ -370,6 +370,8 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
     steps, known = [r.step for r in responses], [r.reward_parts or {} for r in responses]
     names = dict.fromkeys(name for own in known for name in own)
     parts = {name: torch.tensor([own.get(name, float("nan")) for own in known]) for name in names}
+    exact = ("group_reward_mean", "group_reward_std")
+    single = {"advantages": "advantage", "uncorrected_advantages": "uncorrected_advantage"}
     return TokenBatch(
         input_ids=input_ids,
         attention_mask=attention_mask,
@@ -377,18 +379,12 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
         response_start=torch.tensor([s + len(r.prompt_ids) for s, r in zip(starts, responses, strict=True)]),
         group_ids=torch.tensor([r.group for r in responses]),
         temperature=torch.tensor([float(r.temperature) for r in responses]),
-        rewards=stack("reward", torch.float32),
         reward_parts=parts or None,
         steps=None if None in steps else torch.tensor(steps),
-        group_reward_means=stack("group_reward_mean", torch.float64),
-        group_reward_stds=stack("group_reward_std", torch.float64),
-        loss_scales=stack("loss_scale", torch.float32),
-        process_ids=stack("process", torch.float32),
-        micro_batch_ids=stack("micro_batch", torch.float32),
-        grad_norms=stack("grad_norm", torch.float32),
-        advantages=spread("advantage", float("nan"), torch.float32),
-        uncorrected_advantages=spread("uncorrected_advantage", float("nan"), torch.float32),
-        old_logprobs=spread("old_logprobs", float("nan"), torch.float32),
-        ref_logprobs=spread("ref_logprobs", float("nan"), torch.float32),
-        sampler_logprobs=spread("sampler_logprobs", float("nan"), torch.float32),
+        **{
+            name: stack(own, torch.float64 if own in exact else torch.float32)
+            for name, own in _PER_RESPONSE.items()
+            if name != "steps"
+        },
+        **{name: spread(single.get(name, name), float("nan"), torch.float32) for name in _PER_TOKEN},
     )

@@ -6,6 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,21 @@ from gradscope.rollouts.formats.base import (
     EMPTY,
     EXTRAS,
     FROM_REWARDS,
+    MADE_AGAIN,
     MASKED_OUT,
+    NO_SPECIAL_TOKENS,
     NO_TEMPERATURE,
     ON_POLICY,
     RESIZED,
+    RETOKENISED,
     UNKNOWN,
     Format,
     ReadingOptions,
     Row,
 )
-from gradscope.rollouts.formats.text import opening_of, others_in
+from gradscope.rollouts.formats.text import doubts_of, opening_of, others_in, special_words
 from gradscope.rollouts.formats.values import (
+    Unfit,
     check_sizes,
     is_templated,
     parse_ids,
@@ -41,6 +46,7 @@ from gradscope.rollouts.formats.values import (
     parse_response,
     parse_reward,
 )
+from gradscope.rollouts.restarts import Passes, Visit, note_twice
 from gradscope.runs import counted
 
 LOOKED_AT = 8
@@ -217,17 +223,18 @@ def make_dump(
     path: object,
     options: ReadingOptions | None = None,
     notes: Sequence[str] = (),
-    is_dump: bool = True,
+    others: Mapping[Path, int] | None = None,
 ) -> Dump:
     """Check the rows and batch them, right-padded, as a `Dump`.
 
     Rows without a response or a kept token, or with an unknown advantage (unknown reward, if there are no advantages),
-    are left out and counted in a note. is_dump: whether a trainer wrote the rows, in which case notes report everything
-    unknown; for a user's rows, only the temperature. Without group ids, identical prompts form a group; a group belongs
-    to a single step.
+    are left out and counted in a note, and so are a few that cannot be measured, and what a restarted run made again.
+    Of a trainer's rows, notes report everything unknown; of native ones, only the temperature. Without group ids,
+    identical prompts form a group; a group belongs to a single step. others: steps of files whose rows are not given.
     """
+    is_dump = form.name != "native"
     options = options or ReadingOptions()
-    reading = _Reading(policy, options, form)
+    reading = _Reading(policy, options, form, Passes(others))
     for row in rows:
         reading.take(row)
     reading.finish(path)
@@ -238,6 +245,7 @@ def make_dump(
     batch, holes = _count_unknown(batch)
     unknown = _name_unknown(batch, reading)
     unknown = unknown if is_dump else [note for note in unknown if note is NO_TEMPERATURE]
+    notes = [note for note in notes if not reading.is_ids or note not in (RETOKENISED, NO_SPECIAL_TOKENS)]
     said = (*notes, *unknown, *holes, *reading.notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
     known: dict[str, Any] = {"left_out": dict(reading.left_out_by_step)}
@@ -252,68 +260,90 @@ def make_dump(
 class _Reading:
     """The state of reading a log's rows."""
 
-    def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format) -> None:
+    def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format, passes: Passes) -> None:
         self._policy, self._options, self._form = policy, options, form
         self.responses: list[Response] = []
         self.extras: dict[str, list[list[float] | None]] = {name: [] for name in EXTRAS}
         self.left_out_by_step: Counter[int | None] = Counter()
-        self._rows: list[tuple[frozenset[str], Row]] = []
+        self._rows: list[tuple[frozenset[str], Row, Visit]] = []
         self._groups: dict[tuple[int | None, object], int] = {}
-        self._others: defaultdict[tuple[int | None, object], list[float]] = defaultdict(list)
+        self._others: defaultdict[tuple[int | None, object], list[tuple[Visit, float]]] = defaultdict(list)
         """Rewards of left-out responses by group."""
         self._seen: Counter[int | None] = Counter()
         self._left_out: Counter[str] = Counter()
         self._unknown = self._templated = self._keyed = 0
         self._temperatures: Counter[float] = Counter()
         """Logged temperatures other than the given one."""
+        self.is_ids = True
+        """Whether all responses were logged as ids."""
         self._said: list[Note] = []
-        self._agreement = Agreement(policy)
+        self._unfit: dict[str, Unfit] = {}
+        """The first error of each reason for which rows cannot be measured."""
+        self._agreement, self._passes = Agreement(policy), passes
         tokenizer = None if policy is None else policy.tokenizer
         self._marks = opening_of(policy), getattr(tokenizer, "all_special_tokens", ())
+        self._words = special_words(tokenizer)
         self._losses: list[Mapping[str, Any] | None] = []
         """The distinct loss settings of the rows."""
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
+        visit = self._passes.take(row)
         if self._options.step is not None and row.step not in self._options.step:
             return
         self._keyed += isinstance(row.columns.get("reward"), dict)
         if row.left_out is not None:
-            self._leave_out(row, row.left_out)
+            self._leave_out(row, row.left_out, visit)
             return
         if row.loss not in self._losses:
             self._losses.append(row.loss)
-        prompt_ids, response_ids = parse_ids(row, self._policy, self._options)
+        try:
+            self._parse(row, visit)
+        except Unfit as error:
+            self._unfit.setdefault(error.reason, error)
+            ids = row.columns.get("prompt_ids")
+            self._leave_out(row, error.reason, visit, ids if isinstance(ids, list) else ())
+
+    def _parse(self, row: Row, visit: Visit) -> None:
+        """Add the row's response."""
+        prompt_ids, response_ids, remarks = parse_ids(row, self._policy, self._options)
         self._templated += is_templated(row)
         kept = parse_mask(row, len(response_ids))
         if not kept.any():
-            self._leave_out(row, MASKED_OUT if response_ids else EMPTY, prompt_ids)
+            self._leave_out(row, MASKED_OUT if response_ids else EMPTY, visit, prompt_ids)
             return
         check_sizes(row, prompt_ids, response_ids, self._policy)
         self._agreement.take(row, response_ids)
-        is_text = not {"prompt_ids", "response_ids"} <= set(row.columns)
-        if is_text and self._policy.has_unknown(row.columns["prompt"], prompt_ids):
+        texts = [None if f"{part}_ids" in row.columns else row.columns[part] for part in ("prompt", "response")]
+        if texts[0] is not None and self._policy.has_unknown(texts[0], prompt_ids):
             self._unknown += 1
             if 2 * prompt_ids.count(self._policy.tokenizer.unk_token_id) > len(prompt_ids):
                 raise InputError(
                     f"{row.place}: the tokenizer has no tokens for most of the prompt {show(row.columns['prompt'])}; "
                     "give the checkpoint that sampled it, or the ids"
                 )
-        group = self._groups.setdefault(self._group(row, prompt_ids), len(self._groups))
-        self.responses.append(parse_response(row, prompt_ids, response_ids, group, kept, self._options))
+        self.is_ids &= texts[1] is None
+        key = self._group(row, prompt_ids)
+        response = parse_response(row, prompt_ids, response_ids, self._groups.get(key, len(self._groups)), kept,
+                                  self._options)  # fmt: skip
+        self._groups.setdefault(key, len(self._groups))
+        self.responses.append(response)
         given, logged = self._options.temperature, row.columns.get("temperature")
         if given is not None and isinstance(logged, int | float) and math.isfinite(logged) and logged != given:
             self._temperatures[float(logged)] += 1
         for name in EXTRAS:
             self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
-        if is_text and "response_mask" not in row.columns:
-            row = replace(row, remarks=(*row.remarks, *others_in(row.columns["response"], *self._marks)))
+        if texts != [None, None]:
+            remarks += (*doubts_of(texts, (prompt_ids, response_ids), self._policy, self._words),)
+        if texts[1] is not None and "response_mask" not in row.columns:
+            remarks += others_in(texts[1], *self._marks)
         if row.length not in (None, len(response_ids)):
-            row = replace(row, remarks=(*row.remarks, RESIZED))
-        self._rows.append((told, replace(row, columns={})))  # only the response keeps the values
+            remarks += (RESIZED,)
+        # Only the response keeps the values.
+        self._rows.append((told, replace(row, columns={}, remarks=(*row.remarks, *remarks)), visit))
 
-    def _leave_out(self, row: Row, reason: str, prompt_ids: Sequence[int] = ()) -> None:
+    def _leave_out(self, row: Row, reason: str, visit: Visit, prompt_ids: Sequence[int] = ()) -> None:
         """Count the row, and keep its reward for the group's mean."""
         self._left_out[reason] += 1
         self.left_out_by_step[row.step] += 1
@@ -321,7 +351,7 @@ class _Reading:
             return
         reward = parse_reward(row, self._options, needed=False)
         if reward is not None:
-            self._others[self._group(row, prompt_ids)].append(reward)
+            self._others[self._group(row, prompt_ids)].append((visit, reward))
 
     def _group(self, row: Row, prompt_ids: Sequence[int]) -> tuple[int | None, object]:
         """Return the key of the row's group."""
@@ -346,16 +376,16 @@ class _Reading:
                 raise InputError(f"{path} has no step {step}; {_name_steps(self._seen)}")
         if self._options.chat_template_kwargs and self.responses and not self._templated:
             raise InputError(
-                f"chat_template_kwargs are given, but no prompt in {path} is a chat with a template; leave "
-                "them out"
+                f"chat_template_kwargs are given, but no prompt in {path} is a chat with a template; leave them out"
             )
         if self._options.reward_key is not None and not self._keyed:
             raise InputError(
                 f"the reward key {self._options.reward_key!r} is given, and no reward of {path} is a dictionary; leave "
                 "it out"
             )
+        self._drop_made_again()
         for name in ALL_OR_NONE:
-            having = [name in names for names, _ in self._rows]
+            having = [name in names for names, *_ in self._rows]
             if any(having) and not all(having) and getattr(self._options, name, None) is None:
                 row = self._rows[having.index(False)][1]
                 raise InputError(
@@ -367,32 +397,43 @@ class _Reading:
                 f"{path} holds responses trained with different losses ({show(self._losses)}); give one of its steps"
             )
         self._agreement.check()
+        for reason, error in self._unfit.items():
+            if self._left_out[reason] > len(self.responses):
+                raise error  # not a few odd rows: another checkpoint's log, another sampler's
         self._drop_unweighted()
         if not self.responses:
             reasons = "; ".join(self._left_out_notes())
             raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
         self._describe_groups()
 
+    def _drop_made_again(self) -> None:
+        """Drop responses of steps that the same file repeats after a restart; count rows that are there twice."""
+        stale = [self._passes.is_stale(visit) for *_, visit in self._rows]
+        self._drop(stale, MADE_AGAIN)
+        self._said += self._passes.notes({visit for *_, visit in self._rows}) + note_twice(self.responses)
+
+    def _drop(self, gone: Sequence[bool], reason: str) -> None:
+        """Leave out responses that were read."""
+        for response in (response for response, leaves in zip(self.responses, gone, strict=True) if leaves):
+            self._left_out[reason] += 1
+            self.left_out_by_step[response.step] += 1
+
+        def kept(values: list) -> list:
+            return [value for value, leaves in zip(values, gone, strict=True) if not leaves]
+
+        self.responses, self._rows = kept(self.responses), kept(self._rows)
+        self.extras = {extra: kept(values) for extra, values in self.extras.items()}
+
     def _drop_unweighted(self) -> None:
         """Drop responses without an advantage if others have one; without any advantages, those without a reward."""
         for name in ("advantage", "reward"):
-            known = [getattr(response, name) is not None for response in self.responses]
-            if not any(known):
-                if self.has(name):
-                    words = f"{len(known)} of {len(known)} responses: {UNKNOWN.format(name)}"
-                    self._said.append(Note(words, "unknown-values"))
-                continue
-            for response, keep in zip(self.responses, known, strict=True):
-                if not keep:
-                    self._left_out[UNKNOWN.format(name)] += 1
-                    self.left_out_by_step[response.step] += 1
-
-            def chosen(values: list, known: list[bool] = known) -> list:
-                return [value for value, keep in zip(values, known, strict=True) if keep]
-
-            self.responses, self._rows = chosen(self.responses), chosen(self._rows)
-            self.extras = {extra: chosen(values) for extra, values in self.extras.items()}
-            return
+            unknown = [getattr(response, name) is None for response in self.responses]
+            if not all(unknown):
+                self._drop(unknown, UNKNOWN.format(name))
+                return
+            if self.has(name):
+                words = f"{len(unknown)} of {len(unknown)} responses: {UNKNOWN.format(name)}"
+                self._said.append(Note(words, "unknown-values"))
 
     def _describe_groups(self) -> None:
         """Set the group means and standard deviations that the remaining responses do not determine."""
@@ -400,12 +441,13 @@ class _Reading:
             return
         rewards: dict[int, list[float]] = {number: [] for number in self._groups.values()}
         here = Counter(response.group for response in self.responses)
-        for response, (_, row) in zip(self.responses, self._rows, strict=True):
+        for response, (_, row, _) in zip(self.responses, self._rows, strict=True):
             if response.reward is not None and row.is_counted:
                 rewards[response.group].append(response.reward)
         for key, others in self._others.items():
             if key in self._groups:
-                rewards[self._groups[key]] += others
+                own = [reward for visit, reward in others if not self._passes.is_stale(visit)]
+                rewards[self._groups[key]] += own
         rule = self._form.keeps_single_rewards
         if not any(here[g] and (len(own) != here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
             return
@@ -421,11 +463,11 @@ class _Reading:
 
     def has(self, name: str) -> bool:
         """Return whether any row has this column."""
-        return any(name in names for names, _ in self._rows)
+        return any(name in names for names, *_ in self._rows)
 
     def notes(self) -> list[Note]:
         """Return notes on replaced values, single responses and rows left out."""
-        of_rows = Counter(words for _, row in self._rows for words in row.remarks)
+        of_rows = Counter(words for _, row, _ in self._rows for words in row.remarks)
         told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
         told += self._said
         for logged, n in self._temperatures.items():
@@ -444,7 +486,9 @@ class _Reading:
 
     def _left_out_notes(self) -> list[str]:
         total = len(self.responses) + self._left_out.total()
-        return [f"{n} of {total} rows left out: {reason}" for reason, n in self._left_out.items()]
+        told = [(reason, self._unfit.get(reason)) for reason in self._left_out]
+        named = {reason: f"{reason} (first: {error})" if error else reason for reason, error in told}
+        return [f"{n} of {total} rows left out: {named[reason]}" for reason, n in self._left_out.items()]
 
 
 def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:

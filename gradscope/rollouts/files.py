@@ -134,8 +134,8 @@ def rollouts_hash(path: Path) -> str:
     return hashlib.sha256("".join(f"{f.relative_to(root)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
 
 
-def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> Iterator[Record]:
-    """Yield the records of one file in order. torn: return an incomplete last line as a record instead of refusing it.
+def read_records(path: Path, *, step: int | None = None) -> Iterator[Record]:
+    """Yield the records of one file in order; an incomplete last line is a record that is torn.
 
     step: for records without one.
     """
@@ -143,7 +143,7 @@ def read_records(path: Path, *, torn: bool = False, step: int | None = None) -> 
     if read is not None:
         records = (Record(path, place, columns) for place, columns in read(path))
     else:
-        records = _read_whole(path) if _is_indented(path) else _read_jsonl(path, torn)
+        records = _read_whole(path) if _is_indented(path) else _read_jsonl(path)
     loss = read_loss(path)
     for record in records:
         known = {name: value for name, value in record.columns.items() if value is not None}
@@ -187,7 +187,7 @@ def _check_suffix(path: Path) -> None:
         raise InputError(f"{path} {ending}; rollouts are {', '.join(SUFFIXES)} files")
 
 
-def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
+def _read_jsonl(path: Path) -> Iterator[Record]:
     index = 0
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
@@ -196,7 +196,7 @@ def _read_jsonl(path: Path, torn: bool) -> Iterator[Record]:
         try:
             row = parse_json(line)
         except ValueError as error:  # includes UnicodeDecodeError
-            if torn and not line.endswith(b"\n"):
+            if not line.endswith(b"\n"):
                 yield Record(path, place, {}, torn=True)
                 return
             raise InputError(f"{place}: not JSON ({error}); write one object per line") from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -16,13 +15,13 @@ from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records
 from gradscope.rollouts.formats.areal import AREAL
-from gradscope.rollouts.formats.base import Format, ReadingOptions
+from gradscope.rollouts.formats.base import TORN, Format, ReadingOptions, Row
+from gradscope.rollouts.formats.columns import read_rows
 from gradscope.rollouts.formats.ms_swift import MS_SWIFT
-from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native, write_rollouts
+from gradscope.rollouts.formats.native import NATIVE, count_columns, is_native
 from gradscope.rollouts.formats.nemo_rl import NEMO_RL
 from gradscope.rollouts.formats.open_instruct import OPEN_INSTRUCT
-from gradscope.rollouts.formats.prime_rl import PRIME_RL
-from gradscope.rollouts.formats.prime_rl_traces import PRIME_RL_TRACES
+from gradscope.rollouts.formats.prime_rl import PRIME_RL, PRIME_RL_TRACES, VERIFIERS, VERIFIERS_GRAPH
 from gradscope.rollouts.formats.rl_logging_board import RL_LOGGING_BOARD
 from gradscope.rollouts.formats.rllm import RLLM
 from gradscope.rollouts.formats.roll import ROLL
@@ -30,11 +29,10 @@ from gradscope.rollouts.formats.skyrl import SKYRL
 from gradscope.rollouts.formats.slime import SLIME
 from gradscope.rollouts.formats.torchtitan import TORCHTITAN
 from gradscope.rollouts.formats.trl import TRL
-from gradscope.rollouts.formats.verifiers import VERIFIERS
-from gradscope.rollouts.formats.verifiers_graph import VERIFIERS_GRAPH
 from gradscope.rollouts.formats.verl import VERL
+from gradscope.rollouts.restarts import Passes
 from gradscope.rollouts.trained_run import read_run
-from gradscope.runs import parquet_values
+from gradscope.runs import parquet_values, run_file
 
 READERS: dict[str, Format] = {
     form.name: form
@@ -43,16 +41,14 @@ READERS: dict[str, Format] = {
         *(VERIFIERS_GRAPH, SKYRL, TORCHTITAN, AREAL, RLLM, RL_LOGGING_BOARD),
     )
 }
-"""Reader of each format, by name; add an entry for a reader of your own."""
+"""Reader of each format, by name."""
 
-TOLD_BY_NAME = {".pt": SLIME, ".pkl": SKYRL}
-"""Formats identified by file suffix, whose files can only be read whole."""
-
-NATIVE_ALONE = frozenset({"response_ids", "old_logprobs"})
-"""Columns that distinguish native rows from RLLoggingBoard's, which also have a prompt and a response."""
-
-READER = 3
+READER = 4
 """Version of the readers; increment it when any reader's output changes."""
+
+IDS = frozenset({"prompt_ids", "response_ids"})
+NATIVE_ALONE = IDS | {"old_logprobs"}
+"""Columns that together nobody but native rows has."""
 
 MOST_STEPS = 10
 """Maximum number of training steps read together if one has too few prompts."""
@@ -69,11 +65,6 @@ class ReadingKeywords(TypedDict, total=False):
     reward_key: str | None
     chat_template_kwargs: Mapping[str, Any] | None
 
-
-__all__ = [
-    "READER", "READERS", "BatchLike", "Dump", "LogSteps", "Step", "list_steps", "read_checkpoint_dump",
-    "read_dump", "read_inputs", "read_logged", "read_rollouts", "write_rollouts",
-]  # fmt: skip
 
 BatchLike = TokenBatch | str | Path
 """A batch, or the path that `read_rollouts` reads it from."""
@@ -147,7 +138,8 @@ def read_dump(
 
     policy: its tokenizer encodes text, and its vocabulary and context length bound the ids. Without a policy, rows must
         hold ids, whose range is not checked.
-    format: name in READERS; None detects it from the columns of each file's first record.
+    format: name in READERS, or FILE.py:NAME, a `Format` of your own; None detects it from the columns of each file's
+        first record.
     step: training step, or steps, whose responses to keep; None keeps all.
     temperature: sampling temperature of all responses; None takes each response's from the log, else 1.0.
     reward_key: entry to use as the reward, if the log's rewards are dictionaries.
@@ -164,11 +156,13 @@ def read_dump(
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; give a positive number")
     form, files, unfinished = _open(path, format)
+    all_files = files
     if steps is not None:
         files = {f: named for f, named in files.items() if _only_step(form, f) in (None, *steps)} or files
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    rows = form.rows(_records(form, files), policy)
-    dump = make_dump(rows, policy, form, path=path, options=options, notes=notes, is_dump=form is not NATIVE)
+    rows = _rows(form, files, policy)
+    others = {file: step for file in all_files if file not in files and (step := _only_step(form, file)) is not None}
+    dump = make_dump(rows, policy, form, path=path, options=options, notes=notes, others=others)
     return replace(dump, batch=replace(dump.batch, run=read_run(files)))
 
 
@@ -193,7 +187,9 @@ def list_steps(path: Path, *, format: str | None = None) -> LogSteps:
     form, files, unfinished = _open(path, format)
     told = {file: _only_step(form, file) for file in files}
     unknown = {file: named for file, named in files.items() if told[file] is None}
-    steps = {row.step for row in form.rows(_records(form, unknown), None) if row.left_out is None} | {*told.values()}
+    passes = Passes()
+    visits = {passes.take(row) for row in _rows(form, unknown, None) if row.left_out is None}
+    steps = {visit.step for visit in visits if not passes.is_stale(visit)} | {*told.values()}
     return LogSteps(tuple(sorted(step for step in steps if step is not None)), form.first_step, unfinished)
 
 
@@ -245,12 +241,23 @@ def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int
     return read([*chosen, own]).with_note(note, note.kind).with_note(words, "pooled")
 
 
+def find_reader(name: str) -> Format:
+    """Return the format of that name, or the user's own, FILE.py:NAME."""
+    file, colon, own = name.rpartition(":")
+    form = getattr(run_file(Path(file), "format"), own, None) if colon and file.endswith(".py") else READERS.get(name)
+    if not isinstance(form, Format):
+        raise InputError(
+            f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}, or path/to/file.py:NAME, "
+            "with NAME a gradscope.rollouts.Format of that file"
+        )
+    return form
+
+
 def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None], int]:
     """Return a log's format, its finished files with the step in each name, and the number of unfinished files."""
-    if name is not None and name not in READERS:
-        raise InputError(f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}")
+    own = None if name is None else find_reader(name)
     files = list_files(path)
-    form = _find_format(path, files, name)
+    form = _find_format(path, files, own)
     finished = [file for file in files if form.is_finished(file)]
     if not finished:
         raise InputError(
@@ -261,8 +268,19 @@ def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None],
     return form, {file: named.get(file) for file in finished}, len(files) - len(finished)
 
 
-def _records(form: Format, files: Mapping[Path, int | None]) -> Iterator[Record]:
-    return (r for file, step in files.items() for r in read_records(file, torn=form.ends_torn, step=step))
+def _rows(form: Format, files: Mapping[Path, int | None], policy: Policy | None) -> Iterator[Row]:
+    """Yield the rows of a log, and one for each line that was cut off."""
+    torn: list[Row] = []
+
+    def records() -> Iterator[Record]:
+        for record in (record for file, step in files.items() for record in read_records(file, step=step)):
+            if record.torn:
+                torn.append(Row(record.place, {}, left_out=TORN))
+            else:
+                yield record
+
+    yield from form.rows(records(), policy) if form.rows else read_rows(form, records(), policy)
+    yield from torn
 
 
 def _only_step(form: Format, file: Path) -> int | None:
@@ -271,17 +289,15 @@ def _only_step(form: Format, file: Path) -> int | None:
     return next(iter(known)) if known is not None and len(known) == 1 and {*map(type, known)} == {int} else None
 
 
-def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
-    """Return the format shared by all files that hold a record."""
+def _find_format(path: Path, files: list[Path], own: Format | None) -> Format:
+    """Return the format shared by all files that hold a record. own: the one that was asked for."""
     found: tuple[Path, Format] | None = None
     for file in files:
         record = next(_first(file), None)
         if record is None or record.torn:
             continue
-        if name is None:
-            form = recognise(record, READERS)
-        else:
-            form = READERS[name]
+        form = recognise(record, READERS) if own is None else own
+        if own is not None:
             check_format(record, form)
         if found is not None and form is not found[1]:
             raise InputError(
@@ -290,34 +306,55 @@ def _find_format(path: Path, files: list[Path], name: str | None) -> Format:
             )
         found = found or (file, form)
     if found is None:
-        for _ in chain.from_iterable(map(read_records, files)):
-            pass  # raises the error for a truncated line, if there is one
+        if any(record.torn for file in files for record in read_records(file)):
+            raise InputError(f"{path} holds no rows but one that was cut off; give at least one response")
         raise InputError(f"{path} holds no rows; give at least one response")
     return found[1]
 
 
 def _first(file: Path) -> Iterator[Record]:
-    """Yield a file's records; for a suffix in TOLD_BY_NAME, only its columns, as the file would be read whole."""
-    if file.suffix in TOLD_BY_NAME:
-        yield Record(file, str(file), dict.fromkeys(TOLD_BY_NAME[file.suffix].needs))
+    """Yield a file's records; for a format's own suffix, only its columns, as the file would be read whole."""
+    form = _told_by_suffix(file)
+    if form is not None:
+        yield Record(file, str(file), dict.fromkeys(form.needs))
     else:
-        yield from read_records(file, torn=True)
+        yield from read_records(file)
+
+
+def _told_by_suffix(file: Path) -> Format | None:
+    return next((form for form in READERS.values() if form.suffix == file.suffix), None)
 
 
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
-    """Return the format of a record, native if nearly so. Raises InputError with the nearest format if none fits."""
+    """Return the format of a record, native if nearly so.
+
+    A trainer's format fits if all of its required columns are there: a set that includes another's beats it, and all of
+    them beat native rows' `prompt` and `response`, names that anybody's further column may have. Raises InputError if
+    several fit, or a trainer's and native rows of ids, and with the nearest format if none does.
+    """
     names = set(record.columns)
-    if record.path.suffix in TOLD_BY_NAME:
-        return formats[TOLD_BY_NAME[record.path.suffix].name]
-    if is_native(names) and (names & NATIVE_ALONE or not RL_LOGGING_BOARD.needs <= names):
+    if (form := _told_by_suffix(record.path)) is not None:
+        return form
+    if names >= NATIVE_ALONE:
         return formats["native"]
-    fitting = [form for form in formats.values() if form.needs and form.needs <= names]
-    # The first row may hold nulls in columns that other rows fill.
-    fitting = fitting or [form for form in formats.values() if form.needs and form.needs <= names | record.nulls]
+    known = [form for form in formats.values() if form.needs]
+    fitting = [form for form in known if form.needs <= names]
+    # The first row may hold nulls in columns that other rows fill, but has a response or its ids.
+    fitting = fitting or [form for form in known if form.needs <= names | record.nulls and _has_response(form, names)]
+    fitting = [form for form in fitting if not any(form.needs < other.needs for other in fitting)]
+    if is_native(names) and not (fitting and {"prompt", "response"} <= names and not names & IDS):
+        fitting.append(formats["native"])
     fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
+    if len(fitting) > 1:
+        raise InputError(
+            f"{record.place}: it has all columns of {' and of '.join(form.name for form in fitting)}; give --format, "
+            f"one of the {len(fitting)}"
+        )
     if fitting:
-        return max(fitting, key=lambda form: len(form.needs & names))
-    common = {form.name: len(names & (form.needs | set(form.knows.split()))) for form in formats.values()}
+        return fitting[0]
+    common = {
+        form.name: len(names & {column.place.split(".")[0] for column in form.columns}) for form in formats.values()
+    }
     common["native"] = count_columns(names)
     nearest = max(formats.values(), key=lambda form: (common[form.name], form.name == "native"))
     if nearest.name == "native" and common["native"]:
@@ -329,6 +366,12 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
         f"{record.place}: columns of no known format ({given}); the nearest is {nearest.name}, which also has "
         f"{', '.join(sorted(nearest.needs - names))}; give --format, or rename them to the native columns"
     )
+
+
+def _has_response(form: Format, names: Collection[str]) -> bool:
+    """Return whether these columns hold a response of the format; True for formats that keep it elsewhere."""
+    own = {c.place for c in form.columns if c.required and c.name in ("response", "response_ids", "ids")}
+    return not own or bool(own & {*names})
 
 
 def check_format(record: Record, form: Format) -> None:

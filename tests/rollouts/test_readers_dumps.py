@@ -494,8 +494,12 @@ def test_a_fault_is_named_by_file_row_and_the_dumps_own_column(policy, tmp_path,
     lines = path.read_text().splitlines()
     path.write_text("\n".join([lines[1], lines[0], *lines[2:]]) + "\n")
     own = columns if len(columns) == 1 and "loss_mask" not in columns else ()
-    with refused(f"{path}, row 1 (line 2)", *own):
-        read_dump(path, policy)
+    if max(columns.get("token_ids") or [0]) < VOCAB and len(columns.get("token_ids") or []) <= CONTEXT:
+        with refused(f"{path}, row 1 (line 2)", *own):
+            read_dump(path, policy)
+        return
+    [note] = [note for note in read_dump(path, policy).notes if note.kind == "left-out"]  # others can be measured
+    assert f"{path}, row 1 (line 2)" in note and all(name in note for name in own)
 
 
 def test_nothing_in_a_pickle_is_run(tmp_path):

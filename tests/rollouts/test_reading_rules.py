@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import tomllib
 from dataclasses import replace
 
 import pytest
@@ -550,9 +551,12 @@ def test_a_batch_made_by_hand_is_told_the_same(policy):
 # The table of the docs
 
 
-def test_every_registered_format_answers_what_is_asked_of_it():
-    for form in READERS.values():
-        assert form.answers is not None and all(vars(form.answers).values()), form.name
+def test_every_registered_format_answers_what_is_asked_of_it(repository):
+    told = tomllib.loads((repository / "docs/formats/readers.toml").read_text())
+    assert [*told] == [*READERS]
+    for name, answers in told.items():
+        assert [*answers] == ["group", "step", "sampled", "logprobs", "left_out", "checked"], name
+        assert all(answers.values()) and (repository / "docs/formats" / f"{name}.md").is_file()
 
 
 @pytest.mark.parametrize("first", [0, 1])

@@ -9,12 +9,13 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, RETOKENISED, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import EVALUATED, RETOKENISED, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.columns import read_row
 
-NAMES = {"prompt": "prompt", "response": "completion", "reward": "reward"}
 TURNS = (
     "they may have several turns or tool output, in which case AReaL's log does not say which tokens were sampled "
     "(no other sample of the task has this prompt, or text follows a token that ends an answer)"
@@ -34,38 +35,33 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     ends = [policy.tokenizer.decode([token]) for token in policy.stop_ids] if policy and policy.tokenizer else []
     end, seen = re.compile("|".join(map(re.escape, filter(None, ends))) or r"(?!)"), Counter()
     for record, task, prompt in trained:
-        columns, response = pick(record, NAMES), str(record.columns.get("completion"))
+        row, response = read_row(AREAL, record), str(record.columns.get("completion"))
         last = end.search(response)
         goes_on = last is not None and end.sub("", response[last.end() :]).strip()
         left_out = TURNS if goes_on or prompts[task][prompt] == 1 < prompts[task].total() else None
         # The processes of a run, and a resumed run, number tasks alike and write to the same files.
         own = task, prompt if left_out is None else prompts[task].most_common(1)[0][0]
         again = *own, whole_number(record, "sample_idx")
-        columns["group"] = *own, seen[again]
+        known = {name: value for name, value in row.columns.items() if name in ("prompt", "response", "reward")}
+        known["group"] = *own, seen[again]
         seen[again] += 1
         lengths = [whole_number(record, name) for name in ("seqlen", "prompt_len")]
         length = None if None in lengths else lengths[0] - lengths[1]
-        yield Row(record.place, columns, task[0], NAMES, left_out, length=length)
+        yield replace(row, columns=known, left_out=left_out, length=length)
 
 
 AREAL = Format(
     "areal",
-    needs=frozenset({"task_id", "sample_idx", "tail_version", "prompt", "completion", "reward"}),
-    knows="seqlen prompt_len head_version",
-    rows=_rows,
+    columns(
+        required={
+            **{"prompt": "prompt", "response": "completion", "reward": "reward"},
+            **{"step": "tail_version", "group": "task_id", "sample_idx": "sample_idx"},
+        },
+    ),
+    _rows,
     notes=(
         RETOKENISED,
         "AReaL logs trajectories before accepting or rejecting them: rejected ones are included, and the later step at "
         "which the others were trained is not in the log",
-    ),
-    answers=Answers(
-        group="`task_id` and the prompt, within a version",
-        step="`tail_version`, the folder's name: the optimizer steps taken by the newest weights that sampled any "
-        "token of the task; a checkpoint's `globalstepN` counts from 0",
-        sampled="all of the completion, with the token that ended it",
-        logprobs="none",
-        left_out="evaluations (`eval-rollout`); samples that may have several turns: no other sample of the task "
-        "has the prompt, or text follows a token that ends an answer",
-        checked="1.0.4: its writer's own code (that of 4aef98d8, 2026-05-21), 2026-11-27",
     ),
 )

@@ -1,8 +1,8 @@
-"""The interface of a format: the columns that identify it, and how its records become rows."""
+"""What a format is: its columns as data, and what is odd about it; `columns` reads any of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,7 @@ from gradscope.rollouts.files import Record
 if TYPE_CHECKING:
     from gradscope.policy import Policy
 
-RETOKENISED = (
-    "the log holds text: prompts and responses were tokenized again, which may not reproduce the sampled ids"
-)
+RETOKENISED = "the log holds text: prompts and responses were tokenized again, which may not reproduce the sampled ids"
 FOUND_BY_TEXT = (
     "the log holds text: prompts were tokenized again, and responses' ids were found from the text of each token"
 )
@@ -49,6 +47,40 @@ ROUTED = (
 )
 IMAGES = "their prompts contain images, video or sound, which the log represents only by ids"
 EVALUATED = "they are from an evaluation"
+FILLED_UP = "they are padding of the trainer's batch, not samples"
+
+EXTRAS = ("entropy", "logprobs", "clipped")
+"""Per-token columns of a Row that only a `Dump` keeps."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a format: its native name, and where it stands in a record.
+
+    Of several columns of one name, the first that a record has counts. Their kinds follow from their names: `prompt`
+    and `response` are text or chats, `step` is a whole number. `ids` and `mask` hold prompt and response as one
+    sequence, which starts to be a response at the first token that the mask keeps; other columns with an entry per
+    token are cut alike, and `weight` is a token's weight in the policy gradient.
+    """
+
+    name: str
+    path: str = ""
+    """Name in the file; `a.b` is `b` in the object (or its JSON) `a`. Empty: the native name."""
+    required: bool = False
+    """Whether every record has it. These columns identify the format."""
+    kind: str = ""
+    """Empty: by the name. "chat": the column holds chats, which may be JSON."""
+
+    @property
+    def place(self) -> str:
+        """The path."""
+        return self.path or self.name
+
+
+def columns(*, required: Mapping[str, str], optional: Mapping[str, str] | None = None) -> tuple[Column, ...]:
+    """Return columns, given as {native name: path}."""
+    given = {True: required, False: optional or {}}
+    return tuple(Column(name, path, needed) for needed, own in given.items() for name, path in own.items())
 
 
 @dataclass(frozen=True)
@@ -72,6 +104,8 @@ class Row:
     """Settings of the training loss, if its file records them."""
     length: int | None = None
     """Length of the response according to the log; a remark reports a different length of the text."""
+    path: Path | None = None
+    """Its file."""
 
     def label(self, name: str) -> str:
         """Return the column's name in the file."""
@@ -92,44 +126,27 @@ class ReadingOptions:
     """Arguments of the chat template, overriding a row's `chat_template_kwargs`."""
 
 
-EXTRAS = ("entropy", "logprobs", "clipped")
-"""Per-token columns of a Row that only a `Dump` keeps."""
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Facts about a format, a phrase each; they fill a row of the table in docs/formats."""
-
-    group: str
-    """Which responses form a group."""
-    step: str
-    """What the log's step counts, and its first value; see `Format.first_step` for the step of a checkpoint."""
-    sampled: str
-    """Which tokens count as sampled: the mask, tool output, an inserted end-of-sequence token."""
-    logprobs: str
-    """Whose log-probabilities the log holds, under which names, and at which temperature."""
-    left_out: str
-    """Which rows are left out, besides empty, fully masked and unrewarded ones."""
-    checked: str
-    """Versions tested, how their logs were made (by the trainer's code, or by a writer after its source), and when."""
-
-
 @dataclass(frozen=True)
 class Format:
-    """A trainer's log format."""
+    """A log format: its columns, and what is odd about it."""
 
     name: str
-    needs: frozenset[str]
-    """Columns of every record, which identify the format."""
-    knows: str
-    """Further columns written by the trainer, separated by blanks; ignored like all others."""
-    rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]]
+    columns: tuple[Column, ...]
+    """Columns that are read; all others are ignored."""
+    rows: Callable[[Iterable[Record], Policy | None], Iterator[Row]] | None = None
+    """Makes the rows, for a format that a list of columns does not describe; None: `columns.read_rows`."""
+    is_lists: bool = False
+    """Whether a record is a dictionary of lists with an entry per response."""
+    has_parts: bool = False
+    """Whether other numbers in a record, under any name, are parts of the reward."""
+    opens_turn: bool = True
+    """Whether the trainer opens an assistant's turn after a chat that ends with one; if not, the turn goes on."""
     beside: tuple[frozenset[str], ...] = ()
     """Columns that identify other kinds of records in the log."""
+    suffix: str | None = None
+    """Suffix that identifies the format's files, which can only be read whole."""
     notes: tuple[str, ...] = ()
     """Notes that apply to every log of this format."""
-    ends_torn: bool = False
-    """Whether an incomplete last line is ignored, as by the trainer's loader, rather than refused."""
     is_finished: Callable[[Path], bool] = lambda path: True
     """Returns whether the trainer has finished writing a file."""
     first_step: int = 1
@@ -138,59 +155,11 @@ class Format:
     keeps_single_rewards: bool = False
     """Whether the advantage of a response alone in its group is its raw reward (mean 0, standard deviation 1, as in
     verl) instead of 0. Only for logs without advantages."""
-    answers: Answers | None = None
-    """Documentation of a registered format; not needed for your own reader."""
 
-
-def row_by_row(make: Callable[[Record, Policy | None], Row]) -> Callable[..., Iterator[Row]]:
-    """Make `Format.rows` for a format with one record per response."""
-    return lambda records, policy: (make(record, policy) for record in records)
-
-
-def list_by_list(
-    make: Callable[[Record, Policy | None], Row], needs: Sequence[str], takes: Sequence[str]
-) -> Callable[..., Iterator[Row]]:
-    """Make `Format.rows` for records that are dictionaries of lists with an entry per response.
-
-    needs: required columns; takes: optional columns.
-    """
-
-    def rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-        for record in records:
-            for entry in entries(record, needs, takes):
-                yield make(entry, policy)
-
-    return rows
-
-
-def entries(record: Record, needs: Sequence[str], takes: Sequence[str]) -> Iterator[Record]:
-    """Split a dictionary of lists into records without nulls; see `list_by_list`."""
-    for name in needs:
-        if not isinstance(record.columns.get(name), list):
-            raise InputError(f"{record.place}: `{name}` is not a list; a line of this format has one list per column")
-    length = len(record.columns[needs[0]])
-    read = {name: record.columns[name] for name in (*needs, *takes) if name in record.columns}
-    for name, value in read.items():
-        if isinstance(value, list) and len(value) != length:
-            raise InputError(
-                f"{record.place}: `{name}` has {len(value)} entries, `{needs[0]}` {length}; each list needs one per "
-                "response"
-            )
-    for index in range(length):
-        columns = {name: v[index] if isinstance(v, list) else v for name, v in read.items()}
-        known = {name: v for name, v in columns.items() if v is not None}
-        yield Record(record.path, f"{record.place}, entry {index}", known)
-
-
-def pick(record: Record, names: Mapping[str, str]) -> dict[str, Any]:
-    """Rename columns by {native name: name in the file}; those that the record lacks are skipped."""
-    return {native: record.columns[own] for native, own in names.items() if own in record.columns}
-
-
-def numbers_beside(record: Record, known: Collection[str]) -> dict[str, Any]:
-    """Return {"reward_parts": the record's numeric columns outside `known`}; {} if there are none."""
-    parts = {name: v for name, v in record.columns.items() if name not in known and isinstance(v, int | float)}
-    return {"reward_parts": parts} if parts else {}
+    @property
+    def needs(self) -> frozenset[str]:
+        """Names of the required columns, which identify the format."""
+        return frozenset(column.place.split(".")[0] for column in self.columns if column.required)
 
 
 def need(record: Record, name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
@@ -19,17 +20,13 @@ from gradscope.rollouts.formats.base import (
     EVALUATED,
     MADE_AGAIN,
     RETOKENISED,
-    Answers,
     Format,
     Row,
-    entries,
-    pick,
+    columns,
     whole_number,
 )
-from gradscope.rollouts.formats.text import prompt_of, response_of
+from gradscope.rollouts.formats.columns import read_row, split_lists
 
-NEEDS = ("prompt", "completion", "advantages")
-TAKES = ("step", "gen_step", "num_turns")
 REPEATED = "an earlier line holds the same generation (ms-swift writes the newest one at every logging step)"
 EVALUATION = "they are from an evaluation: the previous line is from training at the same step"
 LAST_TURN = (
@@ -44,18 +41,20 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for _, file in groupby(records, key=lambda record: record.path):
         newest: list[tuple] = []
         before: int | None = None
-        lines = [*file]
-        again = _made_again(lines)
-        for number, record in enumerate(lines):
-            if isinstance(record.columns.get("prompt"), str):
-                yield _row(record, MADE_AGAIN if number in again else None, policy)
+        records = [*file]
+        single = [isinstance(record.columns.get("prompt"), str) for record in records]  # with Ray
+        pairs = zip(records, single, strict=True)
+        lines = [[record] if alone else [*split_lists(MS_SWIFT, record)] for record, alone in pairs]
+        steps = [_step(line[0]) if line else None for line in lines]
+        again = _made_again(steps)
+        for number, (line, step) in enumerate(zip(lines, steps, strict=True)):
+            whole = (
+                MADE_AGAIN if number in again else EVALUATED if step == 0 else None
+            )  # nothing is trained on before 1
+            if whole or single[number]:
+                yield from (_row(entry, whole, policy) for entry in line)
                 continue
-            line = [*entries(record, NEEDS, TAKES)]
-            step = _step(line[0]) if line else None
-            if number in again or step == 0:  # nothing is trained on before the first step
-                yield from (_row(entry, MADE_AGAIN if number in again else EVALUATED, policy) for entry in line)
-                continue
-            content = [tuple(str(entry.columns.get(name)) for name in NEEDS) for entry in line]
+            content = [tuple(str(entry.columns.get(name)) for name in MS_SWIFT.needs) for entry in line]
             common = min(len(content), len(newest))
             left_out = [REPEATED] * common if content[:common] == newest[:common] else []
             if not left_out and step is not None and step == before and newest:
@@ -67,23 +66,14 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
                 yield _row(entry, left_out[place] if place < len(left_out) else None, policy)
 
 
-def _made_again(lines: list[Record]) -> set[int]:
+def _made_again(steps: list[int | None]) -> set[int]:
     """Return the indices of lines whose steps a resumed run logged again later."""
-    again, before, seen = set(), None, []
-    for record in lines:
-        step = _line_step(record)
+    again, before = set(), None
+    for number, step in enumerate(steps):
         if None not in (step, before) and step < before:
-            again |= {number for number, earlier in enumerate(seen) if earlier is not None and earlier >= step}
-        seen.append(step)
+            again |= {at for at, earlier in enumerate(steps[:number]) if earlier is not None and earlier >= step}
         before = before if step is None else step
     return again
-
-
-def _line_step(record: Record) -> int | None:
-    """Return a line's step; that of its first entry if the line holds lists."""
-    first = {name: v[0] if isinstance(v, list) and v else v for name, v in record.columns.items() if "step" in name}
-    known = {name: v for name, v in first.items() if name in TAKES and not isinstance(v, list)}
-    return _step(Record(record.path, record.place, known))
 
 
 def _step(record: Record) -> int | None:
@@ -94,14 +84,11 @@ def _step(record: Record) -> int | None:
 def _row(record: Record, left_out: str | None, policy: Policy | None) -> Row:
     if not {"prompt", "completion"} <= record.columns.keys():
         return Row(record.place, {}, left_out="the entry has no prompt or no completion")
-    columns = pick(record, {"advantage": "advantages", "reward": "reward"})
-    columns |= {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
-    _check_is_text(record.place, columns["prompt"], policy)
-    turns, remarks = record.columns.get("num_turns"), ()
-    if isinstance(turns, (int, float)) and turns > 1:
-        remarks += (LAST_TURN,)
-    labels = {"response": "completion", "advantage": "advantages"}
-    return Row(record.place, columns, _step(record), labels, left_out, remarks)
+    row = read_row(MS_SWIFT, record, {"step": _step(record)})
+    turns, _ = row.columns.pop("num_turns", None), row.columns.pop("gen_step", None)
+    _check_is_text(record.place, row.columns["prompt"], policy)
+    remarks = (LAST_TURN,) if isinstance(turns, (int, float)) and turns > 1 else ()
+    return replace(row, left_out=left_out, remarks=row.remarks + remarks)
 
 
 def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
@@ -121,23 +108,15 @@ def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
 
 MS_SWIFT = Format(
     "ms_swift",
-    needs=frozenset(NEEDS),
+    columns(
+        required={"prompt": "prompt", "response": "completion", "advantage": "advantages"},
+        optional={name: name for name in ("reward", "step", "gen_step", "num_turns")},
+    ),
+    _rows,
+    is_lists=True,
     beside=(frozenset({"gen_step", "prompt", "completion"}),),
-    knows="step gen_step reward entropy solution num_turns",
-    rows=_rows,
     notes=(
         RETOKENISED,
         "the log lacks the end-of-sequence token of a response, so it is not among the measured tokens",
-    ),
-    answers=Answers(
-        group="identical prompts of a step",
-        step="`step`, the optimizer steps taken when the line was written, from 1; Megatron's `gen_step` plus 1; if "
-        "several steps are taken on one generation, an earlier checkpoint sampled it",
-        sampled="all of the text; only the last of several turns (a note counts them); no end-of-sequence token",
-        logprobs="none",
-        left_out="generations already logged; evaluations and step 0; steps that a resumed run repeated; entries "
-        "without prompt or completion",
-        checked="4.6.0: its own code, trained for two steps (Megatron's and Ray's: a writer after the source), "
-        "2026-11-27",
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +13,8 @@ from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
 from gradscope.rollouts.files import LOSS_KEY, STEPS, Record, loss_file
-from gradscope.rollouts.formats.base import Answers, Format, Row, whole_number
+from gradscope.rollouts.formats.base import Column, Format, Row
+from gradscope.rollouts.formats.columns import read_row
 from gradscope.runs import replacing, write_json
 
 COLUMNS = (
@@ -53,15 +54,15 @@ ALIASES = {
 """Other common names of a column that differ in more than spelling."""
 
 PARTNERS = {"prompt_ids": "prompt", "prompt": "prompt_ids", "response_ids": "response", "response": "response_ids"}
+"""Columns that make up for each other."""
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 """File suffixes for writing native rollouts."""
 
 
-def is_native(names: Iterable[str]) -> bool:
-    """Return whether these columns determine a native row's ids."""
-    names = set(names)
-    return {"prompt", "response"} <= names or {"prompt_ids", "response_ids"} <= names
+def is_native(names: Collection[str]) -> bool:
+    """Return whether these columns determine a native row's ids, each part from ids or from text."""
+    return all({part, f"{part}_ids"} & {*names} for part in ("prompt", "response"))
 
 
 def count_columns(names: Iterable[str]) -> int:
@@ -72,32 +73,19 @@ def count_columns(names: Iterable[str]) -> int:
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for record in records:
         _check_names(record.place, record.columns)
-        columns = {
-            name: value for name, value in record.columns.items() if name in (*COLUMNS, *MORE) and name != "step"
-        }
-        step = next((name for name in STEPS if name in record.columns), "step")
-        yield Row(record.place, columns, whole_number(record, step), {"step": step}, loss=record.loss)
+        yield read_row(NATIVE, record)
 
 
 NATIVE = Format(
     "native",
-    needs=frozenset(),
-    knows=" ".join((*COLUMNS, *MORE)),
-    rows=_rows,
-    answers=Answers(
-        group="`group`, else identical prompts, within a `step`",
-        step="`step` (or `global_step`, `training_step`, `train_step`): the training step that used the "
-        "responses, from 1; if absent, N from the names of several files or folders `step_N`",
-        sampled="those that `response_mask` keeps; without, the whole response",
-        logprobs="`old_logprobs`: the trainer's; `sampler_logprobs`: the engine's; at `temperature`",
-        left_out="none",
-        checked="gradscope's own",
-    ),
+    (*(Column(name) for name in (*COLUMNS, *MORE) if name != "step"), *(Column("step", name) for name in STEPS)),
+    _rows,
+    opens_turn=False,
 )
-"""A row holds `prompt_ids` + `response_ids` (used directly; refused if most rows' text disagrees) or `prompt` +
-`response` (encoded by the policy, chats through its template), and any of COLUMNS and MORE. null, NaN and infinity mean
-unknown, and entries at tokens dropped by `response_mask` are ignored. Without `group`, identical prompts of a step form
-a group."""
+"""A row holds `prompt_ids` (used as they are) or `prompt` (encoded by the policy, chats through its template),
+`response_ids` or `response`, ids beating text (and refused if most rows' text disagrees), and any of COLUMNS and MORE.
+null, NaN and infinity mean unknown, and entries at tokens dropped by `response_mask` are ignored. Without `group`,
+identical prompts of a step form a group."""
 
 
 @checked

@@ -15,14 +15,9 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Answers, Format, Row, pick, whole_number
-from gradscope.rollouts.formats.sequences import split_sequence
+from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Column, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.columns import read_row
 
-PER_TOKEN = {
-    "old_logprobs": "prev_logprobs",
-    "logprobs": "prev_logprobs",
-    "sampler_logprobs": "generation_logprobs",
-}
 UNRECORDED = (
     "some tokens with a trainer probability below 1/e have a generation_logprob of exactly 0: the sampler did not "
     "record them, so they are taken as unknown"
@@ -59,17 +54,10 @@ def _row(record: Record) -> Row:
     step = whole_number(Record(record.path, record.place, {"step": named[1] if named else None}), "step")
     if record.path.stem.startswith("val_data"):
         return Row(record.place, {}, step, left_out=EVALUATED)
-    per_token, columns = dict(PER_TOKEN), pick(record, {"reward": "rewards"})
     if record.columns.get("sample_loss_mask", 1) == 0:
-        return Row(record.place, columns, step, left_out=MASKED_OUT)
-    if "prev_logprobs" not in record.columns:
-        per_token = {"old_logprobs": "generation_logprobs"}
-    if isinstance(record.columns.get("advantages"), list):
-        per_token["advantage"] = "advantages"
-    else:
-        columns |= pick(record, {"advantage": "advantages"})
-    arrays = {"ids": "token_ids", "mask": "token_loss_mask", "per_token": per_token}
-    return split_sequence(record, **arrays, columns=columns, step=step, length=whole_number(record, "input_lengths"))
+        reward = {"reward": record.columns["rewards"]} if "rewards" in record.columns else {}
+        return Row(record.place, reward, step, left_out=MASKED_OUT)
+    return read_row(NEMO_RL, record, {"step": step})
 
 
 def _without_unrecorded(row: Row) -> Row:
@@ -90,32 +78,22 @@ def _is_below(value: Any) -> bool:
 
 NEMO_RL = Format(
     "nemo_rl",
-    needs=frozenset({"token_ids", "token_loss_mask"}),
-    knows=(
-        "content rewards filtered_rewards input_lengths sample_loss_mask advantages generation_logprobs prev_logprobs "
-        "agent_ref idx"
+    (
+        *columns(
+            required={"ids": "token_ids", "mask": "token_loss_mask"},
+            optional={
+                **{"old_logprobs": "prev_logprobs", "logprobs": "prev_logprobs", "advantage": "advantages"},
+                **{"sampler_logprobs": "generation_logprobs", "reward": "rewards", "length": "input_lengths"},
+            },
+        ),
+        Column("old_logprobs", "generation_logprobs"),
     ),
-    rows=_rows,
+    _rows,
     beside=(frozenset({"content", "rewards"}),),
     notes=(
         "ratios are relative to NeMo-RL's prev_logprobs (the trainer's own, before the step), as in training; its "
         "correction for the sampler's generation_logprobs is not applied",
         "the log does not identify prompts: samples of a step with the same tokens before the first trained one form a "
         "group",
-    ),
-    answers=Answers(
-        group="the same tokens before the first trained one, within a step, as NeMo-RL groups by the prompt",
-        step=(
-            "the number in the file name, from 1; `step_N` is the checkpoint after it; asynchronous runs sample "
-            "earlier (not in the log)"
-        ),
-        sampled="those that `token_loss_mask` keeps",
-        logprobs=(
-            "`prev_logprobs`: the trainer's, at the sampling temperature, denominator of the ratios (all 0 if the "
-            "run did not compute them: ratio 1); `generation_logprobs`: the sampler's; exactly 0 means not "
-            "recorded, and counts as unknown if the trainer's is below −1"
-        ),
-        left_out="validations (`val_data_step{N}.jsonl`); samples whose `sample_loss_mask` is 0",
-        checked="NeMo-RL 7ea279ab (2026-08-22): a writer after its source; 2026-11-27",
     ),
 )

@@ -9,21 +9,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import FOUND_BY_TEXT, Answers, Format, Row, need, pick, whole_number
+from gradscope.rollouts.formats.base import FOUND_BY_TEXT, Format, Row, columns, need
+from gradscope.rollouts.formats.columns import read_row
 from gradscope.rollouts.formats.text import opening_of, others_in
 
-NAMES = {
-    "reward": "reward",
-    "old_logprobs": "logprobs",
-    "ref_logprobs": "ref_logprobs",
-    "response_ids": "response_tokens",
-}
 UNFOUND = "the text of some of their tokens fits several ids, and tokenizing the whole text gives other tokens"
 INFERRED = (
     "the text of some of their tokens fits several ids (part of a character, a word with or without its leading "
@@ -78,25 +74,25 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     tokens = _Tokens(policy) if policy is not None and policy.tokenizer is not None else None
     opening = opening_of(policy)
     for record in records:
-        step, columns = whole_number(record, "step"), pick(record, NAMES)
         texts = [need(record, name) for name in ("prompt", "response", "response_tokens")]
         if not isinstance(texts[0], str) or not isinstance(texts[1], str) or not _is_text(texts[2]):
             raise InputError(f"{record.place}: `prompt`, `response`, `response_tokens` are {show(texts)}; give text")
+        row = read_row(RL_LOGGING_BOARD, record)
         prompt, response, own = texts
         if tokens is None:
-            yield Row(record.place, {"prompt": prompt, "response": response}, step)
+            yield replace(row, columns={"prompt": prompt, "response": response})
             continue
         prompt, length = tokens.unpadded(prompt), tokens.length(own)
-        columns |= {n: v[:length] for n, v in columns.items() if n.endswith("logprobs") and isinstance(v, list)}
+        found = {name: value for name, value in row.columns.items() if name not in ("prompt", "response")}
+        found |= {n: v[:length] for n, v in found.items() if n.endswith("logprobs") and isinstance(v, list)}
         try:
-            columns["response_ids"], remarks = tokens.find(response, own[:length])
-            columns["prompt_ids"] = policy.encode_prompt(prompt)
+            found["response_ids"], remarks = tokens.find(response, own[:length])
+            found["prompt_ids"] = policy.encode_prompt(prompt)
         except InputError as error:
             raise InputError(f"{record.place}: {error}") from error
-        columns["group"] = prompt
+        found["group"] = prompt
         remarks += others_in(response, opening, policy.tokenizer.all_special_tokens)
-        left_out = UNFOUND if columns["response_ids"] is None else None
-        yield Row(record.place, columns, step, NAMES, left_out, remarks)
+        yield replace(row, columns=found, left_out=UNFOUND if found["response_ids"] is None else None, remarks=remarks)
 
 
 def _is_text(value: Any) -> bool:
@@ -105,23 +101,17 @@ def _is_text(value: Any) -> bool:
 
 RL_LOGGING_BOARD = Format(
     "rl_logging_board",
-    needs=frozenset({"step", "prompt", "response", "response_tokens", "logprobs", "reward"}),
-    knows="ref_logprobs values token_rewards ref_response ref_reward ground_truth",
-    rows=_rows,
+    columns(
+        required={
+            **{"step": "step", "prompt": "prompt", "response": "response", "reward": "reward"},
+            **{"response_ids": "response_tokens", "old_logprobs": "logprobs"},
+        },
+        optional={"ref_logprobs": "ref_logprobs"},
+    ),
+    _rows,
     notes=(
         FOUND_BY_TEXT,
         "values and token_rewards, from which PPO computes advantages, are not read: γ, λ and the scaling are not in "
         "the log",
-    ),
-    answers=Answers(
-        group="identical prompts of a step",
-        step="`step`: the training step that used the responses, from 1",
-        sampled="all tokens through the one that ends the response, including tool output and other turns (a note "
-        "counts them if their marks show); padding is removed",
-        logprobs="`logprobs`: the trainer's before the step, denominator of the ratios; `ref_logprobs`: the "
-        "reference's",
-        left_out="responses whose ids cannot be found from their tokens' text",
-        checked="the board cf56d5d9 (2025-02-20), the writer of OpenRLHF's pull request 658 and those of verl's forks: "
-        "a writer after their source; 2026-11-27",
     ),
 )

@@ -11,9 +11,18 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Answers, Format, Row, need, need_objects, whole_number
-from gradscope.rollouts.formats.text import prompt_of
-from gradscope.rollouts.formats.verifiers import FAILED
+from gradscope.rollouts.formats.base import (
+    AS_TEXT,
+    EVALUATED,
+    Column,
+    Format,
+    Row,
+    need,
+    need_objects,
+    whole_number,
+)
+from gradscope.rollouts.formats.prime_rl import FAILED
+from gradscope.rollouts.formats.text import read_prompt
 
 UNTOLD = (
     "the log has no ids for them, and their text cannot be tokenized again: thoughts, tool calls, or a chat that does "
@@ -71,24 +80,15 @@ def _text(step: Record) -> dict[str, Any] | None:
     is_text = all(isinstance(message.get("content"), str) for message in chat)
     if answer.get("role") != "assistant" or said != content or thinks or has_tools or not is_text:
         return None
-    return {"prompt": prompt_of(Record(step.path, step.place, {"prompt": chat[:-1]}), "prompt"), "response": content}
+    return {"prompt": read_prompt(chat[:-1], f"{step.place}: the chat")[0], "response": content}
 
 
 RLLM = Format(
     "rllm",
-    needs=frozenset({"trajectories", "is_correct"}),
-    knows="training_step epoch episode_id id session_id task task_hash termination_reason metrics metadata info timing",
-    rows=_rows,
+    (Column("trajectories", required=True), Column("is_correct", required=True), Column("step", "training_step")),
+    _rows,
     notes=(
         "episodes that rLLM filtered or rejected after logging are included: the log does not mark them",
         "tools and chat-template arguments are not in the log: chats are rendered with the policy's own template",
-    ),
-    answers=Answers(
-        group="the episode's task and the trajectory's name, within a step",
-        step="`training_step`, from 1; asynchronous trainers may have sampled with earlier checkpoints",
-        sampled="each step's answer; as text, without an end-of-sequence token",
-        logprobs="none; with ids, `logprobs`: the sampler's",
-        left_out="validations (`val_step_…`); episodes without a step; without ids, steps with thoughts or tool calls",
-        checked="rLLM 9beb6e0f (2026-08-15): a writer after its source; 2026-11-27",
     ),
 )

@@ -14,30 +14,32 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from statistics import fmean, stdev
-from typing import Any
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, IMAGES, ROUTED, Answers, Format, Row, pick, whole_number
+from gradscope.rollouts.formats.base import (
+    EMPTY,
+    EVALUATED,
+    IMAGES,
+    ROUTED,
+    Column,
+    Format,
+    Row,
+    columns,
+    whole_number,
+)
+from gradscope.rollouts.formats.columns import read_row
 
-NAMES = {
-    "response_mask": "loss_mask",
-    "old_logprobs": "log_probs",
-    "ref_logprobs": "ref_log_probs",
-    "advantage": "advantages",
-    "entropy": "entropy",
-    "logprobs": "log_probs",
-    "sampler_logprobs": "rollout_log_probs",
-    "group": "group_index",
-    "reward": "reward",
-    "response": "response",
-}
 UNTRAINED = "they have no train data, though other samples do"
 TWICE = "another rank's train data has the same sample"
 STAGE = "their rank computed neither log-probabilities nor advantages (an earlier pipeline stage)"
 REMOVED = "the trainer removed them (`remove_sample`): none of their tokens is in its loss"
 UNSCORED = "they were aborted or failed before they had a reward"
+UNFINISHED = (
+    "they were aborted or failed, but have a reward or an advantage: they count, as in a trainer that keeps them "
+    "(slime samples aborted ones again)"
+)
 NUCLEUS = "the trainer renormalised π over the sampler's top-p tokens; here it is over the whole vocabulary"
 STALE = "some of their tokens were sampled with older weights than others of the step"
 AS_ONE = (
@@ -151,26 +153,28 @@ def _place_rewards(trained: list[Record]) -> None:
 
 
 def _row(record: Record) -> Row:
-    tokens, length, step = _tokens(record), _response_length(record), whole_number(record, "rollout_id")
+    tokens, length = _tokens(record), _response_length(record)
     if not 0 <= length <= len(tokens):
         raise InputError(f"{record.place}: `tokens` is {show(tokens)}, but the response's length is {length}")
     start = len(tokens) - length
-    row: dict[str, Any] = {"prompt_ids": tokens[:start], "response_ids": tokens[start:]} | pick(record, NAMES)
-    labels = {"prompt_ids": "tokens", "response_ids": "tokens"} | NAMES
-    scored = pick(record, {"reward": "reward", "group": "group_index"})
-    if length == 0:
-        return Row(record.place, scored, step, labels, left_out=EMPTY)
-    if record.columns.get("has_images"):
-        return Row(record.place, scored, step, labels, left_out=IMAGES)
-    if record.columns.get("remove_sample") is True:
-        return Row(record.place, scored, step, labels, left_out=REMOVED)
-    if not {"advantage", "reward"} & row.keys() and record.columns.get("status") in ("aborted", "failed", "pending"):
-        return Row(record.place, {}, step, left_out=UNSCORED)
-    if "old_logprobs" not in row and "sampler_logprobs" in row:
-        row["old_logprobs"], labels["old_logprobs"] = row.pop("sampler_logprobs"), "rollout_log_probs"
-    remarks = (NUCLEUS,) if "rollout_top_p_token_offsets" in record.columns else ()
-    remarks += (ROUTED,) if record.columns.get("is_routed") else ()
-    return Row(record.place, row, step, labels, remarks=remarks)
+    ids = {"prompt_ids": tokens[:start], "response_ids": tokens[start:]}
+    row = read_row(SLIME, replace(record, columns=record.columns | ids))
+    row = replace(row, labels={**row.labels, **dict.fromkeys(ids, "tokens")})
+    scored = {name: row.columns[name] for name in ("reward", "group") if name in row.columns}
+    reasons = {
+        EMPTY: length == 0,
+        IMAGES: record.columns.get("has_images"),
+        REMOVED: record.columns.get("remove_sample") is True,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            return replace(row, columns=scored, left_out=reason)
+    unfinished = record.columns.get("status") in ("aborted", "failed", "pending")
+    if unfinished and not {"advantage", "reward"} & row.columns.keys():
+        return replace(row, columns={}, left_out=UNSCORED)
+    said = {NUCLEUS: "rollout_top_p_token_offsets" in record.columns, ROUTED: record.columns.get("is_routed")}
+    said[UNFINISHED] = unfinished
+    return replace(row, remarks=tuple(remark for remark, holds in said.items() if holds))
 
 
 def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
@@ -239,39 +243,24 @@ def _response_length(record: Record) -> int:
 
 SLIME = Format(
     "slime",
-    needs=frozenset({"tokens"}),
-    knows=(
-        "rollout_id group_index index prompt response response_length label reward loss_mask rollout_log_probs status "
-        "remove_sample weight_versions sample_index log_probs ref_log_probs advantages returns kl entropy"
+    (
+        Column("tokens", required=True),
+        *columns(
+            required={},
+            optional={
+                **{"step": "rollout_id", "group": "group_index", "reward": "reward", "response": "response"},
+                **{"response_mask": "loss_mask", "old_logprobs": "log_probs", "logprobs": "log_probs"},
+                **{"ref_logprobs": "ref_log_probs", "advantage": "advantages", "entropy": "entropy"},
+                **{"sampler_logprobs": "rollout_log_probs"},
+                **{name: name for name in ("prompt_ids", "response_ids")},
+            },
+        ),
+        Column("old_logprobs", "rollout_log_probs"),
     ),
-    rows=_rows,
+    _rows,
+    suffix=".pt",
     notes=(
         "ratios are relative to slime's log_probs (the trainer's own, before the step) if the log has them, otherwise "
         "to its rollout_log_probs; a run with --use-rollout-logprobs trained with the latter: leave its train data out",
-    ),
-    answers=Answers(
-        group=(
-            "`group_index` within a step, as both scale rewards; if prompts have unequal numbers of samples, or one "
-            "rollout gave several, rewards are scaled as in the trainer: over all samples of the step in slime, with "
-            "one reward per rollout in miles"
-        ),
-        step=(
-            "the file's `rollout_id`, from 0; a checkpoint's id is that of the last rollout it was trained on, so the "
-            "next rollout is read; asynchronous runs sample before that step (a note counts these responses by "
-            "`weight_versions`)"
-        ),
-        sampled="those that `loss_mask` keeps; all if there is none",
-        logprobs=(
-            "`log_probs`: the trainer's, at the sampling temperature (a note counts those renormalised over top-p "
-            "tokens), denominator of the ratios; `rollout_log_probs`: SGLang's"
-        ),
-        left_out=(
-            "evaluations (`eval_…`); samples with images; removed samples (`remove_sample`); samples that were aborted "
-            "or failed before they had a reward; samples without train data, if others have some; copies from other "
-            "ranks and earlier pipeline stages"
-        ),
-        checked=(
-            "slime 624b824a (2026-08-21) and miles 31f1ca96 (2026-08-21): a writer after their source; 2026-11-27"
-        ),
     ),
 )

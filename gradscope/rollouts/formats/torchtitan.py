@@ -18,16 +18,17 @@ from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
     AS_TEXT,
     EVALUATED,
-    Answers,
+    MADE_AGAIN,
+    Column,
     Format,
     Row,
+    columns,
     need,
     need_objects,
-    pick,
     whole_number,
 )
-from gradscope.rollouts.formats.sequences import split_sequence
-from gradscope.rollouts.formats.text import prompt_of, response_of
+from gradscope.rollouts.formats.columns import read_row
+from gradscope.rollouts.formats.text import read_prompt, read_response
 
 UNSAMPLED = "a rollout of their group has no completion: torchtitan drops such groups before training"
 WITHOUT_IDS = (
@@ -39,8 +40,8 @@ NEWER = "some of their tokens were sampled by newer weights than those that bega
 UNKNOWN_LOGPROB = "tokens whose log-probability by the sampler is not finite are dropped, as in torchtitan's loss"
 
 
-def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
-    groups: dict[object, list[Record]] = {}
+def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
+    groups: dict[tuple, list[Record]] = {}
     seen: Counter[object] = Counter()
     for record in records:
         if record.columns.get("is_validation") is True:
@@ -51,29 +52,42 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
             again = whole_number(record, "group_id"), prompt, whole_number(record, "rollout_id")
             groups.setdefault((*again[:2], seen[again]), []).append(record)
             seen[again] += 1
-    for number, group in enumerate(groups.values()):
-        yield from _group_rows(number, group)
+    began: dict[int, int] = {}
+    for (*_, run), group in groups.items():
+        began[run] = min(_step(group), began.get(run, _step(group)))
+    for number, ((*_, run), group) in enumerate(groups.items()):
+        if any(later > run and _step(group) >= first for later, first in began.items()):
+            yield from (Row(record.place, {}, _step(group), left_out=MADE_AGAIN) for record in group)
+        else:
+            yield from _group_rows(number, group)
+
+
+def _step(group: list[Record]) -> float:
+    """Return the number of the oldest weights that sampled a group; infinity if the log has none."""
+    return min(
+        (v for record in group for turn in _turns(record) for v in _versions(record, turn)[:1]), default=math.inf
+    )
 
 
 def _group_rows(number: int, group: list[Record]) -> Iterator[Row]:
-    versions = [version for record in group for turn in _turns(record) for version in _versions(record, turn)[:1]]
-    step = min(versions, default=None)
+    step = None if _step(group) == math.inf else _step(group)
     unsampled = any(not any(turn.get("completion_token_ids", True) for turn in _turns(record)) for record in group)
     flat = len(group) > 1 and all(record.columns.get("advantage") == 0 for record in group)
     for record in group:
         if unsampled:
             yield Row(record.place, {}, step, left_out=UNSAMPLED)
             continue
-        columns = pick(record, {"advantage": "advantage", "reward": "reward"}) | {"group": number, "temperature": 1.0}
+        known = {name: record.columns[name] for name in ("advantage", "reward") if name in record.columns}
+        known |= {"group": number, "temperature": 1.0}
         newest = max((version for turn in _turns(record) for version in _versions(record, turn)), default=step)
         remarks = ((FLAT,) if flat else ()) + ((NEWER,) if newest != step else ())
         if all("completion_token_ids" in turn for turn in _turns(record)):
-            yield from _sequences(record, columns, step, remarks)
+            yield from _sequences(record, known, step, remarks)
         else:
-            yield _text(record, columns, step, remarks)
+            yield _text(record, known, step, remarks)
 
 
-def _sequences(record: Record, columns: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Iterator[Row]:
+def _sequences(record: Record, known: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Iterator[Row]:
     """Yield a row per sequence of turns in which each prompt continues the previous turn."""
     sequences: list[dict[str, list]] = []
     before: list[int] = []
@@ -87,31 +101,27 @@ def _sequences(record: Record, columns: dict[str, Any], step: int | None, remark
             sequences.append({"completion_token_ids": [], "loss_mask": [], "completion_logprobs": []})
             before = []
         between = len(prompt) - len(before)
-        known = [not isinstance(value, float) or math.isfinite(value) for value in logprobs]
+        finite = [not isinstance(value, float) or math.isfinite(value) for value in logprobs]
         sequences[-1]["completion_token_ids"] += prompt[len(before) :] + completion
-        sequences[-1]["loss_mask"] += [False] * between + known
+        sequences[-1]["loss_mask"] += [False] * between + finite
         sequences[-1]["completion_logprobs"] += [None] * between + logprobs
-        remarks = remarks if all(known) or UNKNOWN_LOGPROB in remarks else (*remarks, UNKNOWN_LOGPROB)
+        remarks = remarks if all(finite) or UNKNOWN_LOGPROB in remarks else (*remarks, UNKNOWN_LOGPROB)
         before = prompt + completion
     for part, values in enumerate(sequences):
         place = record.place if len(sequences) == 1 else f"{record.place}, sequence {part}"
-        arrays = {
-            "ids": "completion_token_ids",
-            "mask": "loss_mask",
-            "per_token": {"old_logprobs": "completion_logprobs"},
-        }
-        row = split_sequence(Record(record.path, place, values), **arrays, columns=columns, step=step)
+        row = read_row(SEQUENCE, Record(record.path, place, values), known | {"step": step})
         yield replace(row, remarks=remarks)
 
 
-def _text(record: Record, columns: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Row:
-    turns = [Record(record.path, record.place, turn) for turn in _turns(record)]
-    message = turns[0].columns.get("completion_message")
-    if len(turns) > 1 or not isinstance(message, dict) or message.keys() - {"role", "content"}:
+def _text(record: Record, known: dict[str, Any], step: int | None, remarks: tuple[str, ...]) -> Row:
+    turns = _turns(record)
+    message = turns[0].get("completion_message") if turns else None
+    if len(turns) != 1 or not isinstance(message, dict) or message.keys() - {"role", "content"}:
         return Row(record.place, {}, step, left_out=WITHOUT_IDS)
-    said = Record(record.path, record.place, {"completion_message": [message]})
-    columns |= {"prompt": prompt_of(turns[0], "prompt_messages"), "response": response_of(said, "completion_message")}
-    return Row(record.place, columns, step, remarks=(*remarks, AS_TEXT))
+    chat = need(Record(record.path, record.place, turns[0]), "prompt_messages")
+    known["prompt"], _ = read_prompt(chat, f"{record.place}: `prompt_messages`")
+    known["response"], _ = read_response([message], f"{record.place}: `completion_message`")
+    return Row(record.place, known, step, remarks=(*remarks, AS_TEXT))
 
 
 def _turns(record: Record) -> list[dict[str, Any]]:
@@ -132,11 +142,21 @@ def _list(turn: Record, name: str) -> list[Any]:
     return values
 
 
+SEQUENCE = Format(
+    "sequence",
+    columns(
+        required={"ids": "completion_token_ids", "mask": "loss_mask"}, optional={"old_logprobs": "completion_logprobs"}
+    ),
+)
+"""Turns that continue each other."""
+
 TORCHTITAN = Format(
     "torchtitan",
-    needs=frozenset({"is_validation", "group_id", "rollout_id", "turns"}),
-    knows="status reward reward_breakdown advantage",
-    rows=_rows,
+    (
+        *(Column(name, required=True) for name in ("is_validation", "group_id", "rollout_id", "turns")),
+        *(Column(name) for name in ("reward", "advantage")),
+    ),
+    _rows,
     notes=(
         "by default, torchtitan's recorder keeps only the rollouts with the lowest and highest reward of each group: "
         "these are not a random sample of the training data, though advantages are those of whole groups",
@@ -146,15 +166,4 @@ TORCHTITAN = Format(
         "at which torchtitan trained on a response is not in the log",
     ),
     first_step=0,
-    answers=Answers(
-        group="`group_id` and the first prompt",
-        step="the oldest `min_policy_version` of the group: optimizer steps of the sampling weights, from 0; newer "
-        "weights may have sampled later tokens (a note counts these responses)",
-        sampled="all completions, but not prompts or the environment's replies between them; tokens without a finite "
-        "log π are dropped, as in the loss",
-        logprobs="`completion_logprobs`: vLLM's, at temperature 1, denominator of the ratios, as in training",
-        left_out="validations; groups with a rollout that has no completion; without ids, text that cannot be "
-        "tokenized again",
-        checked="0.3.0: its own code (that of b5bcd76c, 2026-08-21), 2026-11-27",
-    ),
 )

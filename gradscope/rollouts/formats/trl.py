@@ -1,32 +1,24 @@
 """TRL's GRPOTrainer with log_completions: completions/completions_{step:05d}.parquet, a row per completion.
 
-Columns: step, prompt, completion, one per reward function and logged extra, advantage. `step` is the trainer's global
-step when the file was written; the completions are those of the newest generation before it. An evaluation overwrites
-the completions of its step with its own; the trainer state in a neighbouring checkpoint tells at which steps.
-
-From TRL 1.15 on, a prompt is the data set's string or messages; before, it is the prompt's ids decoded without special
-tokens, even for a chat.
+`step` is the trainer's global step when the file was written; the completions are those of the newest generation before
+it. An evaluation overwrites the completions of its step with its own; the trainer state in a neighbouring checkpoint
+tells at which steps. From TRL 1.15 on, a prompt is the data set's string or messages; before, it is the prompt's ids
+decoded without special tokens, even for a chat.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import (
-    NO_SPECIAL_TOKENS,
-    RETOKENISED,
-    Answers,
-    Format,
-    Row,
-    numbers_beside,
-    pick,
-    whole_number,
-)
-from gradscope.rollouts.formats.text import ends_with_opening, opening_of, prompt_of, response_of
+from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, columns
+from gradscope.rollouts.formats.columns import read_row
+from gradscope.rollouts.formats.text import ends_with_opening, opening_of
 from gradscope.runs import parse_json_file
 
 REPEATED = "the previous file holds the same generation (TRL writes the newest one at every logging step)"
@@ -51,27 +43,19 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         file, evaluated = list(group), _evaluated(path.parent)
         content = [{name: v for name, v in record.columns.items() if name != "step"} for record in file]
         for record in file:
+            row = read_row(TRL, record)
             left_out = REPEATED if content == earlier else None
-            step = whole_number(record, "step")
-            if step == 0 or step in evaluated:  # nothing is trained before the first step
+            if row.step == 0 or row.step in evaluated:  # nothing is trained before the first step
                 left_out = EVALUATION
-            yield _row(record, step, left_out, policy, opening)
+            doubts = _doubts(row.columns.get("prompt"), policy, opening)
+            yield replace(row, left_out=left_out, remarks=row.remarks + doubts)
         earlier = content
 
 
-def _row(record: Record, step: int | None, left_out: str | None, policy: Policy | None, opening: str | None) -> Row:
-    # Reward columns can have any name, and their weights are not in the file: only the advantage is usable.
-    columns = {"prompt": prompt_of(record, "prompt"), "response": response_of(record, "completion")}
-    columns |= numbers_beside(record, ("step", "advantage"))
-    columns |= pick(record, {"advantage": "advantage", "chat_template_kwargs": "chat_template_kwargs"})
-    remarks = _doubts(columns["prompt"], policy, opening) if isinstance(columns["prompt"], str) else ()
-    return Row(record.place, columns, step, {"response": "completion"}, left_out, remarks)
-
-
-def _doubts(prompt: str, policy: Policy | None, opening: str | None) -> tuple[str, ...]:
+def _doubts(prompt: Any, policy: Policy | None, opening: str | None) -> tuple[str, ...]:
     """Return remarks on a string prompt."""
     tokenizer = policy.tokenizer if policy else None
-    if tokenizer is None:
+    if tokenizer is None or not isinstance(prompt, str):
         return ()
     if any(token in prompt for token in tokenizer.all_special_tokens):
         begins = tokenizer.bos_token and prompt.startswith(tokenizer.bos_token)
@@ -99,9 +83,12 @@ def _evaluated(folder: Path) -> frozenset[int]:
 
 TRL = Format(
     "trl",
-    needs=frozenset({"step", "prompt", "completion", "advantage"}),
-    knows="",
-    rows=_rows,
+    columns(
+        required={"step": "step", "prompt": "prompt", "response": "completion", "advantage": "advantage"},
+        optional={"chat_template_kwargs": "chat_template_kwargs", "response_ids": "completion_ids"},  # by log_extra
+    ),
+    _rows,
+    has_parts=True,  # the weights of the reward functions are not in the file: only the advantage is usable
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
@@ -111,15 +98,5 @@ TRL = Format(
         "the ratio exceeds 3 (default vllm_importance_sampling_mode, sequence_mask): these factors are not in the log, "
         "so the measured weights lack them",
         "TRL's tools and chat template are not in the log: chats are rendered with the policy's own template",
-    ),
-    answers=Answers(
-        group="identical prompts of a step",
-        step="`step`: the optimizer steps taken when the file was written, from 1; an earlier checkpoint sampled it "
-        "if TRL takes several steps per generation (num_iterations, steps_per_generation)",
-        sampled="the whole text, in logs of TRL up to 1.14 including tool output (a note counts it if its marks show); "
-        "no end-of-sequence token",
-        logprobs="none",
-        left_out="a file that repeats the previous one's generation; a step at which TRL evaluated",
-        checked="0.28.0, 1.9.2 and 1.16.0: their own code, trained for two steps, 2026-11-27",
     ),
 )

@@ -3,43 +3,77 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import suppress
+from datetime import datetime
 from typing import Any
 
 import numpy as np
 
 from gradscope.errors import InputError, show
-from gradscope.policy import Policy, check_prompt
+from gradscope.policy import DATE, Policy, check_prompt
 from gradscope.rollouts.batch import LARGEST, ROUNDING, Response
 from gradscope.rollouts.formats.base import ReadingOptions, Row
+from gradscope.rollouts.formats.text import CUT
 from gradscope.runs import parse_json
-
-ID_COLUMNS = ("prompt_ids", "response_ids", "prompt", "response")
 
 LARGEST_ID = 2**31
 """No vocabulary has an id this large."""
+FOREIGN = "they hold ids that are not in the policy's vocabulary"
+TOO_LONG = "they are too long for the policy"
+GREEDY = "their sampling temperature is 0 (greedy), below 0 or unknown: there is no gradient to measure"
+DATED = (
+    "the chat template puts in a date, which the log does not tell: it was taken as {}, when the log's file was last "
+    'written; give the run\'s by --chat-template-kwargs \'{{"strftime_now": "YYYY-MM-DD"}}\''
+)
 
 
-def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int]]:
-    """Return the ids of prompt and response, checked against the policy's vocabulary; text is tokenized."""
-    if "prompt_ids" in row.columns and "response_ids" in row.columns:
-        return _check_ids(row, "prompt_ids", policy), _check_ids(row, "response_ids", policy)
-    if "prompt" in row.columns and "response" in row.columns:
-        return _encode(row, policy, options)
-    has = ", ".join(name for name in ID_COLUMNS if name in row.columns) or "none of them"
-    raise InputError(
-        f"{row.place}: a row needs `prompt_ids` and `response_ids`, or `prompt` and `response`; this one has {has}"
-    )
+class Unfit(InputError):
+    """A row that cannot be measured, though others of its log may; `reason` is counted."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int], tuple[str, ...]]:
+    """Return the ids of prompt and response, checked against the policy's vocabulary, and remarks.
+
+    Where a row has ids they are taken, else its text is tokenized.
+    """
+    parts = ("prompt", "response")
+    has = [name for part in parts for name in (f"{part}_ids", part) if name in row.columns]
+    if not all({part, f"{part}_ids"} & {*has} for part in parts):
+        raise InputError(
+            f"{row.place}: a row needs `prompt_ids` or `prompt`, and `response_ids` or `response`; this one has "
+            f"{', '.join(has) or 'none of them'}"
+        )
+    if policy is None and not {"prompt_ids", "response_ids"} <= {*has}:
+        raise InputError(f"{row.place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
+    remarks: tuple[str, ...] = ()
+    if "prompt_ids" in has:
+        prompt = _check_ids(row, "prompt_ids", policy)
+    else:
+        check_prompt(row.columns["prompt"], row.place)
+        prompt, remarks = _encode_prompt(row, policy, options)
+    if "response_ids" in has:
+        return prompt, _check_ids(row, "response_ids", policy), remarks
+    response = row.columns["response"]
+    if not isinstance(response, str):
+        raise InputError(f"{row.place}: `{row.label('response')}` is {show(response)}; give a string")
+    whole = response.rstrip("\ufffd")
+    return prompt, _in_place(row, policy.encode_response, whole), remarks + ((CUT,) if whole != response else ())
 
 
 def check_sizes(row: Row, prompt_ids: list[int], response_ids: list[int], policy: Policy | None) -> None:
-    """Raise InputError for an empty prompt, and for a row longer than the policy's context."""
+    """Raise InputError for an empty prompt, and Unfit for a row longer than the policy's context."""
     if not prompt_ids:
         raise InputError(f"{row.place}: the prompt is empty; give at least one token, or leave the row out")
     if policy and (why := policy.why_too_long(len(prompt_ids) + len(response_ids))):
-        raise InputError(
+        raise Unfit(
+            TOO_LONG,
             f"{row.place}: prompt and response have {len(prompt_ids)} + {len(response_ids)} tokens, {why}; shorten or "
-            "leave out the row"
+            "leave out the row",
         )
 
 
@@ -52,28 +86,38 @@ def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
     if ids and (min(ids) < 0 or max(ids) >= limit):
         position, token = next((at, i) for at, i in enumerate(ids) if not 0 <= i < limit)
         bound = f"0 to {limit - 1}" + ("" if size is None else ", the policy's vocabulary")
-        raise InputError(
+        raise Unfit(
+            FOREIGN,
             f"{row.place}: `{row.label(name)}` holds {token} at position {position}; give ids of {bound}; were these "
-            "made with another tokenizer?"
+            "made with another tokenizer?",
         )
     return ids
 
 
 def is_templated(row: Row) -> bool:
     """Return whether the prompt is a chat that the template tokenizes."""
-    return not {"prompt_ids", "response_ids"} <= row.columns.keys() and isinstance(row.columns.get("prompt"), list)
+    return "prompt_ids" not in row.columns and isinstance(row.columns.get("prompt"), list)
 
 
-def _encode(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple[list[int], list[int]]:
-    prompt, response = row.columns["prompt"], row.columns["response"]
-    if policy is None:
-        raise InputError(f"{row.place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
-    if not isinstance(response, str):
-        raise InputError(f"{row.place}: `{row.label('response')}` is {show(response)}; give a string")
-    check_prompt(prompt, row.place)
-    told = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}
+def _encode_prompt(row: Row, policy: Policy, options: ReadingOptions) -> tuple[list[int], tuple[str, ...]]:
+    """Return a prompt's ids, and a remark if its template put in a date: that of the log's file unless one is given."""
+    told, dates = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}, []
+    if policy.puts_in_date and row.path is not None and DATE not in {**(policy.chat_template_kwargs or {}), **told}:
+        written = datetime.fromtimestamp(row.path.stat().st_mtime)
+
+        def strftime_now(form: str) -> str:
+            dates.append(written)
+            return written.strftime(form)
+
+        told[DATE] = strftime_now
+    ids = _in_place(row, lambda prompt: policy.encode_prompt(prompt, chat_template_kwargs=told), row.columns["prompt"])
+    return ids, tuple({DATED.format(f"{date:%Y-%m-%d}") for date in dates})
+
+
+def _in_place(row: Row, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
+    """Encode text; an error names the row."""
     try:
-        return policy.encode_prompt(prompt, chat_template_kwargs=told), policy.encode_response(response)
+        return encode(text)
     except InputError as error:
         raise InputError(f"{row.place}: {error}") from error
 
@@ -113,30 +157,26 @@ def parse_response(
     if temperature is None:
         temperature = parse_number(row, "temperature") if "temperature" in row.columns else 1.0
         if temperature is None or temperature < 1 / LARGEST:
-            raise InputError(
+            raise Unfit(
+                GREEDY,
                 f"{row.place}: `{row.label('temperature')}` is {show(row.columns['temperature'])}; give a positive "
-                f"one, {1 / LARGEST:g} or more (0, greedy, has no gradient)"
+                f"one, {1 / LARGEST:g} or more (0, greedy, has no gradient)",
             )
     return Response(
-        prompt_ids=prompt_ids,
-        response_ids=response_ids,
-        group=group,
-        temperature=temperature,
+        prompt_ids,
+        response_ids,
+        group,
+        temperature,
         reward=parse_reward(row, options, needed=advantage is None),
         reward_parts=_reward_parts(row),
         advantage=advantage,
         uncorrected_advantage=uncorrected,
-        old_logprobs=parse_logprobs(row, "old_logprobs", kept),
-        ref_logprobs=parse_logprobs(row, "ref_logprobs", kept),
-        sampler_logprobs=parse_logprobs(row, "sampler_logprobs", kept),
         response_mask=None if kept.all() else kept.tolist(),
         step=row.step,
-        group_reward_mean=parse_number(row, "group_reward_mean"),
-        group_reward_std=parse_number(row, "group_reward_std"),
         loss_scale=_loss_scale(row),
-        process=parse_number(row, "process"),
-        micro_batch=parse_number(row, "micro_batch"),
-        grad_norm=parse_number(row, "grad_norm"),
+        **{name: parse_logprobs(row, name, kept) for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs")},
+        **{name: parse_number(row, name) for name in ("group_reward_mean", "group_reward_std", "grad_norm")},
+        **{name: parse_number(row, name) for name in ("process", "micro_batch")},
     )
 
 

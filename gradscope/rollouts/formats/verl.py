@@ -17,21 +17,17 @@ from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
     EVALUATED,
+    FILLED_UP,
     NO_SPECIAL_TOKENS,
     RETOKENISED,
-    Answers,
     Format,
     Row,
-    numbers_beside,
-    pick,
-    whole_number,
+    columns,
 )
+from gradscope.rollouts.formats.columns import read_row
 
-NAMES = {"prompt": "input", "response": "output", "reward": "score", "group": "uid"}
 # Any other uid identifies a prompt as a whole: `uid_sample_0_12` and `uid_sample_0_13` are two prompts.
-KEY = re.compile(r"([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_([0-9]+)_([0-9]+)")
-PADDING = re.compile(r"pad[0-9a-f]{32}_[0-9]+_[0-9]+")
-FILLED_UP = "they are padding of verl's batch, not samples"
+KEY = re.compile(r"(pad[0-9a-f]{32}|[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})_([0-9]+)_([0-9]+)")
 VALIDATED = (
     "their column `reward` equals the score, as verl writes it for a validation (`validation_data_dir`), which is not "
     "trained on"
@@ -40,52 +36,36 @@ PENALISED = "their rewards are the answers' scores plus the length penalty (`ove
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    for _, file in groupby(records, key=lambda record: record.path):
-        yield from _rows_of_file(_with_step([*file]))
-
-
-def _with_step(file: list[Record]) -> list[Record]:
-    """Return the lines with the step from the file name, if no line has its own."""
-    name = file[0].path.name.partition(".")[0]
-    if not name.isdecimal() or any("step" in record.columns for record in file):
-        return file
-    return [replace(record, columns=record.columns | {"step": name}) for record in file]
-
-
-def _rows_of_file(file: list[Record]) -> Iterator[Row]:
-    """Yield the rows of one file, that is, of one step."""
-    keys = [_key(record) for record in file]
-    last: dict[object, int] = defaultdict(int)
-    for session, output in (key for key in keys if key is not None):
-        last[session] = max(last[session], output)
-    has_penalty = _has_penalty(file)
-    for record, key in zip(file, keys, strict=True):
-        row = _row(record, has_penalty)
-        if key is not None:
-            session, output = key
-            row = replace(row, columns=row.columns | {"group": session[1]}, is_counted=output == last[session])
-        yield row
-
-
-def _key(record: Record) -> tuple[tuple[int | None, str, int], int] | None:
-    """Return (step, prompt, session) and the output's number in the session; None if the uid identifies a prompt."""
-    uid = record.columns.get("uid")
-    match = KEY.fullmatch(uid) if isinstance(uid, str) else None
-    return match and ((whole_number(record, "step"), match[1], int(match[2])), int(match[3]))
+    for path, group in groupby(records, key=lambda record: record.path):  # a file holds one step
+        file, name = [*group], path.name.partition(".")[0]
+        if name.isdecimal() and not any("step" in record.columns for record in file):
+            file = [replace(record, columns=record.columns | {"step": name}) for record in file]
+        rows, keys = [_row(record, has_penalty) for has_penalty in [_has_penalty(file)] for record in file], []
+        last: dict[object, int] = defaultdict(int)
+        for row in rows:
+            match = KEY.fullmatch(str(row.columns.get("group")))
+            keys.append(match and ((row.step, match[1], int(match[2])), int(match[3])))
+            if match:
+                last[keys[-1][0]] = max(last[keys[-1][0]], int(match[3]))
+        for row, key in zip(rows, keys, strict=True):
+            if key is None:
+                yield row
+            elif key[0][1].startswith("pad"):
+                yield Row(row.place, {}, row.step, left_out=FILLED_UP)
+            else:
+                yield replace(row, columns=row.columns | {"group": key[0][1]}, is_counted=key[1] == last[key[0]])
 
 
 def _row(record: Record, has_penalty: bool) -> Row:
-    step, uid = whole_number(record, "step"), record.columns.get("uid")
-    if isinstance(uid, str) and PADDING.fullmatch(uid):
-        return Row(record.place, {}, step, left_out=FILLED_UP)
-    if step == 0:  # the validation before training; training starts at 1
-        return Row(record.place, {}, step, left_out=EVALUATED)
-    columns, remarks = pick(record, NAMES) | numbers_beside(record, ("step", "score", "uid", "request_id")), ()
+    row = read_row(VERL, record)
+    if row.step == 0:  # the validation before training; training starts at 1
+        return Row(row.place, {}, row.step, left_out=EVALUATED)
     if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
-        remarks += (VALIDATED,)
+        row = replace(row, remarks=(*row.remarks, VALIDATED))
     if has_penalty and (penalty := _number(record, "overlong_reward")):
-        columns["reward"], remarks = record.columns["score"] + penalty, (*remarks, PENALISED)
-    return Row(record.place, columns, step, NAMES, remarks=remarks)
+        reward = record.columns["score"] + penalty
+        row = replace(row, columns=row.columns | {"reward": reward}, remarks=(*row.remarks, PENALISED))
+    return row
 
 
 def _has_penalty(file: list[Record]) -> bool:
@@ -107,23 +87,16 @@ def _number(record: Record, name: str) -> float | None:
 
 VERL = Format(
     "verl",
-    needs=frozenset({"input", "output", "score"}),
-    knows="gts step request_id uid acc overlong_reward overlong",
-    rows=_rows,
+    columns(
+        required={"prompt": "input", "response": "output", "reward": "score"},
+        optional={"step": "step", "group": "uid"},
+    ),
+    _rows,
+    has_parts=True,
     keeps_single_rewards=True,
     notes=(
         RETOKENISED,
         NO_SPECIAL_TOKENS,
         "verl's prompts were decoded without special tokens, too: a chat template's marks are lost",
-    ),
-    answers=Answers(
-        group="the prompt in `uid`, without session and output; else `uid`; without one, identical prompts of a step",
-        step="`step`, else the file name: training steps from 1; asynchronous trainers may have sampled with earlier "
-        "checkpoints",
-        sampled="the whole text, including tool output and other turns (a note counts them if their marks show); no "
-        "end-of-sequence token",
-        logprobs="none",
-        left_out="padding of verl's batch; step 0, a validation",
-        checked="0.9.1: its default (v1) trainer's own code and the older trainer's, 2026-11-27",
     ),
 )
