@@ -1,4 +1,4 @@
-"""Logged log-probabilities that contradict the policy: missing, shifted, at another temperature, or truncated.
+"""Logged log-probabilities that contradict the policy: missing, shifted, read otherwise, or for no known reason.
 
 A log records log π of every token under the policy that sampled it. On-policy this equals the policy's own log π, up to
 the rounding of two engines. If it does not, the full distributions at a few tokens show which reading of the column
@@ -7,6 +7,10 @@ fits:
     shifted       log π(o_t±1)                    refused, since every ratio would be another token's
     raw           log π at another temperature    vLLM's `raw_logprobs` are at T = 1, whatever the run's
     truncated     log π − log S                   its `processed_logprobs` are over the top-k, top-p set of mass S
+    of base b     log π / log b                   logarithms of base 2 or 10
+    clamped       max(log π, c)                   a floor below which the logger cuts
+
+Where none fits, it is said how far the column is off.
 """
 
 from __future__ import annotations
@@ -44,10 +48,14 @@ BETTER = 2.0
 """How many times closer another reading has to be; NEARER times at a temperature that is not stated anywhere."""
 ERRORS = 3.0
 """Standard errors that the improvement has to exceed."""
+UNEXPLAINED = 0.1
+"""Mean distance in nats from which a column that no reading fits is reported: more than a few updates of one batch."""
 ALIKE, EXACT = 1.1, 1e-4
 """Readings count as equally good if their distances differ by at most this factor or this many nats."""
 RESPONSES, EACH = 32, 8
 """Responses to examine, and tokens of each."""
+COLUMNS = ("old_logprob", "sampler_logprob")
+BASES = (2, 10)
 TEMPERATURES = tuple(np.round(np.arange(0.1, 2.001, 0.05), 2).tolist())
 TOP_K = (5, 10, 20, 30, 40, 50, 64, 100, 200, 512, 1024)
 TOP_P = (0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99)
@@ -65,6 +73,10 @@ class Reading:
     """None: the stated one."""
     top_k: int | None = None
     top_p: float | None = None
+    base: int | None = None
+    """Base of the logarithm; None: e."""
+    floor: float | None = None
+    """Number below which the logger cuts; None: it does not."""
 
     @property
     def truncates(self) -> bool:
@@ -72,6 +84,7 @@ class Reading:
 
     def __str__(self) -> str:
         parts = {"T": self.temperature, "top-k": self.top_k, "top-p": self.top_p}
+        parts |= {"base": self.base, "cut below": self.floor}
         return ", ".join(f"{name} = {value:g}" for name, value in parts.items() if value is not None)
 
 
@@ -94,10 +107,14 @@ class Contradiction:
     @property
     def note(self) -> Note:
         far, near = digits(self.stated_distance), digits(self.distance)
-        found = (
-            f"{self.column} contradicts the stated temperature: on {self.num_tokens} tokens it differs on average by "
-            f"{far} nats from this policy's log π at T = {self.stated_temperature:g}, and by {near} at {self.reading}"
+        apart = (
+            f"on {self.num_tokens} tokens it differs on average by {far} nats from this policy's log π at T = "
+            f"{self.stated_temperature:g}, and by {near} at {self.reading}"
         )
+        if self.reading.base is not None or self.reading.floor is not None:
+            cause = "log natural logarithms" if self.reading.floor is None else "log them uncut"
+            return Note(f"{self.column} holds other numbers than log π: {apart}: {cause}", "logged-logprobs")
+        found = f"{self.column} contradicts the stated temperature: {apart}"
         if self.reading.truncates:
             return Note(
                 f"{found}, renormalised over the kept tokens, whose mean mass is {self.kept_mass:.3g}: ratios "
@@ -155,8 +172,7 @@ def find_contradictions(
     columns: `logprob` and, if logged, `old_logprob` and `sampler_logprob`, in table order. Free if these agree to OFF
     nats; else costs a forward pass over at most RESPONSES responses.
     """
-    names = ("old_logprob", "sampler_logprob")
-    logged = {name: np.asarray(columns[name], dtype=np.float64) for name in names if name in columns}
+    logged = {name: np.asarray(columns[name], dtype=np.float64) for name in COLUMNS if name in columns}
     own, found = np.asarray(columns["logprob"], dtype=np.float64), []
     for name, told in logged.items():
         known = np.isfinite(told)
@@ -171,8 +187,21 @@ def find_contradictions(
 
 
 def note_logged(policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndarray | Tensor]) -> tuple[Note, ...]:
-    """Describe the contradictions in notes of kind logged-logprobs."""
-    return tuple(found.note for found in find_contradictions(policy, batch, columns))
+    """Describe contradictions in notes of kind logged-logprobs, also those that no reading explains."""
+    found = find_contradictions(policy, batch, columns)
+    explained, told = {contradiction.column for contradiction in found}, []
+    own = np.asarray(columns["logprob"], dtype=np.float64)
+    for name in COLUMNS:
+        apart = np.abs(np.asarray(columns.get(name, np.nan), dtype=np.float64) - own)
+        apart = apart[np.isfinite(apart)]
+        if name not in explained and len(apart) >= FEWEST and apart.mean() > UNEXPLAINED:
+            told.append(
+                f"{name} is not this policy's: on {len(apart)} tokens it differs on average by "
+                f"{digits(apart.mean())} nats from this policy's log π, and no known reading (temperature, truncation, "
+                "base, floor) explains it. Another checkpoint or precision, a repetition penalty, a logit bias or a "
+                "trainer's fault may; ratios, clipped tokens and all that depends on them are as wrong as the log"
+            )
+    return *(contradiction.note for contradiction in found), *(Note(words, "logged-logprobs") for words in told)
 
 
 def _read_column(
@@ -183,13 +212,15 @@ def _read_column(
     known = [np.flatnonzero(np.isfinite(told[slice(*bounds[row : row + 2])])) for row in range(len(batch))]
     rows = [row for row in range(len(batch)) if len(known[row])]
     rows = sorted(generator.choice(rows, min(RESPONSES, len(rows)), replace=False).tolist())
+    finite = told[np.isfinite(told)]
+    floor = float(finite.min()) if 1 < (told == finite.min()).sum() < len(finite) else None
     distances: dict[Reading, list[np.ndarray]] = {}
     masses: dict[Reading, list[np.ndarray]] = {}
     with torch.no_grad(), measuring(policy.model, batch.width):
         for row in rows:
             picks = np.sort(generator.choice(known[row], min(EACH, len(known[row])), replace=False))
             logits, ids = _logits_of(policy.model, batch, row, picks)
-            for reading, logprobs, mass in _readings(logits, ids, float(batch.temperature[row])):
+            for reading, logprobs, mass in _readings(logits, ids, float(batch.temperature[row]), floor):
                 distances.setdefault(reading, []).append(np.abs(logprobs - told[bounds[row] + picks]))
                 masses.setdefault(reading, []).append(mass)
     apart = {reading: np.concatenate(parts) for reading, parts in distances.items()}
@@ -200,7 +231,8 @@ def _read_column(
     limit = ALIKE * min(values.mean() for values in apart.values()) + EXACT
     best = next(reading for reading, values in apart.items() if values.mean() <= limit)
     gain = stated - apart[best]
-    wanted = BETTER if best.truncates or best.temperature == 1 else NEARER
+    is_usual = best.base is None and best.floor is None and (best.truncates or best.temperature == 1)
+    wanted = BETTER if is_usual else NEARER
     is_sure = gain.mean() > ERRORS * gain.std(ddof=1) / np.sqrt(len(gain))
     if best == Reading() or not is_sure or wanted * apart[best].mean() > stated.mean():
         return None
@@ -227,7 +259,7 @@ def _logits_of(
 
 
 def _readings(
-    logits: Float[Tensor, "k vocab"], ids: Int[Tensor, " k"], stated: float
+    logits: Float[Tensor, "k vocab"], ids: Int[Tensor, " k"], stated: float, floor: float | None
 ) -> Iterator[tuple[Reading, np.ndarray, np.ndarray]]:
     """Yield each reading, simplest first, with the tokens' log π in nats and the mass of the kept set, [k] each."""
     own, whole = ids[:, None], np.ones(len(ids))
@@ -235,6 +267,13 @@ def _readings(
         scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
         logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
         yield Reading(temperature), logprobs, whole
+    for temperature in (None, 1.0):
+        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
+        logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
+        for base in BASES:
+            yield Reading(temperature, base=base), logprobs / np.log(base), whole
+        if floor is not None:
+            yield Reading(temperature, floor=floor), np.maximum(logprobs, floor), whole
     for temperature in (None, 1.0):
         scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
         logprobs = scaled.gather(-1, own)[:, 0].double().numpy()

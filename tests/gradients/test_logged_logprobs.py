@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +12,7 @@ from support.refusals import refused
 
 from gradscope.diagnosis import diagnose
 from gradscope.gradients import measure
-from gradscope.gradients.logged_logprobs import Reading, find_contradictions, refuse_foreign_logprobs
+from gradscope.gradients.logged_logprobs import Reading, find_contradictions, note_logged, refuse_foreign_logprobs
 from gradscope.objective import batch_statistics
 from gradscope.rollouts import Response, collate
 
@@ -140,6 +141,59 @@ def test_an_older_policys_log_probabilities_are_no_other_temperatures(size):
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(size * parameter.std() * noise if parameter.numel() > 1 else 0)
     assert found(policy, sampled(older, 1.0), 1.0) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "reading"),
+    [
+        (lambda logprob: logprob / math.log(2), Reading(base=2)),
+        (lambda logprob: logprob / math.log(10), Reading(base=10)),
+        (lambda logprob: logprob.clamp(min=-3.0), Reading(floor=-3.0)),
+    ],
+    ids=["log2", "log10", "floor"],
+)
+def test_other_logarithms_and_floors_are_found(written, reading):
+    policy = make_policy("llama")
+    batch = sampled(policy, 1.0)
+    batch = replace(batch, old_logprobs=written(batch.old_logprobs))
+    [contradiction] = found(policy, batch, 1.0)
+    assert contradiction.reading == reading and contradiction.distance < 1e-4
+
+
+def repeat_penalty(policy, batch, penalty: float) -> torch.Tensor:
+    """log π with the logits of tokens that occurred before divided (or, below 0, multiplied) by the penalty."""
+    out = torch.full_like(batch.old_logprobs, torch.nan)
+    for row in range(len(batch)):
+        ids, targets = batch.sequence(row)
+        with torch.no_grad():
+            logits = policy.model(ids[None]).logits[0].double()
+        for target in targets.tolist():
+            own, seen = logits[target - 1].clone(), ids[:target].unique()
+            own[seen] = torch.where(own[seen] > 0, own[seen] / penalty, own[seen] * penalty)
+            out[row, target] = own.log_softmax(-1)[ids[target]]
+    return out
+
+
+@pytest.mark.parametrize("name", ["penalty", "bias", "cap", "another checkpoint"])
+def test_what_no_reading_explains_is_said_with_its_distance(name):
+    policy = make_policy("llama")
+    batch = sampled(policy, 1.0)
+    true, generator = batch.old_logprobs, torch.Generator().manual_seed(5)
+    told = {
+        "penalty": lambda: repeat_penalty(policy, batch, 1.8),
+        "bias": lambda: true - 0.3 * (batch.input_ids % 3 == 0).float() - 0.15,
+        "cap": lambda: -true * torch.tanh(true),
+        "another checkpoint": lambda: true - 0.5 * torch.rand(true.shape, generator=generator),
+    }[name]()
+    batch = replace(batch, old_logprobs=told.clamp(max=0))
+    own = batch_statistics(policy.model, batch, micro_batch_size=4, device=policy.device).logprob
+    kept = {"logprob": own[batch.response_mask], "old_logprob": batch.old_logprobs[batch.response_mask]}
+    assert find_contradictions(policy, batch, kept) == []
+    [note] = note_logged(policy, batch, kept)
+    apart = float((kept["logprob"] - kept["old_logprob"]).abs().mean())
+    assert note.kind == "logged-logprobs" and f"{apart:.2g}" in note
+    near = replace(batch, old_logprobs=true - 0.05)  # of a few updates
+    assert not note_logged(policy, near, kept | {"old_logprob": near.old_logprobs[batch.response_mask]})
 
 
 def test_measuring_says_it_and_a_diagnosis_says_it_first():
