@@ -46,7 +46,7 @@ READERS: dict[str, Format] = {
 READER = 4
 """Version of the readers; increment it when any reader's output changes."""
 
-IDS = frozenset({"prompt_ids", "response_ids"})
+IDS, TEXT = frozenset({"prompt_ids", "response_ids"}), frozenset({"prompt", "response"})
 NATIVE_ALONE = IDS | {"old_logprobs"}
 """Columns that together nobody but native rows has."""
 
@@ -328,22 +328,24 @@ def _told_by_suffix(file: Path) -> Format | None:
 def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     """Return the format of a record, native if nearly so.
 
-    A trainer's format fits if all of its required columns are there: a set that includes another's beats it, and all of
-    them beat native rows' `prompt` and `response`, names that anybody's further column may have. Raises InputError if
-    several fit, or a trainer's and native rows of ids, and with the nearest format if none does.
+    A trainer's format fits if all of its required columns are there; a set that includes another's beats it. Native
+    rows fit by ids, or by a `prompt` and a `response` of which none is the trainer's own, since anybody may add the
+    other. Raises InputError if several fit, and with the nearest format if none does.
     """
     names = set(record.columns)
     if (form := _told_by_suffix(record.path)) is not None:
         return form
     if names >= NATIVE_ALONE:
         return formats["native"]
-    known = [form for form in formats.values() if form.needs]
+    known = [form for form in formats.values() if form.needs and form.suffix is None]
     fitting = [form for form in known if form.needs <= names]
     # The first row may hold nulls in columns that other rows fill, but has a response or its ids.
     fitting = fitting or [form for form in known if form.needs <= names | record.nulls and _has_response(form, names)]
     fitting = [form for form in fitting if not any(form.needs < other.needs for other in fitting)]
-    if is_native(names) and not (fitting and {"prompt", "response"} <= names and not names & IDS):
-        fitting.append(formats["native"])
+    if is_native(names):
+        fitting = [form for form in fitting if _has_response(form, names)]
+        if names & IDS or not any(TEXT & {column.place for column in form.columns} for form in fitting):
+            fitting.append(formats["native"])
     fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
     if len(fitting) > 1:
         raise InputError(
@@ -370,7 +372,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
 
 def _has_response(form: Format, names: Collection[str]) -> bool:
     """Return whether these columns hold a response of the format; True for formats that keep it elsewhere."""
-    own = {c.place for c in form.columns if c.required and c.name in ("response", "response_ids", "ids")}
+    own = {column.place for column in form.columns if column.name in ("response", "response_ids", "ids")}
     return not own or bool(own & {*names})
 
 

@@ -37,6 +37,12 @@ class Passes:
         self._steps: defaultdict[Path | None, set[int]] = defaultdict(set)
         self._spans = {path: (step, step) for path, step in (files or {}).items()}
         self._found: dict[Path | None, dict[int, int]] = {}
+        self._block: tuple[tuple, int] = (), 0
+        """The newest row's pass, step and prompt, and how many rows before it had the same."""
+        self._closed: set[tuple] = set()
+        """Blocks of several rows that others followed."""
+        self._again: set[Visit] = set()
+        """Passes and steps in which such a block begins anew."""
 
     def take(self, row: Row) -> Visit:
         """Return where the next row stands."""
@@ -50,11 +56,21 @@ class Passes:
         self._last[row.path] = visit = Visit(row.path, number, row.step)
         prompt = row.columns.get("prompt_ids", row.columns.get("prompt"))
         own = tuple(prompt) if isinstance(prompt, list) and all(type(i) is int for i in prompt) else str(prompt)
-        self._prompts[row.path, number, row.step][hash((str(row.columns.get("process")), own))] += 1
+        key = hash((str(row.columns.get("process")), own))
+        self._prompts[row.path, number, row.step][key] += 1
+        self._close((row.path, number, row.step, key), visit)
         if row.path is not None:
             low, high = self._spans.get(row.path, (row.step, row.step))
             self._spans[row.path] = min(low, row.step), max(high, row.step)
         return visit
+
+    def _close(self, block: tuple, visit: Visit) -> None:
+        """Note whether a prompt's rows begin again after those of others."""
+        before, length = self._block
+        if block != before:
+            self._closed |= {before} if length > 1 else set()
+            self._again |= {visit} if block in self._closed else set()
+        self._block = block, length + 1 if block == before else 1
 
     def is_stale(self, visit: Visit) -> bool:
         """Return whether a later pass of the file began at this row's step or an earlier one, with the same prompts."""
@@ -84,11 +100,10 @@ class Passes:
         for visit in visits:
             passes[visit.path, visit.step].add(visit.number)
         back = sorted(step for (path, step), n in passes.items() if len(n) > 1 and self._is_orderly(path))
+        back = sorted({*back, *(visit.step for visit in self._again & {*visits})})
         told = []
         if back:
-            words = (
-                f"{_name_steps(back)} in the log after later steps, with other prompts or responses: rows of several"
-            )
+            words = f"{_name_steps(back)} in the log, after later steps or after all of their prompts: rows of several"
             told.append(f"{words} runs or processes are read together")
         own = {visit.path for visit in visits}
         stale = sorted(step for path, step in self._left_over().items() if path in own)

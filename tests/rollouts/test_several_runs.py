@@ -106,6 +106,18 @@ def test_rows_of_processes_one_after_another_and_in_no_order_are_all_kept(tmp_pa
         assert bool(kinds(dump, "several-runs")) == (name in ("process", "prompts")), name
 
 
+def test_a_restart_at_the_step_that_was_the_last_is_told(tmp_path):
+    rows = steps_of(0, 1, 3) + steps_of(1, 3, 4)
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    [note] = kinds(read_dump(path, step=3), "several-runs")
+    assert "step 3 comes back" in note
+    assert not kinds(read_dump(path, step=2), "several-runs")
+    mixed = [r for one in (0, 1) for r in steps_of(0, 1, 3)[one::2]]  # an answer to each prompt, then another to each
+    assert not kinds(
+        read_dump(write_jsonl(tmp_path / "m.jsonl", sorted(mixed, key=lambda r: r["step"]))), "several-runs"
+    )
+
+
 def test_files_of_an_earlier_longer_run_are_told_where_they_are_read(tmp_path):
     for step in range(1, 8):
         path = write_rollouts(tmp_path / f"step_{step}.parquet", steps_of(step > 4, step, step))
@@ -149,13 +161,13 @@ def test_rows_that_are_all_there_twice_and_long_ones_are_counted(tmp_path):
     assert note.startswith("8 of 8 responses") and "4 different" in note and len(dump.batch) == 8
     once = steps_of(0, 1, 1)
     assert not kinds(
-        read_dump(write_jsonl(tmp_path / "once.jsonl", [*once, once[0]])), "several-runs"
+        read_dump(write_jsonl(tmp_path / "once.jsonl", [once[0], *once])), "several-runs"
     )  # a short answer
     long = [row(1, 20, 5, response_ids=[7 + at % 9 for at in range(30)], old_logprobs=[-0.5] * 30) for _ in (0, 1)]
-    [note] = kinds(read_dump(write_jsonl(tmp_path / "long.jsonl", [*once, *long])), "several-runs")
+    [note] = kinds(read_dump(write_jsonl(tmp_path / "long.jsonl", [*long, *once])), "several-runs")
     assert note.startswith("2 of 6 responses")
     other = [long[0], long[1] | {"old_logprobs": [-0.25] * 30}]
-    assert not kinds(read_dump(write_jsonl(tmp_path / "other.jsonl", [*once, *other])), "several-runs")
+    assert not kinds(read_dump(write_jsonl(tmp_path / "other.jsonl", [*other, *once])), "several-runs")
 
 
 # Rows that cannot be measured

@@ -29,7 +29,11 @@ LOGS = {
 @pytest.mark.parametrize("name", LOGS)
 def test_a_column_that_a_reward_function_added_changes_neither_the_format_nor_the_tokens(policy, tmp_path, name, extra):
     own = {column: [v] if name == "ms_swift" else v for column, v in extra.items() if column not in LOGS[name]}
-    dump = read_dump(write_jsonl(tmp_path / "log.jsonl", [own | LOGS[name]]), policy)
+    path = write_jsonl(tmp_path / "log.jsonl", [own | LOGS[name]])
+    if name == "verl" and "prompt" in own:  # a whole set of native rows' columns, too
+        with refused("verl", "native"):
+            read_dump(path, policy)
+    dump = read_dump(path, policy, format="verl" if name == "verl" else None)
     assert dump.format == name
     assert dump.batch.sequence(0)[0].tolist() == [4, 5, 7, 8]
 
@@ -110,3 +114,10 @@ def test_ids_that_trl_was_asked_to_log_beat_its_text(policy, tmp_path):
     row = LOGS["trl"] | {"completion_ids": [7, 8, 2]}
     dump = read_dump(write_jsonl(tmp_path / "log.jsonl", [row]), policy)
     assert dump.format == "trl" and dump.batch.sequence(0)[0].tolist() == [4, 5, 7, 8, 2]
+
+
+@pytest.mark.parametrize("extra", [{"example_id": 3}, {"tokens": [1, 2]}])
+def test_native_rows_with_a_column_of_a_trainers_are_native(policy, tmp_path, extra):
+    row = {"prompt": "w4 w5", "response": "w7 w8", "reward": 1.0} | extra
+    dump = read_dump(write_jsonl(tmp_path / "log.jsonl", [row]), policy)
+    assert dump.format == "native" and dump.batch.sequence(0)[0].tolist() == [4, 5, 7, 8]
