@@ -37,7 +37,8 @@ def rows_of(responses) -> list[dict]:
 
 
 def assert_same(ours: TokenBatch, theirs: TokenBatch) -> None:
-    for name in vars(theirs).keys() - {"notes"}:
+    assert ours.run == theirs.run
+    for name in vars(theirs).keys() - {"notes", "run"}:
         pair = getattr(ours, name), getattr(theirs, name)
         torch.testing.assert_close(*pair, rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: n)
 
