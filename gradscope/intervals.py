@@ -34,6 +34,9 @@ Column = Iterable | np.generic | float
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Edges of the paper's four intervals."""
 
+WIDE = 10.0
+"""Factor from the lower to the upper bound of a mean size above which bounds beyond all sizes are left out."""
+
 _FRACTIONS = {0.25: "¼", 0.5: "½", 0.75: "¾"}
 
 
@@ -95,7 +98,8 @@ def summarize(
 
     Returns:
         Columns interval, label, num_tokens, num_measured, value, lower, upper. The mean or rms of no tokens is NaN;
-        bounds are NaN if there are too few prompts with measured tokens, or too few tokens (`resampling.short_of`).
+        bounds are NaN if there are too few prompts with measured tokens, or too few tokens (`resampling.short_of`),
+        and for a mean or rms of sizes also if no batch could contradict them: see `_says_nothing`.
     """
     settings = {"statistic": statistic, "resampling": resampling, "probabilities": probabilities, "sizes": sizes}
     return _label(summarize_cells(values, intervals, clusters, len(edges) - 1, **settings), edges)
@@ -141,7 +145,21 @@ def summarize_cells(
 
     scale = SHARE if statistic == "mean" and not sampled and np.isin(amounts, (0, 1)).all() else SIZE
     scale = scale if (amounts >= 0).all() else ANY
-    return _table(evaluate, totals, counts, resampling, scale, worth if sampled else None)
+    table = _table(evaluate, totals, counts, resampling, scale, worth if sampled else None)
+    if scale is SIZE and statistic != "sum":
+        table.loc[_says_nothing(table, np.abs(values[measured]), np.asarray(cells)[measured]), ["lower", "upper"]] = (
+            np.nan
+        )
+    return table
+
+
+def _says_nothing(table: "pd.DataFrame", sizes: np.ndarray, cells: np.ndarray) -> np.ndarray:
+    """Return the cells whose bounds on a mean size contain every measured size and span more than a factor `WIDE`."""
+    least, greatest = np.full(len(table), np.inf), np.zeros(len(table))
+    np.minimum.at(least, cells, sizes)
+    np.maximum.at(greatest, cells, sizes)
+    lower, upper = table["lower"].to_numpy(), table["upper"].to_numpy()
+    return (lower <= least) & (upper >= greatest) & (upper > WIDE * lower)
 
 
 def interval_shares(

@@ -143,6 +143,17 @@ def test_one_cluster_has_values_but_no_bounds():
         assert table[["lower", "upper"]].isna().all(axis=None)
 
 
+@pytest.mark.parametrize("statistic", ["mean", "rms"])
+def test_bounds_of_a_mean_size_that_no_batch_could_contradict_are_left_out(statistic):
+    # Six prompts with a token each: of one size, to 2 %; and one of them a thousand times the others.
+    even, uneven = 10 + 0.2 * np.arange(6), np.array([0.1, 0.12, 0.09, 0.11, 0.1, 115.0])
+    intervals, clusters = np.repeat([0, 3], 6), np.tile(np.arange(6), 2)
+    table = summarize(np.concatenate([even, uneven]), intervals, clusters, statistic=statistic).set_index("interval")
+    assert table["value"][3] > 10
+    assert table["lower"][0] < table["value"][0] < table["upper"][0]
+    assert np.isnan(table.loc[3, ["lower", "upper"]]).all()
+
+
 def test_summaries_refuse_what_does_not_fit_together():
     cases = [
         (([1.0], [0, 1], [0, 0]), {}),
