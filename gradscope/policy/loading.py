@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -377,10 +378,9 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
-    if not any(
-        (folder / f).is_file()
-        for f in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
-    ):
+    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+    files += ("tekken.json",) if find_spec("mistral_common") else ()  # its only reader
+    if not any((folder / f).is_file() for f in files):
         return None
     refuse_huge_files(folder)
     loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])

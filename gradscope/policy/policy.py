@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -230,9 +231,12 @@ class Policy:
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
         if self.tokenizer is None:
+            instead = "save one there"
+            if self.path and (Path(self.path) / "tekken.json").is_file():
+                instead = "install mistral-common, which reads its tekken.json"
             raise InputError(
-                f"text needs a tokenizer, but {self.path or 'this policy'} has none; save one there, or give "
-                "prompt_ids and response_ids"
+                f"text needs a tokenizer, but {self.path or 'this policy'} has none; {instead}, or give prompt_ids and "
+                "response_ids"
             )
         return self.tokenizer
 

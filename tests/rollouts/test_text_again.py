@@ -6,12 +6,13 @@ import json
 import os
 from dataclasses import replace
 from datetime import datetime
+from importlib.util import find_spec
 
 import pytest
-from support.policies import BOS, make_policy, make_tokenizer, write_jsonl
+from support.policies import BOS, make_policy, make_tokenizer, save_checkpoint, write_jsonl
 from support.refusals import refused
 
-from gradscope.policy import Policy
+from gradscope.policy import Policy, load_policy
 from gradscope.rollouts import read_dump, read_rollouts
 
 CHAT = [{"role": "user", "content": "w4 w5"}]
@@ -165,3 +166,32 @@ def test_a_chat_under_messages_or_as_numpy_prints_it_is_the_chat(tmp_path):
     ]
     batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", rows), policy)
     assert [ids_of(batch, row) for row in range(4)] == [ids_of(batch)] * 4
+
+
+def test_a_tokenizer_that_renders_chats_by_code_of_its_own_is_asked(tmp_path):
+    policy = policy_of()
+
+    class Renders(type(policy.tokenizer)):  # as mistral-common's, which has no template
+        chat_template = None
+
+        def apply_chat_template(self, chat, **how):
+            return [BOS, 9, *self.convert_tokens_to_ids(chat[0]["content"].split())]
+
+    policy.tokenizer.__class__ = Renders
+    policy.tokenizer.__dict__.pop("chat_template", None)
+    path = write_jsonl(tmp_path / "r.jsonl", [{"prompt": CHAT, "response": "w7"}])
+    assert ids_of(read_rollouts(path, policy)) == [BOS, 9, 4, 5, 7]
+
+
+def test_a_folder_whose_tokenizer_only_mistral_common_reads_is_loaded_for_ids(tmp_path):
+    model = save_checkpoint(tmp_path / "model", "llama")
+    for file in model.glob("*token*"):
+        file.unlink()
+    (model / "tekken.json").write_text("{}")
+    if find_spec("mistral_common"):
+        pytest.skip("mistral-common is there")
+    policy = load_policy(model)
+    ids = write_jsonl(tmp_path / "ids.jsonl", [{"prompt_ids": [4], "response_ids": [5]}])
+    assert len(read_rollouts(ids, policy)) == 1
+    with refused("mistral-common"):
+        read_rollouts(write_jsonl(tmp_path / "r.jsonl", [{"prompt": "w4", "response": "w7"}]), policy)
