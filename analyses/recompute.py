@@ -4,11 +4,12 @@
 
 `analyses.paper_repro` tells which cells of the figures' CSVs the pages quote. Each is computed here from what is kept
 of runs (test.csv, metrics, responses) and measurements (analyses/runs/SCALE/measured) in plain pandas, numpy and scipy:
-nothing is imported of what made the CSVs. From a CSV only the keys of its rows are read, since Holm's correction needs
+nothing is imported of what made the CSVs. Of summed gradients the norms and shares of each batch are kept, or, at best,
+inner products by prompt; from these on. From a CSV only the keys of its rows are read, since Holm's correction needs
 the family. Printed are the numbers that differ (--all: every one): page, cell, quoted, recomputed.
 
-A value or a t interval must agree to a thousandth (or to the printed digits); bounds by resampling prompts, which are
-drawn again here, to a third of the interval's width. KEPT_SUMMARIES are not recomputable: only summaries are kept.
+A value or a t interval must agree to a thousandth; bounds by resampling prompts, which are drawn again here, to a third
+of the interval's width. KEPT_SUMMARIES are not recomputable: only summaries are kept.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ KEPT_SUMMARIES = {
     "certain/proxies": "tokens were not kept",
     "smollm2: gradient_share": "inner products were not kept",
     "gemma3: gradient_share": "inner products were not kept",
+    "certain/base_policy_gradients: share": "only the batches' mean was kept",
+    "certain/base_policy_gradients: share_sd": "only the batches' mean was kept",
+    "certain/base_policy_intervals: gradient_norm": "only the batches' mean was kept",
     "words/words_trained_weightings: cosine": "inner products were not kept",
 }
 """{table, or table: statistic or column: why}."""
@@ -56,11 +60,11 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Resampled:
-    """A bound that was drawn by resampling, and is drawn again here."""
+class Near:
+    """A number that agrees within some slack: a bound by resampling, drawn again here, or one of rounded tables."""
 
     value: float
-    width: float
+    slack: float
 
 
 # ---- statistics
@@ -113,8 +117,8 @@ def jackknife(
     return float(low), float(high)
 
 
-def bounded(value: float, low: float, high: float, names: tuple[str, str, str]) -> dict[str, float | Resampled]:
-    return {names[0]: value, names[1]: Resampled(low, high - low), names[2]: Resampled(high, high - low)}
+def bounded(value: float, low: float, high: float, names: tuple[str, str, str]) -> dict[str, float | Near]:
+    return {names[0]: value, names[1]: Near(low, (high - low) / 3), names[2]: Near(high, (high - low) / 3)}
 
 
 def power(effect: float, sd: float, n: int, level: float) -> float:
@@ -316,7 +320,7 @@ def find(rows: pd.DataFrame, cell: Cell) -> pd.DataFrame:
 
 
 @cache
-def powers(scale: str, name: str, quantity: str) -> dict[str, float | Resampled]:
+def powers(scale: str, name: str, quantity: str) -> dict[str, float | Near]:
     """The slope of log norm on log(1 − π), where 1 − π > .001."""
     tokens = measured(scale, name)
     tokens = tokens[tokens["temperature"] == 1.0] if "temperature" in tokens else tokens
@@ -335,7 +339,7 @@ def powers(scale: str, name: str, quantity: str) -> dict[str, float | Resampled]
     return facts | bounded(value, *redraw(fit, prompt.max() + 1), ("slope", "slope_lower", "slope_upper"))
 
 
-def rare_share(tokens: pd.DataFrame, column: str) -> float | Resampled:
+def rare_share(tokens: pd.DataFrame, column: str) -> float | Near:
     """The share of the tokens that has π < ¼."""
     prompts = tokens.assign(low=tokens["interval"] == 0).groupby("group")["low"].agg(["sum", "size"])
     rare, whole = prompts["sum"].to_numpy(float), prompts["size"].to_numpy(float)
@@ -344,7 +348,7 @@ def rare_share(tokens: pd.DataFrame, column: str) -> float | Resampled:
     return bounded(of(np.ones(len(rare))), *ends, ("value", "lower", "upper"))[column]
 
 
-def theory(scale: str, name: str, cell: Cell) -> float | Resampled:
+def theory(scale: str, name: str, cell: Cell) -> float | Near:
     quantity = dict(cell.where)["quantity"]
     if cell.column == "gain_ratio":
         tokens = measured(scale, name)
@@ -353,22 +357,32 @@ def theory(scale: str, name: str, cell: Cell) -> float | Resampled:
     return powers(scale, name, quantity)[cell.column]
 
 
-def over_batches(similar: pd.DataFrame, cell: Cell) -> float:
-    similar = similar[similar["batch"].astype(str) != "all"]
-    for key, value in cell.where:
-        if key in similar and key not in ("update", "batch"):
-            same = similar[key].astype(str) == value
-            similar = similar[same | (pd.to_numeric(similar[key], errors="coerce") == as_number(value))]
-    wide = similar.pivot(index="batch", columns="update", values="correlation")
-    found = t_interval(wide["only-0"] - wide["only-3"])
-    return (found | {"correlation": found["mean"]})[cell.column]
+def over_batches(tokens: pd.DataFrame, cell: Cell) -> Near:
+    """How much more a step on [0, ¼) than one on [¾, 1] resembles the step on all, in log odds of the other tokens.
+
+    From probabilities in single precision, without tokens that it takes for certain: hence the slack.
+    """
+    prob, apart = tokens["prob"].astype(float), []
+
+    def change(update: str) -> pd.Series:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            after, before = (np.log(p) - np.log1p(-p) for p in (prob + tokens[f"delta_prob.{update}"], prob))
+        return after - before
+
+    changes = {update: change(update).replace([np.inf, -np.inf], np.nan) for update in ("all", "only-0", "only-3")}
+    for _, own in tokens.groupby("batch"):
+        low, high = (
+            changes["all"][own.index[own["interval"] != place]].corr(changes[update])
+            for update, place in (("only-0", 0), ("only-3", 3))
+        )
+        apart.append(low - high)
+    found = t_interval(apart)
+    return Near((found | {"correlation": found["mean"]})[cell.column], 0.003)
 
 
-def as_number(value: str) -> float:
-    try:
-        return float(value)
-    except ValueError:
-        return np.nan
+def at_temperature(temperature: str) -> pd.DataFrame:
+    moves = measured("words", "pretrained_batches/moves.parquet")
+    return moves[moves["temperature"] == float(temperature)].reset_index(drop=True)
 
 
 def batch_norms(cell: Cell) -> float:
@@ -395,16 +409,7 @@ def base_intervals(scale: str, cell: Cell) -> float:
     place = INTERVALS.index(dict(cell.where)["interval"])
     if cell.column == "token_share":
         return float((tokens["interval"] == place).mean())
-    if cell.column == "advantage_median":
-        return float(tokens.loc[tokens["interval"] == place, "advantage"].median())
-    sums = measured(scale, "base_policy/gradients.csv").set_index("interval")["norm"]
-    return float(sums[str(place)] / sums["all"])
-
-
-def base_gradients(scale: str, cell: Cell) -> float:
-    if cell.column == "num_tokens":
-        return float(len(measured(scale, "base_policy/tokens.parquet")))
-    return float(find(measured(scale, "base_policy/gradients.csv"), cell)[cell.column].iloc[0])
+    return float(tokens.loc[tokens["interval"] == place, "advantage"].median())
 
 
 def directions(scale: str, cell: Cell) -> float:
@@ -500,7 +505,7 @@ def seconds(scale: str, cell: Cell) -> float:
 
 
 @cache
-def correlate(scale: str, category: str) -> dict[str, float | Resampled]:
+def correlate(scale: str, category: str) -> dict[str, float | Near]:
     own = word_counts(scale, "grpo", category)
     of, clusters = pearson(own["words"], own["reward"], own["group"])
     return bounded(of(np.ones(clusters)), *redraw(of, clusters), ("correlation", "lower", "upper"))
@@ -560,7 +565,7 @@ def prediction() -> pd.DataFrame:
     return table.assign(origin=table.groupby(["scale", "seed", "step"]).ngroup())
 
 
-def prediction_scores(cell: Cell) -> float | Resampled:
+def prediction_scores(cell: Cell) -> float | Near:
     name, table = dict(cell.where)["score"], prediction().copy()
     if name == "right signs, by steps alone":
         table["predicted"] = np.where(table["method"].isin(["lopti", "random-split"]), 1.0, -1.0)
@@ -616,7 +621,7 @@ def judged_responses(cell: Cell) -> pd.DataFrame:
 
 
 @cache
-def judge(cell: Cell) -> float | Resampled:
+def judge(cell: Cell) -> float | Near:
     own = judged_responses(cell)
     x, y = own["x"].to_numpy(float), own["y"].to_numpy(float)
     if cell.column in ("r2", "slope"):
@@ -626,10 +631,10 @@ def judge(cell: Cell) -> float | Resampled:
     if cell.column == "spearman":
         return rank(np.ones(clusters))
     ends = jackknife(rank, clusters, least=-1.0, wider=False)
-    return Resampled(ends[cell.column.endswith("upper")], ends[1] - ends[0])
+    return Near(ends[cell.column.endswith("upper")], (ends[1] - ends[0]) / 3)
 
 
-def saved_variance(cell: Cell) -> float | Resampled:
+def saved_variance(cell: Cell) -> float | Near:
     where = dict(cell.where)
     own = measured("cpu", "optimal_baseline/responses.parquet").query(f"policy == '{where['policy']}'")
     sums = own.groupby("group").sum(numeric_only=True)
@@ -678,7 +683,7 @@ def gate_runs(cell: Cell) -> float:
     return {"made": made, "planned": 3 * 2}[cell.column]
 
 
-def trained(cell: Cell) -> float | Resampled:
+def trained(cell: Cell) -> float | Near:
     """SmolLM2 at the end of one run: shares of its tokens, and of 24 problems' summed gradient."""
     where = dict(cell.where)
     if where["statistic"] == "token_share":
@@ -731,14 +736,14 @@ def means_of_records(cell: Cell) -> float:
     return float(record(where["scale"], where["track"], where["variant"], where["record"], where["steps"]).mean())
 
 
-def pretrained(cell: Cell, name: str) -> float | Resampled:
+def pretrained(cell: Cell, name: str) -> float | Near:
     if cell.file.endswith("_theory"):
         return theory("cpu", name, cell)
     return rare_share(measured("cpu", name), cell.column)
 
 
-MEASURED: dict[str, Callable[[str, Cell], float | Resampled]] = {
-    "base_policy_gradients": base_gradients,
+MEASURED: dict[str, Callable[[str, Cell], float | Near]] = {
+    "base_policy_gradients": lambda scale, _: float(len(measured(scale, "base_policy/tokens.parquet"))),
     "base_policy_intervals": base_intervals,
     "base_policy_theory": lambda scale, cell: theory(scale, "base_policy/tokens.parquet", cell),
     "batch_sizes": batch_sizes,
@@ -746,7 +751,7 @@ MEASURED: dict[str, Callable[[str, Cell], float | Resampled]] = {
     "dominance_adamw": dominance,
     "dominance_adamw_contrasts": dominance,
     "fig1": lambda _, cell: moved(cell),
-    "fig1_similarity": lambda scale, cell: over_batches(measured(scale, "updates/similarity.csv"), cell),
+    "fig1_similarity": lambda scale, cell: over_batches(measured(scale, "updates/tokens.parquet"), cell),
     "fig3_intervals": directions,
     "fig4_accuracy": accuracies,
     "fig5_correlations": lambda scale, cell: correlate(scale, dict(cell.where)["category"])[cell.column],
@@ -768,9 +773,7 @@ MEASURED: dict[str, Callable[[str, Cell], float | Resampled]] = {
     "table6": seconds,
     "words/pretrained_norms": lambda _, cell: batch_norms(cell),
     "words/pretrained_powers": lambda _, cell: theory("words", "pretrained_batches/tokens.parquet", cell),
-    "words/pretrained_similarity": lambda _, cell: over_batches(
-        measured("words", "pretrained_batches/similarity.csv"), cell
-    ),
+    "words/pretrained_similarity": lambda _, cell: over_batches(at_temperature(dict(cell.where)["temperature"]), cell),
     "words/words_gates": lambda _, cell: gates(cell),
     "words/words_runs": lambda _, cell: gate_runs(cell),
     "words/words_trained": lambda _, cell: trained(cell),
@@ -785,7 +788,7 @@ def why_not(cell: Cell) -> str | None:
     return next((KEPT_SUMMARIES[part] for part in parts if part in KEPT_SUMMARIES), None)
 
 
-def recompute(cell: Cell, figures: Path) -> float | Resampled:
+def recompute(cell: Cell, figures: Path) -> float | Near:
     name = cell.file.removeprefix("certain/")
     scale = "cpu" if name == cell.file else "certain"
     if name in FAMILIES:
@@ -793,9 +796,9 @@ def recompute(cell: Cell, figures: Path) -> float | Resampled:
     return MEASURED[name](scale, cell)
 
 
-def agrees(cell: Cell, found: float | Resampled) -> bool:
-    if isinstance(found, Resampled):
-        return abs(found.value - cell.value) <= found.width / 3
+def agrees(cell: Cell, found: float | Near) -> bool:
+    if isinstance(found, Near):
+        return abs(found.value - cell.value) <= found.slack
     return abs(found - cell.value) <= max(1e-3 * abs(cell.value), 1e-6, 0.05 * 10.0**-cell.digits)
 
 
@@ -809,7 +812,7 @@ def table(figures: Path) -> pd.DataFrame:
             rows.append(row | {"recomputed": np.nan, "equal": f"not recomputable: {reason}"})
             continue
         found = recompute(cell, figures)
-        value = found.value if isinstance(found, Resampled) else found
+        value = found.value if isinstance(found, Near) else found
         rows.append(row | {"recomputed": value, "equal": "yes" if agrees(cell, found) else "no"})
     return pd.DataFrame(rows)
 
