@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 
 from analyses.common.contrasts import differences, summarize
 from analyses.common.curves import BAND, draw_curves, smooth
-from analyses.common.experiments import needs
+from analyses.common.experiments import labels, needs
 from analyses.common.read_runs import read_metrics
 from analyses.common.records import LATE, late_means
 from analyses.common.script import exit_with
@@ -90,10 +90,8 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
     ax.hlines(shown.index, shown["lower"], shown["upper"], color="black", lw=1)
     ax.plot(shown["difference"], shown.index, "o", color="black", ms=3.5)
     ax.axvline(0, color=NEUTRAL, lw=0.7, zorder=0)
-    names = [
-        f"{POLICIES[row.scale]}, {row.track}: {row.variant} − {row.baseline} ({row.seeds})"
-        for row in shown.itertuples()
-    ]
+    settings, words = shown["scale"].map(POLICIES) + ", " + shown["track"], shown.replace(labels())
+    names = settings + ": " + words["variant"] + " − " + words["baseline"] + " (" + shown["seeds"].astype(str) + ")"
     ax.set_yticks(shown.index, names, fontsize=6)
     ax.invert_yaxis()
     ax.set_xlabel("difference of the share")
