@@ -55,8 +55,10 @@ class Passes:
         self._steps[row.path].add(row.step)
         self._last[row.path] = visit = Visit(row.path, number, row.step)
         prompt = row.columns.get("prompt_ids", row.columns.get("prompt"))
-        own = tuple(prompt) if isinstance(prompt, list) and all(type(i) is int for i in prompt) else str(prompt)
-        key = hash((str(row.columns.get("process")), own))
+        try:
+            key = hash((str(row.columns.get("process")), tuple(prompt) if isinstance(prompt, list) else prompt))
+        except TypeError:  # a chat
+            key = hash((str(row.columns.get("process")), str(prompt)))
         self._prompts[row.path, number, row.step][key] += 1
         self._close((row.path, number, row.step, key), visit)
         if row.path is not None:

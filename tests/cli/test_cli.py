@@ -99,6 +99,7 @@ def test_measure_writes_the_table_that_the_function_returns_and_a_manifest(run, 
     assert set(manifest["files"]) == {n for n in files(out) if n not in ("manifest.json", "figures")}
 
 
+@pytest.mark.filterwarnings("ignore::gradscope.gradients.ContradictionWarning")  # at another temperature
 def test_the_flags_reach_the_measurement(run, model, rollouts, tmp_path):
     out = tmp_path / "out"
     flags = ["--temperature", "0.7", "--tokens-per-interval", 2, "--seed", 3, "--dtype", "float64", "--per-module"]
@@ -311,6 +312,7 @@ def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path
     assert_one_line(run(*args, "--kl-estimator", "k1"), "kl_estimator k3, not k1")
 
 
+@pytest.mark.filterwarnings("ignore::gradscope.gradients.ContradictionWarning")  # at another temperature
 def test_other_arguments_are_refused_until_overwrite_is_given(run, model, rollouts, tmp_path):
     out = tmp_path / "out"
     args = ["measure", model, rollouts, "--out", out, *QUICK]
