@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from gradscope.cli.flags import MeasuredPolicyFlags, ReadingFlags, command_progress, load_quietly, print_notes
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.objective import LossSettings
+from gradscope.objective import LossSettings, resolve_advantages
 from gradscope.policy import checkpoint_step, find_policy_state, float_parameters
 from gradscope.rollouts import Dump, read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
@@ -86,11 +86,12 @@ class Audit(ReadingFlags, MeasuredPolicyFlags):
         if gradient is None:
             told = ", ".join(given)
             raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
-        names = ("micro_batch", "processes", "max_grad_norm", "advantage_eps", "precision")
-        settings = {name: getattr(self, name) for name in names}
+        settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
         settings["loss"] = self.own_loss(self.loss, dump)
+        run = replace(dump.batch.run, precision=self.precision or dump.batch.run.precision)
+        batch = replace(dump.batch, advantages=resolve_advantages(dump.batch, eps=self.advantage_eps), run=run)
         with progress.stage("the exact gradient"):
-            found = audit(policy, dump.batch, gradient, **settings, resources=Resources(progress=progress))
+            found = audit(policy, batch, gradient, **settings, resources=Resources(progress=progress))
         if found.precision is None and found.kind in ("factor", "other"):
             notes.append(ROUNDED)
             print_notes([ROUNDED])

@@ -4,7 +4,7 @@ from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collat
 from gradscope.rollouts.caveats import count_served, own_first, own_responses, served_prompts
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, select_checkpoint_step
-from gradscope.rollouts.files import LOSS_KEY, list_files, rollouts_hash
+from gradscope.rollouts.files import LOSS_KEY, RUN_KEY, list_files, rollouts_hash
 from gradscope.rollouts.formats.base import Column, Format
 from gradscope.rollouts.formats.native import write_rollouts
 from gradscope.rollouts.reading import (
@@ -21,7 +21,7 @@ from gradscope.rollouts.reading import (
     read_logged,
     read_rollouts,
 )
-from gradscope.rollouts.trained_run import RUN_KEY, Precision, TrainedRun
+from gradscope.rollouts.trained_run import Precision, TrainedRun
 
 __all__ = [
     "LARGEST", "LOSS_KEY", "READER", "READERS", "RUN_KEY", "BatchLike", "Column", "Dump", "Format", "LogSteps", "Note",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from gradscope.errors import InputError, show
 from gradscope.rollouts.pickled import read_pickled
+from gradscope.rollouts.trained_run import Precision, TrainedRun
 from gradscope.runs import (
     PACKED,
     Inert,
@@ -49,6 +50,8 @@ IN_SAMPLES = frozenset(
 
 LOSS_KEY = b"gradscope.loss"
 """Key of the loss settings, a JSON object, in a parquet file's schema metadata."""
+RUN_KEY = b"gradscope.run"
+"""Key of a TrainedRun's fields, a JSON object, in a parquet file's schema metadata."""
 
 STEPS = ("step", "global_step", "training_step", "train_step")
 """Names of the training-step column."""
@@ -174,6 +177,27 @@ def read_loss(path: Path) -> dict[str, Any] | None:
     if not isinstance(loss, dict):
         raise InputError(f"{path}: the loss settings are {show(loss)}; give an object, {{setting: value}}")
     return loss
+
+
+def read_run(files: Iterable[Path]) -> TrainedRun:
+    """Read what the first of a log's parquet files that has RUN_KEY says of the run; nothing if none has it."""
+    told = (parquet_metadata(file).get(RUN_KEY) for file in files if file.suffix == ".parquet")
+    if (entry := next(filter(None, told), None)) is None:
+        return TrainedRun()
+    try:
+        found = parse_json(entry)
+    except ValueError:  # another program's
+        return TrainedRun()
+    if not isinstance(found, dict):
+        return TrainedRun()
+    precision = found.get("precision")
+    trained, frozen = (_known_names(found.get(name)) for name in ("trained", "frozen"))
+    return TrainedRun(precision if precision in get_args(Precision) else None, trained, frozen or frozenset())
+
+
+def _known_names(values: Any) -> frozenset[str] | None:
+    known = isinstance(values, list) and all(isinstance(name, str) for name in values)
+    return frozenset(values) if known else None
 
 
 def _natural_key(path: Path) -> list[Any]:

@@ -13,7 +13,7 @@ from gradscope.rollouts.batch import Note, TokenBatch
 from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
 from gradscope.rollouts.checks import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
-from gradscope.rollouts.files import Record, list_files, named_steps, read_records
+from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run
 from gradscope.rollouts.formats.areal import AREAL
 from gradscope.rollouts.formats.base import TORN, Format, ReadingOptions, Row
 from gradscope.rollouts.formats.columns import read_rows
@@ -31,7 +31,6 @@ from gradscope.rollouts.formats.torchtitan import TORCHTITAN
 from gradscope.rollouts.formats.trl import TRL
 from gradscope.rollouts.formats.verl import VERL
 from gradscope.rollouts.restarts import Passes
-from gradscope.rollouts.trained_run import read_run
 from gradscope.runs import parquet_values, run_file
 
 READERS: dict[str, Format] = {

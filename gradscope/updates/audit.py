@@ -126,15 +126,14 @@ def audit(
     micro_batch: int | None = None,
     processes: int | None = None,
     max_grad_norm: int | float | None = None,
-    advantage_eps: int | float = 1e-6,
-    precision: Precision | None = None,
     resources: Resources | None = None,
 ) -> Audit:
     """Compare the gradient of a trainer's step with the exact gradient of the loss on that step's batch.
 
     Args:
         policy: The weights before the step; load an adapter with params="adapter".
-        batch: All responses of the step, in the trainer's order, with advantages, and with π_old if off-policy.
+        batch: All responses of the step, in the trainer's order, with advantages, and with π_old if off-policy. Its
+            `run` tells the precision of the trainer's passes, where the gradient's own numbers do not show it.
         gradient: The trainer's gradient before the optimizer step, by parameter name; or only its norm, which reveals
             less.
         loss: The trained loss; None: as recorded in the log at a path, or else the paper's.
@@ -142,8 +141,6 @@ def audit(
         processes: Number of the trainer's processes, each with an equal, consecutive part of the responses; None: as
             recorded in the batch, if at all.
         max_grad_norm: The trainer's clipping threshold, if the gradient was recorded after clipping.
-        advantage_eps: Added to a group's standard deviation where advantages are computed from rewards.
-        precision: Of the trainer's passes; None: as the gradient's own numbers show, or as recorded in the batch.
 
     Raises:
         InputError: if names or shapes do not match the policy's, the gradient is 0 or not finite, or the batch has no
@@ -151,12 +148,12 @@ def audit(
     """
     policy, batch, told = read_logged(policy, batch)
     loss = LossSettings.from_log(told) if loss is None else loss
-    batch = replace(batch, advantages=resolve_advantages(batch, eps=advantage_eps))
+    batch = replace(batch, advantages=resolve_advantages(batch))
     run, slices = batch.run, flat_slices(policy.model)
     theirs = _match(gradient, slices) if isinstance(gradient, Mapping) else None
     if theirs is not None and not any(own.any() for own in theirs.values()):
         raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
-    precision = precision or (None if theirs is None else _show_precision(theirs)) or run.precision
+    precision = (None if theirs is None else _show_precision(theirs)) or run.precision
     readings = Readings(TokenJacobian(policy, batch, resources), loss, TokenRows.of(batch, micro_batch, processes))
     trains = run.trains if any(map(run.trains, slices)) else slices.__contains__  # by names of another model
     search = Search(readings, theirs, trains)

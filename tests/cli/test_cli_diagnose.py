@@ -76,7 +76,8 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     # The schedule's last rate is 0: the one that it began with is taken, Trainer's default, clipped at 1.
     state = read_optimizer_file(trained / "optimizer.pt")
     assert [group["lr"] for group in state["param_groups"]] == [0, 0]
-    step = StepSettings("adamw", 5e-5, 0.1, (0.9, 0.999), 1e-8, max_grad_norm=1.0)
+    assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.0]
+    step = StepSettings("adamw", 5e-5, None, (0.9, 0.999), 1e-8, max_grad_norm=1.0)
     settings = DiagnosisSettings(step=step)
     wanted = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     found = read_statistics(out)

@@ -210,7 +210,6 @@ def test_a_norm_alone_is_not_told_from_what_bfloat16_does_to_it(factor, kind):
     norm = check(policy, batch, 1.0).readings["norm"][0]
     logged = replace(batch, run=TrainedRun("bfloat16"))
     for told, wanted in (
-        (check(policy, batch, factor * float(norm), precision="bfloat16"), kind),
         (check(policy, logged, factor * float(norm)), kind),
         (check(policy, batch, factor * float(norm)), "same" if factor == 1 else "factor"),
     ):
@@ -234,7 +233,7 @@ def test_a_multiple_is_told_from_what_passes_in_bfloat16_do(strength):
         gradient = train(policy, batch, token_mean(batch))
     name = "model.layers.1.mlp.up_proj.weight"
     gradient[name] = strength * gradient[name]
-    found = check(policy, batch, gradient, precision="bfloat16")
+    found = check(policy, replace(batch, run=TrainedRun("bfloat16")), gradient)
     planted = strength != 1.0
     assert (found.kind, found.odd) == (("parameters", (name,)) if planted else ("rounding", ()))
     assert found.parting["group"].tolist() == ["MLP"] * planted

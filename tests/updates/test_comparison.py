@@ -483,7 +483,8 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     looks = len(case.batch)  # at log π_old, which are planted at some distance from log π
     # A derivative is a forward pass; all prompts go together where they are not needed apart; of entropy one each.
-    assert counts == {"forward": looks + prompts + rows + 2, "backward": prompts * rows + 1}
+    rescored = 4  # responses, to see whether the table is this policy's
+    assert counts == {"forward": looks + rescored + prompts + rows + 2, "backward": prompts * rows + 1}
     assert distinct_rows(case.table, weightings, settle()) == rows
 
 
