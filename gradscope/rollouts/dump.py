@@ -398,7 +398,7 @@ class _Reading:
             )
         self._agreement.check()
         for reason, error in self._unfit.items():
-            if self._left_out[reason] > len(self.responses):
+            if self._left_out[reason] >= len(self.responses):
                 raise error  # not a few odd rows: another checkpoint's log, another sampler's
         self._drop_unweighted()
         if not self.responses:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from support.policies import make_policy, make_responses, make_tokenizer, write_jsonl
+from support.policies import CONTEXT, VOCAB, make_policy, make_responses, make_tokenizer, write_jsonl
 from support.refusals import refused
 from transformers import PreTrainedTokenizerFast
 
@@ -142,6 +142,7 @@ def test_a_near_miss_of_a_column_is_refused_with_the_right_name(tmp_path, name, 
 
 
 nan, inf = math.nan, math.inf
+LONG = [7] * CONTEXT
 VALID = {
     "advantage": 1.0,
     "reward": 1.0,
@@ -154,10 +155,12 @@ VALID = {
 BAD_ROWS = {
     "no response": {"prompt_ids": [4]},
     "no prompt": {"response": "w7"},
-    "half ids, half nothing": {"prompt_ids": [4], "prompt": "w7"},
+    "ids and text of the prompt alone": {"prompt_ids": [4], "prompt": "w7"},
     "empty prompt": GOOD | {"prompt_ids": []},
     "ids that are text": GOOD | {"response_ids": ["7"]},
     "ids that are fractions": GOOD | {"prompt_ids": [4.5]},
+    "an id beyond the vocabulary": GOOD | {"response_ids": [7, VOCAB]},
+    "longer than the context": GOOD | {"response_ids": LONG},
     "text response that is a number": TEXT | {"response": 7},
     "prompt that is a number": TEXT | {"prompt": 7},
     "old_logprobs beyond float32": GOOD | {"old_logprobs": [-1.0, -1e39]},
@@ -166,6 +169,8 @@ BAD_ROWS = {
     "ref_logprobs of another length": GOOD | {"ref_logprobs": [-1.0] * 5},
     "mask of another length": GOOD | {"response_mask": [1, 1, 1]},
     "mask of other numbers": GOOD | {"response_mask": [0, 2]},
+    "temperature 0": GOOD | {"temperature": 0.0},
+    "temperature that overflows": GOOD | {"temperature": 1e-30},
     "reward beyond float64": GOOD | {"reward": 10**400},
     "group that is a list": GOOD | {"group": [1, 2]},
 }

@@ -178,6 +178,7 @@ UNFIT = {
     "too cold": {"temperature": 1e-30},
     "unknown": {"temperature": "nan"},
     "too long": {"response_ids": [7] * CONTEXT},
+    "no response": {"response_ids": None},
     "an id beyond the vocabulary": {"response_ids": [7, VOCAB]},
     "a prompt of other ids": {"prompt_ids": [4, VOCAB + 9]},
 }
@@ -196,7 +197,7 @@ def test_a_row_that_cannot_be_measured_is_left_out_counted_and_named_and_most_ar
     mean, std = sum(rewards) / 4, (sum((r - 0.5) ** 2 for r in rewards) / 3) ** 0.5
     wanted = [(r - mean) / (std + 1e-6) for r in (0.0, 1.0, 0.0)]
     assert resolve_advantages(batch)[:, 2].tolist() == pytest.approx(wanted, rel=1e-5)
-    most = write_jsonl(tmp_path / "most.jsonl", [good[0], *(r | odd for r in good)])
+    most = write_jsonl(tmp_path / "most.jsonl", [good[0], good[1] | odd])
     with refused("row 1 (line 2)"):
         read_rollouts(most, policy)
 

@@ -19,6 +19,7 @@ from gradscope.runs import parse_json
 
 LARGEST_ID = 2**31
 """No vocabulary has an id this large."""
+MISSING = "they have no prompt or no response"
 FOREIGN = "they hold ids that are not in the policy's vocabulary"
 TOO_LONG = "they are too long for the policy"
 GREEDY = "their sampling temperature is 0 (greedy), below 0 or unknown: there is no gradient to measure"
@@ -44,9 +45,10 @@ def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple
     parts = ("prompt", "response")
     has = [name for part in parts for name in (f"{part}_ids", part) if name in row.columns]
     if not all({part, f"{part}_ids"} & {*has} for part in parts):
-        raise InputError(
+        raise Unfit(
+            MISSING,
             f"{row.place}: a row needs `prompt_ids` or `prompt`, and `response_ids` or `response`; this one has "
-            f"{', '.join(has) or 'none of them'}"
+            f"{', '.join(has) or 'none of them'}",
         )
     if policy is None and not {"prompt_ids", "response_ids"} <= {*has}:
         raise InputError(f"{row.place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
