@@ -324,10 +324,9 @@ class _Reading:
                 )
         self.is_ids &= texts[1] is None
         key = self._group(row, prompt_ids)
-        response = parse_response(row, prompt_ids, response_ids, self._groups.get(key, len(self._groups)), kept,
-                                  self._options)  # fmt: skip
-        self._groups.setdefault(key, len(self._groups))
-        self.responses.append(response)
+        number = self._groups.get(key, len(self._groups))
+        self.responses.append(parse_response(row, prompt_ids, response_ids, number, kept, self._options))
+        self._groups[key] = number
         given, logged = self._options.temperature, row.columns.get("temperature")
         if given is not None and isinstance(logged, int | float) and math.isfinite(logged) and logged != given:
             self._temperatures[float(logged)] += 1

@@ -129,11 +129,8 @@ class Passes:
 
 
 def _name_steps(steps: Sequence[int]) -> str:
-    return (
-        f"step {steps[0]} comes back"
-        if len(steps) == 1
-        else f"{len(steps)} steps, {steps[0]} to {steps[-1]}, come back"
-    )
+    alone = f"step {steps[0]} comes back"
+    return alone if len(steps) == 1 else f"{len(steps)} steps, {steps[0]} to {steps[-1]}, come back"
 
 
 def note_twice(responses: Sequence[Response]) -> list[Note]:

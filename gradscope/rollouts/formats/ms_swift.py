@@ -16,15 +16,7 @@ from typing import Any
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import (
-    EVALUATED,
-    MADE_AGAIN,
-    RETOKENISED,
-    Format,
-    Row,
-    columns,
-    whole_number,
-)
+from gradscope.rollouts.formats.base import EVALUATED, MADE_AGAIN, RETOKENISED, Format, Row, columns, whole_number
 from gradscope.rollouts.formats.columns import read_row, split_lists
 
 REPEATED = "an earlier line holds the same generation (ms-swift writes the newest one at every logging step)"
@@ -41,16 +33,15 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     for _, file in groupby(records, key=lambda record: record.path):
         newest: list[tuple] = []
         before: int | None = None
-        records = [*file]
-        single = [isinstance(record.columns.get("prompt"), str) for record in records]  # with Ray
-        pairs = zip(records, single, strict=True)
+        own = [*file]
+        single = [isinstance(record.columns.get("prompt"), str) for record in own]  # with Ray
+        pairs = zip(own, single, strict=True)
         lines = [[record] if alone else [*split_lists(MS_SWIFT, record)] for record, alone in pairs]
         steps = [_step(line[0]) if line else None for line in lines]
         again = _made_again(steps)
         for number, (line, step) in enumerate(zip(lines, steps, strict=True)):
-            whole = (
-                MADE_AGAIN if number in again else EVALUATED if step == 0 else None
-            )  # nothing is trained on before 1
+            # Nothing is trained on before the first step.
+            whole = MADE_AGAIN if number in again else EVALUATED if step == 0 else None
             if whole or single[number]:
                 yield from (_row(entry, whole, policy) for entry in line)
                 continue

@@ -11,16 +11,7 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import (
-    AS_TEXT,
-    EVALUATED,
-    Column,
-    Format,
-    Row,
-    need,
-    need_objects,
-    whole_number,
-)
+from gradscope.rollouts.formats.base import AS_TEXT, EVALUATED, Column, Format, Row, need, need_objects, whole_number
 from gradscope.rollouts.formats.prime_rl import FAILED
 from gradscope.rollouts.formats.text import read_prompt
 

@@ -18,17 +18,7 @@ from statistics import fmean, stdev
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import (
-    EMPTY,
-    EVALUATED,
-    IMAGES,
-    ROUTED,
-    Column,
-    Format,
-    Row,
-    columns,
-    whole_number,
-)
+from gradscope.rollouts.formats.base import EMPTY, EVALUATED, IMAGES, ROUTED, Column, Format, Row, columns, whole_number
 from gradscope.rollouts.formats.columns import read_row
 
 UNTRAINED = "they have no train data, though other samples do"
