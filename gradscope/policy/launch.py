@@ -40,4 +40,6 @@ def join_launch(device: str | None) -> tuple[Processes, str | None]:
 
     join_processes("gloo" if on_cpu else "nccl")
     state = PartialState(cpu=on_cpu)
+    if state.num_processes != count:
+        raise InputError(f"{count} processes were started, but {state.num_processes} joined; launch with --multi_gpu")
     return Processes(state.process_index, state.num_processes), str(state.device)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -38,6 +38,7 @@ DATE = "strftime_now"
 class Policy:
     """A decoder-only causal language model with its tokenizer and the location of its blocks."""
 
+    DATE: ClassVar[str] = DATE
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase | None
     """The tokenizer; None if only ids are used."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gradscope.errors import InputError, show
-from gradscope.policy import DATE, Policy, check_prompt
+from gradscope.policy import Policy, check_prompt
 from gradscope.rollouts.batch import LARGEST, ROUNDING, Response
 from gradscope.rollouts.formats.base import ReadingOptions, Row
 from gradscope.rollouts.formats.text import CUT
@@ -104,14 +104,18 @@ def is_templated(row: Row) -> bool:
 def _encode_prompt(row: Row, policy: Policy, options: ReadingOptions) -> tuple[list[int], tuple[str, ...]]:
     """Return a prompt's ids, and a remark if its template put in a date: that of the log's file unless one is given."""
     told, dates = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}, []
-    if policy.puts_in_date and row.path is not None and DATE not in {**(policy.chat_template_kwargs or {}), **told}:
+    if (
+        policy.puts_in_date
+        and row.path is not None
+        and Policy.DATE not in {**(policy.chat_template_kwargs or {}), **told}
+    ):
         written = datetime.fromtimestamp(row.path.stat().st_mtime)
 
         def strftime_now(form: str) -> str:
             dates.append(written)
             return written.strftime(form)
 
-        told[DATE] = strftime_now
+        told[Policy.DATE] = strftime_now
     ids = _in_place(row, lambda prompt: policy.encode_prompt(prompt, chat_template_kwargs=told), row.columns["prompt"])
     return ids, tuple({DATED.format(f"{date:%Y-%m-%d}") for date in dates})
 
