@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isnan
 
-from gradscope.diagnosis.format import name_interval, says_nothing, times, times_words
+from gradscope.diagnosis.format import says_nothing, times
 from gradscope.diagnosis.result import Diagnosis, Verdict
 from gradscope.diagnosis.words import compare, more_tokens, reward_conflicts
 from gradscope.runs import counted
@@ -58,9 +58,8 @@ def _explained(d: Diagnosis) -> str:
     if any(compare(row, write=times) is not Verdict.UNDECIDED for _, row in known):
         return ""
     return (
-        "Nothing more to measure for this: (1−π)² alone explains the shares of every interval (for "
-        f"{name_interval(low)}, measured over predicted is {times_words(dict(known)[low])}), and TokenMonitor shows "
-        "that at every step, from the trainer's own forward pass."
+        "Nothing more to measure for this: (1−π)² alone explains the energy of every interval, within its bounds. "
+        "TokenMonitor shows that at every step, from the trainer's own forward pass."
     )
 
 

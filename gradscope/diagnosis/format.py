@@ -13,9 +13,11 @@ from gradscope.runs import digits
 
 VACUOUS = 0.9
 """Width of a share's interval from which on it says nothing of the share."""
+LEAST = 0.01
+"""Lower bound of a share from which on even a wide interval says something."""
 SPREAD = 100.0
 """Ratio of a positive number's bounds from which on they say nothing of it."""
-UNUSABLE = "(no usable interval)"
+UNUSABLE = "[no usable interval]"
 
 
 def percent(value: float) -> str:
@@ -39,10 +41,11 @@ def says_nothing(row: pd.Series, unit: str = "share") -> bool:
     >>> says_nothing(pd.Series({"lower": -10.33, "upper": 11.58}))
     True
     """
+    width = row["upper"] - row["lower"]
     if unit == "share":
-        return bool(row["upper"] - row["lower"] >= VACUOUS)
+        return bool(width >= VACUOUS and row["lower"] < LEAST)
     if unit == "bits":
-        return bool(row["upper"] - row["lower"] >= log2(SPREAD))
+        return bool(width >= log2(SPREAD) and row["lower"] < 0 < row["upper"])
     return bool(row["upper"] >= SPREAD * row["lower"])
 
 
@@ -52,12 +55,17 @@ def share_words(row: pd.Series) -> str:
     >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
     '48 % [27, 64]'
     >>> share_words(pd.Series({"value": 0.094, "lower": 0.00007, "upper": 0.99}))
-    '9.4 % (no usable interval)'
+    '9.4 % [no usable interval]'
     """
     if isnan(row["value"]):
         return "–"
     if says_nothing(row):
         return f"{percent(row['value'])} % {UNUSABLE}"
+    return share_bounds(row)
+
+
+def share_bounds(row: pd.Series) -> str:
+    """Write a share with its interval, which decides something."""
     return f"{percent(row['value'])} %{in_brackets(row['lower'], row['upper'], percent)}"
 
 
@@ -125,7 +133,7 @@ def norm_words(row: pd.Series) -> str:
     """Write a norm with three digits and its interval, unless that says nothing.
 
     >>> norm_words(pd.Series({"value": 21.0, "lower": 0.09, "upper": 5132.0}))
-    '21 (no usable interval)'
+    '21 [no usable interval]'
     """
     if says_nothing(row, "norm"):
         return f"{digits(row['value'], 3)} {UNUSABLE}"

@@ -23,7 +23,7 @@ SHARES = {
 }
 """Statistic and metric → words, colour and marker; missing ones are not drawn."""
 INDICES = {
-    ("predicted_index", "none"): ("(1−π) alone", "#999999", "D"),
+    ("predicted_index", "none"): ("(1−π)² alone", "#999999", "D"),
     ("dominance_index", "raw"): ("gradient energy", "#0072b2", "o"),
     ("dominance_index", "adamw"): ("gradient energy, AdamW", "#56b4e9", "^"),
     ("gradient_index", "raw"): ("summed gradients", "#d55e00", "o"),

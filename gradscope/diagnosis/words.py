@@ -14,6 +14,7 @@ from gradscope.diagnosis.format import (
     number_words,
     percent,
     says_nothing,
+    share_bounds,
     share_words,
     step_words,
     times,
@@ -140,7 +141,7 @@ def dominance_words(d: Diagnosis | Shares, metric: str, energy: str) -> Finding:
     whole += f"{times_words(index)} their share of the tokens"
     found = _judge_dominance(d, metric, energy, whole)
     if metric == "raw":
-        brief = f"hold {times_words(index)} as much of the {energy} as the average token"
+        brief = f"carry {times_words(index)} the average token's {energy}"
     else:
         brief = f"account for {share_words(share)} of the {energy}, {times_words(index)} their share of the tokens"
     return replace(found, brief=_judge_dominance(d, metric, energy, brief).statement)
@@ -163,7 +164,7 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
     if why := lack_words(d, index):
         return Finding(kind, Verdict.UNDECIDED, f"It is undecided how much of the {energy} {they} account for: {why}.")
     verdict = compare(index, write=times)
-    if verdict is Verdict.UNDECIDED and says_nothing(share):
+    if verdict is Verdict.UNDECIDED and (says_nothing(share) or says_nothing(index, "bits")):
         words = f"How much of the {energy} {they} account for cannot be told from this batch"
         return Finding(kind, verdict, f"{words}: {_why_vacuous(d, metric)}.", detail, "warn")
     if verdict is Verdict.MORE:
@@ -239,7 +240,7 @@ def prompts_to_decide(odds: float, prompts: int) -> int | None:
 def _added(d: Diagnosis) -> list[Finding]:
     low = d.labels[0]
     added, alone = d.pick("added_index", "raw", low), d.pick("predicted_index", "none", low)
-    if added is None or isnan(added["lower"]):
+    if added is None or isnan(added["lower"]) or says_nothing(added, "bits"):
         return []
     detail = f"(1−π)² alone predicts {times_words(alone)} the average per token."
     verdict = compare(added, write=times)
@@ -292,6 +293,10 @@ def _summed(d: Diagnosis) -> list[Finding]:
             found.append(Finding(f"summed_{metric}", Verdict.UNDECIDED, few))
             continue
         of = f"of the {words}{'' if d.sums_prompts in (None, d.of_prompts) else f' of {d.summed_prompts}'}"
+        if says_nothing(share):
+            untold = f"How much {of} {they[0].lower()}{they[1:]} account for: its interval says nothing."
+            found.append(Finding(f"summed_{metric}", Verdict.UNDECIDED, untold))
+            continue
         whose = f" of {counted(d.num_prompts, 'prompt')}" if fewer else ""
         statement = f"{they}, {share_words(tokens)} of the tokens{whose}, account for {share_words(share)} {of}"
         brief = f"{they} account for {share_words(share)} {of}"
@@ -387,7 +392,8 @@ def direction_words(d: Diagnosis) -> list[Finding]:
         )
         verdict = compare(row, 0.5)
         tone = "warn" if verdict is Verdict.LESS else "plain"
-        end = "" if isnan(row["lower"]) else ": no detectable difference from one half"
+        judged = not isnan(row["lower"]) and not says_nothing(row)
+        end = ": no detectable difference from one half" if judged else ""
         end = {Verdict.MORE: ", more than half", Verdict.LESS: ", less than half"}.get(verdict, end)
         detail = f"By interval of π before the step: {parts}."
         brief = f"{done}, of the tokens with {word} that moved, " + {
@@ -420,7 +426,7 @@ def _where(d: Diagnosis) -> list[Finding]:
             for name, (energy, tokens) in told.items()
         )
         over = "; ".join(
-            f"{name}, {share_words(energy)} against {share_words(tokens)}"
+            f"{name}, {share_bounds(energy)} against {share_bounds(tokens)}"
             for name, (energy, tokens) in told.items()
             if compare(energy, tokens) is Verdict.MORE
         )

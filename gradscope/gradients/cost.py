@@ -372,10 +372,8 @@ class Plan:
             f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, self-check, figures and summary.",
         ]
         if self.minutes is not None:
-            looked = f"{counted(self.shares.scored, 'prompt')} looked at"
-            lines.append(
-                f"What fits into {self.minutes:g} min: {looked}, and gradients of {self.shares.summed:,} summed."
-            )
+            looked = f"{counted(self.shares.scored, 'prompt')} looked at, gradients of {self.shares.summed:,} summed"
+            lines.append(f"What fits into {self.minutes:g} min: {looked}.")
         if self.sums is not None:
             once, most = describe_seconds(self.sums_seconds), f"{self.sums.memory / 2**30:.1f} GiB"
             lines.append(f"{str(self.sums).capitalize()}: {once}; at most {most} beside the weights.")

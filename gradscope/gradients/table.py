@@ -219,8 +219,8 @@ class TableMeasurement:
             return shares, after + prices.summing * len(order), True, None, check
         least = {"least": fewest} if wanted is None else {"least": fewest, "fewest": wanted}
         shares = share_seconds(left, prices, prompts=len(order), **most, **least)
-        needed = 0.0 if wanted is None else prices.of_verdict(wanted)
-        verdict = None if needed <= left else MARGIN * (needed + total - left) / 60
+        needed = None if wanted is None else prices.of_verdict(wanted)
+        verdict = None if needed is None or needed <= left else MARGIN * (needed + total - left) / 60
         return shares, after + prices.summing * shares.summed, False, verdict, check
 
     def _wanted(self, order: Int[Tensor, " n"]) -> int | None:

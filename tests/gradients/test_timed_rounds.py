@@ -22,6 +22,7 @@ from gradscope.gradients import (
     TokenJacobian,
     plan_sums,
     settle_minutes,
+    table as tables,
 )
 from gradscope.gradients.pilot import run_pilot
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
@@ -32,6 +33,7 @@ from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_
 from gradscope.intervals import EDGES
 from gradscope.objective import PAPER
 from gradscope.resampling import FEWEST
+from gradscope.rollouts import collate
 from gradscope.runs import ALONE, RunFolder
 
 
@@ -220,6 +222,58 @@ def test_minutes_enough_for_all_give_the_table_of_all_and_none_those_of_the_firs
     pd.testing.assert_frame_equal(few, of_one, rtol=1e-5)
 
 
+def test_a_batch_of_which_every_token_fits_is_measured_in_one_round_without_a_pilot(policy, monkeypatch):
+    batch = make_batch(policy)
+
+    def piloted(*_, **__):
+        raise AssertionError("a pilot takes longer than the batch")
+
+    monkeypatch.setattr(tables, "run_pilot", piloted)
+    measurement = TableMeasurement(policy, batch, MeasureSettings(minutes=60, self_check=False))
+    with measurement:
+        rounds = [*measure_rounds(measurement, measurement.watch)]
+    assert measurement.at_once and len(rounds) == 1 and len(rounds[0].norms) == batch.num_tokens
+    assert measurement.verdict_minutes is None
+
+
+@pytest.mark.parametrize("idle", [0, 3, 4])
+def test_too_few_minutes_are_said_before_the_pilot_and_those_advised_are_of_six_prompts_with_a_gradient(
+    policy, monkeypatch, idle
+):
+    """Of nine prompts, whose sums take long; `idle` of them have no gradient."""
+    responses = [*make_responses(policy), *make_responses(policy, seed=1)[:3]]
+    batch = collate([replace(own, group=n) for n, own in enumerate(responses)])
+    advantages = torch.where(batch.group_ids < idle, 0.0, 1.0)[:, None].expand(batch.input_ids.shape)
+    batch = replace(batch, advantages=advantages, rewards=None, ref_logprobs=None)
+    events, own = [], tables.run_pilot
+
+    def pilot(*args, **keywords):
+        events.append("pilot")
+        found = own(*args, **keywords)
+        return replace(found, prices=Prices(60.0, 1.0, 600.0, 90.0))
+
+    monkeypatch.setattr(tables, "run_pilot", pilot)
+    measurement = TableMeasurement(policy, batch, MeasureSettings(minutes=1e-6, self_check=False))
+    measurement.when_short = lambda minutes, prompts: events.append(prompts)
+    with measurement:
+        pass
+    order = np.random.default_rng([0, 1]).permutation(9)
+    served = np.cumsum(order >= idle)
+    wanted = int((served < FEWEST).sum()) + 1 if 9 - idle >= FEWEST else None
+    assert events == [wanted or 1, "pilot"]
+    if wanted is None:
+        assert measurement.verdict_minutes is None
+    else:  # with a fifth more
+        seconds = wanted * 660 + min(ENOUGH * 1.0, wanted * 90)
+        assert measurement.verdict_minutes == pytest.approx(1.2 * seconds / 60, rel=0.05)
+
+
+def test_the_prompts_that_a_verdict_needs_come_before_more_tokens():
+    prices = Prices(2.0, 1.0, 10.0)
+    assert share_seconds(150.0, prices, prompts=16, tokens=400, fewest=10).scored >= 10
+    assert share_seconds(150.0, prices, prompts=16, tokens=400).scored < 10
+
+
 @pytest.mark.parametrize(("advantage", "referred"), [(0.0, False), (1.0, False), (0.0, True)])
 def test_minutes_are_reserved_for_sums_where_a_token_can_have_a_weight(policy, advantage, referred):
     batch = make_batch(policy)
@@ -266,6 +320,18 @@ def job(tmp_path_factory):
     names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
     rows = [{name: getattr(r, name) for name in names} for r in make_responses(make_policy("llama", sharpness=5.0))]
     return save_checkpoint(folder / "llama", "llama", sharpness=5.0), write_jsonl(folder / "rollouts.jsonl", rows)
+
+
+def test_no_limit_is_none_whatever_the_size_of_the_policy(job, tmp_path, monkeypatch):
+    monkeypatch.setitem(LARGE, "cpu", 1000)
+    model, rollouts = map(str, job)
+    flags = ("--device", "cpu", "--no-self-check", "--no-actual-step", "--influence-tokens", "none")
+    minutes = []
+    for given in ((), ("--minutes", "none"), ("--minutes", "7")):
+        out = tmp_path / str(len(minutes))
+        cli.main(["diagnose", model, "--rollouts", rollouts, *flags, *given, "--out", str(out)])
+        minutes.append(json.loads((out / "manifest.json").read_text())["settings"]["minutes"])
+    assert minutes == [MINUTES, None, 7]
 
 
 def test_the_command_goes_on_where_it_was_stopped_and_tells_what_it_measured(job, tmp_path, capsys):
