@@ -4,8 +4,8 @@
 
 Experiment B of docs/named-beforehand.md, which has the question, the runs, the test and what is concluded from each
 outcome; written before any run was whole. An arm is read when all of its seeds are there. Numbers are means over a
-run's last three checkpoints; contrasts are tested by Welch's t test over seeds, with Holm's correction over those of
-the three whose arms are whole. Writes
+run's last three checkpoints; contrasts are tested by Welch's t test over seeds, with Holm's correction over the three.
+Writes
 
     horizon.csv         a row per contrast: the three named ones, and those shown beside without a claim
     horizon_runs.csv    a row per run: mass, accuracy; token share, entropy and KL over the last 50 steps; pass@16 on
@@ -38,7 +38,7 @@ from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
 
 NAMED = (("reweight", "grpo", "mass"), ("reweight", "permuted-weights", "mass"), ("reweight", "grpo", "accuracy"))
 """Variant, baseline, number."""
-BESIDE = ("share", "entropy", "kl", "pass_at_16")
+BESIDE = ("mass_on_start", "greedy", "share", "entropy", "kl", "pass_at_16")
 """Numbers that claim nothing."""
 SMALLEST = 0.04
 """Smallest effect of interest in accuracy."""
@@ -57,7 +57,8 @@ def read_arms(variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a row per run (variant, seed, and its numbers), and one per run and judged step (mass)."""
     keys = ["variant", "seed"]
     tests = last_checkpoints(read_tests(variants, scale=SCALE, track=TRACK))
-    tests = tests[tests["level"] == "all"].rename(columns={sampled_name(tests): "accuracy"})
+    names = {sampled_name(tests): "accuracy", "greedy_accuracy": "greedy"}
+    tests = tests[tests["level"] == "all"].rename(columns=names)
     metrics = read_metrics(variants, scale=SCALE, track=TRACK)
     metrics = metrics[metrics["step"] > metrics.groupby(keys)["step"].transform("max") - LAST]
     trained = metrics.rename(columns={"token_share_0": "share"}).groupby(keys)[["share", "entropy", "kl"]].mean()
@@ -65,12 +66,13 @@ def read_arms(variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     for variant, seed in tests[keys].itertuples(index=False):
         folder = RUNS / SCALE / TRACK / variant / f"seed{seed}"
         # Sources count alike, whatever the length of their responses.
-        mass = pd.read_csv(folder / "rare_mass.csv").groupby("step", as_index=False)["mass"].mean()
+        scored = pd.read_csv(folder / "rare_mass.csv").pivot(index="step", columns="source", values="mass")
+        mass = scored.assign(mass=scored.mean(axis=1), mass_on_start=scored["start"]).reset_index()
         masses.append(mass.assign(variant=variant, seed=seed))
         hard.append((pd.read_csv(folder / "hard.csv")["correct"] > 0).mean())
     steps = pd.concat(masses, ignore_index=True)
-    last = steps.sort_values("step").groupby(keys).tail(3).groupby(keys)["mass"].mean()
-    runs = tests[[*keys, "accuracy"]].assign(pass_at_16=hard)
+    last = steps.sort_values("step").groupby(keys).tail(3).groupby(keys)[["mass", "mass_on_start"]].mean()
+    runs = tests[[*keys, "accuracy", "greedy"]].assign(pass_at_16=hard)
     return runs.join(last, on=keys).join(trained, on=keys), steps
 
 
@@ -78,15 +80,18 @@ def contrast(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a row per contrast, the named ones first.
 
     Columns: number, variant, baseline, seeds (the smaller arm's), difference, lower, upper (Welch's 95 % interval), p,
-    named, p_holm and differs (corrected over the named ones that are whole), corrected_lower, corrected_upper,
+    named, p_holm and differs (corrected over all named ones), corrected_lower, corrected_upper,
     gain_excluded (of SMALLEST, in accuracy).
     """
     arms = list(dict.fromkeys(runs["variant"]))
     named = [pair for pair in NAMED if {*pair[:2]} <= {*arms}]
     others = [(variant, "grpo", number) for variant in arms if variant != "grpo" for number in ("mass", "accuracy")]
     shown = [(variant, "grpo", number) for variant in arms if variant != "grpo" for number in BESIDE]
-    claims = holm(_test(runs, named)).assign(named=True)
-    level = 1 - (1 - LEVEL) / max(len(named), 1)
+    tested = _test(runs, named)
+    # An arm that is not whole counts with p = 1, so that what is read does not depend on when.
+    missing = pd.DataFrame({"p": [1.0] * (len(NAMED) - len(named))}, index=range(len(named), len(NAMED)))
+    claims = holm(pd.concat([tested, missing])).iloc[: len(named)].assign(named=True)
+    level = 1 - (1 - LEVEL) / len(NAMED)
     corrected = _test(runs, named, level)
     claims["corrected_lower"], claims["corrected_upper"] = corrected["lower"], corrected["upper"]
     claims["gain_excluded"] = (claims["number"] == "accuracy") & (claims["corrected_upper"] < SMALLEST)
@@ -104,10 +109,15 @@ def _test(runs: pd.DataFrame, pairs: Sequence[tuple[str, str, str]], level: floa
     return pd.DataFrame(rows, columns=["number", "variant", "baseline", "seeds", "difference", "lower", "upper", "p"])
 
 
-def says_preserved(runs: pd.DataFrame, start: float) -> bool:
-    """Return whether GRPO's own mass falls below the start's: its 95 % t interval over seeds lies below."""
-    _, _, upper = mean_interval(runs.loc[runs["variant"] == "grpo", "mass"] - start)
-    return bool(upper < 0)
+def judge_change(runs: pd.DataFrame, start: float) -> str:
+    """Return what Reweight does to the mass, by 95 % t intervals over seeds of each arm's difference from the start.
+
+    "preserves" if GRPO's falls and Reweight's does not, "adds" if Reweight's rises, else "neither".
+    """
+    bounds = {arm: mean_interval(own["mass"] - start)[1:] for arm, own in runs.groupby("variant")}
+    if bounds["reweight"][0] > 0:
+        return "adds"
+    return "preserves" if bounds["grpo"][1] < 0 <= bounds["reweight"][1] else "neither"
 
 
 @paper_style()
@@ -149,7 +159,7 @@ def main(options: Options) -> None:
         )
     runs, steps = read_arms(arms)
     start = float(read_table("horizon", "rare_mass.csv", scale=SCALE)["mass"].mean())
-    contrasts = contrast(runs).assign(start=start, preserved=says_preserved(runs, start))
+    contrasts = contrast(runs).assign(start=start, reweight=judge_change(runs, start))
     save_figure(draw(steps, contrasts, start), options.out / "horizon.png", contrasts)
     write_csv(runs, options.out / "horizon_runs.csv", float_format="%.6g")
     print(contrasts.to_string(index=False, float_format="{:.4f}".format, na_rep="–"))
