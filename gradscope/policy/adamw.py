@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.policy.checkpoint import checkpoint_homes
+from gradscope.policy.packed import is_packed, storage_name
 from gradscope.policy.parameters import PART, flat_slices, float_parameters
 from gradscope.policy.policy import Policy
 from gradscope.policy.sharded.layouts import find_moments, moments_at
@@ -248,6 +249,8 @@ def check_structure(state_dict: Any) -> None:
             _ = dict(enumerate(group["betas"]))[1]
         for moments in state_dict["state"].values():
             _ = int(moments["step"]), moments["exp_avg"].shape, moments["exp_avg_sq"].shape
+            if packed := [name for name in ("exp_avg", "exp_avg_sq") if is_packed(moments[name])]:
+                raise TypeError(f"{packed[0]} is packed in few bits, {storage_name(moments[packed[0]])}")
         if not state_dict["param_groups"]:
             raise LookupError("param_groups is empty")
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError) as error:

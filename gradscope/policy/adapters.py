@@ -33,6 +33,10 @@ KEY = "base_model_name_or_path"
 UNMERGEABLE = ("PREFIX_TUNING", "PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT", "CARTRIDGE")
 UNMERGEABLE += ("ADAPTION_PROMPT", "XLORA", "POLY")
 """Kinds of peft that add trained prompts, or choose between adapters per token, and cannot be merged."""
+OTHER_TASKS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+"""peft's tasks of adapters with a head of their own, such as a reward model's or a critic's."""
+INVOKED = "alora_invocation_tokens"
+"""Setting of a LoRA that peft's own forward pass switches on at these tokens (aLoRA)."""
 PREFIX = "base_model.model."
 """Prefix that peft adds to the names of an adapted model's tensors."""
 WRAPPED = re.compile(r"\b_(fsdp_wrapped_module|orig_mod|checkpoint_wrapped_module)\b|\.lora_\w+\.(?!weight$|bias$)")
@@ -117,6 +121,13 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         raise InputError(
             f"{folder / ADAPTER_CONFIG} cannot be read ({first_line(error)}); save the adapter there anew"
         ) from error
+    if (task := config.get("task_type")) in OTHER_TASKS:
+        raise InputError(f"{folder} was trained for {task}, not to continue text; give a policy's adapter")
+    if kind == "LORA" and config.get(INVOKED):
+        raise InputError(
+            f"{folder} is an aLoRA ({INVOKED}), which acts only after these tokens and can be neither merged nor "
+            "measured; give a LoRA that acts on every token, or a whole model"
+        )
     if kind == "LORA":
         return config
     if str(kind) in UNMERGEABLE:
@@ -158,6 +169,8 @@ def attach_adapter(
             warnings.filterwarnings(
                 "ignore", message="`lora_bias=True` was passed"
             )  # where it will be merged
+            # peft asks transformers under an older name.
+            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge, **renaming)
         _check_keys(adapted, folder, {PREFIX + name for name in shapes})
     except InputError:
@@ -166,7 +179,7 @@ def attach_adapter(
         raise InputError(
             f"{folder} does not fit its base model ({first_line(error)}); give the right base with --base"
         ) from error
-    wanted = _logits(adapted, folder)
+    wanted = _check_forward(adapted, folder)
     if merge:
         return _merge(adapted, folder, wanted), None
     inner = adapted.get_base_model()
@@ -236,17 +249,35 @@ def _family(kind: str) -> str:
 
 
 @torch.no_grad()
-def _logits(adapted: Any, folder: Path) -> Tensor:
-    """Return logits on a few ids. Raises InputError if the adapted model does not run."""
-    model = adapted.get_base_model().eval()
-    ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
+def _check_forward(adapted: Any, folder: Path) -> Tensor:
+    """Return logits on a few ids. Raises InputError if the adapted model does not run, or not as peft runs it."""
+    model, ids = adapted.eval().get_base_model(), _sentence(adapted, folder)
     try:
-        return model(input_ids=ids, use_cache=False).logits.double()
+        found, wanted = (m(input_ids=ids, use_cache=False).logits.double() for m in (model, adapted))
     except MISFITS as error:  # replicated layers in a model whose configuration lists its layers
         raise InputError(
             f"{folder}: the model with this adapter does not run ({type(error).__name__}: "
             f"{first_line(error)}); give another checkpoint"
         ) from error
+    if not _are_close(found, wanted, model.dtype):
+        raise InputError(
+            f"{folder} computes other logits in peft's own forward pass than by the layers that it adapts, so it can "
+            "be neither merged nor measured; give a plain LoRA, or a whole model"
+        )
+    return found
+
+
+def _sentence(adapted: Any, folder: Path) -> Tensor:
+    """Return a few ids [1, n], with those that adapter_config.json names: some adapters act on them alone."""
+    named = [value for name, value in read_adapter_config(folder).items() if "token" in name]
+    named = [token for value in named if isinstance(value, list) for token in value if isinstance(token, int)]
+    ids = torch.tensor([[*range(8), *named[:64], *range(8)]], device=adapted.device)
+    return ids % adapted.config.get_text_config().vocab_size
+
+
+def _are_close(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
+    tolerance = 1e-3 if dtype in (torch.float32, torch.float64) else 0.1
+    return bool((found - wanted).norm() <= tolerance * wanted.norm())
 
 
 @torch.no_grad()
@@ -261,10 +292,8 @@ def _merge(adapted: Any, folder: Path, wanted: Tensor) -> PreTrainedModel:
         merged = adapted.merge_and_unload()
     except MISFITS as error:  # biases (lora_bias) that the base does not have
         raise InputError(f"{folder} cannot be merged: {first_line(error)}; {advice}") from error
-    ids = torch.arange(8, device=merged.device)[None] % merged.config.get_text_config().vocab_size
-    found = merged(input_ids=ids, use_cache=False).logits.double()
-    tolerance = 1e-3 if merged.dtype in (torch.float32, torch.float64) else 0.1
-    if not (found - wanted).norm() <= tolerance * wanted.norm():
+    found = merged(input_ids=_sentence(merged, folder), use_cache=False).logits.double()
+    if not _are_close(found, wanted, merged.dtype):
         raise InputError(
             f"{folder} cannot be merged: the merged model's logits differ, perhaps because an adapted embedding is "
             f"tied to the head; {advice}"

@@ -24,6 +24,8 @@ EMBEDDED = {"embedded": _HERE / "uncertain", "embedded-certain": _HERE / "certai
 """Folders of the bundled Knights & Knaves policies, by name."""
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 """Files of an adapter; weights in either format, in peft's order of preference (prime-rl writes the second)."""
+MLX_ADAPTER = "adapters.safetensors"
+"""File of an adapter that mlx_lm trained, beside an adapter_config.json of its own."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS[1])
 """Patterns of weight files, in order of preference."""
 LARGEST_TEXT = 1 << 28
@@ -46,6 +48,11 @@ def is_adapter(folder: Path) -> bool:
         # transformers would follow adapter_config.json to its base and ignore these weights.
         raise InputError(
             f"{folder} holds both an adapter and a whole model's weights; give a folder with only one of them"
+        )
+    if adapter_weights(folder) is None and (folder / MLX_ADAPTER).is_file():
+        raise InputError(
+            f"{folder} is an adapter of mlx ({MLX_ADAPTER}), whose names and scales are not peft's; fuse it into its "
+            "base (mlx_lm.fuse) and give that folder"
         )
     if adapter_weights(folder) is None:
         raise InputError(

@@ -7,6 +7,8 @@ import ctypes
 import inspect
 import os
 import re
+import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,7 +37,7 @@ from gradscope.policy.policy import Policy, check_template_kwargs, find_blocks
 from gradscope.policy.sharded.layouts import Shards
 from gradscope.policy.sharded.reading import read_weights
 from gradscope.policy.upcasting import UPCAST, arithmetic_dtype, upcast_on_use
-from gradscope.runs import ALONE, Processes
+from gradscope.runs import ALONE, Processes, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -53,6 +55,15 @@ MOST_PER_BYTE = 8
 """Most parameters per byte of weight files; quantized files hold up to five."""
 SMALL = 1 << 24
 """Number of parameters that is always accepted."""
+OTHER_HEAD = re.compile(r"(Classification|QuestionAnswering|MultipleChoice|RewardModel)$")
+"""End of the name of an architecture that scores text, such as a reward model's or a critic's."""
+NEXT_TOKENS = re.compile(r"(.*\.\d+\.)eh_proj\.weight")
+"""The weight that joins a hidden state and the next token's embedding, in a layer behind the last block that predicts
+tokens further ahead (DeepSeek-V3, GLM-4.5). log π does not depend on that layer."""
+PLAIN_ATTENTION = ("eager", "sdpa", "flex_attention")
+"""Implementations of attention that need no further package."""
+TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "tekken.json")
+"""Files of which a folder with a tokenizer has at least one."""
 CAUSAL_MASK = re.compile(r"(attn|attention)\.(masked_)?bias$")
 """Causal masks saved by older GPT checkpoints, which are not weights and are rebuilt by the model."""
 
@@ -131,11 +142,15 @@ def load_policy(
             measure_only(model, trained)
     if dtype == UPCAST:
         upcast_on_use(model.eval())
-    tokenizer = _find_tokenizer(folder, root or home, *below, trust_remote_code=trust_remote_code)
-    check_template_kwargs(tokenizer, chat_template_kwargs or {})
+    tokenizer, trouble = _find_tokenizer(folder, root or home, *below, trust_remote_code=trust_remote_code)
+    if trouble is not None:
+        warnings.warn(f"{trouble}; text is refused, and tokens are shown as their ids", stacklevel=3)
+    if trouble is None or chat_template_kwargs:
+        check_template_kwargs(tokenizer, chat_template_kwargs or {})
     name, root = find_blocks(model, blocks), None if root is None else str(root)
     stack, other = tuple(map(str, below)), None if home == folder else str(home)
-    return Policy(model.eval(), tokenizer, name, str(folder), params, root, chat_template_kwargs, stack, other)
+    told = (chat_template_kwargs, stack, other, trouble)
+    return Policy(model.eval(), tokenizer, name, str(folder), params, root, *told)
 
 
 def _load_model(
@@ -260,6 +275,11 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
     packed = getattr(config, "quantization_config", None)
     if isinstance(packed, dict) and _can_dequantize(packed.get("quant_method")):
         packed["dequantize"] = True  # kernels for packed weights have no gradients
+    named = getattr(config, "architectures", None) or []
+    if wrong := [name for name in named if OTHER_HEAD.search(str(name))]:
+        raise InputError(f"{folder} is a {wrong[0]}, which scores text and has no log π of tokens; give a policy")
+    if getattr(config, "_attn_implementation", None) not in (None, *PLAIN_ATTENTION):
+        config._attn_implementation = None  # asked for by config.json, perhaps on another machine
     known = type(config) in AutoModelForCausalLM._model_mapping
     known |= trust_remote_code and "AutoModelForCausalLM" in own
     if getattr(config, "is_encoder_decoder", False) or not known:
@@ -302,6 +322,8 @@ def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_
 
 
 def _no_model(folder: Path, error: Exception) -> InputError:
+    if sys.flags.optimize > 1:
+        return InputError("python runs with -OO, without the docstrings that transformers reads; run it without -OO")
     return InputError(
         f"{folder}/config.json makes no model that runs ({type(error).__name__}: {first_line(error)}); save it again, "
         "give another --dtype, or a model that runs on token ids alone"
@@ -328,7 +350,9 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
         )
     # Others, such as a value head or the causal masks of older checkpoints, do not affect the policy.
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
-    unused = (name for name in info["unexpected_keys"] if not CAUSAL_MASK.search(name))
+    unused = [name for name in info["unexpected_keys"] if not CAUSAL_MASK.search(name)]
+    ahead = tuple(found[1] for name in unused if (found := NEXT_TOKENS.fullmatch(name)))
+    unused = [name for name in unused if not name.startswith(ahead or "\0")]
     if left_out := sorted(name for name in unused if name.startswith(layers)):
         raise InputError(
             f"{folder} holds weights that config.json does not use ({', '.join(left_out[:3])}"
@@ -361,12 +385,20 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
         raise InputError(f"{folder}: the logits are not finite in {model.dtype}; give {wider}")
 
 
-def _find_tokenizer(folder: Path, *bases: Path | None, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer from the weights' folder, the run's folder, or an adapter's base."""
+def _find_tokenizer(
+    folder: Path, *bases: Path | None, trust_remote_code: bool
+) -> tuple[PreTrainedTokenizerBase | None, str | None]:
+    """Return the tokenizer from the weights' folder, the run's folder, or an adapter's base, or why it has no use.
+
+    Rollouts of ids need none, so that one is refused only where text is met.
+    """
     for place in (*tokenizer_places(folder), *filter(None, bases)):
-        if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
-            return tokenizer
-    return None
+        try:
+            if (tokenizer := load_tokenizer(place, trust_remote_code=trust_remote_code)) is not None:
+                return tokenizer, None
+        except InputError as error:
+            return None, str(error)
+    return None, None
 
 
 def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
@@ -378,11 +410,18 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
-    files = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-    files += ("tekken.json",) if find_spec("mistral_common") else ()  # its only reader
-    if not any((folder / f).is_file() for f in files):
+    if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
     refuse_huge_files(folder)
+    absent = "its tokenizer needs what is not installed: {}; install it, or give rollouts with ids"
+    if not any((folder / name).is_file() for name in TOKENIZERS[:-1]) and not find_spec("mistral_common"):
+        raise InputError(f"{folder}: {absent.format('mistral-common, which reads tekken.json')}")
+    own = ((read_json(folder / "tokenizer_config.json") or {}).get("auto_map") or {}).get("AutoTokenizer")
+    if own and not trust_remote_code and not (folder / "tokenizer.json").is_file():
+        raise InputError(
+            f"the tokenizer in {folder} brings its own code ({show(own)}), which would be run; inspect it, then give "
+            "--trust-remote-code, or give rollouts with ids"
+        )
     loaders = [AutoTokenizer] + ([PreTrainedTokenizerFast] if (folder / "tokenizer.json").is_file() else [])
     for loader in loaders:
         try:
@@ -390,11 +429,13 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
             if (lost := find_lossy_text(tokenizer)) is None:
                 return tokenizer
             failure = f"as a {type(tokenizer).__name__} it makes {lost[1]!r} of {lost[0]!r}"
+        except ImportError as error:
+            raise InputError(f"{folder}: {absent.format(first_line(error))}") from error
         except Exception as error:  # the tokenizers library raises bare Exceptions
             failure = first_line(error)
     raise InputError(
         f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there; a run with this one saw "
-        "the same wrong text"
+        "the same wrong text. Rollouts with ids need none"
     )
 
 

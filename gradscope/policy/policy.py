@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property, lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -56,6 +55,8 @@ class Policy:
     """Folders below the base, if it is itself an adapter: other adapters, and finally the whole model."""
     configured_by: str | None = None
     """Folder with the configuration and tokenizer of sharded weights; None: the weights' folder."""
+    no_tokenizer: str | None = None
+    """Why the tokenizer that was found cannot be used; None if there is none, or it can."""
 
     @property
     def parameters_in_words(self) -> str:
@@ -231,13 +232,12 @@ class Policy:
         return self.tokenizer.decode(ids)
 
     def _need_tokenizer(self) -> PreTrainedTokenizerBase:
+        if self.no_tokenizer is not None:
+            raise InputError(self.no_tokenizer)
         if self.tokenizer is None:
-            instead = "save one there"
-            if self.path and (Path(self.path) / "tekken.json").is_file():
-                instead = "install mistral-common, which reads its tekken.json"
             raise InputError(
-                f"text needs a tokenizer, but {self.path or 'this policy'} has none; {instead}, or give prompt_ids and "
-                "response_ids"
+                f"text needs a tokenizer, but {self.path or 'this policy'} has none; save one there, or give "
+                "prompt_ids and response_ids"
             )
         return self.tokenizer
 

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.adapters import save_adapter
 from support.cli import complaint
-from support.policies import CAUSAL, VOCAB, make_batch, make_model, make_policy, make_tokenizer, save_checkpoint
+from support.policies import (
+    CAUSAL,
+    LAYERS,
+    VOCAB,
+    make_batch,
+    make_model,
+    make_policy,
+    make_tokenizer,
+    save_checkpoint,
+    write_jsonl,
+)
 from support.processes import Command
 from support.tiers import every
 
 from gradscope.gradients import TokenGradientMeter, measure, measuring
 from gradscope.policy import checkpoint as checkpoint_files, checkpoint_step, hash_ahead, load_policy, weights_hash
-from gradscope.rollouts import read_dump, select_checkpoint_step
+from gradscope.rollouts import read_dump, read_rollouts, select_checkpoint_step
 
 refusal = partial(complaint, load_policy)
 
@@ -414,3 +427,68 @@ def test_experts_in_mxfp4_are_unpacked_into_the_dtype_that_is_asked_for(tmp_path
     torch.testing.assert_close(logits(policy.model), logits(packed), rtol=1e-5, atol=1e-5)
     assert load_policy(tmp_path, dtype="upcast", device="cpu").dtype == torch.float32
     measure(policy, make_batch(policy, lengths=(3, 2), prompt_lengths=(3, 3)))  # the self-check is plain autograd's
+
+
+def test_weights_that_predict_tokens_further_ahead_are_no_part_of_the_policy(tmp_path):
+    """DeepSeek-V3's and GLM-4.5's checkpoints hold a layer behind the last block that log π does not depend on."""
+    model = make_model("llama")
+    model.save_pretrained(tmp_path)
+    wanted = logits(load_policy(tmp_path, device="cpu").model)
+    weights, last = load_file(tmp_path / "model.safetensors"), f"model.layers.{LAYERS}."
+    block = {name: weight.clone() for name, weight in weights.items() if "layers.0." in name}
+    more = {name.replace("model.layers.0.", last): weight for name, weight in block.items()}
+    save_file(weights | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert last in refusal(tmp_path)  # a block that config.json does not count
+    more |= {f"{last}eh_proj.weight": torch.ones(2, 4), f"{last}enorm.weight": torch.ones(2)}
+    save_file(weights | more, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(load_policy(tmp_path, device="cpu").model), wanted)
+
+
+@pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification", "RewardModel"])
+def test_a_model_that_scores_text_is_no_policy(folder, tmp_path, head):
+    """A tied head would be filled by the embedding, and a reward model or a critic measured as a policy."""
+    copy = Path(shutil.copytree(folder, tmp_path / "scores"))
+    change_config(copy, architectures=[f"Llama{head}"], tie_word_embeddings=True)
+    assert head in refusal(copy)
+
+
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
+@pytest.mark.parametrize("asked", ["flash_attention_2", "kernels-community/flash-attn"])
+def test_attention_that_another_machine_had_is_left_out(folder, tmp_path, key, asked):
+    copy = Path(shutil.copytree(folder, tmp_path / "elsewhere"))
+    change_config(copy, **{key: asked})
+    assert torch.equal(logits(load_policy(copy, device="cpu").model), logits(load_policy(folder, device="cpu").model))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_ids_are_measured_without_the_tokenizer_that_cannot_be_used(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "broken"))
+    (copy / "tokenizer.json").write_text("{}")
+    with pytest.warns(UserWarning, match="tokenizer"):
+        policy = load_policy(copy, device="cpu")
+    assert policy.tokenizer is None and policy.decode([5]) == "<5>"
+    rows = [{"prompt_ids": [5, 6], "response_ids": [7, 8], "advantage": 1.0}]
+    assert len(measure(policy, read_rollouts(write_jsonl(tmp_path / "ids.jsonl", rows), policy))) == 2
+    rows = [{"prompt": "w5 w6", "response": "w7", "advantage": 1.0}]
+    assert "cannot be used" in complaint(read_rollouts, write_jsonl(tmp_path / "text.jsonl", rows), policy)
+
+
+def test_a_tokenizer_that_brings_its_own_code_names_the_flag_that_runs_it(folder, tmp_path):
+    copy = Path(shutil.copytree(folder, tmp_path / "own"))
+    (copy / "tokenizer.json").unlink()
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}, "tokenizer_class": "Own"}
+    (copy / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.warns(UserWarning, match="--trust-remote-code"):
+        policy = load_policy(copy, device="cpu")
+    assert "--trust-remote-code" in complaint(policy.encode_prompt, "w5")
+
+
+def test_python_without_docstrings_is_refused_by_its_flag(tmp_path):
+    """transformers reads the docstrings of some architectures."""
+    text = f"import sys, gradscope\ngradscope.load_policy({str(save_checkpoint(tmp_path, 'mixtral'))!r})"
+    done = subprocess.run([sys.executable, "-OO", "-c", text], capture_output=True, text=True)
+    assert done.returncode == 0 or "-OO" in done.stderr.splitlines()[-1]

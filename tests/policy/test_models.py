@@ -141,7 +141,9 @@ def test_a_tokenizer_that_loses_text_is_refused(checkpoint):
     text, back = find_lossy_text(lossy)
     assert text.strip() != back.strip()
     lossy.save_pretrained(checkpoint)
-    assert f"it makes {back!r} of {text!r}" in refusal(checkpoint)
+    with pytest.warns(UserWarning, match="tokenizer"):
+        policy = load_policy(checkpoint)
+    assert f"it makes {back!r} of {text!r}" in complaint(policy.encode_prompt, "w4")
 
 
 def test_a_chat_is_templated_and_an_assistants_last_turn_stays_open():
@@ -152,6 +154,20 @@ def test_a_chat_is_templated_and_an_assistants_last_turn_stays_open():
     assert policy.encode_prompt([user, {"role": "assistant", "content": "w5 w6"}]) == [1, 4, 1, 5, 6]
     with refused():
         make_policy("llama", tokenizer=True).encode_prompt([user])
+
+
+def test_a_tokenizer_that_renders_chats_itself_needs_no_template():
+    """mistral_common's, of a folder with tekken.json."""
+    made, tokenizer = make_policy("llama"), make_tokenizer()
+
+    class Rendering(type(tokenizer)):
+        def apply_chat_template(self, chat, **_):
+            return [1, *(int(turn["content"][1:]) for turn in chat)]
+
+    tokenizer.__class__ = Rendering
+    assert tokenizer.chat_template is None
+    policy = Policy(made.model, tokenizer, made.blocks_name)
+    assert policy.encode_prompt([{"role": "user", "content": "w4"}]) == [1, 4]
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [], ["w4"], [{"role": "user"}], {"role": "user", "content": "w4"}])

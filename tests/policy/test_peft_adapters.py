@@ -403,3 +403,39 @@ def test_only_known_parameters_can_be_chosen():
         measure_only(model, [])
     measure_only(model, ["bias"])
     assert [name for name, _ in float_parameters(model)] == ["bias"] and flat_slices(model) == {"bias": slice(0, 2)}
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["trained", "as it begins"])
+@pytest.mark.parametrize("params", ["all", "adapter"])
+def test_an_adapter_that_acts_only_after_some_tokens_is_refused_merged_or_apart(simple, tmp_path, params, trained):
+    settings = {"r": 2, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", "alora_invocation_tokens": [20, 21]}
+    folder = save_adapter(tmp_path / "adapter", simple.parent / "base", **settings)
+    if not trained:  # it changes no logit, and has gradients where peft gives it none
+        weights = load_file(folder / "adapter_model.safetensors")
+        save_file({n: 0 * w if "lora_B" in n else w for n, w in weights.items()}, folder / "adapter_model.safetensors")
+    assert "aLoRA" in refusal(folder, base=simple.parent / "base", params=params)
+
+
+@pytest.mark.parametrize("params", ["all", "adapter"])
+def test_an_adapter_that_acts_in_pefts_own_forward_alone_is_refused_merged_or_apart(simple, monkeypatch, params):
+    """A variant of LoRA that does not yet exist: its model passes its layers what only it knows."""
+
+    def forward(self, *args, **keywords):
+        found = self.get_base_model()(*args, **keywords)
+        found.logits = found.logits * torch.linspace(0.9, 1.1, found.logits.shape[-1])
+        return found
+
+    assert load_policy(simple, params=params)
+    monkeypatch.setattr(peft.PeftModel, "forward", forward)
+    assert "peft's own forward" in refusal(simple, params=params)
+
+
+@pytest.mark.parametrize("task", ["SEQ_CLS", "TOKEN_CLS"])
+def test_the_adapter_of_a_reward_model_or_a_critic_is_no_policys(broken, task):
+    change_config(broken, task_type=task)
+    assert task in refusal(broken) and task in refusal(broken, params="adapter")
+
+
+def test_an_adapter_of_mlx_is_named(broken):
+    (broken / "adapter_model.safetensors").rename(broken / "adapters.safetensors")
+    assert "mlx_lm.fuse" in refusal(broken)

@@ -193,3 +193,25 @@ def test_groups_of_other_sizes_are_refused_with_both(run):
     state["param_groups"][1]["params"].insert(0, moved)
     with refused():
         AdamWState.from_state_dict(policy.model, state)
+
+
+def test_moments_that_are_packed_in_few_bits_are_not_adamws(tmp_path):
+    """torchao's 8-bit AdamW saves them as tensors of its own; a policy's folder with them is read without them."""
+    torchao = pytest.importorskip("torchao.optim")
+    model = torch.nn.Linear(64, 64)
+    optimizer = torchao.AdamW8bit(model.parameters(), lr=1e-3, block_size=16)
+    model(torch.ones(1, 64)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with refused("packed"):
+        read_optimizer_file(tmp_path / "optimizer.pt")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
+def test_moments_in_few_bits_are_refused(tmp_path, dtype):
+    moments = torch.ones(4, 4)
+    state = {"step": torch.tensor(3.0), "exp_avg": moments, "exp_avg_sq": moments.to(dtype)}
+    group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
+    torch.save({"state": {0: state}, "param_groups": [group]}, tmp_path / "optimizer.pt")
+    with refused("packed"):
+        read_optimizer_file(tmp_path / "optimizer.pt")

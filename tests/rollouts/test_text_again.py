@@ -190,7 +190,8 @@ def test_a_folder_whose_tokenizer_only_mistral_common_reads_is_loaded_for_ids(tm
     (model / "tekken.json").write_text("{}")
     if find_spec("mistral_common"):
         pytest.skip("mistral-common is there")
-    policy = load_policy(model)
+    with pytest.warns(UserWarning, match="mistral-common"):
+        policy = load_policy(model)
     ids = write_jsonl(tmp_path / "ids.jsonl", [{"prompt_ids": [4], "response_ids": [5]}])
     assert len(read_rollouts(ids, policy)) == 1
     with refused("mistral-common"):
