@@ -149,8 +149,16 @@ def _tells_of_another(error: Exception) -> bool:
 def _stop(error: Exception, status: int) -> None:
     if status == 2 and os.environ.get("RANK", "0") not in ("", "0"):
         time.sleep(3)  # the first process reports it, too, upon which a launcher, if there is one, kills this one
+        if _has_joined():
+            raise SystemExit(status)
     print(f"gradscope: {printable(' '.join(str(error).split()))}", file=sys.stderr)
     raise SystemExit(status)
+
+
+def _has_joined() -> bool:
+    """Return whether this process has joined others, rather than only been told of them by the environment."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def run_script() -> None:
