@@ -32,6 +32,7 @@ SILENCE = 10.0
 """Seconds after which a process says that it waits for others."""
 ALONE_AGAIN = "run alone, without a launcher's variables: env -u WORLD_SIZE -u RANK gradscope …"
 T = TypeVar("T")
+_joined: list[int] = []
 
 
 def worker_context() -> BaseContext:
@@ -148,6 +149,7 @@ def join_processes(backend: str) -> None:
         store, _, _ = next(dist.rendezvous("env://", rank, count, timeout=JOINING))
         store.set_timeout(PATIENCE)
         dist.init_process_group(backend, store=store, rank=rank, world_size=count, timeout=PATIENCE)
+        _joined.append(count)
     except (ValueError, RuntimeError) as error:  # a variable is missing; somebody has not come
         raise InputError(
             f"WORLD_SIZE={count} announces {count} processes, but they did not come together ({first_line(error)}); "
@@ -155,6 +157,11 @@ def join_processes(backend: str) -> None:
         ) from error
     finally:
         patience.cancel()
+
+
+def has_joined() -> bool:
+    """Return whether this process has formed a group with others."""
+    return bool(_joined)
 
 
 def leave_launch() -> None:
