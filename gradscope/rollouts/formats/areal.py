@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, RETOKENISED, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.base import EVALUATED, RETOKENISED, Format, Row, required, whole_number
 from gradscope.rollouts.formats.columns import read_row
 
 TURNS = (
@@ -52,11 +52,9 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 AREAL = Format(
     "areal",
-    columns(
-        required={
-            **{"prompt": "prompt", "response": "completion", "reward": "reward"},
-            **{"step": "tail_version", "group": "task_id", "sample_idx": "sample_idx"},
-        },
+    (
+        *required(prompt="prompt", response="completion", reward="reward", step="tail_version"),
+        *required(group="task_id", sample_idx="sample_idx"),
     ),
     _rows,
     notes=(

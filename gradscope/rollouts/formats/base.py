@@ -77,10 +77,14 @@ class Column:
         return self.path or self.name
 
 
-def columns(*, required: Mapping[str, str], optional: Mapping[str, str] | None = None) -> tuple[Column, ...]:
-    """Return columns, given as {native name: path}."""
-    given = {True: required, False: optional or {}}
-    return tuple(Column(name, path, needed) for needed, own in given.items() for name, path in own.items())
+def required(**paths: str) -> tuple[Column, ...]:
+    """Return columns that every record has, given as native name = path."""
+    return tuple(Column(name, path, required=True) for name, path in paths.items())
+
+
+def optional(**paths: str) -> tuple[Column, ...]:
+    """Return columns that a record may have, given as native name = path."""
+    return tuple(Column(name, path) for name, path in paths.items())
 
 
 @dataclass(frozen=True)

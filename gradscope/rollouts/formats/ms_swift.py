@@ -16,7 +16,16 @@ from typing import Any
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, MADE_AGAIN, RETOKENISED, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.base import (
+    EVALUATED,
+    MADE_AGAIN,
+    RETOKENISED,
+    Format,
+    Row,
+    optional,
+    required,
+    whole_number,
+)
 from gradscope.rollouts.formats.columns import read_row, split_lists
 
 REPEATED = "an earlier line holds the same generation (ms-swift writes the newest one at every logging step)"
@@ -99,9 +108,9 @@ def _check_is_text(place: str, prompt: Any, policy: Policy | None) -> None:
 
 MS_SWIFT = Format(
     "ms_swift",
-    columns(
-        required={"prompt": "prompt", "response": "completion", "advantage": "advantages"},
-        optional={name: name for name in ("reward", "step", "gen_step", "num_turns")},
+    (
+        *required(prompt="prompt", response="completion", advantage="advantages"),
+        *optional(reward="reward", step="step", gen_step="gen_step", num_turns="num_turns"),
     ),
     _rows,
     is_lists=True,

@@ -15,7 +15,7 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Column, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Format, Row, optional, required, whole_number
 from gradscope.rollouts.formats.columns import read_row
 
 UNRECORDED = (
@@ -79,14 +79,10 @@ def _is_below(value: Any) -> bool:
 NEMO_RL = Format(
     "nemo_rl",
     (
-        *columns(
-            required={"ids": "token_ids", "mask": "token_loss_mask"},
-            optional={
-                **{"old_logprobs": "prev_logprobs", "logprobs": "prev_logprobs", "advantage": "advantages"},
-                **{"sampler_logprobs": "generation_logprobs", "reward": "rewards", "length": "input_lengths"},
-            },
-        ),
-        Column("old_logprobs", "generation_logprobs"),
+        *required(ids="token_ids", mask="token_loss_mask"),
+        *optional(old_logprobs="prev_logprobs", logprobs="prev_logprobs", advantage="advantages"),
+        *optional(sampler_logprobs="generation_logprobs", reward="rewards", length="input_lengths"),
+        *optional(old_logprobs="generation_logprobs"),
     ),
     _rows,
     beside=(frozenset({"content", "rewards"}),),

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from gradscope.errors import InputError
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import MADE_AGAIN, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.base import MADE_AGAIN, Format, Row, optional, required, whole_number
 from gradscope.rollouts.formats.columns import read_row
 
 ABOUT = frozenset({"run_name", "model_name"})
@@ -41,12 +41,10 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 OPEN_INSTRUCT = Format(
     "open_instruct",
-    columns(
-        required={"prompt_ids": "prompt_tokens", "response_ids": "response_tokens"},
-        optional={
-            **{"old_logprobs": "logprobs", "reward": "reward", "advantage": "advantage"},
-            **{"group": "prompt_idx", "step": "step"},
-        },
+    (
+        *required(prompt_ids="prompt_tokens", response_ids="response_tokens"),
+        *optional(old_logprobs="logprobs", reward="reward", advantage="advantage", group="prompt_idx"),
+        *optional(step="step"),
     ),
     _rows,
     beside=(ABOUT,),

@@ -38,9 +38,10 @@ from gradscope.rollouts.formats.base import (
     Column,
     Format,
     Row,
-    columns,
     need,
     need_objects,
+    optional,
+    required,
     whole_number,
 )
 from gradscope.rollouts.formats.columns import dig, read_row
@@ -57,13 +58,11 @@ PATHS = "each path through a trace's messages, from a first to a last one, is a 
 
 PATH = Format(
     "path",
-    columns(
-        required={"ids": "token_ids", "mask": "mask"},
-        optional={
-            **{"advantage": "advantages", "old_logprobs": "logprobs", "sampler_logprobs": "logprobs"},
-            **{"logprobs": "trainer_logprobs", "ref_logprobs": "reference_logprobs", "entropy": "entropies"},
-            **{"weight": "loss_weights"},
-        },
+    (
+        *required(ids="token_ids", mask="mask"),
+        *optional(advantage="advantages", old_logprobs="logprobs", sampler_logprobs="logprobs"),
+        *optional(logprobs="trainer_logprobs", ref_logprobs="reference_logprobs", entropy="entropies"),
+        *optional(weight="loss_weights"),
     ),
 )
 """A path through a trace, its nodes' numbers joined."""
@@ -294,12 +293,10 @@ def _mask(node: dict[str, Any]) -> list[Any]:
 
 PRIME_RL = Format(
     "prime_rl",
-    columns(
-        required={"ids": "token_ids", "mask": "loss_mask", "old_logprobs": "inference_logprobs"},
-        optional={
-            **{"step": "step", "advantage": "advantages", "sampler_logprobs": "inference_logprobs"},
-            **{"logprobs": "trainer_logprobs", "entropy": "entropy", "clipped": "is_masked", "weight": "rl_weights"},
-        },
+    (
+        *required(ids="token_ids", mask="loss_mask", old_logprobs="inference_logprobs"),
+        *optional(step="step", advantage="advantages", sampler_logprobs="inference_logprobs"),
+        *optional(logprobs="trainer_logprobs", entropy="entropy", clipped="is_masked", weight="rl_weights"),
     ),
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as in training",
@@ -311,8 +308,9 @@ PRIME_RL = Format(
 
 VERIFIERS = Format(
     "verifiers",
-    columns(
-        required={"group": "example_id", "reward": "reward"}, optional={"prompt": "prompt", "response": "completion"}
+    (
+        *required(group="example_id", reward="reward"),
+        *optional(prompt="prompt", response="completion"),
     ),
     _result_rows,
     notes=(RETOKENISED, NO_SPECIAL_TOKENS),

@@ -16,7 +16,7 @@ from typing import Any
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import FOUND_BY_TEXT, Format, Row, columns, need
+from gradscope.rollouts.formats.base import FOUND_BY_TEXT, Format, Row, need, optional, required
 from gradscope.rollouts.formats.columns import read_row
 from gradscope.rollouts.formats.text import opening_of, others_in
 
@@ -101,12 +101,10 @@ def _is_text(value: Any) -> bool:
 
 RL_LOGGING_BOARD = Format(
     "rl_logging_board",
-    columns(
-        required={
-            **{"step": "step", "prompt": "prompt", "response": "response", "reward": "reward"},
-            **{"response_ids": "response_tokens", "old_logprobs": "logprobs"},
-        },
-        optional={"ref_logprobs": "ref_logprobs"},
+    (
+        *required(step="step", prompt="prompt", response="response", reward="reward"),
+        *required(response_ids="response_tokens", old_logprobs="logprobs"),
+        *optional(ref_logprobs="ref_logprobs"),
     ),
     _rows,
     notes=(

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import FILLED_UP, IMAGES, ROUTED, Column, Format, Row, columns
+from gradscope.rollouts.formats.base import FILLED_UP, IMAGES, ROUTED, Format, Row, optional, required
 from gradscope.rollouts.formats.columns import read_row
 
 
@@ -31,18 +31,12 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 SKYRL = Format(
     "skyrl",
     (
-        *columns(
-            required={
-                **{"response_mask": "loss_mask", "sampled": "response_mask"},
-                **{name: name for name in ("sequences", "attention_mask")},
-            },
-            optional={
-                **{"prompt_ids": "prompt_ids", "response_ids": "response_ids", "group": "prompt"},
-                **{"old_logprobs": "action_log_probs", "logprobs": "action_log_probs", "advantage": "advantages"},
-                **{"sampler_logprobs": "rollout_logprobs", "ref_logprobs": "base_action_log_probs"},
-            },
-        ),
-        Column("old_logprobs", "rollout_logprobs"),
+        *required(response_mask="loss_mask", sampled="response_mask", sequences="sequences"),
+        *required(attention_mask="attention_mask"),
+        *optional(prompt_ids="prompt_ids", response_ids="response_ids", group="prompt"),
+        *optional(old_logprobs="action_log_probs", logprobs="action_log_probs", advantage="advantages"),
+        *optional(sampler_logprobs="rollout_logprobs", ref_logprobs="base_action_log_probs"),
+        *optional(old_logprobs="rollout_logprobs"),
     ),
     _rows,
     suffix=".pkl",

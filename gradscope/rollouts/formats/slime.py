@@ -18,7 +18,17 @@ from statistics import fmean, stdev
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EMPTY, EVALUATED, IMAGES, ROUTED, Column, Format, Row, columns, whole_number
+from gradscope.rollouts.formats.base import (
+    EMPTY,
+    EVALUATED,
+    IMAGES,
+    ROUTED,
+    Column,
+    Format,
+    Row,
+    optional,
+    whole_number,
+)
 from gradscope.rollouts.formats.columns import read_row
 
 UNTRAINED = "they have no train data, though other samples do"
@@ -235,17 +245,11 @@ SLIME = Format(
     "slime",
     (
         Column("tokens", required=True),
-        *columns(
-            required={},
-            optional={
-                **{"step": "rollout_id", "group": "group_index", "reward": "reward", "response": "response"},
-                **{"response_mask": "loss_mask", "old_logprobs": "log_probs", "logprobs": "log_probs"},
-                **{"ref_logprobs": "ref_log_probs", "advantage": "advantages", "entropy": "entropy"},
-                **{"sampler_logprobs": "rollout_log_probs"},
-                **{name: name for name in ("prompt_ids", "response_ids")},
-            },
-        ),
-        Column("old_logprobs", "rollout_log_probs"),
+        *optional(step="rollout_id", group="group_index", reward="reward", response="response"),
+        *optional(response_mask="loss_mask", old_logprobs="log_probs", logprobs="log_probs"),
+        *optional(ref_logprobs="ref_log_probs", advantage="advantages", entropy="entropy"),
+        *optional(sampler_logprobs="rollout_log_probs", prompt_ids="prompt_ids", response_ids="response_ids"),
+        *optional(old_logprobs="rollout_log_probs"),
     ),
     _rows,
     suffix=".pt",

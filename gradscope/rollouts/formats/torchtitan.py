@@ -22,9 +22,10 @@ from gradscope.rollouts.formats.base import (
     Column,
     Format,
     Row,
-    columns,
     need,
     need_objects,
+    optional,
+    required,
     whole_number,
 )
 from gradscope.rollouts.formats.columns import read_row
@@ -144,8 +145,9 @@ def _list(turn: Record, name: str) -> list[Any]:
 
 SEQUENCE = Format(
     "sequence",
-    columns(
-        required={"ids": "completion_token_ids", "mask": "loss_mask"}, optional={"old_logprobs": "completion_logprobs"}
+    (
+        *required(ids="completion_token_ids", mask="loss_mask"),
+        *optional(old_logprobs="completion_logprobs"),
     ),
 )
 """Turns that continue each other."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, columns
+from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, optional, required
 from gradscope.rollouts.formats.columns import read_row
 from gradscope.rollouts.formats.text import ends_with_opening, opening_of
 from gradscope.runs import parse_json_file
@@ -83,9 +83,9 @@ def _evaluated(folder: Path) -> frozenset[int]:
 
 TRL = Format(
     "trl",
-    columns(
-        required={"step": "step", "prompt": "prompt", "response": "completion", "advantage": "advantage"},
-        optional={"chat_template_kwargs": "chat_template_kwargs", "response_ids": "completion_ids"},  # by log_extra
+    (
+        *required(step="step", prompt="prompt", response="completion", advantage="advantage"),
+        *optional(chat_template_kwargs="chat_template_kwargs", response_ids="completion_ids"),
     ),
     _rows,
     has_parts=True,  # the weights of the reward functions are not in the file: only the advantage is usable

@@ -15,7 +15,16 @@ from itertools import groupby
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, FILLED_UP, NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, columns
+from gradscope.rollouts.formats.base import (
+    EVALUATED,
+    FILLED_UP,
+    NO_SPECIAL_TOKENS,
+    RETOKENISED,
+    Format,
+    Row,
+    optional,
+    required,
+)
 from gradscope.rollouts.formats.columns import read_row
 
 # Any other uid identifies a prompt as a whole: `uid_sample_0_12` and `uid_sample_0_13` are two prompts.
@@ -79,9 +88,9 @@ def _number(record: Record, name: str) -> float | None:
 
 VERL = Format(
     "verl",
-    columns(
-        required={"prompt": "input", "response": "output", "reward": "score"},
-        optional={"step": "step", "group": "uid"},
+    (
+        *required(prompt="input", response="output", reward="score"),
+        *optional(step="step", group="uid"),
     ),
     _rows,
     has_parts=True,
