@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from support.gradients import bits
 from support.packings import PACKINGS, save_full
-from support.trl_runs import make_trainer, needs_trl, train, weights
+from support.trl_runs import import_trl, make_trainer, needs_trl, train, weights
 from torch import Tensor
 
 from gradscope.integrations.trl import GradScopeCallback, RolloutWriter, TokenMonitor
@@ -21,7 +22,6 @@ WATCHERS = {
     "the callback": lambda trainer: GradScopeCallback(trainer, every=1, progress=False),
     "the callback on a budget": lambda trainer: GradScopeCallback(trainer, every=1, budget=0.9, progress=False),
     "the monitor": TokenMonitor,
-    "the monitor with passes of its own": lambda trainer: TokenMonitor(trainer, forward_every=1),
     "the writer": RolloutWriter,
 }
 
@@ -31,11 +31,13 @@ def full(tmp_path_factory) -> Path:
     return save_full(tmp_path_factory.mktemp("full"))
 
 
-def train_adapter(full: Path, out: Path, packing: str, watcher: Any = None) -> tuple[dict[str, Tensor], Any, Any]:
+def train_adapter(
+    full: Path, out: Path, packing: str, watcher: Any = None, **settings: Any
+) -> tuple[dict[str, Tensor], Any, Any]:
     """Two steps of QLoRA: all weights and bits afterwards, the trainer's log, and who watched."""
     torch.manual_seed(0)
     lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-    trainer = make_trainer(full, out, peft=lora, quantization=PACKINGS[packing], max_steps=2)
+    trainer = make_trainer(full, out, peft=lora, quantization=PACKINGS[packing], max_steps=2, **settings)
     seen = None if watcher is None else watcher(trainer)
     if seen is not None:
         trainer.add_callback(seen)
@@ -65,3 +67,22 @@ def test_training_on_a_packed_base_is_the_same_bit_for_bit_under_every_watcher(a
         # TRL trains the adapters of a packed base in bfloat16, whose last bit is 2⁻⁸ of a norm.
         assert all(row["grad_norm_ratio"] == pytest.approx(1, abs=2**-7) for row in seen.rows)
         assert len(seen.rows) == 2
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_monitors_own_passes_leave_a_packed_base_as_it_is(full, tmp_path, packing):
+    class Apart(import_trl().GRPOTrainer):
+        """A loss that never asks TRL for log π, so that the monitor runs a forward pass itself."""
+
+        def _compute_loss(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+            ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            logits = model(input_ids=ids).logits[:, inputs["prompt_ids"].shape[1] - 1 : -1]
+            logprobs = logits.float().log_softmax(-1).gather(-1, inputs["completion_ids"][..., None])[..., 0]
+            return -(logprobs * inputs["advantages"][:, None] * inputs["completion_mask"]).mean()
+
+    wanted, norms, _ = train_adapter(full, tmp_path / "alone", packing, kind=Apart)
+    watcher = lambda trainer: TokenMonitor(trainer, forward_every=1)  # noqa: E731
+    found, theirs, seen = train_adapter(full, tmp_path / "watched", packing, watcher, kind=Apart)
+    assert theirs == norms and min(norms) > 0 and len(seen.rows) == 2
+    assert not any(math.isnan(row["token_share/p0-25"]) for row in seen.rows)
+    assert all(bits(stored(found[name])) == bits(stored(value)) for name, value in wanted.items())
