@@ -328,8 +328,8 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     """Return the format of a record, native if nearly so.
 
     A trainer's format fits if all of its required columns are there; a set that includes another's beats it. Native
-    rows fit by ids, or by a `prompt` and a `response` of which none is the trainer's own, since anybody may add the
-    other. Raises InputError if several fit, and with the nearest format if none does.
+    rows fit by ids; by text unless the trainer's format has a `prompt` or a `response`, so that only the other was
+    added, or knows more of the columns. Raises InputError if several fit, and with the nearest format if none does.
     """
     names = set(record.columns)
     if (form := _told_by_suffix(record.path)) is not None:
@@ -343,7 +343,8 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
     fitting = [form for form in fitting if not any(form.needs < other.needs for other in fitting)]
     if is_native(names):
         fitting = [form for form in fitting if _has_response(form, names)]
-        if names & IDS or not any(TEXT & {column.place for column in form.columns} for form in fitting):
+        count = len(names & NATIVE.places)
+        if names & IDS or not any(form.places & TEXT or len(names & form.places) > count for form in fitting):
             fitting.append(formats["native"])
     fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
     if len(fitting) > 1:
@@ -353,9 +354,7 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
         )
     if fitting:
         return fitting[0]
-    common = {
-        form.name: len(names & {column.place.split(".")[0] for column in form.columns}) for form in formats.values()
-    }
+    common = {form.name: len(names & form.places) for form in formats.values()}
     common["native"] = count_columns(names)
     nearest = max(formats.values(), key=lambda form: (common[form.name], form.name == "native"))
     if nearest.name == "native" and common["native"]:

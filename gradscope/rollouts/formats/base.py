@@ -161,6 +161,11 @@ class Format:
     verl) instead of 0. Only for logs without advantages."""
 
     @property
+    def places(self) -> frozenset[str]:
+        """Names of all columns, at the top of a record."""
+        return frozenset(column.place.split(".")[0] for column in self.columns)
+
+    @property
     def needs(self) -> frozenset[str]:
         """Names of the required columns, which identify the format."""
         return frozenset(column.place.split(".")[0] for column in self.columns if column.required)

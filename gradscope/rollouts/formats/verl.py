@@ -90,7 +90,7 @@ VERL = Format(
     "verl",
     (
         *required(prompt="input", response="output", reward="score"),
-        *optional(step="step", group="uid"),
+        *optional(step="step", group="uid", ground_truth="gts"),
     ),
     _rows,
     has_parts=True,
