@@ -406,10 +406,10 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
         return None
     numbers = {"seed": task.resampling(8)["seed"]}
     tried = try_temperatures(task.policy, task.batch, task.table, task.settings, **numbers)
+    place, words = unknown[0], f" {temperature_words(tried, task.labels[0])}"
     if count_informative_prompts(task.table) < VERDICT_PROMPTS:  # nothing is said of shares, at any temperature
-        return tried
-    place, words = unknown[0], temperature_words(tried, task.labels[0])
-    task.notes[place] = Note(f"{as_sentence(task.notes[place])} {words}", "temperature")
+        words = ""
+    task.notes[place] = Note(f"{as_sentence(task.notes[place])}{words}", "temperature")
     return tried
 
 

@@ -59,6 +59,8 @@ def test_steps_with_too_few_prompts_are_taken_together_and_the_page_says_how_far
     assert manifest["tokens"] == len(own) * 2 // 3 and "step 4 is taken" in manifest["rollouts"]["step_note"]
     found = dict(re.findall(r"([\d.]+) at step (\d)", read_page(tmp_path / "out").text))
     assert found == {"0": "4", "0.1": "3"}  # six prompts have an advantage without step 2
+    own, whole = manifest["own_responses"], manifest["supply"]["responses"]
+    assert 0 < own < whole and f"{own} of the {whole} responses here" in read_page(tmp_path / "out").text
 
 
 def test_what_a_log_grows_by_leaves_the_diagnosis_of_a_step_as_it_is(model, tmp_path, capsys):

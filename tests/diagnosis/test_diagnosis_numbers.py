@@ -20,6 +20,7 @@ from gradscope.diagnosis.steps import (
     influence_rows,
     lag_rows,
     mismatch_rows,
+    tell_pooled,
     within_budget,
 )
 from gradscope.diagnosis.tokens import (
@@ -36,7 +37,7 @@ from gradscope.diagnosis.tokens import (
 from gradscope.gradients import Gram, measure
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import LossSettings
-from gradscope.rollouts import Response, collate
+from gradscope.rollouts import Note, Response, collate
 
 LABELS = interval_labels()
 PROMPTS = 12
@@ -664,3 +665,13 @@ def test_sums_from_measured_tokens_without_weight_are_unknown():
     table.loc[low & (table["group"] != 0), "param_grad_norm"] = np.nan
     rows = token_shares(sum_by_prompt(table, 4), LABELS, seed=None)
     assert np.isnan(numbers(rows, "squared_share")).all() and not np.isnan(numbers(rows, "predicted_share")).any()
+
+
+@pytest.mark.parametrize(("used", "words"), [([0, 1], "All 2 "), ([2], ""), ([0, 2], "1 of the 2 ")])
+def test_whose_the_responses_in_use_are_is_counted_where_earlier_steps_were_added(used, words):
+    """Of prompts 0 and 1 from step 4 and prompt 2 from the checkpoint's own, step 5."""
+    responses = [Response([5, n], [7], group=n, step=step, advantage=1.0) for n, step in enumerate((4, 4, 5))]
+    batch = replace(collate(responses), notes=(Note("step 4 is added to step 5", "pooled"),)).of_prompts(used)
+    table = pd.DataFrame({"response": used, "logprob": -0.1, "old_logprob": [-0.2] * len(used)})
+    said = [note for note in tell_pooled(batch, table).notes if note.kind == "pooled"]
+    assert len(said) == bool(words) and all(f"step 5. {words}" in note for note in said)
