@@ -29,6 +29,7 @@ from gradscope.updates import (
     StepSettings,
     apply_update,
     influence,
+    update_cost,
 )
 
 # torch itself calls torch.jit.script the first time that forward mode is used.

@@ -106,7 +106,8 @@ def weighting_sentences(comparison: Comparison) -> list[str]:
 def _cell(row: pd.Series, name: str) -> str:
     lower, upper = row[f"{name}_lower"], row[f"{name}_upper"]
     write = partial(digits, count=3)
-    return f"{write(row[name])}{in_brackets(lower, upper, write)}"
+    bounds = "" if write(lower) == write(upper) else in_brackets(lower, upper, write)  # 1 [1, 1] says no more than 1
+    return f"{write(row[name])}{bounds}"
 
 
 def _gains(rows: pd.DataFrame) -> list[str]:
