@@ -58,8 +58,8 @@ def _explained(d: Diagnosis) -> str:
     if any(compare(row, write=times) is not Verdict.UNDECIDED for _, row in known):
         return ""
     return (
-        "Nothing more to measure for this: (1−π)² alone explains the energy of every interval, within its bounds. "
-        "TokenMonitor shows that at every step, from the trainer's own forward pass."
+        "(1−π)² alone explains the energy of every interval, within its bounds: that needs no more measuring. "
+        "TokenMonitor shows it at every step, from the trainer's own forward pass."
     )
 
 
