@@ -73,10 +73,10 @@ class Summary:
         if self._too_few:
             shown = shown[[name for name in shown if name not in WEIGHTED]]
         table = shown.to_string(index=False, float_format="{:.3g}".format, na_rep="–")
-        parts = [self.sentences(), f"{table}\n{LEGEND}"]
+        parts = [self.sentences(), f"{table}\n{LEGEND.partition(';')[0] if self._too_few else LEGEND}"]
+        if self.gradients is not None and self.gradients.plan is not None and self.gradients.plan.way != "whole":
+            parts.append(f"{self.gradients.plan}.")
         if self.gradients is not None and not self._too_few:
-            if self.gradients.plan is not None and self.gradients.plan.way != "whole":
-                parts.append(f"{self.gradients.plan}.")
             matrix = self.gradients.cosines.set_axis(interval_labels(), axis=0).set_axis(interval_labels(), axis=1)
             parts += [
                 "Cosines between the intervals' summed gradients:",

@@ -27,6 +27,7 @@ from gradscope.gradients.engine import autograd, norms as rules
 from gradscope.gradients.engine.decoder import block as decoder_block
 from gradscope.objective import LossSettings
 from gradscope.policy import EMBEDDED, load_policy
+from gradscope.resampling import TOO_FEW
 from gradscope.rollouts import read_rollouts
 from gradscope.runs import file_hash, folder as run_folder
 from gradscope.tasks import get_task
@@ -207,7 +208,7 @@ def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(ru
         assert json.loads((tmp_path / way / "manifest.json").read_text())["summed_gradients"]["way"] == way
     shares = [pd.read_csv(tmp_path / way / "figures" / "figure_1.csv") for way in budgets]
     assert len(shares[0]) == len(shares[1])
-    assert "gradient_share_error" in (tmp_path / "sketches" / "figures" / "summary.txt").read_text()
+    assert "sketches of" in (tmp_path / "sketches" / "figures" / "summary.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path
     assert (again.status, again.err) == (0, "") and "already measured with these arguments" in again.out
     assert files(tmp_path / "out") == before
     with_figures = run(*args)  # the figures were left out, so they are added; the table stays
-    assert "times the gradient norm" in with_figures.out
+    assert TOO_FEW in with_figures.out  # of three prompts
     after = files(tmp_path / "out")
     assert "figures/figure_1.png" in after and after["tokens.parquet"] == before["tokens.parquet"]
     assert run(*args).out == with_figures.out and files(tmp_path / "out") == after
