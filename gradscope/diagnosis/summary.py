@@ -89,7 +89,7 @@ class Summary:
         table = self.intervals
         lines = self._norms(table)
         if self._too_few:
-            return "\n".join([self._too_few, lines[0]])
+            return f"{self._too_few}\n{lines[0]} Norms are over {self.parameters}."
         if self.gradients is not None:
             lines += self._sums(table)
         return "\n".join(lines)

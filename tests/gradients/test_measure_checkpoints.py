@@ -54,7 +54,7 @@ def test_an_adapter_is_measured_merged_or_alone_and_the_manifest_says_which(para
 def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     adapter, rollouts = job
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", "--device", "cpu")
-    assert "the adapter's parameters, unweighted" in capsys.readouterr().out
+    assert "over the adapter's parameters" in capsys.readouterr().out
     assert (tmp_path / "figures" / "summary.txt").is_file()
     drawn = pd.read_csv(tmp_path / "figures" / "layers_by_interval.csv")
     assert "the adapter's parameters" in {*drawn["layer"]} and "all parameters" not in {*drawn["layer"]}
