@@ -36,7 +36,7 @@ Part = Mapping[str, Any]
 
 OPTIONAL = ("reward", "group", "process", "micro_batch")
 """Columns with a value per response, [B]."""
-PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction")
+PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction", "trainer_logprobs")
 """Columns per token, [B, C], or [B, 1] for whole responses."""
 WAITING = 4
 """Number of queued steps beyond which training waits for the writer."""

@@ -32,8 +32,8 @@ COLUMNS = {
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
 """TRL's tensor → name in rows; those from tool_mask on are optional."""
-OLD, LOGPROBS = "old_per_token_logps", "_get_per_token_logps_and_entropies"
-"""TRL's key of the old log-probabilities, and its method that computes log π."""
+LOGPROBS = "_get_per_token_logps_and_entropies"
+"""TRL's method that computes log π."""
 REWARDS = "rewards"
 """Key in the inputs: rewards by reward function, [B, functions]."""
 
@@ -45,12 +45,13 @@ class RolloutWriter(TrainerCallback):
 
     Each step gets a file `OUTPUT_DIR/gradscope/rollouts/step_000012.parquet` (`step_000012-rank_1.parquet` and so on
     for further processes), with a row per response: ids of prompt and response, response mask, reward (and each reward
-    function's, if there are several), advantages, old log-probabilities (where TRL keeps none, the step is on-policy,
-    and those of the trainer's own forward pass are taken), reference and sampler log-probabilities if TRL keeps them,
-    the correction factors for the sampler, step, process, micro-batch, temperature, the trainer's gradient norm before
-    clipping, and the loss's scale of the response's terms. The loss's settings, the precision of the passes and the
-    frozen parameters are in the file's metadata. `gradscope diagnose CHECKPOINT --rollouts
-    OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a group.
+    function's, if there are several), advantages, old, reference and sampler log-probabilities if TRL keeps them
+    (without old ones, the step was on-policy; those of the trainer's own forward pass are then `trainer_logprobs`,
+    which no ratio is made of, so that it is exactly 1), the correction factors for the sampler, step, process,
+    micro-batch, temperature, the trainer's gradient norm before clipping, and the loss's scale of the response's terms.
+    The loss's settings, the precision of the passes and the frozen parameters are in the file's metadata. `gradscope
+    diagnose CHECKPOINT --rollouts OUTPUT_DIR/gradscope/rollouts` needs nothing else. Identical prompts of a step form a
+    group.
 
     The response mask is false at tool tokens and at holes of TRL's completion mask: tokens inside a response that the
     loss leaves out. A warning counts the responses with holes. A subclass that computes a loss of its own is written
@@ -277,8 +278,9 @@ class RolloutWriter(TrainerCallback):
         parts, sizes = [], [len(part["completion_ids"]) for part in window]
         each = zip(window, self._found, scales.split(sizes), strict=True)
         for number, (part, logprobs, scale) in enumerate(each):
-            part = {OLD: logprobs} | {name: value for name, value in part.items() if value is not None}
             arrays = {name: to_array(part[own]) for own, name in COLUMNS.items() if part.get(own) is not None}
+            if "old_logprobs" not in arrays and logprobs is not None:
+                arrays["trainer_logprobs"] = to_array(logprobs)
             arrays["micro_batch"] = np.full(len(scale), number)
             parts.append(arrays | self._reward_columns(part) | {"loss_scale": to_array(scale)})
         shared = {"step": step, "process": rank, "temperature": float(self.trainer.temperature)}

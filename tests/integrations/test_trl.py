@@ -452,7 +452,8 @@ def test_every_kth_step_is_logged_written_and_told(checkpoint, tmp_path):
         finite = {f"gradscope/{n}": v for n, v in row.items() if n != "step" and math.isfinite(v)}
         assert {n: v for n, v in record.items() if n.startswith("gradscope/")} == pytest.approx(finite)
     assert 0 < table["seconds"].sum() <= callback.seconds
-    (told,) = [line for line in words.splitlines() if line.startswith("gradscope:")]
+    begun, told = [line for line in words.splitlines() if line.startswith("gradscope:")]
+    assert str(callback.path) in begun
     assert f"measuring took {callback.seconds:.1f} s" in told and "2 measured steps in" in told
 
 

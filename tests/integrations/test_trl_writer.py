@@ -178,10 +178,6 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
             assert torch.allclose(batch.advantages[row, start : start + n][kept[seen]], factors[kept], rtol=1e-6)
             for column, tensor in LOGPROBS.items():
                 values = getattr(batch, column)
-                if column == "old_logprobs" and tensor not in part:  # those of the trainer's own pass
-                    own = logprobs[row][kept]
-                    assert torch.allclose(values[row, start : start + n][kept[seen]], own, atol=1e-6)
-                    continue
                 assert (values is not None) == (tensor in part)
                 if values is not None:
                     assert torch.equal(values[row, start : start + n][kept[seen]], part[tensor][own_row][kept])
@@ -191,7 +187,13 @@ def test_weights_from_the_log_are_the_slopes_of_trls_loss(checkpoint, tmp_path, 
         wanted = -wanted * batch.num_tokens
         assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
         assert (batch.temperature == TEMPERATURE).all() and (batch.steps == number).all()
+    assert (dump.batch.old_logprobs is None) == (name == "on-policy")
     assert "on-policy" not in {note.kind for note in dump.notes}
+    written = pq.read_table(writer.folder / f"step_{number:06d}.parquet").to_pylist()
+    assert all(("trainer_logprobs" in row) == (name == "on-policy") for row in written)
+    if name == "on-policy":  # log π of the trainer's own pass, of which no ratio is made
+        for row, own in zip(written, logprobs, strict=True):
+            assert row["trainer_logprobs"] == pytest.approx(own[: len(row["response_ids"])].tolist(), abs=1e-6)
 
 
 def test_a_hole_in_the_completion_mask_is_a_masked_token_of_the_response_and_one_warning_counts_them(
