@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -16,7 +16,7 @@ from gradscope.gradients.engine.chunks import POSITION_COST
 from gradscope.gradients.shared_minutes import Prices
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.objective import LossSettings
-from gradscope.runs import ALONE
+from gradscope.runs import ALONE, SILENT
 
 if TYPE_CHECKING:
     from gradscope.gradients.gram import SumsPlan
@@ -48,7 +48,8 @@ def glance(
     """
     lengths, kept = J.batch.attention_mask.sum(1), J.batch.response_mask.any(1)
     rows = kept.nonzero()[:, 0]
-    one = J.select(rows[lengths[rows].argsort()[[len(rows) // 2]]])
+    quiet = J.within(replace(J.resources, progress=SILENT))
+    one = quiet.select(rows[lengths[rows].argsort()[[len(rows) // 2]]])
     (_, first), (_, second) = (_time(lambda: one.moved().statistics) for _ in range(2))
     position = min(first, second) / float(one.batch.attention_mask.sum())
     prompt = position * float(lengths[kept].sum()) / len(J.prompts)

@@ -37,6 +37,7 @@ LEFT_OUT = {
     "README.md": 1,
     "docs/audit.md": 2,
     "docs/checkpoints.md": 3,
+    "docs/named-beforehand.md": 2,
     "docs/report.md": 2,
     "docs/reproduction.md": 1,
     "docs/start.md": 1,

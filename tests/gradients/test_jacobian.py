@@ -314,6 +314,9 @@ def test_a_tables_statistics_are_taken_from_the_policy_that_it_is_of_alone(other
     if other == "weights":
         with torch.no_grad():
             policy.model.get_output_embeddings().weight.mul_(1.01)
+        with pytest.raises(InputError):
+            statistics_of(table, policy, batch)
+        return
     if other == "precision":
         policy = make_policy("llama", torch.float64)
     found = statistics_of(table, policy, batch)

@@ -29,7 +29,7 @@ def job(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("job")
     save_checkpoint(folder / "base", "qwen2")
     save_adapter(folder / "adapter", folder / "base", r=2, target_modules=["q_proj", "up_proj"])
-    names = ("prompt_ids", "response_ids", "group", "reward", "old_logprobs", "response_mask")
+    names = ("prompt_ids", "response_ids", "group", "reward", "response_mask")
     rows = [{name: getattr(r, name) for name in names} for r in make_responses(make_policy("qwen2"))]
     return folder / "adapter", write_jsonl(folder / "rollouts.jsonl", rows)
 
