@@ -28,7 +28,7 @@ from gradscope.updates import describe
 policy = gradscope.load_policy("embedded")
 task = get_task("knights-knaves-compact")
 rows = rollout_rows(
-    policy, draw_questions(task, 5, seed=2), task=task, n=4, temperature=0.7, max_new_tokens=128, seed=2
+    policy, draw_questions(task, 12, seed=2), task=task, n=4, temperature=0.7, max_new_tokens=128, seed=2
 )
 batch = batch_rows(rows, on_policy=False)  # with the sampler's log π_old
 batch = replace(batch, advantages=resolve_advantages(batch))
@@ -65,7 +65,7 @@ found
 
 # %% [markdown]
 # `cosine_from_energies` is the cosine with GRPO's update that the tokens' energies alone would give, if their gradients
-# were orthogonal: Reweight's weights all lie in [.7, 1], and its cosine is near 1 whatever the gradients are. The 20 %
+# were orthogonal: Reweight's weights all lie in [.7, 1], so that it is at least .984 whatever the energies are. The 20 %
 # mask leaves out tokens that hold energy: most of its cosine is what they held, the rest is how the gradients lie to
 # one another. What a mask leaves out is the first thing to ask of it.
 

@@ -25,7 +25,7 @@ def _more_of_it(d: Diagnosis) -> str:
     if d.table["weight"].isna().any():
         return "Give advantages or rewards for every response: without them there is no update to look at."
     if index is None:
-        return "Sample prompts whose responses earn unequal rewards: these have no gradient."
+        return "Sample prompts whose responses earn unequal rewards: all responses to a prompt here earn the same."
     if d.supply.too_few:
         return f"For a verdict: {d.supply.wanted[:1].lower()}{d.supply.wanted[1:]}"
     if isnan(index["lower"]) and index["lacks"] == "tokens":
@@ -49,16 +49,19 @@ def _conflict(d: Diagnosis) -> str:
 
 
 def _explained(d: Diagnosis) -> str:
-    """Say where (1−π)² alone predicts all that was found."""
-    low = d.labels[0]
-    rows = [(label, d.pick("added_index", "raw", label)) for label in d.labels]
-    known = [(label, row) for label, row in rows if row is not None and not isnan(row["lower"])]
-    if d.supply.too_few or low not in dict(known) or says_nothing(dict(known)[low], "bits"):
+    """Say where no interval's energy is told from what (1−π)² alone predicts, if the lowest's was judged."""
+    rows = {label: d.pick("added_index", "raw", label) for label in d.labels}
+    known = {label: row for label, row in rows.items() if row is not None and not isnan(row["lower"])}
+    known = {label: row for label, row in known.items() if not says_nothing(row, "bits")}
+    if d.supply.too_few or d.labels[0] not in known:
         return ""
-    if any(compare(row, write=times) is not Verdict.UNDECIDED for _, row in known):
+    if any(compare(row, write=times) is not Verdict.UNDECIDED for row in known.values()):
         return ""
+    which = (
+        "No interval's energy" if len(known) == len(rows) else f"No energy of {counted(len(known), 'judged interval')}"
+    )
     return (
-        "(1−π)² alone explains the energy of every interval, within its bounds: that needs no more measuring. "
+        f"{which} differs detectably from what (1−π)² alone predicts: that needs no more measuring. "
         "TokenMonitor shows it at every step, from the trainer's own forward pass."
     )
 

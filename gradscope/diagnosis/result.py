@@ -109,7 +109,7 @@ LARGE = 100_000_000
 """Size from which weightings are compared only on request, since this takes more passes than all the rest."""
 WARNINGS = (
     *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
-    *("other-step", "pooled"),
+    *("other-step", "pooled", "several-runs"),
 )
 """Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
 CAVEATS = (

@@ -80,7 +80,7 @@ def compare(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable
     return Verdict.LESS if row["upper"] < least and write(row["upper"]) != write(least) else Verdict.UNDECIDED
 
 
-def lack_words(d: Diagnosis | Shares, row: pd.Series) -> str:
+def lack_words(row: pd.Series) -> str:
     """Say why a number has no interval, and what would give one; "" if it has one."""
     if not isnan(row["lower"]):
         return ""
@@ -161,7 +161,7 @@ def _judge_dominance(d: Diagnosis | Shares, metric: str, energy: str, are: str) 
     detail = f"Share of the {energy} of the other intervals: {name_shares(d, 'squared_share', metric)}."
     if index["lacks"] == "tokens":
         return Finding(kind, Verdict.UNDECIDED, _too_few_tokens(d, index, they))
-    if why := lack_words(d, index):
+    if why := lack_words(index):
         return Finding(kind, Verdict.UNDECIDED, f"It is undecided how much of the {energy} {they} account for: {why}.")
     verdict = compare(index, write=times)
     if verdict is Verdict.UNDECIDED and (says_nothing(share) or says_nothing(index, "bits")):
@@ -294,7 +294,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
             continue
         of = f"of the {words}{'' if d.sums_prompts in (None, d.of_prompts) else f' of {d.summed_prompts}'}"
         if says_nothing(share):
-            untold = f"How much {of} {they[0].lower()}{they[1:]} account for: its interval says nothing."
+            untold = f"How much {of} {they[0].lower()}{they[1:]} account for cannot be told from this batch."
             found.append(Finding(f"summed_{metric}", Verdict.UNDECIDED, untold))
             continue
         whose = f" of {counted(d.num_prompts, 'prompt')}" if fewer else ""
@@ -304,7 +304,7 @@ def _summed(d: Diagnosis) -> list[Finding]:
             f"Share ⟨G_a, G⟩/‖G‖² of the other intervals: {name_shares(d, 'gradient_share', metric)}. Cosine of "
             f"{name_interval(low)} with the whole: {number_words(cosine)}."
         )
-        verdict, why = compare(share, tokens), lack_words(d, share) or lack_words(d, tokens)
+        verdict, why = compare(share, tokens), lack_words(share) or lack_words(tokens)
         end = {Verdict.MORE: ": more than in proportion.", Verdict.LESS: ": less than in proportion."}.get(
             verdict, f"; {why}." if why else ". Whether that is more than in proportion is undecided."
         )

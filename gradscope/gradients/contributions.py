@@ -1,4 +1,4 @@
-"""What each token holds of a squared summed gradient: of its own prompt's part, and of what other prompts want.
+"""Each token's part of ‖G‖²: its product with its own prompt's gradient, and with the other prompts'.
 
 With G = Σ_t w_t·g_t over all kept tokens and G_p over those of prompt p,
 
@@ -10,7 +10,7 @@ For n prompts drawn from one distribution the sum of the signal over any tokens 
 all tokens for ‖E G‖². All are sums over tokens, so every grouping of tokens is arithmetic on three columns.
 
 **Bounds** leave out one fold of prompts at a time. With G_{F_j} the sum over the prompts of fold j and
-f_tj = w_t⟨g_t, G_{F_j}⟩, what the prompts outside fold k want of the tokens a outside it is, exactly,
+f_tj = w_t⟨g_t, G_{F_j}⟩, the products of the tokens a outside fold k with the other prompts outside it sum to, exactly,
 
     U_a without k = Σ_{t in a outside F_k} (Σ_{j≠k} f_tj − own_t)
 """

@@ -199,7 +199,7 @@ def note_logged(policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndar
                 f"{name} is not this policy's: on {len(apart)} tokens it differs on average by "
                 f"{digits(apart.mean())} nats from this policy's log π, and no known reading (temperature, truncation, "
                 "base, floor) explains it. Another checkpoint or precision, a repetition penalty, a logit bias or a "
-                "trainer's fault may; ratios, clipped tokens and all that depends on them are as wrong as the log"
+                "trainer's fault may; if the log is wrong, so are ratios, clipped tokens and all that depends on them"
             )
     return *(contradiction.note for contradiction in found), *(Note(words, "logged-logprobs") for words in told)
 

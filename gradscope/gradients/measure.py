@@ -261,7 +261,7 @@ def measure_into(
             begin()
         if processes.is_main:
             _announce(measurement, asked, hooks.tell)
-        rounds = _fill(measurement, folder, hooks, rounds)
+        rounds = _fill(measurement, folder, rounds)
         if processes.is_main:
             parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(len(measurement.batch))
             write_parquet_parts(folder.staged / TABLE, parts)
@@ -315,9 +315,7 @@ def describe_speedup(speedup: float) -> str:
     return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
 
 
-def _warn_of_minutes(
-    measurement: TableMeasurement, tell: Callable[[str], None], minutes: float, prompts: int
-) -> None:
+def _warn_of_minutes(measurement: TableMeasurement, tell: Callable[[str], None], minutes: float, prompts: int) -> None:
     """Say before anything slow that the time limit is too short, and which one would do."""
     few = f"{measurement.settings.minutes:g} minutes are too few"
     if prompts < FEWEST:
@@ -339,13 +337,11 @@ def _take_up(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
     return rounds
 
 
-def _fill(
-    measurement: TableMeasurement, parts: Parts, hooks: Hooks = Hooks(), rounds: Sequence[Round] = ()
-) -> list[Round]:
+def _fill(measurement: TableMeasurement, parts: Parts, rounds: Sequence[Round] = ()) -> list[Round]:
     """Measure the missing parts; under a time limit, return all rounds, including those of an interrupted run."""
     processes, missing = measurement.processes, []
     if measurement.settings.minutes is not None:
-        return _fill_rounds(measurement, parts, hooks, list(rounds))
+        return _fill_rounds(measurement, parts, list(rounds))
     if processes.is_main:
         missing = [row for row in range(len(measurement.batch)) if not parts.has_part(row)]
     with processes.together():
@@ -368,7 +364,7 @@ def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) ->
                     advance(counts[row])
 
 
-def _fill_rounds(measurement: TableMeasurement, parts: Parts, hooks: Hooks, rounds: list[Round]) -> list[Round]:
+def _fill_rounds(measurement: TableMeasurement, parts: Parts, rounds: list[Round]) -> list[Round]:
     """Measure the remaining rounds, write each as it ends, and return all."""
     processes = measurement.processes
     for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):

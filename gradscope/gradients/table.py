@@ -224,7 +224,8 @@ class TableMeasurement:
         return shares, after + prices.summing * shares.summed, False, verdict, check
 
     def _wanted(self, order: Int[Tensor, " n"]) -> int | None:
-        """Return how many prompts, in this order, hold as many with a gradient as a verdict needs; None: all do not."""
+        """Return how many prompts, in this order, include as many with a gradient as a verdict needs; None: not even
+        all."""
         served = torch.isin(order, served_prompts(self.whole)).cumsum(0)
         return int((served < FEWEST).sum()) + 1 if len(served) and served[-1] >= FEWEST else None
 

@@ -149,8 +149,9 @@ class GradScopeCallback(TrainerCallback):
         looked_at = (self._watch_loss, self._watch_logprobs, self._watch_norm)
         watch(self.trainer, self, dict(zip(WATCHED, looked_at, strict=True)))
         if state.is_world_process_zero:
-            limit = "" if self.budget is None else f" that {100 * self.budget:g} % of the time allow"
-            print(f"gradscope: measuring every {self.every}. step{limit}, into {self.path}")
+            limit = "" if self.budget is None else f", in {100 * self.budget:g} % of the time"
+            steps = "every step" if self.every == 1 else f"every {self.every} steps"
+            print(f"gradscope: measuring {steps}{limit}, into {self.path}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._due = self._waiting or state.global_step % self.every == 0

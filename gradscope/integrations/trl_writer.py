@@ -135,8 +135,8 @@ class RolloutWriter(TrainerCallback):
             looked_at[LOGPROBS] = self._watch_logprobs
         watch(self.trainer, self, looked_at)
         if state.is_world_process_zero:
-            steps = "steps of unusual gradient norm" if self.every is None else f"every {self.every}. step"
-            print(f"gradscope: rollouts of {steps} go to {self.folder}")
+            steps = "of steps of unusual gradient norm" if self.every is None else f"every {self.every} steps"
+            print(f"gradscope: writing rollouts {'every step' if self.every == 1 else steps} to {self.folder}")
             if self.own_loss is not None:
                 print(f"gradscope: {self.own_loss} computes the loss; the rows' settings and scales are GRPOConfig's")
 

@@ -19,6 +19,7 @@ from gradscope.policy.checkpoint import checkpoint_homes
 from gradscope.policy.packed import is_packed, storage_name
 from gradscope.policy.parameters import PART, flat_slices, float_parameters
 from gradscope.policy.policy import Policy
+from gradscope.policy.sharded.joining import VARIANTS
 from gradscope.policy.sharded.layouts import find_moments, moments_at
 from gradscope.policy.sharded.reading import has_moments, read_moments
 from gradscope.runs import file_hash, load_tensors
@@ -168,18 +169,6 @@ def value_ranges(tensors: Mapping[str, Tensor]) -> dict[str, tuple[float, float]
     return {name: (lowest, highest) for name, (lowest, highest) in zip(tensors, rows, strict=True)}
 
 
-VARIANTS = {
-    "amsgrad": ("amsgrad", False),
-    "maximize": ("maximize=True, an ascent", False),
-    "nesterov": ("Nesterov's momentum", False),
-    "bias_correction": ("moments without bias correction", True),
-    "correct_bias": ("moments without bias correction", True),
-    "adam_w_mode": ("decay inside the gradient", True),
-}
-"""Flag of a parameter group → what it makes of AdamW, and its value in AdamW. Other flags (foreach, fused, capturable,
-differentiable) change only how the step is computed."""
-
-
 def group_settings(state_dict: dict[str, Any]) -> dict[Any, AdamWSettings]:
     """Return the settings of each parameter's group, by its number in AdamW's `state_dict()`.
 
@@ -192,7 +181,7 @@ def group_settings(state_dict: dict[str, Any]) -> dict[Any, AdamWSettings]:
         if not group.get("decoupled_weight_decay", True) and float(group.get("weight_decay", 0.0)):
             odd.append("decay inside the gradient")
         if "decoupled_weight_decay" in group and "amsgrad" not in group:
-            odd.append("RAdam's rectified steps")
+            odd.append("RAdam's or NAdam's steps")
         if odd:
             raise InputError(f"the state is not plain AdamW's ({odd[0]}); give a state of plain AdamW")
     rates = [float(group["lr"]) for group in groups]

@@ -1,9 +1,9 @@
 """Computing with the weights that packed bits stand for.
 
-A packed weight (bitsandbytes' 4 and 8 bits, torchao, HQQ) has no gradient of its own, and kernels for it may round
-activations, or rearrange the bits for inference. What is measured is the plain model of the same, dequantized weights:
-that is the base on which QLoRA trains its adapter. A policy is dequantized once, when it is loaded; a model in training
-keeps its bits, and dequantizes each weight when it is used.
+A packed weight (bitsandbytes' 4 and 8 bits, torchao; HQQ's in memory) has no gradient of its own, and kernels for it
+may round activations, or rearrange the bits for inference. What is measured is the plain model of the same, dequantized
+weights: that is the base on which QLoRA trains its adapter. A policy is dequantized once, when it is loaded; a model in
+training keeps its bits, and dequantizes each weight when it is used.
 """
 
 from __future__ import annotations

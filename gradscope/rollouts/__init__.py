@@ -1,4 +1,4 @@
-"""Rollouts: `TokenBatch` and its alignment rule, and readers of rollout files, one per trainer in `formats`."""
+"""Rollouts: `TokenBatch` and its alignment rule, and readers of rollout files, in `formats` a file per family."""
 
 from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
 from gradscope.rollouts.caveats import count_served, own_first, own_responses, served_prompts

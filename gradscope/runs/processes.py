@@ -134,7 +134,8 @@ def is_first() -> bool:
 def _whole(variable: str, default: int) -> int:
     given = os.environ.get(variable, "").strip()
     if given and not (given.isascii() and given.isdecimal() and int(given) >= (variable == "WORLD_SIZE")):
-        raise InputError(f"the environment variable {variable} is {given!r}, not a number of processes; {ALONE_AGAIN}")
+        kind = "a number of processes" if variable == "WORLD_SIZE" else "a process's number, from 0"
+        raise InputError(f"the environment variable {variable} is {given!r}, not {kind}; {ALONE_AGAIN}")
     return int(given or default)
 
 

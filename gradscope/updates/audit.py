@@ -174,7 +174,7 @@ def audit(
         judged = _judge(search.found, *given)
     exact = "logged" if batch.loss_scales is not None else judged.aggregation
     ratio = float(judged.readings.set_index("reading")["ratio"][exact])
-    verdict = f"{judged.verdict} Its norm is {ratio:.4g} times that of {Reading(exact)}."
+    verdict = f"{judged.verdict} Its norm is {ratio:.4g} times the exact one of {Reading(exact)}."
     if lacking := sum(name not in theirs and trains(name) for name in slices):
         verdict += f" It has no gradient for {lacking} of the policy's {len(slices)} parameters."
     return replace(judged, verdict=verdict, norm_ratio=ratio, precision=precision, notes=batch.notes)
@@ -416,7 +416,7 @@ def _of_a_norm(norm: float, found: Mapping[Reading, pd.DataFrame], precision: Pr
     reading, like = first, away < 0
     if (equal := away <= FLOAT32).any():
         kind, reading, like = "same", [*norms][int(equal.idxmax())], equal
-        told += "." if reading is first else f", and that of {reading}."
+        told += "." if reading is first else f", and equal to that of {reading}."
         told += " A norm alone says nothing of the direction."
     elif away[0] <= passes:
         kind, like = "rounding", away <= passes

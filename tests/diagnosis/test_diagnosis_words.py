@@ -297,9 +297,9 @@ def test_of_too_few_prompts_nothing_is_said_of_shares_but_what_a_verdict_takes(p
 def test_where_1_minus_pi_squared_explains_every_share_that_is_said_outright(value, said):
     added = rows("added_index", [0.1, value, -0.1, 0.0], metric="raw", unit="bits", half=0.3)
     found = plant({"added_index": added})
-    assert any("(1−π)² alone explains" in words for words in advise(found)) is said
+    assert any("(1−π)² alone predicts" in words for words in advise(found)) is said
     wide = plant({"added_index": rows("added_index", [0.1] * 4, metric="raw", unit="bits", half=4.0)})
-    assert not any("(1−π)² alone explains" in words for words in advise(wide))
+    assert not any("(1−π)² alone predicts" in words for words in advise(wide))
 
 
 def test_tokens_with_a_reward_conflict_are_what_is_read_next():

@@ -45,7 +45,7 @@ def _summed(d: Diagnosis, *, brief: bool) -> str:
     if says_nothing(share):
         words = f"How much of {of} tokens with {low} account for cannot be told"
     if signal is None or isnan(signal["lower"]):
-        why = "" if signal is None else lack_words(d, signal)
+        why = "" if signal is None else lack_words(signal)
         return f"{words}; its signal was not judged ({why})." if why else f"{words}."
     if compare(signal) is Verdict.MORE and brief:
         return f"{words}. The whole summed gradient has signal, which other prompts would share."

@@ -390,7 +390,7 @@ def _signal(d: Diagnosis, sheets: Sheets) -> list[Block]:
     fractions = [d.pick("signal_fraction", "raw", label) for label in (*d.labels, "all")]
     blocks: list[Block] = []
     if all(isnan(row["lower"]) for row in fractions):
-        few = d.supply.too_few or f"Signal and noise were not judged: {lack_words(d, fractions[-1])}."
+        few = d.supply.too_few or f"Signal and noise were not judged: {lack_words(fractions[-1])}."
         blocks.append(Paragraph(few))
     else:
         blocks.append(

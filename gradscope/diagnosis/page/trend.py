@@ -100,15 +100,19 @@ def _few_words(few: Mapping[int, str]) -> list[Finding]:
 
 
 def _next(few: Mapping[int, str], trend: pd.DataFrame, label: str) -> tuple[str, ...]:
-    """Return what to do: what the steps with too few prompts need, and where to look."""
+    """Return what to do: which steps have too few prompts, and where to look; never empty."""
     told = [f"Step {step}: {words[:1].lower()}{words[1:]}" for step, words in few.items()]
-    changed = [largest for _, largest in trend_changes(trend, label) if largest is not None]
+    changed = [largest or ends for ends, largest in trend_changes(trend, label)] if trend["step"].nunique() > 1 else []
     clear = [change for change in changed if change.verdict in (Verdict.MORE, Verdict.LESS)]
     if clear:
         subject = FOLLOWED[clear[0].statistic, clear[0].metric].format(name_interval(label))
         subject = subject[:1].lower() + subject[1:]
         told.append(f"Open the pages of steps {clear[0].first.name} and {clear[0].last.name}: {subject} changed there.")
-    return tuple(told) or ("Nothing: no followed number changed detectably from one checkpoint to the next.",)
+    if told:
+        return tuple(told)
+    if any(change.verdict is Verdict.UNDECIDED for change in changed):
+        return ("Nothing: no followed number changed detectably from one checkpoint to the next.",)
+    return ("Diagnose more checkpoints, or more prompts of each: no change could be judged.",)
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,17 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 
-GROUP_KEYS = (
-    "lr", "betas", "eps", "weight_decay", "initial_lr", "decoupled_weight_decay",
-    "amsgrad", "maximize", "nesterov", "bias_correction", "correct_bias", "adam_w_mode",
-)  # fmt: skip
+VARIANTS = {
+    "amsgrad": ("amsgrad", False),
+    "maximize": ("maximize=True, an ascent", False),
+    "nesterov": ("Nesterov's momentum", False),
+    "bias_correction": ("moments without bias correction", True),
+    "correct_bias": ("moments without bias correction", True),
+    "adam_w_mode": ("decay inside the gradient", True),
+}
+"""Flag of a parameter group → what it makes of AdamW, and its value in AdamW. Other flags (foreach, fused, capturable,
+differentiable) change only how the step is computed."""
+GROUP_KEYS = ("lr", "betas", "eps", "weight_decay", "initial_lr", "decoupled_weight_decay", *VARIANTS)
 """Entries read from a parameter group; others may have any type and are irrelevant."""
 _MOMENT = re.compile(r"(?P<prefix>(?:.*?\.)?)state\.(?P<name>.+)\.(?P<key>\w+)")
 _GROUP = re.compile(rf"(?P<prefix>(?:.*?\.)?)param_groups\.(?P<name>.+)\.(?P<key>{'|'.join((*GROUP_KEYS, 'params'))})")

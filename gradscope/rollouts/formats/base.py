@@ -59,7 +59,7 @@ class Column:
 
     Of several columns of one name, the first that a record has counts. Their kinds follow from their names: `prompt`
     and `response` are text or chats, `step` is a whole number. `ids` and `mask` hold prompt and response as one
-    sequence, which starts to be a response at the first token that the mask keeps; other columns with an entry per
+    sequence, in which the response starts at the first token that the mask keeps; other columns with an entry per
     token are cut alike, and `weight` is a token's weight in the policy gradient.
     """
 

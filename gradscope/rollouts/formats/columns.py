@@ -50,7 +50,7 @@ def read_row(form: Format, record: Record, told: Mapping[str, Any] | None = None
     about = {"loss": record.loss, "path": record.path, "remarks": remarks}
     row = Row(record.place, found | told, told.pop("step", step), labels, **about)
     row.columns.pop("step", None)
-    return _split_sequence(form, record, row) if any(column.name == "ids" for column in form.columns) else row
+    return _split_sequence(record, row) if any(column.name == "ids" for column in form.columns) else row
 
 
 def _find(columns: Iterable[Column], record: Record) -> tuple[dict[str, Any], dict[str, str]]:
@@ -103,7 +103,7 @@ def split_lists(form: Format, record: Record) -> Iterator[Record]:
         yield replace(record, place=f"{record.place}, entry {index}", columns=known)
 
 
-def _split_sequence(form: Format, record: Record, row: Row) -> Row:
+def _split_sequence(record: Record, row: Row) -> Row:
     """Split a sequence of ids into prompt and response, which starts at the first token kept by the mask.
 
     A column with an entry per token is omitted if all of them are null, a single number is kept as it is; `length` is

@@ -15,7 +15,7 @@ from gradscope.policy import arithmetic_dtype
 from gradscope.updates.auditing.products import products_of
 from gradscope.updates.auditing.readings import FAULTS, Reading, Readings
 
-NORMED = ("mask-late", "mask-early", "no-temperature")
+NORMED = ("mask-late", "mask-early")
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
 MISSES, TRIED = 0.02, 2

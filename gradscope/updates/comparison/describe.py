@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from gradscope.updates.comparison.compare import Comparison
 
 ALIKE = 0.95
-"""Cosine with GRPO's update from whose lower bound on a weighting is told as a change of the step's size."""
-SCALE = "AdamW removes most of a common factor of all gradients, so a step's size is the learning rate's business."
+"""If the cosine's lower bound is at least this, the weighting is said to change only the step's size."""
+SCALE = "AdamW largely cancels a common factor of all gradients; the learning rate sets the size of its steps."
 ONE_BATCH = """No number from one batch is known to predict how well a run ends.
 This describes one batch: which gradients each weighting enlarges, and whether the update stands out from the noise
-between prompts. Weights that lie near one another give a cosine near 1 whatever the gradients are; only its difference
+between prompts. Nearly equal weights give a cosine near 1 if token gradients are orthogonal; only its difference
 from the cosine that the energies alone would give says something about their directions."""
 RECORD = """How far to trust it: in a preregistered trial on the two embedded policies (10 checkpoints, 4 weightings),
 the difference had the same sign as the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
@@ -86,7 +86,8 @@ def gain_sentence(comparison: Comparison) -> str:
 def weighting_sentences(comparison: Comparison) -> list[str]:
     """Say of each weighting that differs from GRPO's what it does to this batch's update; none of too few prompts.
 
-    Where the cosine is not told from what the energies alone give, the weighting is a change of the step's size.
+    Where the cosine's lower bound is at least `ALIKE`, the weighting is said to change only the step's size; where its
+    upper bound is below, the direction.
     """
     if comparison.too_few:
         return []
@@ -98,8 +99,9 @@ def weighting_sentences(comparison: Comparison) -> list[str]:
         along = f"cosine {cosine}, the energies alone give {energies}"
         if row["cosine_lower"] >= ALIKE:
             sentences.append(f"{name} here: GRPO with {norm} of its step, {along}.")
-        else:
-            sentences.append(f"{name} here: another direction than GRPO's, {along}; norm {norm} of GRPO's.")
+            continue
+        turned = "another direction than GRPO's" if row["cosine_upper"] < ALIKE else "direction undecided"
+        sentences.append(f"{name} here: {turned}, {along}; norm {norm} of GRPO's.")
     return [*sentences, SCALE] if (rows["cosine_lower"] >= ALIKE).any() else sentences
 
 
