@@ -65,7 +65,7 @@ found
 
 # %% [markdown]
 # `cosine_from_energies` is the cosine with GRPO's update that the tokens' energies alone would give, if their gradients
-# were orthogonal: Reweight's weights all lie in [.7, 1], so that it is at least .984 whatever the energies are. The 20 %
+# were orthogonal: Reweight's weights all lie in [.7, 1], so that it is at least .984 whatever the energies. The 20 %
 # mask leaves out tokens that hold energy: most of its cosine is what they held, the rest is how the gradients lie to
 # one another. What a mask leaves out is the first thing to ask of it.
 

@@ -167,7 +167,6 @@ BAD_CHECKPOINTS = {
     "an unknown type": lambda d: configure(d, model_type="nobody's"),
     "weights that are NaN": lambda d: spoil_weight(d, float("nan")),
     "weights that are infinite": lambda d: spoil_weight(d, float("inf")),
-    "half a tokenizer": lambda d: cut(d / "tokenizer.json", 50),
 }
 
 
