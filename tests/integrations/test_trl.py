@@ -31,7 +31,7 @@ from gradscope.tasks.knights_knaves import compact_prompt, draw_statements
 from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES
 
 # Log-probabilities are planted, far from the policy's.
-pytestmark = [needs_trl, pytest.mark.filterwarnings("ignore::gradscope.gradients.ContradictionWarning")]
+pytestmark = [*needs_trl, pytest.mark.filterwarnings("ignore::gradscope.gradients.ContradictionWarning")]
 
 CPU = torch.device("cpu")
 INTERVALS = {0: "p0-25", 1: "p25-50", 2: "p50-75", 3: "p75-100"}
