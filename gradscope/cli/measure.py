@@ -246,7 +246,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     def _folder(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> RunFolder:
         # Not the log's hash, since the log may have grown by later steps.
-        read = {**self.reading, "rollouts": dump.batch.digest()}
+        read = {**self.reading, **dump.batch.key()}
         if settings.metric is not None:
             state = self.optimizer_state or find_policy_state(policy)
             read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}

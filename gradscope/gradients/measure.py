@@ -114,7 +114,7 @@ def measure(
             return fill_table(measurement)
     if not policy.path:
         raise InputError("a run is identified by its policy's files, and this policy has none; leave out `out`")
-    known = dict.fromkeys(READING) | {"rollouts": batch.digest()}
+    known = dict.fromkeys(READING) | batch.key()
     if given:  # its weights may have changed since it was loaded
         known["weights"] = _weights_hash(policy)
     if asked.metric is not None:

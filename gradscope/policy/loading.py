@@ -344,9 +344,16 @@ def _check_weights(folder: Path, info: dict[str, Any], model: nn.Module) -> None
                 f"{folder} holds the weight {missing[0]} as {min(others)}{missing[0]}, and others likewise; save the "
                 "model itself there, not the wrapped one"
             )
+        named = (getattr(model.config, "architectures", None) or [""])[0]
+        bare = named.endswith("Model") and not named.endswith("LMHeadModel")
+        mend = (
+            f"it holds a {named}, without a language model's head: give a causal LM"
+            if bare
+            else "save the whole model there"
+        )
         raise InputError(
             f"{folder} lacks weights that the model needs ({', '.join(missing[:3])}"
-            f"{', …' if len(missing) > 3 else ''}), which would be random; save the whole model there"
+            f"{', …' if len(missing) > 3 else ''}), which would be random; {mend}"
         )
     # Others, such as a value head or the causal masks of older checkpoints, do not affect the policy.
     layers = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList))
@@ -377,8 +384,7 @@ def _check_finite(model: nn.Module, folder: Path) -> None:
     for name, weight in model.named_parameters():
         if not weight.isfinite().all():
             raise InputError(
-                f"{folder}: the weight {name} is NaN or infinite in {model.dtype}; give another "
-                "checkpoint or --dtype"
+                f"{folder}: the weight {name} is NaN or infinite in {model.dtype}; give another checkpoint or --dtype"
             )
     if not model(input_ids=torch.tensor([[0, 0]], device=model.device)).logits.isfinite().all():
         wider = "another checkpoint" if model.dtype in (torch.float32, torch.float64) else "--dtype float32"

@@ -244,6 +244,11 @@ class TokenBatch:
         """Return the batch's tensors by name."""
         return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
 
+    def key(self) -> dict[str, Any]:
+        """Return what tells this batch from others, for the key of a run: its temperatures, then its `digest`."""
+        found = self.temperature.unique().tolist()
+        return {"temperature": found[0] if len(found) == 1 else found, "rollouts": self.digest()}
+
     def digest(self) -> str:
         """Return the SHA-256 of all tensors, in hexadecimal; equal batches have equal digests, wherever read from."""
         found = hashlib.sha256()

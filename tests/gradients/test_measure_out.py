@@ -56,6 +56,14 @@ def command(job: tuple[Path, Path], out: Path) -> None:
     main(["measure", *map(str, job), "--out", str(out), *flags])
 
 
+def test_a_run_at_another_temperature_is_refused_as_one(job, tmp_path, capsys):
+    command(job, tmp_path / "out")
+    flags = ["--no-figures", "--device", "cpu", "--temperature", "0.5"]
+    with pytest.raises(SystemExit):
+        main(["measure", *map(str, job), "--out", str(tmp_path / "out"), *flags])
+    assert "temperature 1.0, not 0.5" in capsys.readouterr().err
+
+
 def test_an_interrupted_measurement_goes_on_to_the_same_table(job, tmp_path, monkeypatch):
     policy = load_policy(job[0], device="cpu")
     batch = read_rollouts(job[1], policy)

@@ -452,6 +452,14 @@ def test_a_model_that_scores_text_is_no_policy(folder, tmp_path, head):
     assert head in refusal(copy)
 
 
+def test_a_model_without_a_head_is_called_so(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    BertModel(BertConfig(vocab_size=16, **sizes)).save_pretrained(tmp_path)
+    assert "BertModel" in refusal(tmp_path)
+
+
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 @pytest.mark.parametrize("asked", ["flash_attention_2", "kernels-community/flash-attn"])
 def test_attention_that_another_machine_had_is_left_out(folder, tmp_path, key, asked):
