@@ -235,7 +235,9 @@ def _forward(
     extra = {"position_ids": positions, "logits_to_keep": 1}
     extra = {name: value for name, value in extra.items() if takes(policy.model, name)}
     extra["attention_mask"] = mask.long() if padded else None
-    out = policy.model(input_ids=ids, past_key_values=cache, use_cache=True, **extra)
+    # transformers 5.24 renamed the argument.
+    extra["cache" if takes(policy.model, "cache") else "past_key_values"] = cache
+    out = policy.model(input_ids=ids, use_cache=True, **extra)
     return out.logits[:, -1]
 
 

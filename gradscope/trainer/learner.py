@@ -259,8 +259,9 @@ def _checkpoint_activations(model: nn.Module) -> None:
     """Recompute activations in the backward pass, which transformers does only in training mode."""
     ids = torch.arange(8, device=model.device)[None] % model.config.get_text_config().vocab_size
     wanted = model(input_ids=ids, use_cache=False).logits
+    new, old = "activation_checkpointing_enable", "gradient_checkpointing_enable"  # transformers 5.24 renamed it
     try:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        getattr(model, new if hasattr(model, new) else old)({"use_reentrant": False})
     except ValueError as error:
         raise InputError(f"{type(model).__name__} does not support gradient_checkpointing; leave it out") from error
     model.train()

@@ -70,7 +70,9 @@ def test_gradient_checkpointing_changes_no_gradient_and_recomputes_every_block(n
     plain, frugal = make_learner(folders[name]), make_learner(folders[name], gradient_checkpointing=True)
     part = make_steps(plain.policy)[0]
     calls = []
-    hook = frugal.policy.blocks[1].register_forward_pre_hook(lambda *_: calls.append(1))
+    # Of a part of the block: transformers 5.24 recomputes the block without calling its own hooks.
+    part_of_block = next(frugal.policy.blocks[1].children())
+    hook = part_of_block.register_forward_pre_hook(lambda *_: calls.append(1))
     ours = gradients(frugal, part)
     hook.remove()
     assert len(calls) == 4  # two micro-batches, forward and backward
