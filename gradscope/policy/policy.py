@@ -31,6 +31,11 @@ _DECIDED_HERE = frozenset(
 """Arguments of `apply_chat_template` that control the output format rather than the content."""
 DATE = "strftime_now"
 """The function by which a chat template puts in today's date, and the template's argument that replaces it: a date."""
+_DATE_MACRO = (
+    "{% macro strftime_now(format) %}{{ dates_by_format[format] if format in dates_by_format else "
+    "raise_exception('strftime_now of a format that is written nowhere in the template') }}{% endmacro %}{{ '' }}"
+)
+"""Put before a template, replaces that function; transformers turns an argument that is a function into a string."""
 
 
 @dataclass(frozen=True)
@@ -157,9 +162,9 @@ class Policy:
         prefilled = prompt[-1]["role"] == "assistant"
         told = {**(self.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
         check_template_kwargs(tokenizer, told)
-        if isinstance(told.get(DATE), str):
-            told[DATE] = datetime.fromisoformat(told[DATE]).strftime
         try:
+            if isinstance(told.get(DATE), str):
+                told |= _replace_date(tokenizer.get_chat_template(), told.pop(DATE))
             ids = list(
                 tokenizer.apply_chat_template(
                     prompt,
@@ -312,6 +317,16 @@ def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
 def _template_texts(tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
     template = getattr(tokenizer, "chat_template", None)
     return [*template.values()] if isinstance(template, dict) else [template or ""]
+
+
+def _replace_date(template: str, date: str) -> dict[str, Any]:
+    """Return the arguments of `apply_chat_template` by which a template puts in this ISO date for today's."""
+    formats = {text for _, text in re.findall(r"""(["'])((?:(?!\1).)*%(?:(?!\1).)*)\1""", template)}
+    when = datetime.fromisoformat(date)
+    return {
+        "chat_template": _DATE_MACRO + template,
+        "dates_by_format": {text: when.strftime(text) for text in formats},
+    }
 
 
 def check_template_kwargs(tokenizer: PreTrainedTokenizerBase | None, given: Mapping[str, Any]) -> None:

@@ -147,7 +147,10 @@ def test_the_content_of_a_message_that_is_null_stays(tmp_path):
     policy = policy_of("{% for m in messages %}{{ 'w9' if m.content is none else m.content }} {% endfor %}")
     chat = [*CHAT, {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "id": None}]}, *CHAT]
     batch = read_rollouts(write_jsonl(tmp_path / "r.jsonl", [{"prompt": chat, "response": "w7"}]), policy)
-    assert ids_of(batch) == [4, 5, 9, 4, 5, 7]
+    # From 5.24 on, transformers itself drops a message's keys whose value is None.
+    templated = policy.tokenizer.apply_chat_template(chat, tokenize=True, return_dict=False)
+    assert templated in ([4, 5, 9, 4, 5], [4, 5, 4, 5])
+    assert ids_of(batch) == [*templated, 7]
 
 
 def test_bos_is_put_in_once_for_a_chat_that_was_a_string(tmp_path):

@@ -28,6 +28,9 @@ DATED = (
     'written; give the run\'s by --chat-template-kwargs \'{{"strftime_now": "YYYY-MM-DD"}}\''
 )
 
+ANOTHER_DATE = "1907-08-01T03:04:05"
+"""A date on which no log was written: a template that puts in the date gives other ids for it."""
+
 
 class Unfit(InputError):
     """A row that cannot be measured, though others of its log may; `reason` is counted."""
@@ -103,21 +106,20 @@ def is_templated(row: Row) -> bool:
 
 def _encode_prompt(row: Row, policy: Policy, options: ReadingOptions) -> tuple[list[int], tuple[str, ...]]:
     """Return a prompt's ids, and a remark if its template put in a date: that of the log's file unless one is given."""
-    told, dates = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}, []
-    if (
-        policy.puts_in_date
-        and row.path is not None
-        and Policy.DATE not in {**(policy.chat_template_kwargs or {}), **told}
-    ):
-        written = datetime.fromtimestamp(row.path.stat().st_mtime)
+    told = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}
 
-        def strftime_now(form: str) -> str:
-            dates.append(written)
-            return written.strftime(form)
+    def encode(**date: str) -> list[int]:
+        told_all = told | date
+        return _in_place(
+            row, lambda prompt: policy.encode_prompt(prompt, chat_template_kwargs=told_all), row.columns["prompt"]
+        )
 
-        told[Policy.DATE] = strftime_now
-    ids = _in_place(row, lambda prompt: policy.encode_prompt(prompt, chat_template_kwargs=told), row.columns["prompt"])
-    return ids, tuple({DATED.format(f"{date:%Y-%m-%d}") for date in dates})
+    if not policy.puts_in_date or row.path is None or Policy.DATE in {**(policy.chat_template_kwargs or {}), **told}:
+        return encode(), ()
+    written = datetime.fromtimestamp(row.path.stat().st_mtime)
+    ids = encode(**{Policy.DATE: written.isoformat()})
+    put_in = ids != encode(**{Policy.DATE: ANOTHER_DATE})
+    return ids, (DATED.format(f"{written:%Y-%m-%d}"),) if put_in else ()
 
 
 def _in_place(row: Row, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
