@@ -34,7 +34,7 @@ SCRIPTS = (
     *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in drawing order."""
-BOTH = ("rates", "prediction", "rare_tokens", "clipping")
+BOTH = ("rates", "prediction", "rare_tokens", "clipping", "signal")
 """Modules with Options(out) that draw runs of several scales together, at scale cpu."""
 
 MAIN_SCALE = "cpu"

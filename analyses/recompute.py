@@ -715,6 +715,86 @@ def from_energies() -> float:
     return float((ratio * energy).sum() / np.sqrt(energy.sum() * (ratio**2 * energy).sum()))
 
 
+@cache
+def signals(grouping: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Signals s_a and own parts C_a by group, of all prompts and without each fold, [fold, (part, group)]."""
+    table = measured("cpu", "signal_start/signals.csv")
+    table = table[(table["metric"] == "plain") & (table["grouping"] == grouping)]
+    point = table[table["left_out"] < 0].set_index("group")
+    return point, table[table["left_out"] >= 0].pivot(index="left_out", columns="group", values=["signal", "own"])
+
+
+def t_of_folds(value: float, left: np.ndarray) -> Row:
+    error, freedom = np.sqrt((len(left) - 1) * np.mean((left - left.mean()) ** 2)), len(left) - 1
+    half = stats.t.ppf(0.975, freedom) * error
+    return {"lower": value - half, "upper": value + half, "p": float(2 * stats.t.sf(abs(value) / error, freedom))}
+
+
+def share_of_batch(signal: pd.Series, own: pd.Series, group: str, prompts: int) -> float:
+    of = (prompts - 1) * signal + own
+    return of[group] / of["all"]
+
+
+def signal_start(cell: Cell) -> float:
+    where = dict(cell.where)
+    group = where.get("group", INTERVALS[0])
+    point, left = signals(where.get("grouping", "interval"))
+    share = point["signal"][group] / point["signal"]["all"]
+    if cell.file == "signal_test":
+        value = share - share_of_batch(point["signal"], point["own"], group, 8)
+        others = [
+            row["signal"][group] / row["signal"]["all"] - share_of_batch(row["signal"], row["own"], group, 8)
+            for _, row in left.iterrows()
+        ]
+        return ({"difference": value} | t_of_folds(value, np.array(others)))[cell.column]
+    if cell.column.startswith("share_"):
+        return share_of_batch(point["signal"], point["own"], group, int(cell.column.removeprefix("share_")))
+    if cell.column == "token_share":
+        return point["tokens"][group] / point["tokens"].drop("all").sum()
+    if cell.column.startswith("noise_scale"):
+        ratio = point["signal"]["all"] / point["own"]["all"]
+        ends = t_of_folds(ratio, (left["signal"]["all"] / left["own"]["all"]).to_numpy())
+        names = {"noise_scale": ratio, "noise_scale_lower": ends["upper"], "noise_scale_upper": ends["lower"]}
+        return 1 / names[cell.column] - 1
+    if cell.column == "signal_share":
+        return share
+
+    def square(theta: float) -> float:
+        # Fieller's set: shares θ for which s_a − θ·s is not told from 0.
+        parts = (left["signal"][group] - theta * left["signal"]["all"]).to_numpy()
+        found = t_of_folds(point["signal"][group] - theta * point["signal"]["all"], parts)
+        return found["lower"] * found["upper"]
+
+    ends = {"signal_share_lower": share - 5, "signal_share_upper": share + 5}
+    return float(optimize.brentq(square, *sorted((share, ends[cell.column]))))
+
+
+def signal_cosines(cell: Cell) -> float:
+    """Reweight's expected cosine, by sums over prompts, or what the energies give."""
+    alpha = float(dict(cell.where)["alpha"])
+    if cell.column == "from_energies":
+        e = measured("cpu", "signal_start/energies.csv")
+        of, more, most = ((e[name] * e["tokens"]).sum() for name in ("e", "e_pi", "e_pi2"))
+        ratio, square = (1 - alpha) * of + alpha * more, (1 - alpha) ** 2 * of + 2 * alpha * (1 - alpha) * more
+        return float(ratio / np.sqrt(of * (square + alpha**2 * most)))
+    prompts = measured("cpu", "signal_start/prompts.parquet").query("metric == 'plain'")
+
+    def cosine(out: int | None) -> float:
+        def product(one: str, other: str, own: str) -> float:
+            whole = prompts[one].sum() - prompts[own].sum()
+            if out is None:
+                return whole
+            row = prompts.iloc[out]
+            return whole - row[one] - row[other] + 2 * row[own]
+
+        gg, gh, hh = product("gg", "gg", "gg_own"), product("gh", "hg", "hg_own"), product("hh", "hh", "hh_own")
+        norm = (1 - alpha) ** 2 * gg + 2 * alpha * (1 - alpha) * gh + alpha**2 * hh
+        return float(((1 - alpha) * gg + alpha * gh) / np.sqrt(gg * norm))
+
+    value = cosine(None)
+    return ({"cosine": value} | t_of_folds(value, np.array([cosine(out) for out in range(len(prompts))])))[cell.column]
+
+
 def slack(layer: int) -> float:
     tokens = measured("cpu", "layer_constants/tokens.parquet")
     constants = measured("cpu", "layer_constants/constants.csv")
@@ -768,6 +848,9 @@ MEASURED: dict[str, Callable[[str, Cell], float | Near]] = {
     "rates_accuracy": lambda _, cell: rates("rates_accuracy", cell),
     "rates_claims": lambda _, cell: rates("rates_claims", cell),
     "sharpening_contrasts": lambda _, cell: sharpening(cell),
+    "signal": lambda _, cell: signal_start(cell),
+    "signal_cos": lambda _, cell: signal_cosines(cell),
+    "signal_test": lambda _, cell: signal_start(cell),
     "smollm2": lambda _, cell: pretrained(cell, "real_language/tokens.parquet"),
     "smollm2_theory": lambda _, cell: pretrained(cell, "real_language/tokens.parquet"),
     "table6": seconds,

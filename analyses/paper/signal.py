@@ -147,7 +147,7 @@ def draw(found: Sequence[tuple[str, pd.DataFrame, pd.DataFrame, pd.DataFrame]]) 
     figure, axes = plt.subplots(len(found), 2, figsize=(7.2, 2.6 * len(found)), layout="constrained", squeeze=False)
     for (left, right), (name, signals, table, turned) in zip(axes, found, strict=True):
         _draw_shares(left, signals, table[table["grouping"] == "interval"])
-        left.set_title(name, fontsize=8, loc="left")
+        right.set_title(name, fontsize=8, loc="right")
         _draw_cosines(right, turned, known=bool((table["errors_from_zero"] >= TOLD).all()))
     return figure
 
@@ -155,17 +155,30 @@ def draw(found: Sequence[tuple[str, pd.DataFrame, pd.DataFrame, pd.DataFrame]]) 
 def _draw_shares(ax: Axes, signals: pd.DataFrame, table: pd.DataFrame) -> None:
     _, _, found = _rebuild(signals[signals["grouping"] == "interval"])
     known, prompts = bool(np.isfinite(table["signal_share"]).all()), found.num_prompts
-    sizes, end = np.geomspace(1, 10 * prompts, 100) if known else np.ones(1), 30 * prompts
+    sizes, start, end = np.geomspace(1, 10 * prompts, 100) if known else np.ones(1), 0.1, 60 * prompts
     for place, (color, row) in enumerate(zip(interval_colors(), table.itertuples(), strict=True)):
         ax.plot(sizes, [_curve(found, place).at(size) for size in sizes], color=color, label=row.group, lw=1.4)
-        ax.plot(1, row.token_share, "<", color=color, ms=4, clip_on=False)
+        ax.plot(start, row.token_share, "<", color=color, ms=4)
         if known:
-            ax.plot(end, row.signal_share, "o", color=color, ms=4)
-            ax.vlines(end, row.signal_share_lower, row.signal_share_upper, color=color, lw=1.2)
+            at = end * 1.35 ** (place - 1.5)  # side by side, or their bounds would hide each other
+            ax.plot(at, row.signal_share, "o", color=color, ms=4)
+            ax.vlines(at, row.signal_share_lower, row.signal_share_upper, color=color, lw=1.2)
     ax.set_xscale("log")
+    powers = range(round(np.log10(sizes[-1])) + 1)
+    marks = {start: "tokens"} | {10**power: f"$10^{power}$" for power in powers} | ({end: "signal"} if known else {})
+    ax.set_xticks([*marks], labels=[*marks.values()])
+    ax.minorticks_off()
     ax.axhline(0, color=NEUTRAL, lw=0.6)
-    ax.set(xlabel="prompts in the batch (dots: the signal; ◁: tokens)", ylabel="share of the gradient")
-    ax.legend(frameon=False, fontsize=7, ncols=2)
+    ax.set(xlabel="prompts in the batch", ylabel="share of the gradient")
+    ax.legend(
+        frameon=False,
+        fontsize=7,
+        ncols=4,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1),
+        columnspacing=1,
+        handlelength=1.2,
+    )
     finish(ax, table)
 
 
