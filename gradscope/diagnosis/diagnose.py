@@ -288,13 +288,10 @@ class Task:
         finally:
             return_freed_memory()
 
-    def resampling(self, part: int) -> dict[str, Any]:
-        """Return a part's own random numbers, so that leaving one part out does not change the others."""
-        rng = np.random.default_rng([self.settings.seed, part])
+    def draws(self, name: str) -> dict[str, Any]:
+        """Return a statistic's own random numbers, so that no other statistic changes them."""
+        rng = np.random.default_rng([self.settings.seed, *name.encode()])
         return {"seed": rng, "resamples": self.settings.resamples}
-
-    def generator(self, part: int) -> torch.Generator:
-        return torch.Generator().manual_seed(self.settings.seed * 64 + part)
 
     def step_keywords(self) -> dict[str, Any]:
         return {"loss": self.settings.loss, "step": self.step, "optimizer_state": self.saved}
@@ -354,30 +351,31 @@ class TokenPart:
 
 
 def describe_tokens(task: Task) -> TokenPart:
-    table, labels, settings, draws = task.table, task.labels, task.settings, task.resampling(0)
+    table, labels, settings = task.table, task.labels, task.settings
     counts = np.bincount(table["interval"], minlength=len(labels))
     shares, where = _without_bounds("token_share", counts / counts.sum(), counts, "share", labels), None
     spikes = modules = None
     if task.weighted:
-        shares = tokens.token_shares(tokens.sum_by_prompt(table, len(labels)), labels, **draws)
+        shares = tokens.token_shares(tokens.sum_by_prompt(table, len(labels)), labels, **task.draws("dominance"))
         special = frozenset(getattr(task.policy.tokenizer, "all_special_tokens", ()))
         where = task.attempt(
-            "where", lambda: tokens.shares_by(table, classes=settings.classes, special=special, **draws)
+            "where",
+            lambda: tokens.shares_by(table, classes=settings.classes, special=special, **task.draws("where")),
         )
         spikes = tokens.largest_tokens(table, settings.top)
         known = {} if task.batch.rewards is None else {"reward": task.batch.rewards}
         known |= {f"{REWARD_PART}{name}": part for name, part in (task.batch.reward_parts or {}).items()}
         spikes = spikes.assign(**{name: own.numpy()[spikes["response"]] for name, own in known.items()})
         modules = tokens.module_shares(table, task.policy)
-    layers = tokens.layer_norms(table, settings.edges, **draws)
-    drivers = task.attempt("drivers", lambda: regress_norms(table, **draws))
-    proxies = task.attempt("proxies", lambda: judge_proxies(table, **draws))
+    layers = tokens.layer_norms(table, settings.edges, **task.draws("layers"))
+    drivers = task.attempt("drivers", lambda: regress_norms(table, **task.draws("drivers")))
+    proxies = task.attempt("proxies", lambda: judge_proxies(table, **task.draws("proxies")))
     bounds = tokens.bound_margins(table, task.policy.vocab_size)
     batch, uncorrected = task.batch, None
     if batch.uncorrected_advantages is not None:
         scales = 1.0 if batch.loss_scales is None else batch.loss_scales[:, None]
         uncorrected = (batch.uncorrected_advantages * scales)[batch.response_mask].numpy()
-    apart, mismatch = steps.mismatch_rows(table, labels, uncorrected=uncorrected, **draws)
+    apart, mismatch = steps.mismatch_rows(table, labels, uncorrected=uncorrected, **task.draws("mismatch"))
     rows = (
         shares,
         _without_bounds("tokens", counts, counts, "tokens", labels),
@@ -385,7 +383,7 @@ def describe_tokens(task: Task) -> TokenPart:
         one_row("bound_violations", float(bounds.violations), bounds.num_tokens, unit="tokens"),
         one_row("bound_lower_margin", bounds.lower_margin, bounds.num_tokens, unit="ratio"),
         one_row("bound_upper_margin", bounds.upper_margin, bounds.num_tokens, unit="ratio"),
-        steps.lag_rows(table, settings.loss, **draws),
+        steps.lag_rows(table, settings.loss, **task.draws("off_policy")),
         apart,
     )
     # A log with its loss has all that went into it: without old log-probabilities, the ratio was 1.
@@ -404,7 +402,7 @@ def try_other_temperatures(task: Task) -> pd.DataFrame | None:
         return None
     if not task.affords("temperatures", temperature_cost(task.batch, len(task.labels))):
         return None
-    numbers = {"seed": task.resampling(8)["seed"]}
+    numbers = {"seed": task.draws("temperatures")["seed"]}
     tried = try_temperatures(task.policy, task.batch, task.table, task.settings, **numbers)
     place, words = unknown[0], f" {temperature_words(tried, task.labels[0])}"
     if count_informative_prompts(task.table) < VERDICT_PROMPTS:  # nothing is said of shares, at any temperature
@@ -495,7 +493,7 @@ def sum_gradients(task: Task) -> GradientPart:
     counts = by_prompt.reindex(found.groups, columns=range(size), fill_value=0).to_numpy(np.float64)
     made = {name: own for name, own in (("raw", found), ("adamw", found.scaled)) if own is not None}
     rows = [
-        gradients.gradient_rows(own, counts, task.labels, metric=name, **task.resampling(2))
+        gradients.gradient_rows(own, counts, task.labels, metric=name, **task.draws(f"sums.{name}"))
         for name, own in made.items()
     ]
     rows += _adamw_energy(task)
@@ -512,7 +510,7 @@ def _adamw_energy(task: Task) -> tuple[pd.DataFrame, ...]:
     if ADAMW not in task.table or task.table[ADAMW].isna().all():
         return ()
     sums = tokens.sum_by_prompt(task.table, len(task.labels), ADAMW)
-    squares = tokens.token_shares(sums, task.labels, **task.resampling(3))
+    squares = tokens.token_shares(sums, task.labels, **task.draws("dominance.adamw"))
     kept = squares["statistic"].isin(["squared_share", "dominance_index", "largest_share"])
     return (squares[kept].assign(metric="adamw"),)
 
@@ -552,7 +550,7 @@ def take_steps(task: Task, totals: torch.Tensor | None) -> StepPart:
 
 
 def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
-    rows = steps.within_budget(task.batch, budget, generator=task.generator(4))
+    rows = steps.within_budget(task.batch, budget, generator=torch.Generator().manual_seed(task.settings.seed))
     batch = task.batch.select(rows)
     whole = batch.num_tokens == len(task.table)
     if not whole:
@@ -569,13 +567,12 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
     known = totals if shared else None
     J, given = task.jacobian.alone().select(rows), task.step_keywords()
     found = predict_step(J, edges=task.settings.edges, gradients=known, **given)
-    draws = task.resampling(5)
-    told, table = steps.influence_rows(found.contributions, task.labels, **draws)
+    told, table = steps.influence_rows(found.contributions, task.labels, **task.draws("influence"))
     moved = steps.predicted_movement(found.contributions)
-    shares, directions = steps.direction_rows(moved, "predicted", task.labels, **draws)
+    shares, directions = steps.direction_rows(moved, "predicted", task.labels, **task.draws("directions"))
     against = moved_against(found.contributions, task.settings.top)
     against = against.assign(response=rows.numpy()[against["response"]])
-    changed, entropy = steps.entropy_rows(found.contributions, found.entropy, task.labels, **task.resampling(9))
+    changed, entropy = steps.entropy_rows(found.contributions, found.entropy, task.labels, **task.draws("entropy"))
     slopes = found.entropy_slopes if whole and not task.table["kl_weight"].any() else None
     return StepPart((told, shares, changed), table, against, entropy, slopes, (directions,))
 
@@ -583,7 +580,7 @@ def _predict(task: Task, budget: int, totals: torch.Tensor | None) -> StepPart:
 def _move(task: Task, predicted: StepPart) -> StepPart:
     moved = RealSteps(task.jacobian.alone().moved(), **task.step_keywords()).take()
     table = movement_table([moved], edges=task.settings.edges)
-    shares, directions = steps.direction_rows(table, "actual", task.labels, **task.resampling(6))
+    shares, directions = steps.direction_rows(table, "actual", task.labels, **task.draws("directions.actual"))
     change = one_row("entropy_change_actual", table["delta_entropy.all"].mean(), len(table), unit="nats")
     rows, both = (*predicted.rows, shares, change), (*predicted.directions, directions)
     return replace(predicted, rows=rows, directions=both, movement=table)

@@ -104,7 +104,7 @@ def pick_row(statistics: pd.DataFrame, statistic: str, metric: str = "none", int
 Number = int | float
 
 LARGEST_SEED = 2**57
-"""torch seeds have 63 bits, and each part of a diagnosis uses one of 64 seeds derived from the given one."""
+"""torch seeds have 63 bits."""
 LARGE = 100_000_000
 """Size from which weightings are compared only on request, since this takes more passes than all the rest."""
 WARNINGS = (
