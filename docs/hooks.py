@@ -110,9 +110,10 @@ def _methods_text(text: str) -> str:
 
 def make_glossary() -> str:
     """The definitions that a page quotes."""
-    from gradscope.diagnosis.glossary import DEFINITIONS
+    from gradscope.diagnosis import PARTS
 
-    rows = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in DEFINITIONS.items()]
+    terms = {name: text for part in PARTS.values() for name, text in getattr(part, "DEFINITIONS", {}).items()}
+    rows = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in terms.items()]
     return "\n".join(["| term | meaning |", "|---|---|", *rows])
 
 

@@ -74,6 +74,20 @@ def interval_labels(edges: Column = EDGES) -> list[str]:
     return [f"[{low}, {high}{']' if high == names[-1] else ')'}" for low, high in pairwise(names)]
 
 
+def name_interval(label: str) -> str:
+    """Write a probability interval's label as a condition on π.
+
+    >>> [name_interval(label) for label in ("[0, ¼)", "[¼, ½)", "[¾, 1]", "[0, 1]", "[0.1, 0.9]")]
+    ['π < ¼', '¼ ≤ π < ½', 'π ≥ ¾', '0 ≤ π ≤ 1', '0.1 ≤ π ≤ 0.9']
+    """
+    low, high = label[1:-1].split(", ")
+    if low == "0" and label.endswith(")"):
+        return f"π < {high}"
+    if high == "1" and low != "0":
+        return f"π ≥ {low}"
+    return f"{low} ≤ π {'≤' if label.endswith(']') else '<'} {high}"
+
+
 def summarize(
     values: Column,
     intervals: Column,

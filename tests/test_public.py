@@ -13,14 +13,14 @@ from torch import nn
 
 import gradscope
 from gradscope import objective, plots, theory, updates
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings
+from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Scope
 from gradscope.errors import InputError
 from gradscope.gradients import MeasureSettings
+from gradscope.resampling import Supply
 from gradscope.rollouts.batch import Response, collate
 from gradscope.sampling import SamplingSettings, evaluate
 from gradscope.tasks import get_task
 from gradscope.trainer import TrainConfig, get_preset
-from gradscope.updates import SGD
 
 DOORS = {
     objective: "grpo_advantages reinforce_pp_advantages reweight lopti_split policy_loss token_weights make_weighting",
@@ -43,7 +43,7 @@ def public() -> Iterator[Callable[..., Any]]:
 def pool() -> list[Any]:
     """A value of every type that a public function requires."""
     batch, table = collate([Response([1], [2])]), pd.DataFrame()
-    made = Diagnosis(table, (), table, (), 0, 0, None, SGD)
+    made = Diagnosis({}, Scope((), Supply(0, 0), table))
     tensors = [torch.zeros(1, 1), torch.zeros(1), torch.zeros(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.long)]
     values = ["embedded", Path("x"), 1, 0.5, [], table, batch, make_policy("gpt2"), nn.Linear(1, 1), made, *tensors]
     report = object.__new__(inspect.unwrap(gradscope.write_report).__globals__["Report"])

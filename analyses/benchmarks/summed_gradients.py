@@ -23,7 +23,7 @@ from tqdm import trange
 
 from analyses.common.batch_gradients import HELD, by_prompt
 from analyses.common.script import exit_with
-from gradscope.diagnosis.gradients import signal_and_noise
+from gradscope.diagnosis.sums import signal_and_noise
 from gradscope.gradients import Gram, Resources, SumsPlan, TokenJacobian, block_products
 from gradscope.gradients.sketches import BLOCKS, Sketcher
 from gradscope.intervals import EDGES, assign_intervals

@@ -74,10 +74,10 @@ print(*diagnosis.notes, sep="\n")
 # ## Pictures
 
 # %%
-from gradscope.diagnosis.plots import plot_dominance
+from gradscope.diagnosis import PARTS
 from gradscope.plots import save_figure
 
-figure = plot_dominance(diagnosis.statistics, diagnosis.labels)
+figure = PARTS["dominance"].draw(diagnosis)
 save_figure(figure, OUT / "dominance.png")
 figure
 

@@ -25,25 +25,25 @@ from analyses.common.script import exit_with
 from analyses.verdicts.worlds import GradientWorld, MovementWorld, TokenWorld
 from gradscope.diagnosis import (
     CERTAIN,
+    PARTS,
     Diagnosis,
     DiagnosisSettings,
     PromptSums,
+    Rows,
+    Scope,
     Verdict,
-    direction_rows,
-    findings,
     gradient_rows,
-    influence_rows,
     join_rows,
     one_row,
-    shares_by,
+    say,
     sum_by_prompt,
     token_shares,
     trend_changes,
 )
 from gradscope.gradients import PARAMETERS, Gram
 from gradscope.intervals import interval_labels
+from gradscope.resampling import Supply
 from gradscope.theory import regress_norms
-from gradscope.updates import SGD
 
 LABELS = tuple(interval_labels())
 POPULATION = 3_000
@@ -68,18 +68,21 @@ def diagnose_tokens(table: pd.DataFrame, rng: np.random.Generator | None) -> Dia
     """A diagnosis of the parts that a token table alone gives; rng None: without intervals, as of a population."""
     draws = {"seed": rng, "resamples": DiagnosisSettings.resamples}
     shares = token_shares(sum_by_prompt(table, len(LABELS)), LABELS, **draws)
-    where, drivers = shares_by(table, **draws), regress_norms(table, **draws)
+    kinds, drivers = PARTS["where"].shares_by(table, **draws), regress_norms(table, **draws)
     informative = int(table.loc[table["advantage"] != 0, "group"].nunique())
     rows = join_rows([shares, one_row("prompts", float(informative), len(table), unit="prompts")])
-    return make_diagnosis(rows, table, informative, where=where, drivers=drivers)
+    return make_diagnosis(rows, table, informative, where=kinds, drivers=drivers)
 
 
-def make_diagnosis(rows: pd.DataFrame, table: pd.DataFrame, informative: int, **parts: object) -> Diagnosis:
+SAYING = ("dominance", "summed", "signal", "influence", "directions", "where", "drivers")
+"""Parts whose verdicts are counted."""
+
+
+def make_diagnosis(rows: pd.DataFrame, table: pd.DataFrame, informative: int, **frames: pd.DataFrame) -> Diagnosis:
     prompts = int(table["group"].nunique())
     table = table.assign(**{name: 1.0 for name in ("weight", PARAMETERS) if name not in table})  # not asked about
-    known = {"statistics": rows, "notes": (), "table": table, "labels": LABELS, "num_prompts": prompts}
-    known |= {"num_responses": prompts, "num_informative_prompts": informative}
-    return Diagnosis(**known, settings=DiagnosisSettings(), step=SGD, **parts)
+    known = {name: Rows() for name in SAYING if name != "drivers" or name in frames} | {"dominance": Rows(rows, frames)}
+    return say(Diagnosis(known, Scope(LABELS, Supply(informative, prompts, prompts), table), parts=PARTS))
 
 
 def opposes(verdict: Verdict, truth: float) -> bool:
@@ -89,7 +92,7 @@ def opposes(verdict: Verdict, truth: float) -> bool:
 
 def judge_tokens(found: Diagnosis, truth: Diagnosis) -> Iterator[Judged]:
     """Dominance, the ranking, what (1−π)² predicts, where the energy is, and what the norms follow."""
-    said = {finding.kind: finding.verdict for finding in findings(found)}
+    said = {finding.kind: finding.verdict for finding in found.findings}
     true = truth.statistics.set_index(["statistic", "interval"])["value"]
     energy = true["squared_share"].to_numpy()
     first, second = np.sort(energy)[:-3:-1]
@@ -101,9 +104,9 @@ def judge_tokens(found: Diagnosis, truth: Diagnosis) -> Iterator[Judged]:
         verdict, value = said.get(kind, Verdict.UNDECIDED), true[statistic, low]
         wrong = opposes(verdict, value) or (verdict is Verdict.DOMINATES and energy.argmax() != 0)
         yield Judged(kind, verdict in (Verdict.MORE, Verdict.LESS, Verdict.DOMINATES), wrong, abs(value) >= 1)
-    wanted = truth.where.set_index(["driver", "value"])
+    kinds, wanted = found.frames["where"], truth.frames["where"].set_index(["driver", "value"])
     for driver in ("token_class", "position_class"):
-        own = found.where[(found.where["driver"] == driver) & found.where["squared_share"].notna()]
+        own = kinds[(kinds["driver"] == driver) & kinds["squared_share"].notna()]
         over = own[own["squared_lower"] > own["token_upper"]]
         # Classes of position have other edges in every batch: by their order.
         true_rows = wanted.loc[driver]
@@ -111,7 +114,7 @@ def judge_tokens(found: Diagnosis, truth: Diagnosis) -> Iterator[Judged]:
         excess = np.where(np.abs(excess) < EQUAL, 0.0, excess)
         names = dict(zip(true_rows.index if driver == "token_class" else own["value"], excess, strict=False))
         yield Judged(f"where_{driver}", len(over) > 0, any(names.get(name, 1.0) <= 0 for name in over["value"]))
-    value = _difference(truth.drivers)
+    value = _difference(truth.frames["drivers"])
     verdict = said.get("driver", Verdict.UNDECIDED)
     yield Judged("driver", verdict in (Verdict.MORE, Verdict.LESS), opposes(verdict, value), abs(value) >= 0.3)
 
@@ -128,7 +131,7 @@ def judge_gradients(world: GradientWorld, prompts: int, rng: np.random.Generator
     rows = join_rows([gradient_rows(Gram.exact(pairs), tokens, LABELS, metric="raw", seed=rng), token_rows])
     table = pd.DataFrame({"group": np.arange(prompts), "weight": 1.0})
     found = make_diagnosis(rows, table, prompts)
-    said = {finding.kind: finding.verdict for finding in findings(found)}
+    said = {finding.kind: finding.verdict for finding in found.findings}
     excess = world.shares(prompts)[0] - world.tokens[0] / world.tokens.sum()
     verdict = said.get("summed_raw", Verdict.UNDECIDED)
     yield Judged("summed", verdict in (Verdict.MORE, Verdict.LESS), opposes(verdict, excess), abs(excess) >= 0.3)
@@ -146,11 +149,11 @@ def token_shares_of(tokens: np.ndarray, rng: np.random.Generator) -> pd.DataFram
 def judge_movement(world: MovementWorld, prompts: int, rng: np.random.Generator) -> Iterator[Judged]:
     """Judge the influence of the lowest interval on the highest, and the directions."""
     table = world.sample(prompts, rng)
-    rows, influence = influence_rows(table, LABELS, seed=rng)
-    moved, _ = direction_rows(table, "actual", LABELS, seed=rng)
+    rows, moves = PARTS["influence"].influence_rows(table, LABELS, seed=rng)
+    moved, _ = PARTS["directions"].direction_rows(table, "actual", LABELS, seed=rng)
     shares = token_shares_of(np.ones((prompts, 4)), rng)
-    found = make_diagnosis(join_rows([rows, moved, shares]), table, prompts, influence=influence)
-    said = {finding.kind: finding.verdict for finding in findings(found)}
+    found = make_diagnosis(join_rows([rows, moved, shares]), table, prompts, influence=moves)
+    said = {finding.kind: finding.verdict for finding in found.findings}
     given = said.get("influence") is Verdict.MORE
     excess = world.sizes[0] ** 2 - world.sizes[3] ** 2
     yield Judged("influence", given, given and excess <= 0, excess >= 0.3)

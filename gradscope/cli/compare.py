@@ -13,16 +13,16 @@ import tyro
 
 from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags
 from gradscope.cli.manifest import own_weightings
-from gradscope.cli.measure import Measured, MeasureOwn
+from gradscope.cli.measure import MeasuredRun, MeasureOwn
 from gradscope.cli.optimizer import read_step
-from gradscope.diagnosis import compare_cost, supply_of
+from gradscope.diagnosis import supply_of
 from gradscope.errors import InputError
 from gradscope.gradients import DEFAULT_MINUTES, MeasureSettings, SumsPlan, plan_sums, read_table
 from gradscope.objective import COMPARED, make_weighting, spell_out
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.rollouts import TokenBatch, own_first
 from gradscope.runs import plain_json, write_parquet, write_text
-from gradscope.updates import SGD, ComparisonSettings, compare, describe, distinct_rows
+from gradscope.updates import SGD, ComparisonSettings, compare, compare_cost, describe, distinct_rows
 
 TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
 FIGURE = "figures/compare.png"
@@ -96,12 +96,12 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         """Estimate the rows of weights before measuring; on-policy, half of the default weightings coincide."""
         return sum(len(spell_out(name)) for name in self.weightings) or len(COMPARED) // 2 + 1
 
-    def _comparison_settings(self, measured: Measured) -> ComparisonSettings:
+    def _comparison_settings(self, measured: MeasuredRun) -> ComparisonSettings:
         """Return the settings, without the step."""
         own = {"aggregation": self.aggregation, "take_steps": self.take_steps, "seed": self.settings.seed}
         return ComparisonSettings(loss=measured.settings.loss, **own)
 
-    def _compare(self, measured: Measured) -> None:
+    def _compare(self, measured: MeasuredRun) -> None:
         processes, asked = measured.resources.processes, self._asked(measured)
         found = processes.is_main and measured.folder.manifest.get("comparison") == asked
         found = found and all((self.out / name).is_file() for name in (TABLE, BY_INTERVAL, WEIGHTS, SUMMARY))
@@ -112,7 +112,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         if processes.is_main:
             print(f"\n{(self.out / SUMMARY).read_text(encoding='utf-8').rstrip()}")
 
-    def _asked(self, measured: Measured) -> dict[str, Any]:
+    def _asked(self, measured: MeasuredRun) -> dict[str, Any]:
         """Return everything beside the table that affects the comparison, for the manifest."""
         state = self._find_state(measured)
         asked = {
@@ -127,10 +127,10 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         }
         return plain_json(asked)
 
-    def _find_state(self, measured: Measured) -> Path | None:
+    def _find_state(self, measured: MeasuredRun) -> Path | None:
         return self.optimizer_state or find_policy_state(measured.policy)
 
-    def _fitting_prompts(self, measured: Measured) -> list[int]:
+    def _fitting_prompts(self, measured: MeasuredRun) -> list[int]:
         """Return the prompts to compare on: all measured ones, or as many as the remaining time allows."""
         table = read_table(measured.folder)
         prompts = table["group"].unique()
@@ -143,7 +143,7 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         drawn = torch.from_numpy(np.random.default_rng(self.settings.seed).permutation(prompts))
         return own_first(measured.batch, drawn)[:fits].tolist()
 
-    def _write(self, measured: Measured, asked: dict[str, Any]) -> None:
+    def _write(self, measured: MeasuredRun, asked: dict[str, Any]) -> None:
         from gradscope.plots import plot_comparison, save_figure
 
         folder, policy = measured.folder, measured.policy

@@ -22,7 +22,7 @@ from gradscope.cli.flags import (
     command_progress,
 )
 from gradscope.cli.follow import Following
-from gradscope.cli.measure import Measured, MeasureOwn
+from gradscope.cli.measure import MeasuredRun, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.cli.pages import (
     PAGE,
@@ -36,7 +36,7 @@ from gradscope.cli.pages import (
 )
 from gradscope.cli.run_folder import check_paths
 from gradscope.cli.sample import Sample
-from gradscope.diagnosis import DiagnosisSettings
+from gradscope.diagnosis import DiagnosisSettings, part_file
 from gradscope.errors import InputError
 from gradscope.gradients import AFTER, DEFAULT_MINUTES, MeasureSettings, check_settings, describe_seconds, read_table
 from gradscope.policy import (
@@ -102,6 +102,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Tokens whose change in the step is split by source; none: skip this."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Compare token weightings; none: only for policies below 100 M parameters."""
+    part: Annotated[tuple[str, ...], Many] = ()
+    """Your own questions: FILE.py:NAME, a file that is a part of the report (see the documentation of the report)."""
     follow: bool = False
     """Treat MODEL as a run's folder: diagnose each checkpoint as soon as it and its rollouts are complete, until the
     run has ended or nothing new has appeared for a day. --minutes applies to each checkpoint."""
@@ -268,7 +270,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print the cost of measuring and everything after it."""
-        from gradscope.diagnosis import part_costs, stage_costs
+        from gradscope.diagnosis import Case, asked_products, plan_products, settle_parts
 
         plan = self._measure(model, rollouts, None).make_plan()
         policy, minutes, own = plan.policy, plan.minutes, sum(plan.seconds.values())
@@ -279,14 +281,16 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         made = {}
         if plan.sums is not None:
             _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
-            known = {"sums": plan.sums.forward_passes, "metric": step is not None}
-            made = stage_costs(part_costs(policy, self._diagnosis_settings(), step or SGD, **known))
+            size = sum(parameter.numel() for parameter in policy.model.parameters())
+            sums, settings = plan.sums.forward_passes, self._diagnosis_settings()
+            case = Case(settings, step or SGD, size, sums, metric=step is not None)
+            made = plan_products(case, asked_products(settle_parts(settings.parts)))
         told = {stage: plan.pass_seconds * passes for stage, passes in made.items()}
         for part, seconds in told.items():
             print(f"    {part:<28}{describe_seconds(seconds)}")
         print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
 
-    def _diagnosis_settings(self, measured: Measured | None = None) -> DiagnosisSettings:
+    def _diagnosis_settings(self, measured: MeasuredRun | None = None) -> DiagnosisSettings:
         """Return the settings; measured: None to check only the flags."""
         settings = self.settings if measured is None else measured.settings
         return DiagnosisSettings(
@@ -297,9 +301,10 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             actual_step=self.actual_step,
             influence_tokens=self.influence_tokens,
             compare=self.compare,
+            parts=self.part,
         )
 
-    def _drawn(self, measured: Measured) -> dict[str, Any]:
+    def _drawn(self, measured: MeasuredRun) -> dict[str, Any]:
         """Return everything beside the table that affects the page, for the manifest."""
         settings = asdict(self._diagnosis_settings(measured))
         state = self._find_state(measured.policy)
@@ -308,6 +313,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             "optimizer_state": None if state is None else optimizer_hash(state),
             "optimizer_state_asked_for": self.optimizer_state is not None,  # otherwise it may be ignored
             "max_grad_norm": self.max_grad_norm,
+            "parts": {name: file_hash(part_file(name)) for name in self.part},
         }
         return plain_json(drawn)
 
@@ -315,7 +321,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         """Return the optimizer's file; one that was not requested is ignored if it does not fit the parameters."""
         return self.optimizer_state or find_policy_state(policy)
 
-    def _write(self, model: str, measured: Measured, drawn: dict[str, Any] | None) -> None:
+    def _write(self, model: str, measured: MeasuredRun, drawn: dict[str, Any] | None) -> None:
         from gradscope.diagnosis import diagnose, make_report, write_report
 
         folder, policy, batch = measured.folder, measured.policy, measured.batch
@@ -340,15 +346,16 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         if found is None:
             return
         facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
-        facts |= {"step that is shown": describe_step(found.step)}
-        facts |= {"summed gradients": "none"} if found.sums is None else describe_sums(found.sums)
+        facts |= {"step that is shown": describe_step(found.scope.step)}
+        plan = found.sums_plan
+        facts |= {"summed gradients": "none"} if plan is None else describe_sums(plan)
         with command_progress().stage("writing the page"):
             report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=notes)
             with folder.writing():
                 folder.stage()
                 write_report(folder.staged, report)
-                sums = None if found.sums is None else asdict(found.sums)
-                told = {"summed_gradients": sums, "summed_prompts": found.sums_prompts}
-                told |= {"supply": asdict(found.supply), "own_responses": found.own_responses}
+                sums, scope = None if plan is None else asdict(plan), found.scope
+                told = {"summed_gradients": sums, "summed_prompts": scope.summed}
+                told |= {"supply": asdict(scope.supply), "own_responses": scope.own_responses}
                 folder.publish(folder.manifest | {"diagnosis": drawn, **told})
         print(f"{in_words(found)}\n{folder.folder / PAGE}")

@@ -28,7 +28,7 @@ from gradscope.cli.flags import (
 from gradscope.cli.manifest import describe_dump, refuse_reread
 from gradscope.cli.optimizer import read_step
 from gradscope.cli.run_folder import check_paths
-from gradscope.diagnosis import SUMMARY, THEORY, VERDICT_PROMPTS, add_summary, judge_sample
+from gradscope.diagnosis import SUMMARY, THEORY, add_summary, judge_sample
 from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
@@ -59,12 +59,13 @@ from gradscope.policy import (
     optimizer_hash,
     read_adamw_state,
 )
+from gradscope.resampling import FEWEST
 from gradscope.rollouts import Dump, TokenBatch, rollouts_hash
 from gradscope.runs import RunFolder, launched
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """A finished measurement, and the folder that holds its table."""
 
     policy: Policy
@@ -152,7 +153,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             flags = "".join(f" --{name} {shlex.quote(word)}" for name, word in words.items())
             print(f"next: gradscope diagnose {self.model} --rollouts {self.rollouts}{flags} --out DIR")
 
-    def measure(self) -> Measured:
+    def measure(self) -> MeasuredRun:
         """Measure into the folder, unless it is finished."""
         if self.out is None:
             raise InputError("--out is missing; give a folder for the run")
@@ -191,7 +192,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
         if measurement.statistics is None and measurement.settings.minutes is not None:  # already finished
             watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
-        return Measured(policy, measurement.whole, measurement.settings, folder, resources, watch)
+        return MeasuredRun(policy, measurement.whole, measurement.settings, folder, resources, watch)
 
     def settle(self, policy: Policy, device: str) -> MeasureSettings:
         """Return the settings for this policy on a device of this type."""
@@ -258,7 +259,7 @@ class MeasureOwn(Measure):
     """Measure a checkpoint on its own rollouts: those of the step it sampled, plus earlier ones if prompts are few."""
 
     keeps_prompts: ClassVar[bool] = True
-    prompts: ClassVar[int] = VERDICT_PROMPTS
+    prompts: ClassVar[int] = FEWEST
 
     def has_metric(self, policy: Policy) -> bool:
         return (self.optimizer_state or find_policy_state(policy)) is not None

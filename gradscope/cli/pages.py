@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 
 from gradscope import __version__
-from gradscope.cli.measure import Measured
+from gradscope.cli.measure import MeasuredRun
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step
@@ -19,7 +19,7 @@ from gradscope.runs import MANIFEST, RunFolder, counted, digits, file_hash, prov
 from gradscope.updates import StepSettings
 
 PAGE = "report.html"
-RESULTS = ("tokens.parquet", "figures", PAGE, "data")
+RESULTS = ("tokens.parquet", "figures", PAGE, "data", "diagnosis.json")
 STATISTICS = "data/statistics.csv"
 
 
@@ -37,7 +37,7 @@ def name_folders(models: Sequence[str], out: Path) -> list[Path]:
     return [out / name for name in names]
 
 
-def make_facts(model: str, measured: Measured) -> dict[str, str]:
+def make_facts(model: str, measured: MeasuredRun) -> dict[str, str]:
     """Describe how the numbers were computed, for the end of the page."""
     manifest = measured.folder.manifest
     sample, rollouts = manifest["sample"], manifest["rollouts"]
@@ -97,7 +97,7 @@ def in_words(diagnosis: Diagnosis) -> str:
 
     warnings = [f"warning: {note}" for note in diagnosis.warnings]
     inexact = [f"note: {note}" for note in diagnosis.notes if getattr(note, "kind", "") == "inexact"]
-    return "\n".join([*warnings, *(f"- {sentence}" for sentence in decide(diagnosis, diagnosis.findings)), *inexact])
+    return "\n".join([*warnings, *(f"- {sentence}" for sentence in decide(diagnosis)), *inexact])
 
 
 def trend_folder(out: Path, folders: Sequence[Path], *, overwrite: bool) -> RunFolder:

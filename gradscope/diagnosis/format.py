@@ -7,9 +7,9 @@ from math import isnan, log2
 
 import pandas as pd
 
-from gradscope.diagnosis.result import Diagnosis
 from gradscope.resampling import in_brackets
 from gradscope.runs import digits
+from gradscope.updates import StepSettings
 
 VACUOUS = 0.9
 """Width of a share's interval from which on it says nothing of the share."""
@@ -99,22 +99,8 @@ def times(bits: float) -> str:
     return "<0.001" if 2.0**bits < 1e-3 else digits(2.0**bits)
 
 
-def name_interval(label: str) -> str:
-    """Write a probability interval's label as a condition on π.
-
-    >>> [name_interval(label) for label in ("[0, ¼)", "[¼, ½)", "[¾, 1]", "[0, 1]", "[0.1, 0.9]")]
-    ['π < ¼', '¼ ≤ π < ½', 'π ≥ ¾', '0 ≤ π ≤ 1', '0.1 ≤ π ≤ 0.9']
-    """
-    low, high = label[1:-1].split(", ")
-    if low == "0" and label.endswith(")"):
-        return f"π < {high}"
-    if high == "1" and low != "0":
-        return f"π ≥ {low}"
-    return f"{low} ≤ π {'≤' if label.endswith(']') else '<'} {high}"
-
-
-def step_words(d: Diagnosis) -> str:
-    return "AdamW" if d.step.optimizer == "adamw" else "SGD"
+def step_words(step: StepSettings) -> str:
+    return "AdamW" if step.optimizer == "adamw" else "SGD"
 
 
 def number_words(row: pd.Series, significant: int | None = None) -> str:

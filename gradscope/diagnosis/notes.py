@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pandas as pd
 
-from gradscope.diagnosis.result import VERDICT_PROMPTS, DiagnosisSettings
+from gradscope.diagnosis.format import as_sentence
+from gradscope.diagnosis.settings import DiagnosisSettings
+from gradscope.diagnosis.update import count_informative_prompts, has_gradient
 from gradscope.errors import InputError
 from gradscope.gradients import (
     LAYER,
@@ -18,31 +21,38 @@ from gradscope.gradients import (
     refuse_other_loss,
 )
 from gradscope.intervals import assign_intervals
-from gradscope.resampling import Supply
-from gradscope.rollouts import Note, TokenBatch, count_served
+from gradscope.resampling import FEWEST
+from gradscope.rollouts import Note, TokenBatch, own_responses
 from gradscope.runs import digits
 
+WARNINGS = (
+    *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
+    *("other-step", "pooled", "several-runs"),
+)
+"""Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
+CAVEATS = (
+    *WARNINGS,
+    *("unknown-advantages", "no-gradient", "one-prompt", "few-prompts", "impossible-advantages", "mixed-groups"),
+    *("padding", "unknown-values", "left-out", "groups-of-one", "idle-prompts", "fewer-sums", "inexact"),
+    *("sampled-norms", "influence-sample", "minutes", "impossible", "large", "late", "empty-interval", "dump"),
+    *("on-policy", "no-kl", "second-moments", "no-optimizer", "step", "loss"),
+)
+"""Kinds of notes, those first that may change most of the page; other kinds come last."""
 IMPROBABLE = 0.2
 """Nats per token by which −log π must exceed the entropy on average to show that another policy sampled the tokens."""
+EACH_STEP = 4
+"""Number of training steps up to which each one's distance is listed; beyond, the latest, nearest and farthest."""
 
 
-def has_gradient(table: pd.DataFrame) -> bool:
-    """Return whether every weight is known and one is not 0."""
-    return bool(table["weight"].notna().all()) and bool((table["weight"] != 0).any())
+def by_weight(notes: Sequence[Note]) -> list[Note]:
+    """Sort notes by how much they may change; a sentence without a kind counts as a note of the log.
 
-
-def count_informative_prompts(table: pd.DataFrame) -> int:
-    """Count the prompts that contribute: those with a nonzero advantage, or all without weights."""
-    own = table[table["advantage"] != 0] if has_gradient(table) else table
-    return own["group"].nunique()
-
-
-def supply_of(table: pd.DataFrame, batch: TokenBatch, minutes: float | None = None) -> Supply:
-    """Count the prompts behind a table, and those of the whole batch. minutes: `Supply.minutes`."""
-    informative, responses = count_informative_prompts(table), table["response"].nunique()
-    prompts = len(batch.group_ids[batch.response_mask.any(1)].unique())
-    served = max(informative, count_served(batch))
-    return Supply(informative, table["group"].nunique(), responses, served, prompts, minutes)
+    >>> from gradscope.rollouts import Note
+    >>> by_weight([Note("b", "no-optimizer"), "a", Note("c", "few-prompts")])
+    ['c', 'a', 'b']
+    """
+    places = {kind: place for place, kind in enumerate(CAVEATS)}
+    return sorted(notes, key=lambda note: places.get(getattr(note, "kind", "dump"), len(places)))
 
 
 def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[Note]:
@@ -60,8 +70,8 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
          "Every weight of the loss is 0 (equal rewards in each group, or all clipped), so there is no gradient."),
         (prompts == 1, "one-prompt",
          "All responses are to one prompt, so there are no confidence intervals and no signal fraction."),
-        (prompts > 1 and informative < VERDICT_PROMPTS, "few-prompts",
-         f"{of} no confidence intervals: {informative} of {prompts} prompts have a gradient, {VERDICT_PROMPTS} are "
+        (prompts > 1 and informative < FEWEST, "few-prompts",
+         f"{of} no confidence intervals: {informative} of {prompts} prompts have a gradient, {FEWEST} are "
          "needed."),
         (informative < prompts, "idle-prompts",
          f"{prompts - informative} of {prompts} prompts have advantage 0 throughout (equal rewards): their tokens are "
@@ -101,6 +111,35 @@ def describe_improbable(table: pd.DataFrame) -> str:
         "both are equal on average. Was text tokenized again, or were they sampled by another checkpoint or at another "
         "temperature? Then the results below do not describe this policy's own rollouts."
     )
+
+
+def tell_pooled(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
+    """If a log's several training steps were taken, add a note on whose the responses are and how far from this policy.
+
+    Only the responses in use count: under a time limit they may all be the checkpoint's own, or none.
+    """
+    taken = [] if batch.steps is None else batch.steps.unique().tolist()
+    if len(taken) < 2:
+        return batch
+    used, own = batch.response_mask.any(1), own_responses(batch)
+    count, here = int(used.sum()), None if own is None else int((own & used).sum())
+    if here == count:
+        return batch.without_notes("pooled")
+    whose = "Some of them were sampled by other checkpoints"
+    if here is not None:
+        whose = f"{here:,} of the {count:,} responses here were sampled by this checkpoint, the others by earlier ones"
+    if here == 0:
+        whose = f"All {count:,} responses here were sampled by other checkpoints"
+    first = next((note for note in batch.notes if note.kind == "pooled"), f"responses of {len(taken)} training steps")
+    gap = (table["logprob"] - table["old_logprob"]).abs().groupby(batch.steps.numpy()[table["response"]]).mean()
+    gap = gap.dropna().sort_index(ascending=False)
+    if len(gap) > EACH_STEP:
+        gap = gap.loc[[gap.index[0], gap.idxmin(), gap.idxmax()]].pipe(lambda own: own[~own.index.duplicated()])
+    told = ", ".join(f"{digits(value)} at step {step}" for step, value in gap.items())
+    told = f"mean |Δ log π| to it, in nats, is {told}" if told else "the log does not say how far they are from it"
+    words = f"{as_sentence(first)} {whose}: {told}."
+    others = batch.without_notes("pooled")
+    return replace(others, notes=(Note(words, "pooled"), *others.notes))
 
 
 def check_table(table: pd.DataFrame, batch: TokenBatch, settings: DiagnosisSettings) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis.format import norm_words, says_nothing
-from gradscope.diagnosis.notes import supply_of
+from gradscope.diagnosis.update import supply_of
 from gradscope.errors import InputError
 from gradscope.gradients import (
     LAYER,

@@ -19,7 +19,17 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_words, make_live_report, token_shares
+from gradscope.diagnosis import (
+    Diagnosis,
+    Finding,
+    PromptSums,
+    Rows,
+    Scope,
+    Verdict,
+    judge_dominance,
+    make_live_report,
+    token_shares,
+)
 from gradscope.errors import InputError
 from gradscope.integrations.trl_backends import send_alert, send_histograms, send_page
 from gradscope.integrations.trl_batch import (
@@ -36,6 +46,7 @@ from gradscope.integrations.trl_watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import batch_weights
 from gradscope.policy import unpacked
+from gradscope.resampling import Supply
 from gradscope.runs import counted
 
 Number = int | float
@@ -217,7 +228,8 @@ class TokenMonitor(TrainerCallback):
             return None
         rows = token_shares(PromptSums(tokens, tokens, amounts, amounts), self.labels)
         known = int((amounts.sum(1) > 0).sum())
-        return dominance_words(Shares(rows, tuple(self.labels), len(tokens), known), "raw", ENERGY)
+        scope = Scope(tuple(self.labels), Supply(known, len(tokens)))
+        return judge_dominance(Diagnosis({"dominance": Rows(rows)}, scope), "raw", ENERGY)
 
     def _tell(self, found: Finding | None) -> None:
         """Print and send a verdict that differs from the last; an undecided one is ignored."""

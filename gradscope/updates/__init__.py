@@ -2,7 +2,14 @@
 
 from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates, update_cost
 from gradscope.updates.audit import Audit, audit, gradient_of_moments, undo_clip
-from gradscope.updates.comparison.compare import Comparison, ComparisonSettings, compare, compare_rows, distinct_rows
+from gradscope.updates.comparison.compare import (
+    Comparison,
+    ComparisonSettings,
+    compare,
+    compare_cost,
+    compare_rows,
+    distinct_rows,
+)
 from gradscope.updates.comparison.describe import (
     ONE_BATCH,
     WHAT_STAYS,
@@ -23,7 +30,15 @@ from gradscope.updates.directions import (
     similarity,
     without_extremes,
 )
-from gradscope.updates.influence import BY, influence, influence_table, moved_against, predict_step
+from gradscope.updates.influence import (
+    BY,
+    Influence,
+    influence,
+    influence_cost,
+    influence_table,
+    moved_against,
+    predict_step,
+)
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
 from gradscope.updates.measured_steps import measure_steps
 from gradscope.updates.movement import movement_table
@@ -31,10 +46,11 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, set
 
 __all__ = [
     "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonSettings",
-    "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "audit", "batch_direction_shares",
-    "compare", "compare_rows", "describe", "distinct_rows", "gain_sentence", "gains_cost", "gradient_of_moments",
-    "influence", "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against",
-    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step",
-    "read_moments", "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "undo_clip",
-    "update_cost", "weighting_sentences", "without_extremes",
+    "Influence", "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "audit",
+    "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe", "distinct_rows", "gain_sentence",
+    "gains_cost", "gradient_of_moments", "influence", "influence_cost", "influence_table", "log_odds_change",
+    "make_update", "measure_steps", "moved_against", "movement_summary", "movement_table", "net_weights",
+    "old_intervals", "over_batches", "predict_step", "read_moments", "right_direction_shares", "settle_step",
+    "signal_sentence", "similarity", "state_step", "undo_clip", "update_cost", "weighting_sentences",
+    "without_extremes",
 ]  # fmt: skip

@@ -26,6 +26,8 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import (
+    BACKWARD,
+    FORWARD_MODE,
     Derivative,
     Resources,
     TokenJacobian,
@@ -161,6 +163,13 @@ def entropy_slopes(
     for span, crossed in slope.spans():
         sources._shape(slope.rows[:, span], ["entropy"], gradient[span], clip_factor, crossed)
     return J.jvp(slope).logprob[0].double().numpy()
+
+
+def influence_cost(step: StepSettings, loss: LossSettings = PAPER, *, num_intervals: int = 4) -> float:
+    """Return the forward passes that `influence` takes."""
+    gradients = num_intervals + bool(loss.kl_coef)
+    derivatives = gradients + (step.optimizer == "adamw") + (step.weight_decay != 0)
+    return 3 + BACKWARD * (gradients + 1) + FORWARD_MODE * (derivatives + 1)  # one more for the entropy
 
 
 @checked

@@ -8,7 +8,7 @@ import pytest
 
 from analyses.verdicts.coverage import STATISTICS, Cell, cover, intervals_of, plant
 from gradscope.diagnosis import sum_by_prompt, token_shares
-from gradscope.diagnosis.tokens import layer_norms
+from gradscope.diagnosis.parts.layers import layer_norms
 from gradscope.gradients import TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels
 

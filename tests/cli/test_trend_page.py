@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from gradscope.cli.pages import write_trend
-from gradscope.diagnosis.result import join_rows, make_rows, one_row
+from gradscope.diagnosis.rows import join_rows, make_rows, one_row
 from gradscope.resampling import TOO_FEW, Supply
 
 pytestmark = pytest.mark.usefixtures("undrawn")

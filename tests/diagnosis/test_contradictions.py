@@ -29,11 +29,12 @@ from gradscope.diagnosis import (
 )
 from gradscope.diagnosis.page.page import Figure, Paragraph
 from gradscope.diagnosis.page.render import render
-from gradscope.diagnosis.result import VERDICT_PROMPTS
+from gradscope.diagnosis.products import PRODUCTS
+from gradscope.diagnosis.products.sums import ADAMW_TITLE
 from gradscope.gradients import measure
 from gradscope.plots import drawn_numbers
 from gradscope.policy import AdamWState, Policy
-from gradscope.resampling import MANY
+from gradscope.resampling import FEWEST, MANY
 from gradscope.rollouts import TokenBatch
 from gradscope.updates.comparison.describe import RECORD
 
@@ -184,7 +185,7 @@ def test_signal_influence_and_kinds_of_tokens_are_named_where_their_printed_inte
         if (said := kinds.get(f"where_{driver}")) is None:
             continue
         parts = re.findall(rf"([^:;]+): ({NUMBER} %[^(]*)\(({NUMBER} %[^)]*) of the tokens\)", said.detail)
-        assert len(parts) == (d.where["driver"] == driver).sum()
+        assert len(parts) == (d.frames["where"]["driver"] == driver).sum()
         over = [own for own, energy, tokens in parts if (e := printed(energy, " %")) and (t := printed(tokens, " %"))
                 and e[0][0] > t[0][1]]  # fmt: skip
         assert (said.verdict is Verdict.MORE) == bool(over)
@@ -213,11 +214,9 @@ def test_an_interval_is_printed_only_where_the_result_has_it_and_never_of_what_d
 
 def all_bounds(d: Diagnosis) -> np.ndarray:
     """All bounds of the result, [n, 2]."""
-    tables = [d.statistics, d.where, d.drivers, d.layers, d.influence, d.proxies, d.directions]
-    tables += [] if d.comparison is None else [d.comparison.table, d.comparison.by_interval]
     pairs = [
         table[[lower, lower.replace("lower", "upper")]].dropna().to_numpy(float)
-        for table in tables if table is not None for lower in table if lower.endswith("lower")
+        for table in (d.statistics, *d.frames.values()) for lower in map(str, table) if lower.endswith("lower")
     ]  # fmt: skip
     return np.concatenate([np.empty((0, 2)), *pairs])
 
@@ -272,20 +271,21 @@ def test_no_number_with_an_interval_is_said_twice(name):
 def test_what_is_left_out_is_not_there_and_a_note_names_each(name):
     d, text = found(name)
     told = [note for note in d.notes if note.kind in ("minutes", "impossible", "large")]
-    assert [PARTS[part] in note for part, note in zip(d.left_out, told, strict=True)] == [True] * len(told)
+    titles = {name: own.TITLE for name, own in {**PRODUCTS, **PARTS}.items()}
+    titles |= {"adamw_sums": ADAMW_TITLE, "adamw_energy": "the AdamW-preconditioned gradient energy"}
+    assert len(told) == len(d.left_out)
+    assert all(any(titles[name] in note and why in note for note in told) for name, why in d.left_out.items())
     names = set(zip(d.statistics["statistic"], d.statistics["metric"], strict=True))
     shown = {
         "adamw_energy": ("squared_share", "adamw") in names,
-        "sums": d.sums is not None or ("gradient_share", "raw") in names,
-        "adamw_sums": d.adamw_cosines is not None or ("gradient_share", "adamw") in names,
-        "actual_step": d.movement is not None or ("right_direction_positive_actual", "none") in names,
-        "influence": d.influence is not None or ("low_to_high_share", "none") in names,
-        "comparison": d.comparison is not None,
-        **{part: getattr(d, part) is not None for part in ("where", "drivers", "proxies", "temperatures")},
+        "sums": ("gradient_share", "raw") in names or "cosines" in d.frames,
+        "adamw_sums": ("gradient_share", "adamw") in names or "adamw_cosines" in d.frames,
+        "real_step": ("right_direction_positive_actual", "none") in names or "movement" in d.frames,
+        "predicted_step": ("low_to_high_share", "none") in names or "influence" in d.frames,
+        "comparison": "weightings" in d.frames,
     }
-    assert shown.keys() == PARTS.keys()
-    assert not any(shown[part] for part in d.left_out)
-    assert ("sketches of" in text) == (d.sums is not None and d.sums.way == "sketches")
+    assert not any(shown.get(name, name in d.rows) for name in d.left_out)
+    assert ("sketches of" in text) == (d.sums_plan is not None and d.sums_plan.way == "sketches")
 
 
 @by_setting
@@ -293,32 +293,33 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
     d, text = found(name)
     case = SETTINGS[name]
     served = case.prompts - case.idle
-    if d.num_prompts < d.of_prompts:  # minutes for one
-        assert (d.num_prompts, d.of_prompts) == (1, case.prompts)
+    supply = d.scope.supply
+    if supply.prompts < d.scope.of_prompts:  # minutes for one
+        assert (supply.prompts, d.scope.of_prompts) == (1, case.prompts)
         return
-    assert (d.num_prompts, d.num_informative_prompts) == (case.prompts, served)
+    assert (supply.prompts, supply.informative) == (case.prompts, served)
     own = text.partition("All numbers Show")[0]
-    if d.comparison is not None:  # which counts what it would take
-        own = " ".join([*decide(d, d.findings), *d.notes, *(f"{f.statement} {f.detail}" for f in d.findings)])
+    if "weightings" in d.rows:  # which counts what it would take
+        own = " ".join([*decide(d), *d.notes, *(f"{f.statement} {f.detail}" for f in d.findings)])
     for number in re.findall(r"(\d+) prompts? with an advantage", own):
         assert int(number) == served
     for number in re.findall(r"(\d+) of them with an advantage", own):
         assert int(number) == served
     wanted = {int(number) for number in re.findall(r"about (\d+) prompts would decide", own)}
     for number in re.findall(r"(?<![\d.,])(\d+) prompts?\b(?! with)", own):
-        assert int(number) in {case.prompts, VERDICT_PROMPTS, MANY} | wanted  # MANY: what an interval is
+        assert int(number) in {case.prompts, FEWEST, MANY} | wanted  # MANY: what an interval is
 
 
 @by_setting
 def test_of_few_prompts_nothing_weighted_has_an_interval_and_the_page_says_how_many_are_wanted(name):
     d, _ = found(name)
     case = SETTINGS[name]
-    if case.prompts - case.idle >= VERDICT_PROMPTS:
+    if case.prompts - case.idle >= FEWEST:
         return
     weighted = d.statistics[d.statistics["metric"] != "none"]
     assert len(weighted) and weighted["lower"].isna().all()
-    first, *_ = decide(d, d.findings)
-    assert not BRACKET.search(first) and re.search(rf"\b{VERDICT_PROMPTS}\b", first)
+    first, *_ = decide(d)
+    assert not BRACKET.search(first) and re.search(rf"\b{FEWEST}\b", first)
     assert {note.kind for note in d.notes} & {"few-prompts", "one-prompt"}
 
 
@@ -327,15 +328,14 @@ def test_what_is_wanted_is_more_than_there_is_and_bars_are_named_where_they_are(
     d, text = found(name)
     short = d.statistics[d.statistics["lacks"] == "tokens"]
     assert (short["wanted"] > short["n"]).all()
-    if all(table["lower"].isna().all() for table in (d.statistics, d.directions, d.drivers) if table is not None):
+    drawn = (d.statistics, *(d.frames[name] for name in ("directions", "drivers") if name in d.frames))
+    if all(table["lower"].isna().all() for table in drawn):
         assert "Bars:" not in text
 
 
 @by_setting
 def test_rows_of_a_few_tokens_are_folded_or_carry_no_share(name):
     d, _ = found(name)
-    if d.where is not None:
-        rows = d.where[d.where["driver"] == "token_class"]
+    if (where := d.frames.get("where")) is not None:
+        rows = where[where["driver"] == "token_class"]
         assert ((rows["num_measured"] >= 10) | (rows["value"] == "other")).all()
-    if d.proxies is not None:
-        assert d.proxies.loc[d.proxies["tokens"] < 1000, "found"].isna().all()  # fewer than ten are the top 1 %

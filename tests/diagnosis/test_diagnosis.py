@@ -15,7 +15,7 @@ from support.steps import warm_state
 from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
-from gradscope.diagnosis.result import COLUMNS, SHORTAGE
+from gradscope.diagnosis.rows import COLUMNS, SHORTAGE
 from gradscope.gradients import measure
 from gradscope.intervals import interval_labels
 from gradscope.objective import LossSettings
@@ -163,8 +163,8 @@ def test_summed_gradients_signal_and_noise_are_those_of_single_token_gradients(p
     assert_summed(diagnosis, brute.sums(), "raw", 1e-5)
     parts = brute.sums().sum(0)
     expected = parts[0] @ parts[3] / np.linalg.norm(parts[0]) / np.linalg.norm(parts[3])
-    assert diagnosis.cosines.loc[0, 3] == pytest.approx(expected, rel=1e-5)
-    assert diagnosis.adamw_cosines is None
+    assert diagnosis.frames["cosines"].loc[0, 3] == pytest.approx(expected, rel=1e-5)
+    assert "adamw_cosines" not in diagnosis.frames
     assert "no-optimizer" in kinds(diagnosis)
 
 
@@ -184,7 +184,7 @@ def test_in_adamws_metric_each_gradient_is_divided_by_the_root_of_the_second_mom
     diagnosis = diagnose(policy, batch, table, settings=QUICK, optimizer_state=state)
     assert_summed(diagnosis, brute.sums(scale), "adamw", 1e-5)
     assert_summed(diagnosis, brute.sums(), "raw", 1e-5)
-    assert diagnosis.step.optimizer == ("adamw" if given == "state_dict" else "sgd")
+    assert diagnosis.scope.step.optimizer == ("adamw" if given == "state_dict" else "sgd")
 
 
 @pytest.mark.all
@@ -192,7 +192,7 @@ def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, b
     state = warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    settings = replace(whole.settings, gradient_way="sketches", gradient_memory=1 << 20)
+    settings = replace(whole.scope.settings, gradient_way="sketches", gradient_memory=1 << 20)
     settings = replace(settings, influence_tokens=None, actual_step=False)
     diagnosis = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
     (note,) = [note for note in diagnosis.notes if note.kind == "inexact"]
@@ -210,7 +210,7 @@ def test_a_real_step_is_told_by_scores_of_one_kind_in_float32_too():
     table = measure(policy, batch, loss=NARROW, self_check=False)
     found = diagnose(policy, batch, table, settings=replace(QUICK, actual_step=True, step=step))
     expected = movement_table([apply_update(policy, batch, loss=QUICK.loss, step=step)])
-    pd.testing.assert_series_equal(found.movement["delta_logprob.all"], expected["delta_logprob.all"])
+    pd.testing.assert_series_equal(found.frames["movement"]["delta_logprob.all"], expected["delta_logprob.all"])
     assert (expected["delta_logprob.all"] == 0).mean() > 0.5
 
 
@@ -218,11 +218,12 @@ def test_what_does_not_fit_into_the_minutes_is_left_out_and_the_rest_is_the_same
     state = warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    settings = replace(whole.settings, minutes=1e-9)
+    settings = replace(whole.scope.settings, minutes=1e-9)
     short = diagnose(policy, batch, table, settings=settings, optimizer_state=state)
-    for part in ("sums", "influence", "movement", "adamw_cosines"):
-        assert getattr(short, part) is None and getattr(whole, part) is not None
-    assert short.left_out == ("sums", "actual_step", "influence", "comparison") and kinds(short).count("minutes") == 4
+    for frame in ("cosines", "influence", "movement", "adamw_cosines"):
+        assert frame not in short.frames and frame in whole.frames
+    assert set(short.left_out) == {"sums", "predicted_step", "real_step", "comparison", "adamw_energy"}
+    assert kinds(short).count("minutes") == 4
     of_tokens = "metric == 'raw' and statistic in ['squared_share', 'dominance_index', 'largest_share']"
     ours, theirs = (d.statistics.query(of_tokens) for d in (short, whole))
     pd.testing.assert_frame_equal(ours.reset_index(drop=True), theirs.reset_index(drop=True))
@@ -234,7 +235,7 @@ def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_them
     state = warm_state(policy)
     for held in state["state"].values():
         held["step"] = torch.tensor(7.0)
-    keywords = {"loss": NARROW, "step": whole.step, "optimizer_state": state}
+    keywords = {"loss": NARROW, "step": whole.scope.step, "optimizer_state": state}
     contributions = influence(policy, batch, **keywords).contributions
     top = contributions[contributions["interval"] == 3]
     share = np.cov(top["by.0"], top["predicted"])[0, 1] / top["predicted"].var()
@@ -249,9 +250,9 @@ def test_who_moves_whom_and_both_kinds_of_directions_are_those_of_the_parts_them
         assert value(whole, f"right_direction_{word}_actual", "none", "all") == pytest.approx(actual)
         predicted = (np.sign(contributions["predicted"][chosen]) == sign).mean()
         assert value(whole, f"right_direction_{word}_predicted", "none", "all") == pytest.approx(predicted)
-    assert set(whole.directions["kind"]) == {"actual", "predicted"}
-    assert whole.movement["delta_logprob.all"].to_numpy() == pytest.approx(risen, abs=1e-12)
-    assert len(whole.movement) == len(whole.table) and 0 < len(whole.against) <= 4
+    assert set(whole.frames["directions"]["kind"]) == {"actual", "predicted"}
+    assert whole.frames["movement"]["delta_logprob.all"].to_numpy() == pytest.approx(risen, abs=1e-12)
+    assert len(whole.frames["movement"]) == len(whole.table) and 0 < len(whole.frames["against"]) <= 4
 
 
 def test_steps_are_of_the_advantages_that_the_table_was_measured_with(policy, batch):
@@ -265,9 +266,9 @@ def test_steps_are_of_the_advantages_that_the_table_was_measured_with(policy, ba
         advantages[batch.group_ids == group] = (own - own.mean()) / (own.std() + 1.0)
     given = replace(batch, advantages=advantages[:, None].expand(batch.input_ids.shape))
     expected = movement_table([apply_update(policy, given, loss=NARROW, step=SGD)])
-    np.testing.assert_allclose(found.movement["delta_logprob.all"], expected["delta_logprob.all"], rtol=1e-6)
+    np.testing.assert_allclose(found.frames["movement"]["delta_logprob.all"], expected["delta_logprob.all"], rtol=1e-6)
     plain = movement_table([apply_update(policy, batch, loss=NARROW, step=SGD)])
-    assert not np.allclose(found.movement["delta_logprob.all"], plain["delta_logprob.all"], rtol=0.01)
+    assert not np.allclose(found.frames["movement"]["delta_logprob.all"], plain["delta_logprob.all"], rtol=0.01)
     by_hand = influence(policy, given, loss=NARROW, step=SGD).contributions
     share = np.cov(*by_hand.loc[by_hand["interval"] == 3, ["by.0", "predicted"]].to_numpy().T)
     assert value(found, "low_to_high_share", "none", LABELS[3]) == pytest.approx(share[0, 1] / share[1, 1], rel=1e-6)
@@ -277,7 +278,7 @@ def test_a_budget_splits_the_step_of_whole_prompts_and_says_so(policy, batch, ta
     settings = replace(QUICK, influence_tokens=1)
     diagnosis = diagnose(policy, batch, table, settings=settings)
     (note,) = [note for note in diagnosis.notes if note.kind == "influence-sample"]
-    rows = diagnosis.against["response"].unique()
+    rows = diagnosis.frames["against"]["response"].unique()
     assert len({int(batch.group_ids[row]) for row in rows}) == 1
     kept = [int(batch.response_mask[batch.group_ids == g].sum()) for g in range(3)]
     assert any(f" {count:,} of {len(table):,} tokens" in note for count in kept)
@@ -288,9 +289,8 @@ def test_every_part_is_there_and_every_number_has_one_row(whole):
     assert statistics.columns.tolist() == [*COLUMNS, *SHORTAGE]
     assert not statistics.duplicated(["statistic", "metric", "interval"]).any()
     assert set(statistics["metric"]) == {"raw", "adamw", "none"}
-    for part in ("bounds", "layers", "where", "spikes", "cosines", "adamw_cosines", "influence", "movement"):
-        assert getattr(whole, part) is not None, part
-    assert whole.bounds.violations == 0 and whole.bounds.num_tokens == len(whole.table)
+    assert {"layers", "where", "spikes", "cosines", "adamw_cosines", "influence", "movement"} <= {*whole.frames}
+    assert value(whole, "bound_violations") == 0 and whole.pick("bound_violations")["n"] == len(whole.table)
     index = whole.pick("dominance_index", "adamw", LABELS[0])
     assert np.isfinite(index["value"]) and np.isnan(index["lower"])
     assert (index["lacks"], index["wanted"]) == ("prompts", 6)
@@ -427,8 +427,9 @@ def test_a_table_of_some_prompts_is_diagnosed_as_the_batch_of_these(policy, batc
     settings = replace(QUICK, compare=False)
     found, alone = diagnose(policy, batch, table, settings=settings), diagnose(policy, some, settings=settings)
     pd.testing.assert_frame_equal(found.statistics, alone.statistics, rtol=1e-4)
-    assert (found.num_prompts, found.of_prompts) == (len(prompts), len(batch.group_ids.unique()))
-    assert found.of_tokens == batch.num_tokens > len(table)
+    scope = found.scope
+    assert (scope.supply.prompts, scope.of_prompts) == (len(prompts), len(batch.group_ids.unique()))
+    assert scope.of_tokens == batch.num_tokens > len(table)
     told = found.report().page.subtitle
-    assert f"looked at {len(prompts)} of {found.of_prompts} prompts" in told
+    assert f"looked at {len(prompts)} of {scope.of_prompts} prompts" in told
     assert "looked at" not in alone.report().page.subtitle

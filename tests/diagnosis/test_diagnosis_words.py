@@ -3,29 +3,35 @@
 import re
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
 
-from gradscope.diagnosis import Diagnosis, DiagnosisSettings, Finding, Verdict, decide, findings
-from gradscope.diagnosis.advice import advise
-from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.page.first_screen import make_tiles
-from gradscope.diagnosis.plots import plot_dominance
-from gradscope.diagnosis.result import (
-    VERDICT_PROMPTS,
-    BoundMargins,
+from gradscope.diagnosis import (
+    PARTS,
+    Diagnosis,
+    Finding,
+    Rows,
+    Scope,
+    Verdict,
+    decide,
     join_rows,
     make_rows,
     one_row,
-    strike_bounds,
+    say,
 )
+from gradscope.diagnosis.format import percent
+from gradscope.diagnosis.page.first_screen import make_tiles
+from gradscope.diagnosis.parts import dominance, kl
+from gradscope.diagnosis.parts.theory import BoundMargins
 from gradscope.intervals import interval_labels
+from gradscope.objective import PAPER
 from gradscope.plots import drawn_numbers
-from gradscope.resampling import TOO_FEW
-from gradscope.updates import SGD, StepSettings
+from gradscope.resampling import FEWEST, TOO_FEW, Supply
+from gradscope.updates import StepSettings
 
 LABELS = tuple(interval_labels())
 LOW, TOP = LABELS[0], LABELS[3]
@@ -70,17 +76,39 @@ PLANTED = {
 INFLUENCE = pd.DataFrame({"source": [0, 1], "target": [3, 3], "share": [0.5, 0.2]})
 
 
-def plant(change: dict[str, pd.DataFrame | None] | None = None, **fields) -> Diagnosis:
-    """A diagnosis of these rows; a change to None leaves them out."""
-    parts = PLANTED | (change or {})
-    table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0], "group": [0, 1, 2]})
-    table = table.assign(interval=0, logit_grad_norm=1.0)
-    rows = join_rows([part for part in parts.values() if part is not None])
-    known = {"influence": INFLUENCE, "table": table, "labels": LABELS, "num_prompts": 12, "num_responses": 96}
-    known |= {"settings": DiagnosisSettings(), "step": SGD, "notes": ("a note",)} | fields
-    if known.get("num_informative_prompts", known["num_prompts"]) < VERDICT_PROMPTS:
-        rows = strike_bounds(rows)
-    return Diagnosis(statistics=rows, **known)
+FRAMES = {"layers": "layers", "drivers": "drivers", "by_prompt": "prompts"}
+"""Frames without which their part was not made."""
+
+
+def plant(
+    change: dict[str, pd.DataFrame | None] | None = None,
+    *,
+    prompts: int = 12,
+    informative: int | None = None,
+    bounds: BoundMargins | None = None,
+    table: pd.DataFrame | None = None,
+    supply: dict | None = None,
+    scope: dict | None = None,
+    **frames: pd.DataFrame,
+) -> Diagnosis:
+    """A diagnosis of these rows and frames; a change to None leaves rows out."""
+    if table is None:
+        table = pd.DataFrame({"param_grad_norm": [1.0, 2.0, np.nan], "weight": [1.0, -1.0, 0.0], "group": [0, 1, 2]})
+        table = table.assign(interval=0, logit_grad_norm=1.0)
+    informative = prompts if informative is None else informative
+    own = join_rows([part for part in (PLANTED | (change or {})).values() if part is not None])
+    own = Rows(own, {"influence": INFLUENCE} | frames, unweighted=("token_share", *FRAMES))
+    absent = {part for frame, part in FRAMES.items() if frame not in frames} | ({"theory"} if bounds is None else set())
+    rows = {name: Rows() for name in PARTS if name not in absent}
+    rows["dominance"] = own.without_bounds() if informative < FEWEST else own
+    if bounds is not None:
+        rows["theory"] = Rows(kept={"bounds": bounds})
+    if "kl_weight" in table:
+        settings = SimpleNamespace(loss=PAPER)
+        rows["kl"] = kl.rows(SimpleNamespace(table=table, weighted=True, settings=settings, note=lambda *_: None))
+    counts = Supply(informative, prompts, 8 * prompts, **(supply or {}))
+    whole = Scope(LABELS, counts, table, **(scope or {}))
+    return say(Diagnosis(rows, whole, ("a note",), parts=PARTS))
 
 
 def make_where() -> pd.DataFrame:
@@ -159,14 +187,14 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
         {"influence": V.UNDECIDED},
     ),
     "a summed gradient of few of the prompts": (
-        plant({"gradient_share": FEW_SUMMED}, by_prompt=pd.DataFrame({"group": range(5)})),
+        plant({"gradient_share": FEW_SUMMED}, scope={"summed": 5}),
         {"dominance_raw": V.DOMINATES, "summed_raw": V.UNDECIDED},
     ),
-    "one prompt": (plant(one_index(0.9, np.nan), num_prompts=1), {"dominance_raw": V.UNDECIDED}),
+    "one prompt": (plant(one_index(0.9, np.nan), prompts=1), {"dominance_raw": V.UNDECIDED}),
     "five prompts": (
-        plant(num_prompts=5), {"dominance_raw": V.UNDECIDED},
+        plant(prompts=5), {"dominance_raw": V.UNDECIDED},
     ),
-    "five prompts with an advantage": (plant(num_informative_prompts=5), {"dominance_raw": V.UNDECIDED}),
+    "five prompts with an advantage": (plant(informative=5), {"dominance_raw": V.UNDECIDED}),
     "another interval holds the most": (
         plant(
             one_change("squared_share", [0.1, 0.2, 0.3, 0.4], half=0.05)
@@ -193,7 +221,10 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
         plant(one_change("gradient_share", [-0.5, 0.2, 0.15, 0.05], half=0.2)), {"summed_raw": V.LESS}
     ),
     "AdamW's metric": (
-        plant({f"{name} adamw": PLANTED[name].assign(metric="adamw") for name in ADAMW}, step=StepSettings("adamw")),
+        plant(
+            {f"{name} adamw": PLANTED[name].assign(metric="adamw") for name in ADAMW},
+            scope={"step": StepSettings("adamw")},
+        ),
         {"dominance_adamw": V.DOMINATES, "summed_adamw": V.MORE},
     ),
     "no signal": (
@@ -217,7 +248,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
     "either": (plant(drivers=make_drivers(-0.1, 0.3)), {"driver": V.UNDECIDED}),
     "collinear": (plant(drivers=make_drivers(np.nan, np.nan, collinear=True)), {"driver": V.UNDECIDED}),
     "norms one by one": (plant(layers=make_layers()), {"norms": V.FACT}),
-    "an adapter's": (plant(layers=make_layers(), parameters="the adapter's parameters"), {"norms": V.FACT}),
+    "an adapter's": (plant(layers=make_layers(), scope={"parameters": "the adapter's parameters"}), {"norms": V.FACT}),
     "spikes": (plant(spikes=SPIKES), {"spikes": V.FACT}),
     "bounds hold": (plant(bounds=HOLD), {"bounds": V.FACT}),
     "bounds break": (plant(bounds=replace(HOLD, violations=3)), {"bounds": V.BROKEN}),
@@ -230,7 +261,7 @@ CASES: dict[str, tuple[Diagnosis, dict[str, Verdict]]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_verdicts_are_those_that_were_planted(name):
     diagnosis, wanted = CASES[name]
-    found = {finding.kind: finding.verdict for finding in findings(diagnosis)}
+    found = {finding.kind: finding.verdict for finding in diagnosis.findings}
     assert {kind: found[kind] for kind in wanted} == wanted
 
 
@@ -240,9 +271,9 @@ def test_sentences_are_the_golden_ones(name, regenerate):
 
     A case's file has what differs from the first case's.
     """
-    said = [words_of(finding) for finding in findings(CASES[name][0])]
+    said = [words_of(finding) for finding in CASES[name][0].findings]
     if name != "planted":
-        first = {words_of(finding) for finding in findings(plant())}
+        first = {words_of(finding) for finding in plant().findings}
         said = [words for words in said if words not in first]
     file = Path(__file__).parent / "golden" / f"{re.sub('[^a-z0-9]+', '_', name.lower())}.txt"
     if regenerate:
@@ -257,64 +288,67 @@ def words_of(finding: Finding) -> str:
 
 def test_a_finding_unpacks_as_sentence_numbers_and_tone_and_none_holds_a_nan():
     for diagnosis, _ in CASES.values():
-        for statement, detail, tone in findings(diagnosis):
+        for statement, detail, tone in diagnosis.findings:
             assert not re.search(r"\bnan\b", f"{statement} {detail}") and statement.endswith(".")
             assert tone in {"plain", "good", "warn", "bad"}
 
 
 def test_shares_and_indices_are_drawn_as_they_are():
-    figure = plot_dominance(plant().statistics, LABELS)
+    figure = dominance.draw(plant())
     drawn = drawn_numbers(figure)
-    for statistic in ("token_share", "squared_share", "gradient_share", "dominance_index", "predicted_index"):
-        expected = PLANTED[statistic]
-        found = drawn[drawn["statistic"] == statistic]
-        assert found["value"].tolist() == expected["value"].tolist()
-        assert found["upper"].tolist() == expected["upper"].tolist()
+    for statistic, _, series, _ in (*dominance.SHARES, *dominance.INDICES):
+        if (expected := PLANTED.get(statistic)) is None:
+            continue
+        factor = 100 if statistic.endswith("share") else 1
+        rows = drawn[(drawn["series"] == series) & (drawn["panel"].str.startswith("share") == (factor == 100))]
+        if len(rows):
+            assert rows["value"].tolist() == pytest.approx((factor * expected["value"]).tolist())
+            assert rows["upper"].tolist() == pytest.approx((factor * expected["upper"]).tolist())
     lines = [line.get_ydata() for line in figure.axes[0].lines]
     assert any(list(line) == pytest.approx([50, 30, 15, 5]) for line in lines)
 
 
 @pytest.mark.parametrize("prompts", [1, 3, 5])
 def test_of_too_few_prompts_nothing_is_said_of_shares_but_what_a_verdict_takes(prompts):
-    found = plant(num_prompts=16, num_informative_prompts=prompts, spikes=SPIKES, where=make_where())
-    found = replace(found, of_informative_prompts=prompts)
-    assert findings(found)[0].statement == found.supply.too_few and TOO_FEW in found.supply.too_few
-    judged = {"dominance_raw", "spikes"}
-    assert {finding.kind for finding in findings(found)} == judged
-    assert decide(found, findings(found)) == (found.supply.too_few,)
+    planted = {"prompts": 16, "informative": prompts, "spikes": SPIKES, "where": make_where()}
+    found = plant(**planted, supply={"of_informative": prompts})
+    few = found.scope.supply.too_few
+    assert found.findings[0].statement == few and TOO_FEW in few
+    assert {finding.kind for finding in found.findings} == {"dominance_raw", "spikes"}
+    assert decide(found) == (few,)
     assert not any("%" in tile.value for tile in make_tiles(found))
     # At the same share of prompts with a gradient, six take this many more.
     more = -(-16 * 6 // prompts) - 16
-    assert f"about {more} more prompts ({more * 6} responses)" in found.supply.wanted
-    assert advise(found)[0].endswith(found.supply.wanted[1:])
+    assert f"about {more} more prompts ({more * 8} responses)" in found.scope.supply.wanted
+    assert found.advice[0].endswith(found.scope.supply.wanted[1:])
     # Where a time limit left the others out, minutes do.
-    limited = replace(found, of_informative_prompts=9, of_prompts=40, verdict_minutes=24.2)
-    assert "25 minutes" in decide(limited, findings(limited))[0] and "25 minutes" in advise(limited)[0]
-    assert not plant(num_informative_prompts=6).supply.too_few
+    limited = plant(**planted, supply={"of_informative": 9, "of_prompts": 40, "minutes": 24.2})
+    assert "25 minutes" in decide(limited)[0] and "25 minutes" in limited.advice[0]
+    assert not plant(informative=6).scope.supply.too_few
 
 
 @pytest.mark.parametrize(("value", "said"), [(0.1, True), (1.0, False), (-1.0, False)])
 def test_where_1_minus_pi_squared_explains_every_share_that_is_said_outright(value, said):
     added = rows("added_index", [0.1, value, -0.1, 0.0], metric="raw", unit="bits", half=0.3)
     found = plant({"added_index": added})
-    assert any("(1−π)² alone predicts" in words for words in advise(found)) is said
+    assert any("(1−π)² alone predicts" in words for words in found.advice) is said
     wide = plant({"added_index": rows("added_index", [0.1] * 4, metric="raw", unit="bits", half=4.0)})
-    assert not any("(1−π)² alone predicts" in words for words in advise(wide))
+    assert not any("(1−π)² alone predicts" in words for words in wide.advice)
 
 
 def test_tokens_with_a_reward_conflict_are_what_is_read_next():
     parts = {"reward.right": [0.0, 1.0], "reward.form": [0.2, 0.2]}
     found = plant(spikes=SPIKES.assign(weight=[1.0, 1.0], reward=1.0, **parts))
-    assert any("1 token with a reward conflict" in words and "right" in words for words in advise(found))
-    assert not any("conflict" in words for words in advise(plant(spikes=SPIKES)))
+    assert any("1 token with a reward conflict" in words and "right" in words for words in found.advice)
+    assert not any("conflict" in words for words in plant(spikes=SPIKES).advice)
 
 
 def test_signal_that_was_not_judged_is_not_called_noise():
     unknown = rows("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], metric="raw", half=np.nan)
-    said = decide(plant({"signal_fraction": unknown}), findings(plant({"signal_fraction": unknown})))[1]
+    said = decide(plant({"signal_fraction": unknown}))[1]
     assert "not judged" in said and "noise" not in said
     judged = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=0.25))
-    assert "noise" in decide(judged, findings(judged))[1]
+    assert "noise" in decide(judged)[1]
 
 
 @pytest.mark.parametrize(("large", "said"), [(1.0, False), (4.0, True)])
@@ -323,7 +357,7 @@ def test_a_prompt_that_holds_much_of_the_energy_is_named(large, said, chance):
     # The first of ten prompts has ‖w·g‖² = large², every other one 1 in all its two tokens, each drawn by a chance.
     table = pd.DataFrame({"group": [3, *np.repeat(range(10, 19), 2)], "weight": 1.0, "sampling_probability": chance})
     table["param_grad_norm"] = [large, *[0.5**0.5] * 18]
-    found = [finding for finding in findings(plant(table=table)) if finding.kind == "concentration"]
+    found = [finding for finding in plant(table=table).findings if finding.kind == "concentration"]
     assert bool(found) is said
     if said:
         share = large**2 / (large**2 + 9)
@@ -331,10 +365,10 @@ def test_a_prompt_that_holds_much_of_the_energy_is_named(large, said, chance):
 
 
 def test_the_tokens_that_push_hardest_are_named_with_what_they_were_rewarded_for():
-    found = findings(plant(spikes=SPIKES.assign(reward=[-0.5, 2.0])))["spikes"]
+    found = plant(spikes=SPIKES.assign(reward=[-0.5, 2.0])).findings["spikes"]
     assert "'\\n<b>' in response 1 (π 0.1, lowered, reward −0.5; 30 %)" in found.detail
     assert "'x' in response 0 (π 0.2, raised, reward 2; 10 %)" in found.detail
-    assert "reward" not in findings(plant(spikes=SPIKES))["spikes"].detail
+    assert "reward" not in plant(spikes=SPIKES).findings["spikes"].detail
 
 
 @pytest.mark.parametrize(
@@ -344,7 +378,7 @@ def test_the_tokens_that_push_hardest_are_named_with_what_they_were_rewarded_for
 )  # fmt: skip
 def test_tokens_that_are_raised_for_another_part_of_the_reward_are_counted(right, form, weights, count):
     spikes = SPIKES.assign(weight=weights, reward=1.0, **{"reward.right": right, "reward.form": form})
-    said = findings(plant(spikes=spikes))["spikes"]
+    said = plant(spikes=spikes).findings["spikes"]
     raised = r"Of the 2 largest, (\d) (?:is|are) raised.* whose right is 0 or less but whose form is positive"
     assert re.findall(raised, said.statement) == ([str(count)] if count else [])
     assert "form 0.2" in said.detail
@@ -358,7 +392,7 @@ def test_the_tokens_that_hold_the_gradient_of_kl_are_named_where_it_has_a_share_
     table = pd.DataFrame({"response": range(10), "group": range(10), "position": 0, "token": "w", "prob": 0.5})
     table = table.assign(kl_weight=kl, weight=1.0 + kl, param_grad_norm=1.0, ref_logprob=np.log(0.25), entropy=0.0)
     table = table.assign(advantage=1.0, interval=2, sampling_probability=chance)
-    found = [finding for finding in findings(plant(table=table)) if finding.kind == "kl"]
+    found = [finding for finding in plant(table=table).findings if finding.kind == "kl"]
     assert bool(found) is said
     if said:
         share = pull**2 / (9 + (1 + pull) ** 2)
@@ -374,7 +408,7 @@ def test_a_mismatch_is_told_with_its_power_and_what_is_masked_for_it(power, verd
     told = {"mean": rows("mismatch_mean", [0.1] * 5, unit="nats")}
     told["power"] = one_row("mismatch_power", power, 9, unit="ratio").assign(**bounds)
     found = plant(told, mismatch=pd.DataFrame({"masked_share": [masked], "removed_share": [0.5 * (masked > 0)]}))
-    said = findings(found)["mismatch"]
+    said = found.findings["mismatch"]
     assert said.verdict is verdict and (said.tone == "warn") is (masked > 0)
     assert ("20 % of the tokens are masked" in said.statement and "50 % of" in said.statement) is (masked > 0)
 
@@ -387,10 +421,10 @@ def test_where_an_interval_says_nothing_no_share_stands_in_the_headline_and_why_
     share.loc[0, ["lower", "upper"]] = 1e-5, 0.9999
     table = pd.DataFrame({"token": "w", "response": range(20), "group": range(20), "interval": 0, "weight": 1.0})
     table["param_grad_norm"] = [largest, *[1.0] * 19]
-    found = plant({"squared_share": share, "dominance_index": index}, table=table, num_prompts=20)
-    finding = findings(found)["dominance_raw"]
+    found = plant({"squared_share": share, "dominance_index": index}, table=table, prompts=20)
+    finding = found.findings["dominance_raw"]
     assert finding.verdict is Verdict.UNDECIDED and "70 %" not in finding.statement
     assert ("one token holds" in finding.statement) is said
     [tile] = [tile for tile in make_tiles(found) if "energy" in tile.label]
     assert tile.value == "not known"
-    assert decide(found, findings(found))[0] == finding.statement
+    assert decide(found)[0] == finding.statement

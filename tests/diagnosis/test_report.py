@@ -15,7 +15,7 @@ from support.refusals import refused
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Paragraph, Section, Table
 from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.viewer import Quantity, Viewer, prompt_texts, viewer_data
-from gradscope.diagnosis.tokens import add_weighted_norms
+from gradscope.diagnosis.shares import add_weighted_norms
 from gradscope.rollouts import TokenBatch
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>{{ 7777 * 7 }}\u2028&amp;"

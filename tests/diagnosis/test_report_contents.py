@@ -19,11 +19,12 @@ from gradscope.diagnosis import (
     make_trend_report,
     write_report,
 )
+from gradscope.diagnosis.notes import CAVEATS
 from gradscope.diagnosis.page.page import Paragraph, Table
-from gradscope.diagnosis.page.sections import EXTREMES
 from gradscope.diagnosis.page.trend import SAID
 from gradscope.diagnosis.page.viewer import viewer_data
-from gradscope.diagnosis.result import CAVEATS, COLUMNS
+from gradscope.diagnosis.parts.prompts import EXTREMES
+from gradscope.diagnosis.rows import COLUMNS, Rows
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -77,7 +78,9 @@ def test_prompt_by_prompt_leaves_out_those_without_a_gradient_and_names_those_th
     cosines = [0.5, 0.3, 0.2, -0.3, -0.1, 0.1, -0.2, 0.05, *[np.nan] * 4]
     prompts = pd.DataFrame({"group": range(12), "gradient_norm": norms, "gradient_share": shares, "share_error": 0.0})
     prompts = prompts.assign(cosine_with_rest=cosines, responses=2, tokens=9, response=0, position=0)
-    page = make_report(replace(found, by_prompt=prompts), policy, batch).page
+    page = make_report(
+        replace(found, rows={**found.rows, "prompts": Rows(frames={"by_prompt": prompts})}), policy, batch
+    ).page
     (section,) = [section for section in page.sections if section.id == "prompts"]
     words, table = section.blocks
     assert isinstance(words, Paragraph) and isinstance(table, Table)

@@ -9,8 +9,9 @@ import pandas as pd
 import pytest
 
 from gradscope.diagnosis import make_trend_report
-from gradscope.diagnosis.plots import plot_trend
-from gradscope.diagnosis.result import join_rows, make_rows, one_row
+from gradscope.diagnosis.page.trend import follow
+from gradscope.diagnosis.rows import join_rows, make_rows, one_row
+from gradscope.plots import plot_trend
 from gradscope.resampling import TOO_FEW, Supply
 
 LOW = "[0, ¼)"
@@ -63,7 +64,7 @@ def test_rollouts_of_another_step_are_hollow_and_said_first():
     marked = trend.assign(other_step=trend["step"] == 3)
     (warning,) = make_trend_report(marked).page.warnings
     assert "at step 3 were sampled by a different checkpoint" in warning
-    points = [line for line in plot_trend(marked, [LOW]).axes[0].lines if line.get_marker() == "o"]
+    points = [line for line in plot_trend(follow(marked, [LOW])).axes[0].lines if line.get_marker() == "o"]
     inside = {mcolors.to_hex(line.get_markerfacecolor()): list(line.get_xdata()) for line in points}
     plt.close("all")
     assert inside.pop("#ffffff") == [3] and [*inside.values()] == [[1, 2]]
@@ -73,7 +74,7 @@ def test_a_lower_bound_of_nearly_0_does_not_flatten_an_index():
     indices = [(1.0, 0.5, 1.4), (-0.5, -23.0, 1.9), (1.5, 1.0, 1.9)]
     rows = [make_rows("dominance_index", np.array(own)[:, None], 9, unit="bits", intervals=[LOW]) for own in indices]
     trend = pd.concat([row.assign(step=step, metric="raw") for step, row in enumerate(rows)], ignore_index=True)
-    low, high = plot_trend(trend, [LOW]).axes[0].get_ylim()
+    low, high = plot_trend(follow(trend, [LOW])).axes[0].get_ylim()
     plt.close("all")
     assert low == -4.5 and high > 1.9
 

@@ -20,7 +20,6 @@ from support.steps import NARROW, STEPS, assert_split_as, brute_force, split_ste
 from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
-from gradscope.diagnosis.minutes import influence_cost
 from gradscope.errors import InputError
 from gradscope.gradients import Resources, TokenJacobian, forward_mode, vector_bytes
 from gradscope.runs import scratch, scratch_zeros
@@ -29,6 +28,7 @@ from gradscope.updates import (
     StepSettings,
     apply_update,
     influence,
+    influence_cost,
     update_cost,
 )
 
@@ -158,9 +158,9 @@ def test_a_diagnosis_leaves_out_the_step_that_does_not_fit_and_says_what_it_want
     some = diagnose(policy, batch, settings=replace(settings, gradient_memory=size), optimizer_state=state)
     none = diagnose(policy, batch, settings=replace(settings, gradient_memory=size - 1), optimizer_state=state)
     for found in (some, none):
-        pd.testing.assert_frame_equal(found.influence, whole.influence, rtol=1e-6)
-    pd.testing.assert_frame_equal(some.movement, whole.movement)
-    assert none.movement is None
+        pd.testing.assert_frame_equal(found.frames["influence"], whole.frames["influence"], rtol=1e-6)
+    pd.testing.assert_frame_equal(some.frames["movement"], whole.frames["movement"])
+    assert "movement" not in none.frames
     (note,) = (note for note in none.notes if "the actual step" in note)
     assert f"takes {size / 1e9:.3g} GB" in note and "--gradient-memory" in note and "--no-actual-step" in note
 
@@ -169,13 +169,13 @@ def test_weightings_of_large_policies_are_compared_on_demand_alone(diagnosed, mo
     policy, batch, settings = diagnosed
     settings = replace(settings, influence_tokens=None, actual_step=False, compare=None)
     size = sum(p.numel() for p in policy.model.parameters())
-    monkeypatch.setattr(sys.modules["gradscope.diagnosis.diagnose"], "LARGE", size)
+    monkeypatch.setattr(sys.modules["gradscope.diagnosis.products.comparison"], "LARGE", size)
     found = diagnose(policy, batch, settings=settings)
-    assert found.comparison is None and found.left_out == ("comparison",)
+    assert "weightings" not in found.rows and [*found.left_out] == ["comparison"]
     assert "large" in {note.kind for note in found.notes}
-    assert diagnose(policy, batch, settings=replace(settings, compare=True)).comparison is not None
+    assert diagnose(policy, batch, settings=replace(settings, compare=True)).frames["weightings"].size
     found = diagnose(policy, batch, settings=replace(settings, compare=False))
-    assert found.comparison is None and found.left_out == ()
+    assert "weightings" not in found.rows and not found.left_out
 
 
 # ---- cost

@@ -16,11 +16,11 @@ from matplotlib.text import Text
 from support.refusals import refused
 from support.tiers import every
 
-from gradscope.diagnosis.plots import plot_right_directions
 from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.plots import (
     drawn_numbers,
+    make_series,
     plot_advantages,
     plot_cosines,
     plot_figure_1,
@@ -28,6 +28,7 @@ from gradscope.plots import (
     plot_interval_gradient_norms,
     plot_layers_by_interval,
     plot_norm_against_one_minus_prob,
+    plot_series,
     plot_token_shares,
     save_figure,
     style as plot_style,
@@ -345,17 +346,14 @@ def child_environment():
     return {**os.environ, "PYTHONPATH": places, "PYTHONHASHSEED": "1234", "SOURCE_DATE_EPOCH": "86400"}
 
 
-def test_shares_of_a_step_are_drawn_by_kind_of_step_and_sign_with_their_bars():
-    labels = interval_labels()
-    shares = pd.DataFrame(
-        [
-            {"kind": kind, "sign": sign, "interval": label, "share": share, "lower": share - 0.1, "upper": share + 0.2}
-            for kind, shift in (("predicted", 0.0), ("actual", 0.05))
-            for sign, start in (("positive", 0.4), ("negative", 0.6))
-            for label, share in zip([*labels[:3], "all"], np.array([0.0, 0.05, 0.1, 0.02]) + start + shift, strict=True)
-        ]
-    )
-    figure = plot_right_directions(shares, labels)
+def test_series_are_drawn_side_by_side_in_panels_with_their_bars():
+    labels, parts = interval_labels(), []
+    for panel, start in (("rose", 0.4), ("fell", 0.6)):
+        for look, (words, shift) in enumerate({"predicted step": 0.0, "actual step": 0.05}.items(), start=1):
+            value = start + shift + np.array([0.0, 0.05, 0.1])
+            rows = pd.DataFrame({"at": labels[:3], "value": value, "lower": value - 0.1, "upper": value + 0.2})
+            parts.append(make_series(rows, labels, words, look, panel=panel, factor=100.0))
+    figure = plot_series(pd.concat(parts), ylabel="share (%)", rule=50)
     for ax, start in zip(figure.axes, (0.4, 0.6), strict=True):
         assert [bars.get_label() for bars in ax.containers] == ["predicted step", "actual step"]
         for bars, shift in zip(ax.containers, (0.0, 0.05), strict=True):
@@ -365,6 +363,4 @@ def test_shares_of_a_step_are_drawn_by_kind_of_step_and_sign_with_their_bars():
             np.testing.assert_allclose(points.get_ydata(), expected)
             ends = np.array([segment[:, 1] for segment in segments.get_segments()[:3]])
             np.testing.assert_allclose(ends, np.stack([expected[:3] - 10, expected[:3] + 20], 1))
-    assert len(drawn_numbers(figure)) == len(shares)
-    one = plot_right_directions(shares[shares["kind"] == "actual"], labels)
-    assert [bars.get_label() for bars in one.axes[0].containers] == ["actual step"]
+    assert len(drawn_numbers(figure)) == 4 * len(labels)

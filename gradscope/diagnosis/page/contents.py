@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import html
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
-from gradscope.diagnosis.format import as_sentence
-from gradscope.diagnosis.page.first_screen import decide, make_tiles
-from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Table
+from gradscope.diagnosis.as_json import FILE, to_json
+from gradscope.diagnosis.findings import Finding as Told
+from gradscope.diagnosis.format import as_sentence, bits_words, number_words, share_words
+from gradscope.diagnosis.notes import by_weight
+from gradscope.diagnosis.page.first_screen import HEADLINE, decide, make_lead, make_tiles
+from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Section, Table
 from gradscope.diagnosis.page.render import render, write_page
+from gradscope.diagnosis.page.sheets import DATA, Sheets
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
-from gradscope.diagnosis.result import TITLE, Diagnosis, Finding as Told, by_weight
-from gradscope.diagnosis.tokens import add_estimated_norms, add_weighted_norms
-from gradscope.diagnosis.words import findings
+from gradscope.diagnosis.parts import gather
+from gradscope.diagnosis.result import TITLE, Diagnosis
+from gradscope.diagnosis.shares import add_estimated_norms, add_weighted_norms
 from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
+from gradscope.intervals import name_interval
+from gradscope.plots import METRICS, label_of
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import counted, write_text
@@ -34,6 +42,8 @@ class Report:
     page: Page
     tables: dict[str, pd.DataFrame] = field(default_factory=dict)
     """By file name, relative to the page."""
+    data: dict[str, Any] | None = None
+    """The contents of diagnosis.json; None: there is none."""
 
     def to_html(self, path: str | Path) -> Path:
         """Write the page alone, without links to its tables; return its path."""
@@ -61,45 +71,71 @@ def make_report(
     policy, batch: as diagnosed; the viewer shows their prompts. facts: how the results were made. notes: added to the
     diagnosis's own, such as how the rollouts were read.
     """
-    from gradscope.diagnosis.page.sections import Sheets, make_lead, make_sections  # which load matplotlib
-
-    sheets = Sheets()
-    d, said = diagnosis, diagnosis.findings or findings(diagnosis)
-    sections = make_sections(d, policy, sheets)
-    reader = viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=d.movement).page.viewer
+    d, sheets = diagnosis, Sheets(gather(diagnosis.parts.values(), "LABELS"))
+    sections = make_sections(d, sheets)
+    moved = d.frames.get("movement")
+    reader = viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=moved).page.viewer
     linked = [token[0] for s in sections for block in s.blocks if isinstance(block, Table) for token in block.tokens]
     reader = replace(reader, needed=[*linked, *([] if reader.first is None else [reader.first])])
     page = Page(
         title=title,
         subtitle=describe_rollouts(d, batch),
-        findings=tuple(filter(None, map(_as_evidence, said))),
+        findings=tuple(filter(None, map(_as_evidence, d.findings))),
         sections=sections,
         viewer=reader,
         facts=dict(facts or {}),
         notes=tuple(as_sentence(note) for note in by_weight((*notes, *d.notes)) if note not in d.warnings),
         warnings=tuple(map(as_sentence, d.warnings)),
-        decision=decide(d, said, brief=True),
+        decision=decide(d, brief=True),
         tiles=make_tiles(d),
         lead=make_lead(d, sheets),
         next=d.advice,
     )
-    return Report(page, sheets.tables)
+    return Report(page, sheets.tables, to_json(d))
+
+
+def make_sections(d: Diagnosis, sheets: Sheets) -> tuple[Section, ...]:
+    """Make a section for each part that shows something, in their order, and one of all numbers; folded ones last."""
+    made = []
+    for name, part in d.parts.items():
+        if name in d.rows and hasattr(part, "show") and (blocks := part.show(d, sheets)):
+            made.append(Section(name, part.TITLE, tuple(blocks), getattr(part, "FOLDED", False)))
+    made.append(Section("numbers", "All numbers", (_list_numbers(d, sheets),), True))
+    return tuple(sorted(made, key=lambda section: section.folded))
+
+
+def _list_numbers(d: Diagnosis, sheets: Sheets) -> Table:
+    caption = "All headline numbers, with the number of tokens behind each."
+    sheets.tables[f"{DATA}/statistics.csv"] = d.statistics
+    write = {"share": share_words, "bits": bits_words}
+    told = [write.get(row["unit"], partial(number_words, significant=3))(row) for _, row in d.statistics.iterrows()]
+    shown = {
+        "statistic": d.statistics["statistic"].map(sheets.label_of),
+        "metric": d.statistics["metric"].map(METRICS),
+        label_of("interval"): [name_interval(x) if "," in x else x for x in d.statistics["interval"]],
+        "value": told,
+        "tokens": d.statistics["n"],
+        "unit": d.statistics["unit"],
+    }
+    return Table(pd.DataFrame(shown), caption, folded=True, csv=f"{DATA}/statistics.csv")
 
 
 def _as_evidence(finding: Told) -> Finding | None:
     """Return a finding for the page; for the one stated on the first screen, only its basis."""
-    if finding.kind == "dominance_raw":
+    if finding.kind == HEADLINE:
         return Finding(finding.detail) if finding.detail else None
     return Finding(finding.brief or finding.statement, finding.detail, finding.tone)
 
 
 @checked
 def write_report(folder: str | Path, report: Report) -> Path:
-    """Write the tables and report.html into the folder, each atomically; return the page's path."""
+    """Write the tables, diagnosis.json and report.html into the folder, each atomically; return the page's path."""
     folder = Path(folder)
     for name, frame in report.tables.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_text(folder / name, frame.to_csv(index=False))
+    if report.data is not None:
+        write_text(folder / FILE, json.dumps(report.data, indent=1, ensure_ascii=False) + "\n")
     return write_page(folder / PAGE, report.page)
 
 
@@ -157,11 +193,11 @@ def viewer(
 def describe_rollouts(d: Diagnosis, batch: TokenBatch) -> str:
     """Describe the tokens, responses and prompts in a line."""
     temperatures = ", ".join(f"{value:g}" for value in batch.temperature.unique().tolist())
-    measured = int(d.table[PARAMETERS].notna().sum())
+    measured, scope = int(d.table[PARAMETERS].notna().sum()), d.scope
     sampled = f" ({measured:,} measured, drawn with known chances)" if measured < len(d.table) else ""
-    responses = f"{counted(d.num_responses, 'response')} to {d.prompts}"
+    responses = f"{counted(scope.supply.responses, 'response')} to {scope.prompts}"
     told = f"{counted(len(d.table), 'token')}{sampled} of {responses}"
-    if d.num_prompts < d.of_prompts:
-        told = f"looked at {d.num_prompts:,} of {d.of_prompts:,} prompts, drawn at random, {measured:,} of "
-        told += f"{counted(d.of_tokens, 'token')} exactly; {responses}"
+    if scope.supply.prompts < scope.of_prompts:
+        told = f"looked at {scope.supply.prompts:,} of {scope.of_prompts:,} prompts, drawn at random, {measured:,} of "
+        told += f"{counted(scope.of_tokens, 'token')} exactly; {responses}"
     return f"{told}; temperature {temperatures}"

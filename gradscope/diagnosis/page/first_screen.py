@@ -1,4 +1,7 @@
-"""The first screen of a diagnosis: the main result in at most three sentences, and four numbers."""
+"""The first screen of a diagnosis: the main result in at most three sentences, a figure, and four numbers.
+
+It alone chooses among parts; one that was not made is passed over.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +9,43 @@ from math import isnan
 
 import pandas as pd
 
-from gradscope.diagnosis.format import name_interval, percent, says_nothing, share_words, step_words
-from gradscope.diagnosis.page.page import Tile
-from gradscope.diagnosis.result import VERDICT_PROMPTS, Diagnosis, Findings, Verdict
-from gradscope.diagnosis.words import compare, lack_words
+from gradscope.diagnosis.findings import Findings, Verdict, judge, lack_words
+from gradscope.diagnosis.format import as_sentence, percent, says_nothing, share_words, step_words
+from gradscope.diagnosis.page.page import Figure, Tile
+from gradscope.diagnosis.page.sheets import OVER_PROMPTS, Sheets, series_of
+from gradscope.diagnosis.result import Diagnosis
 from gradscope.gradients import PARAMETERS
-from gradscope.resampling import TOO_FEW, in_brackets
+from gradscope.intervals import name_interval
+from gradscope.resampling import FEWEST, TOO_FEW, in_brackets
+from gradscope.runs import counted
+
+HEADLINE = "dominance_raw"
+"""Kind of the finding that is stated first."""
+NEXT = (HEADLINE, "spikes", "added", "signal")
+"""Kinds of the findings that ask for something, most urgent first; others come last."""
+DRAWN = (
+    ("token_share", "none", "of the tokens", 0), ("squared_share", "raw", "of the gradient energy", 2),
+    ("gradient_share", "raw", "of the summed gradient", 3),
+)  # fmt: skip
+"""Series of the figure: statistic, metric, words and look."""
 
 
-def decide(d: Diagnosis, findings: Findings, *, brief: bool = False) -> tuple[str, ...]:
+def advise(findings: Findings) -> tuple[str, ...]:
+    """Return what to do next, most urgent first; never empty."""
+    places = {kind: place for place, kind in enumerate(NEXT)}
+    asking = sorted((f for f in findings if f.next), key=lambda finding: places.get(finding.kind, len(places)))
+    return tuple(f.next for f in asking) or ("Nothing: this batch asks for no further measurement.",)
+
+
+def decide(d: Diagnosis, *, brief: bool = False) -> tuple[str, ...]:
     """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
 
     Too few prompts or tokens for a verdict are the only sentence. brief: omit the numbers that `make_tiles` shows
     beside them.
     """
-    [first] = [finding for finding in findings if finding.kind == "dominance_raw"]
-    statement = (brief and first.brief) or first.statement
-    if d.supply.too_few and first.verdict is Verdict.UNDECIDED:
+    first = next((finding for finding in d.findings if finding.kind == HEADLINE), None)
+    statement = "" if first is None else (brief and first.brief) or first.statement
+    if d.scope.supply.too_few and first is not None and first.verdict is Verdict.UNDECIDED:
         return (statement,)
     todo = f"Next: {_lower(d.advice[0])}" if d.advice else ""
     return tuple(filter(None, (statement, _summed(d, brief=brief), todo)))
@@ -33,25 +56,25 @@ def _lower(words: str) -> str:
 
 
 def _summed(d: Diagnosis, *, brief: bool) -> str:
-    share, signal = d.pick("gradient_share", "raw", d.labels[0]), d.pick("signal_fraction", "raw", "all")
+    share, signal = d.pick("gradient_share", "raw", d.scope.low), d.pick("signal_fraction", "raw", "all")
     if share is None or isnan(share["value"]):
         return ""
-    low, whole = name_interval(d.labels[0]), d.sums_prompts in (None, d.num_prompts)
-    of = "the summed gradient" if whole else f"the summed gradient of {d.summed_prompts}"
+    low, summed = name_interval(d.scope.low), d.scope.summed_prompts
+    of = "the summed gradient" if d.scope.all_summed else f"the summed gradient of {summed}"
     words = f"Tokens with {low} account for {share_words(share)} of {of}"
     if isnan(share["lower"]) and share["lacks"] == "prompts":
-        summed = f"{d.summed_prompts} were summed, and {VERDICT_PROMPTS} with a gradient there are needed"
-        return f"{TOO_FEW} whose the summed gradient is: {summed}."
+        why = f"{summed} were summed, and {FEWEST} with a gradient there are needed"
+        return f"{TOO_FEW} whose the summed gradient is: {why}."
     if says_nothing(share):
         words = f"How much of {of} tokens with {low} account for cannot be told"
     if signal is None or isnan(signal["lower"]):
         why = "" if signal is None else lack_words(signal)
         return f"{words}; its signal was not judged ({why})." if why else f"{words}."
-    if compare(signal) is Verdict.MORE and brief:
+    if judge(signal) is Verdict.MORE and brief:
         return f"{words}. The whole summed gradient has signal, which other prompts would share."
-    if compare(signal) is Verdict.MORE:
+    if judge(signal) is Verdict.MORE:
         return f"{words}. {share_words(signal)} of the whole summed gradient is signal that other prompts would share."
-    few = f"{d.summed_prompts[:1].upper()}{d.summed_prompts[1:]} are too few to separate it from noise"
+    few = f"{summed[:1].upper()}{summed[1:]} are too few to separate it from noise"
     return f"{words}. {few}."
 
 
@@ -60,12 +83,13 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
 
     Where prompts are too few for a verdict, only how many there are, and how many tokens were measured.
     """
-    if d.supply.too_few:
-        measured, whole = int(d.table[PARAMETERS].notna().sum()), d.of_tokens
-        counts = f"{d.num_informative_prompts:,} of {d.num_prompts:,}"
-        prompts = Tile("prompts with a gradient", counts, f"a verdict needs {VERDICT_PROMPTS}")
+    supply = d.scope.supply
+    if supply.too_few:
+        measured, whole = int(d.table[PARAMETERS].notna().sum()), d.scope.of_tokens
+        counts = f"{supply.informative:,} of {supply.prompts:,}"
+        prompts = Tile("prompts with a gradient", counts, f"a verdict needs {FEWEST}")
         return prompts, Tile("tokens measured", f"{measured:,} of {whole:,}")
-    low, tiles = d.labels[0], []
+    low, tiles = d.scope.low, []
     shares = (("token_share", "none", "share of the tokens"), ("squared_share", "raw", "share of the gradient energy"))
     for statistic, metric, label in shares:
         row, name = d.pick(statistic, metric, low), f"{name_interval(low)}: {label}"
@@ -75,7 +99,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
             tiles.append(_tile(name, row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
     if signal is not None and not isnan(signal["lower"]):
-        if compare(signal) is Verdict.MORE:
+        if judge(signal) is Verdict.MORE:
             tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
         else:
             most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % interval)"
@@ -90,8 +114,8 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
             f"{words}{'' if says_nothing(row) else in_brackets(row['lower'], row['upper'], percent)}"
             for words, row in known
         )
-        told += f", in {which} {step_words(d)} step; 50 % is chance"
-        if {compare(row, 0.5) for _, row in known} == {Verdict.MORE, Verdict.LESS}:
+        told += f", in {which} {step_words(d.scope.step)} step; 50 % is chance"
+        if {judge(row, 0.5) for _, row in known} == {Verdict.MORE, Verdict.LESS}:
             told += ": tokens of both signs mostly move the same way"
         tiles.append(Tile("right direction", value, told))
     return tuple(tiles)
@@ -106,3 +130,34 @@ def _moved(d: Diagnosis, kind: str) -> list[pd.Series | None]:
     """Return the shares for tokens with Â > 0 and with Â < 0; None if unknown."""
     rows = [d.pick(f"right_direction_{sign}_{kind}", "none", "all") for sign in ("positive", "negative")]
     return [None if row is None or isnan(row["value"]) else row for row in rows]
+
+
+def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
+    """Return the first screen's figure, or None without shares of the gradient energy, or too few prompts for them."""
+    if d.pick("squared_share", "raw", d.scope.low) is None or d.scope.supply.too_few:
+        return None
+    prompts, of_prompts = d.scope.supply.prompts, d.scope.of_prompts
+    caption = f"Each probability interval's share {shares_words(d)}"
+    precision = next((own.kept["precision"] for own in d.rows.values() if "precision" in own.kept), None)
+    if precision is not None:
+        caption += f" {as_sentence(precision)}"
+    if prompts < of_prompts:
+        caption += f" These are {prompts:,} of the {of_prompts:,} prompts; four times as many would halve the "
+        caption += "intervals, and take four times the minutes."
+    series = series_of(d.statistics, d.labels, DRAWN, factor=100.0)
+    look = {"ylabel": "share (%)", "size": (4.6, 2.5), "limits": (None, 100.0)}
+    drawn = sheets.series("shares", series, caption, bars=OVER_PROMPTS, **look)
+    return drawn if isinstance(drawn, Figure) else None
+
+
+def shares_words(d: Diagnosis, *, predicted: bool = False) -> str:
+    """End a caption with the series that are drawn, and the prompts of each."""
+    energy, prompts = "of the gradient energy (tokens one by one)", counted(d.scope.supply.prompts, "prompt")
+    energy = f"of what (1−π)² alone predicts, and {energy}" if predicted else f"and {energy}"
+    summed = d.pick("gradient_share", "raw", d.scope.low)
+    if summed is None or isnan(summed["value"]):
+        return f"of the tokens, {energy}, over {prompts}."
+    left = "of the summed gradient (what is left after they cancel)"
+    if d.scope.all_summed:
+        return f"of the tokens, {energy.removeprefix('and ').replace(', and', ',')} and {left}."
+    return f"of the tokens, {energy}, over {prompts}; and {left} over {d.scope.summed:,} of them."

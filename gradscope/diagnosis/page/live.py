@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import pandas as pd
 
+from gradscope.diagnosis.findings import Finding as Told
 from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Definition, Finding, Page, Paragraph, Section
-from gradscope.diagnosis.result import Finding as Told
+from gradscope.diagnosis.page.sheets import Sheets, csv, redraw
+from gradscope.plots import plot_steps
 
 
 def make_live_report(
@@ -19,9 +21,6 @@ def make_live_report(
     steps: a row per step and interval: step, interval (its label), token_share, logit_grad_share, clipped_share,
     masked_share, mismatch, entropy; NaN: unknown. largest: tokens of recent steps. found: verdict on these steps.
     """
-    from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
-    from gradscope.diagnosis.plots import plot_steps
-
     sheets = Sheets()
     first, last = steps["step"].min(), steps["step"].max()
     caption, again = f"Steps {first} to {last}, by interval of π_old.", redraw(plot_steps, csv("numbers"))

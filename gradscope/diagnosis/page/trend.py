@@ -8,23 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from gradscope.diagnosis.format import as_sentence, name_interval, percent, share_words, times, times_words
-from gradscope.diagnosis.glossary import DEFINITIONS
+from gradscope.diagnosis.findings import Verdict, judge
+from gradscope.diagnosis.format import as_sentence, percent, share_words, times, times_words
 from gradscope.diagnosis.page.contents import Report
-from gradscope.diagnosis.page.page import Definition, Finding, Links, Page, Section
-from gradscope.diagnosis.result import Verdict
-from gradscope.diagnosis.words import compare
+from gradscope.diagnosis.page.page import Finding, Links, Page, Section
+from gradscope.diagnosis.page.sheets import Sheets, csv, define, redraw
+from gradscope.diagnosis.parts import PARTS, gather
+from gradscope.intervals import name_interval
+from gradscope.plots import plot_trend
 from gradscope.resampling import TOO_FEW
 from gradscope.runs import counted
-
-FOLLOWED = {
-    ("squared_share", "raw"): "The share of the gradient energy of tokens with {}",
-    ("dominance_index", "raw"): "The energy of a token with {} over the average",
-    ("gradient_share", "raw"): "The share of the summed gradient of tokens with {}",
-    ("token_share", "none"): "The share of the tokens with {}",
-    ("added_index", "raw"): "The gradient energy of tokens with {} over what (1−π)² alone predicts",
-}
-"""Statistic and metric → subject of the sentence on the first interval."""
 
 
 def make_trend_report(
@@ -42,20 +35,19 @@ def make_trend_report(
     `Supply.too_few` of the step, "" if it has prompts enough. links: text and file, relative to this page, of each
     checkpoint's own page.
     """
-    from gradscope.diagnosis.page.sections import Sheets, csv, redraw  # which load matplotlib
-    from gradscope.diagnosis.plots import plot_trend
-
     steps = sorted(trend["step"].unique().tolist())
     which = f"{counted(len(steps), 'checkpoint')}, steps {steps[0]} to {steps[-1]}"
     which = which if steps[1:] else f"1 checkpoint, step {steps[0]}"
-    labels = list(dict.fromkeys(trend.loc[trend["statistic"] == "token_share", "interval"]))
-    sheets = Sheets()
+    labels = [label for label in dict.fromkeys(trend["interval"].fillna("")) if label not in ("", "all")]
+    sheets = Sheets(gather(PARTS.values(), "LABELS"))
+    followed = follow(trend, labels)
+    sheets.keep("followed", followed)
     drawn = sheets.figure(
         "trend_drawn",
-        lambda: plot_trend(trend, labels),
+        lambda: plot_trend(followed),
         f"Headline numbers at {which}; bands: 95 % over each checkpoint's prompts, cut off where an index in bits "
         "falls far; hollow: rollouts of another step; crosses: too few prompts or tokens for an interval.",
-        again=redraw(plot_trend, csv("trend"), repr(labels)),
+        again=redraw(plot_trend, csv("followed")),
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
     at = f"step{'s' if len(foreign) > 1 else ''} {', '.join(map(str, foreign))}"
@@ -64,9 +56,8 @@ def make_trend_report(
     told = trend.drop(columns=["n", "too_few"], errors="ignore")
     numbers = sheets.table("trend", told, "Every number at every checkpoint.", folded=True)
     sheets.keep("trend", trend)
-    terms = ("gradient energy", "summed gradient", "signal fraction", "95 % interval")
     sections = (
-        Section("trend", "Over training", (drawn, *(Definition(term, DEFINITIONS[term]) for term in terms))),
+        Section("trend", "Over training", (drawn, *define(_definitions()))),
         Section("checkpoints", "Each checkpoint", (Links(tuple(links)),)),
         Section("numbers", "All numbers", (numbers,)),
     )
@@ -81,6 +72,27 @@ def make_trend_report(
         next=_next(few, trend, labels[0]),
     )
     return Report(page, sheets.tables)
+
+
+def follow(trend: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
+    """Return the rows of the statistics that parts follow, with their panel's title, in the order of the parts."""
+    found = []
+    for (statistic, metric), (title, _, *place) in gather(PARTS.values(), "FOLLOWED").items():
+        interval = "all" if place == ["all"] else labels[place[0] if place else 0]
+        same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == interval)
+        rule = 0.5 if place == ["all"] else 0.0
+        found.append(trend[same].assign(title=title, rule=rule))
+    return pd.concat(found, ignore_index=True)
+
+
+def _sentences() -> dict[tuple[str, str], str]:
+    """Return statistic and metric → subject of the sentence on the first interval."""
+    return {key: words for key, (_, words, *_) in gather(PARTS.values(), "FOLLOWED").items() if words}
+
+
+def _definitions() -> dict[str, str]:
+    """Return the definitions of the parts that are followed."""
+    return gather([part for part in PARTS.values() if hasattr(part, "FOLLOWED")], "DEFINITIONS")
 
 
 def _too_few(trend: pd.DataFrame) -> dict[int, str]:
@@ -105,7 +117,7 @@ def _next(few: Mapping[int, str], trend: pd.DataFrame, label: str) -> tuple[str,
     changed = [largest or ends for ends, largest in trend_changes(trend, label)] if trend["step"].nunique() > 1 else []
     clear = [change for change in changed if change.verdict in (Verdict.MORE, Verdict.LESS)]
     if clear:
-        subject = FOLLOWED[clear[0].statistic, clear[0].metric].format(name_interval(label))
+        subject = _sentences()[clear[0].statistic, clear[0].metric].format(name_interval(label))
         subject = subject[:1].lower() + subject[1:]
         told.append(f"Open the pages of steps {clear[0].first.name} and {clear[0].last.name}: {subject} changed there.")
     if told:
@@ -136,7 +148,7 @@ def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change 
     since the rollouts differ.
     """
     ends, found = {trend["step"].min(), trend["step"].max()}, []
-    for statistic, metric in FOLLOWED:
+    for statistic, metric in _sentences():
         same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == label)
         rows = trend[same & trend["value"].notna()].set_index("step").sort_index()
         if not ends <= {*rows.index}:
@@ -158,7 +170,7 @@ def _judge(first: pd.Series, last: pd.Series) -> Verdict:
     """Judge a change by two 95 % intervals."""
     if np.isnan(first["lower"]) or np.isnan(last["lower"]):
         return Verdict.UNKNOWN
-    return compare(last, first, write=times if last["unit"] == "bits" else percent)
+    return judge(last, first, write=times if last["unit"] == "bits" else percent)
 
 
 SAID = {
@@ -173,7 +185,7 @@ def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
     """Return a finding per followed number: first and last value and largest change; of one checkpoint, its value."""
     found = []
     for ends, largest in trend_changes(trend, label):
-        words = FOLLOWED[ends.statistic, ends.metric].format(name_interval(label))
+        words = _sentences()[ends.statistic, ends.metric].format(name_interval(label))
         if ends.first.name == ends.last.name:
             if not np.isnan(ends.first["lower"]):
                 found.append(Finding(f"{words}: {_tell(ends.first)}."))

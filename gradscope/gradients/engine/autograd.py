@@ -24,7 +24,7 @@ from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, linear_square_norms, prefix_factor
 from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder, streams_last
-from gradscope.gradients.engine.results import Measured
+from gradscope.gradients.engine.results import ChunkNorms
 from gradscope.policy import Policy, takes
 
 
@@ -156,11 +156,11 @@ class GraphSequence:
     wave_rows = 0
     """Positions × tokens of chunks carried through a block together; 0: one chunk at a time."""
 
-    def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
+    def measure(self, chunks: Sequence[Chunk]) -> list[ChunkNorms]:
         """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms."""
         return [self._measure(chunk) for chunk in chunks]
 
-    def _measure(self, chunk: Chunk) -> Measured:
+    def _measure(self, chunk: Chunk) -> ChunkNorms:
         picks, positions = chunk.picks[0], chunk.positions[0]
         recorder = self.seen or self.body.record(self.ids[: chunk.length])
         self.factors.compare(recorder.calls)
@@ -190,7 +190,7 @@ class GraphSequence:
         if self.body.metric is not None:
             found = (self._scaled_square_norms(name, flow, picks) for name, flow in by_module.items())
             scaled = sum((values.to(last.device) for values in found), torch.zeros_like(act[:, 0]))[None]
-        return Measured(act[None], {name: values.to(last.device)[None] for name, values in squares.items()}, scaled)
+        return ChunkNorms(act[None], {name: values.to(last.device)[None] for name, values in squares.items()}, scaled)
 
     def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
         """Return the squared gradient norms [K] of one module over all its calls."""

@@ -30,7 +30,7 @@ class TokenGradients:
 
 
 @dataclass(frozen=True)
-class Measured:
+class ChunkNorms:
     """A body's results for K tokens of each of B sequences."""
 
     layers: Float[Tensor, "B K layers"]

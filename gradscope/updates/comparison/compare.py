@@ -204,6 +204,17 @@ class _Sum:
         return self.weighting if self.step == "all" else f"{self.weighting}.{self.step}"
 
 
+def compare_cost(rows: int = len(COMPARED) + 2, *, metric: bool, take_steps: bool = False) -> float:
+    """Return an upper bound on the forward passes of `compare`.
+
+    rows: of weights, two for a weighting of two steps; by default those of the weightings compared by default. metric:
+    whether AdamW's is known.
+    """
+    real = (rows + 1) * update_cost() * take_steps
+    entropy = BACKWARD + FORWARD_MODE
+    return 1 + rows * (BACKWARD + FORWARD_MODE * (1 + metric)) + entropy + (gains_cost(rows) if metric else 0) + real
+
+
 @checked
 def compare(
     policy: PolicyLike,

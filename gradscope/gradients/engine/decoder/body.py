@@ -26,7 +26,7 @@ from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import square_norms, widths_of
 from gradscope.gradients.engine.ownership import Ownership
 from gradscope.gradients.engine.products import Product, multiply_exactly
-from gradscope.gradients.engine.results import Measured
+from gradscope.gradients.engine.results import ChunkNorms
 from gradscope.gradients.engine.stack import Stack
 from gradscope.policy import Policy
 
@@ -267,7 +267,7 @@ class DecoderStack:
     """Positions × tokens of chunks carried through a block together; 0: one chunk at a time."""
 
     @torch.no_grad()
-    def measure(self, chunks: Sequence[Chunk]) -> list[Measured]:
+    def measure(self, chunks: Sequence[Chunk]) -> list[ChunkNorms]:
         """Measure ‖δ_ℓ‖ for ℓ = 0 … L − 1, and squared gradient norms; undefined at empty places."""
         carried = [_Carried(self, chunk) for chunk in chunks]
         for activations in self.backwards(sum(chunk.picks.shape[1] for chunk in chunks)):
@@ -300,7 +300,7 @@ class _Carried:
         self._scaled += backward.scaled
         self._layers.append(square_norms(self._delta).sqrt())
 
-    def measured(self) -> Measured:
+    def measured(self) -> ChunkNorms:
         """Return the norms, including the embedding's, where the gradients have arrived."""
         body, head, (batch, _) = self._of.body, self._of.head, (picks := self._chunk.picks).shape
         ids, table = self._of.stack.ids[:batch, : self._chunk.length], body.model.get_submodule(body.table)
@@ -309,4 +309,4 @@ class _Carried:
         scaled = self._scaled
         if body.metric is not None:
             scaled = [*scaled, norms.squares(ids, self._delta, picks, body.metric)]
-        return Measured(torch.stack(self._layers[::-1], 2), squares, sum(scaled) if scaled else None)
+        return ChunkNorms(torch.stack(self._layers[::-1], 2), squares, sum(scaled) if scaled else None)

@@ -24,10 +24,9 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float, Int
 
-from gradscope.diagnosis.result import join_rows, make_rows
+from gradscope.diagnosis.rows import join_rows, make_rows
 from gradscope.gradients import Gram
-from gradscope.resampling import Seed, centred_bootstrap, short_of
-from gradscope.rollouts import TokenBatch
+from gradscope.resampling import Seed, Shortage, centred_bootstrap, short_of
 
 Pairs = Float[np.ndarray, "n A n A"]
 
@@ -42,12 +41,28 @@ def gradient_rows(
     confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
-    """Return rows per interval and for "all"; see the module for definitions and bounds.
+    """Return rows per interval and for "all": `sum_rows`, and `signal_rows`."""
+    known = {"metric": metric, "confidence": confidence}
+    shares = sum_rows(gram, tokens, labels, seed=seed, resamples=resamples, **known)
+    return join_rows([shares, signal_rows(gram, tokens, labels, **known)])
 
-    gradient_norm, ‖G_a‖ (no bounds); gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio, ‖G_a‖/‖G‖; cosine_with_all, of G_a and
-    G; gradient_index, log₂ of its share of Σ_b ‖G_b‖² over its share of the tokens; signal, noise, signal_fraction.
-    gram: of all pairs of prompts, with a row of weights per interval. tokens: counts by prompt and interval. Values are
-    NaN for intervals without tokens or gradient, bounds with a single prompt.
+
+def sum_rows(
+    gram: Gram,
+    tokens: Float[np.ndarray, "n A"],
+    labels: Sequence[str],
+    *,
+    metric: str,
+    seed: Seed = 0,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+) -> pd.DataFrame:
+    """Return rows per interval; see the module for definitions and bounds.
+
+    gradient_share, ⟨G_a, G⟩/‖G‖²; norm_ratio, ‖G_a‖/‖G‖; cosine_with_all, of G_a and G; gradient_index, log₂ of its
+    share of Σ_b ‖G_b‖² over its share of the tokens; gradient_norm, ‖G_a‖, also of "all" (no bounds). gram: of all
+    pairs of prompts, with a row of weights per interval. tokens: counts by prompt and interval. Values are NaN for
+    intervals without tokens or gradient, bounds with a single prompt.
     """
     size, pairs, everyone = len(labels), gram.products, np.ones((1, len(tokens)))
     settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
@@ -55,34 +70,47 @@ def gradient_rows(
     error = gram.error(lambda pairs, _: _ratios(pairs, tokens, everyone)[0])
     found = _widen(found, error, confidence).reshape(3, 4, size)
     found[:, 1], found[:, 2] = np.maximum(found[:, 1], 0.0), np.clip(found[:, 2], -1.0, 1.0)
-    counts = tokens.sum(0)
+    counts, units = tokens.sum(0), {"gradient_share": "share", "norm_ratio": "ratio"}
     found = np.where(counts > 0, found, np.nan)
-    served = (np.einsum("kpp->kp", _own_blocks(pairs)) > 0).sum(1)  # prompts with a gradient there, and at all
-    lacking = [short_of(prompts) for prompts in served]
-    short = [] if seed is None else lacking[:-1]
-    common = {"metric": metric, "intervals": labels, "short": short}
+    units |= {"cosine_with_all": "cosine", "gradient_index": "bits"}
+    short = [] if seed is None else _shortages(pairs)[:-1]
     parts = [
-        make_rows("gradient_share", found[:, 0], counts, unit="share", **common),
-        make_rows("norm_ratio", found[:, 1], counts, unit="ratio", **common),
-        make_rows("cosine_with_all", found[:, 2], counts, unit="cosine", **common),
-        make_rows("gradient_index", found[:, 3], counts, unit="bits", **common),
+        make_rows(name, found[:, place], counts, unit=unit, metric=metric, intervals=labels, short=short)
+        for place, (name, unit) in enumerate(units.items())
     ]
-    everything = {"metric": metric, "intervals": [*labels, "all"]}
-    short = lacking
+    counts = np.append(counts, counts.sum())
+    norms = np.where(counts > 0, signal_and_noise(_own_blocks(pairs))["gradient_norm"], np.nan)
+    return join_rows(
+        [*parts, make_rows("gradient_norm", norms, counts, unit="norm", metric=metric, intervals=[*labels, "all"])]
+    )
+
+
+def signal_rows(
+    gram: Gram, tokens: Float[np.ndarray, "n A"], labels: Sequence[str], *, metric: str, confidence: float = 0.95
+) -> pd.DataFrame:
+    """Return signal, noise and signal_fraction per interval and for "all"; arguments as in `sum_rows`."""
+    pairs, counts = gram.products, tokens.sum(0)
     numbers = signal_and_noise(_own_blocks(pairs), confidence=confidence)
     error = gram.error(lambda pairs, _: signal_and_noise(_own_blocks(pairs))["signal"][0])
     numbers["signal"] = _widen(numbers["signal"], error, confidence)
     counts = np.append(counts, counts.sum())
-    for name, unit in (("gradient_norm", "norm"), ("signal", "squared"), ("noise", "squared")):
-        own = {} if name == "gradient_norm" else {"short": short}
-        parts.append(
-            make_rows(name, np.where(counts > 0, numbers[name], np.nan), counts, unit=unit, **everything, **own)
-        )
     with np.errstate(invalid="ignore", divide="ignore"):
         fraction = numbers["signal"] / numbers["gradient_norm"][0] ** 2
     # Noise is a variance, so signal cannot exceed the whole.
-    fraction = np.where(counts > 0, np.minimum(fraction, 1.0), np.nan)
-    return join_rows([*parts, make_rows("signal_fraction", fraction, counts, unit="share", **everything, short=short)])
+    numbers["signal_fraction"] = np.minimum(fraction, 1.0)
+    common = {"metric": metric, "intervals": [*labels, "all"], "short": _shortages(pairs)}
+    units = {"signal": "squared", "noise": "squared", "signal_fraction": "share"}
+    return join_rows(
+        [
+            make_rows(name, np.where(counts > 0, numbers[name], np.nan), counts, unit=unit, **common)
+            for name, unit in units.items()
+        ]
+    )
+
+
+def _shortages(pairs: Pairs) -> list[Shortage | None]:
+    """Return what each interval and, last, all together lack for bounds: prompts with a gradient there."""
+    return [short_of(prompts) for prompts in (np.einsum("kpp->kp", _own_blocks(pairs)) > 0).sum(1)]
 
 
 def prompt_table(gram: Gram) -> pd.DataFrame:
@@ -110,31 +138,6 @@ def prompt_table(gram: Gram) -> pd.DataFrame:
         }
     found = pd.DataFrame(columns).replace([np.inf, -np.inf], np.nan)
     return found.sort_values("gradient_share", ascending=False, kind="stable", ignore_index=True)
-
-
-def add_rollouts(prompts: pd.DataFrame, table: pd.DataFrame, batch: TokenBatch) -> pd.DataFrame:
-    """Add columns on the rollouts of each prompt to a `prompt_table`.
-
-    Columns: responses, the number with tokens; tokens; reward, the mean over its responses, if known; and response and
-    position of the token with the largest |w|·(1 − π), which a page links to.
-    """
-    amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).abs()
-    first = table.loc[amounts.groupby(table["group"]).idxmax(), ["group", "response", "position"]]
-    sizes = table.groupby("group").agg(responses=("response", "nunique"), tokens=("response", "size"))
-    found = prompts.merge(sizes.reset_index(), on="group", how="left")
-    if batch.rewards is not None:
-        rewards = pd.Series(batch.rewards.double().numpy()).groupby(batch.group_ids.numpy()).mean()
-        found["reward"] = found["group"].map(rewards)
-    return found.merge(first, on="group", how="left")
-
-
-def carriers(shares: pd.Series, part: float = 0.5) -> int:
-    """Return the least number of prompts whose shares sum to at least `part`; all shares sum to 1.
-
-    >>> carriers(pd.Series([0.4, 0.3, 0.3, 0.2, -0.2]))
-    2
-    """
-    return int((shares.sort_values(ascending=False).cumsum() < part).sum()) + 1
 
 
 def signal_and_noise(

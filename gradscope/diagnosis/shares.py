@@ -1,11 +1,11 @@
-"""Measure dominance in a token table: shares of squared norms against shares of tokens, by interval and by kind.
+"""Shares of squared token norms by interval of π, against shares of the tokens.
 
 The **dominance index** of an interval is log₂(its share of Σ‖w·g‖² / its share of the tokens), in bits. 0: proportional
 to its tokens; 1: twice that; it cannot exceed −log₂(share of the tokens). The predicted index uses Σ(w·(1−π))² instead,
 as if every token's norm were 1−π times one constant (Prop. 4.2 of arXiv:2505.12929 up to a factor √2, at the logits).
 Their difference is the network's contribution.
 
-Σ‖w·g‖² sums over single tokens, without cancellation; for shares of the summed gradient see `gradients`. In a sampled
+Σ‖w·g‖² sums over single tokens, without cancellation; for shares of the summed gradient see `sums`. In a sampled
 interval it is the ratio estimate from the measured tokens with the proxy (w·‖e − π‖)² (`gradients.sample`). 95 %
 intervals cover the choice of prompts and of measured tokens. `resampling` defines them and the prompts and measured
 tokens they require; `PromptSums.short_of` says which are lacking.
@@ -13,27 +13,23 @@ tokens they require; `PromptSums.short_of` says which are lacking.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from gradscope.diagnosis.result import BoundMargins, join_rows, make_rows
+from gradscope.diagnosis.rows import join_rows, make_rows
 from gradscope.gradients import (
-    LAYER,
     LOGITS,
     PARAMETERS,
     sampling_probabilities,
     sampling_weights,
     stands_for,
 )
-from gradscope.intervals import interval_shares, summarize
-from gradscope.policy import Policy, float_parameters, module_groups
 from gradscope.resampling import (
     SHARE,
-    Resampling,
     Seed,
     Shortage,
     bound,
@@ -47,12 +43,7 @@ from gradscope.resampling import (
     widen,
     worth_of_shares,
 )
-from gradscope.theory import add_drivers, logit_grad_bounds, rounding_tolerance
 
-Number = int | float
-PRINTABLE = 10
-"""Fewest measured tokens for a kind of token to have its own row."""
-OTHER = "other"
 STATISTICS = (
     ("token_share", "none", "tokens", 0, None), ("squared_share", "raw", "measured", 1, None),
     ("predicted_share", "none", "predicted", 2, None), ("dominance_index", "raw", "measured", 1, 0),
@@ -187,93 +178,12 @@ def token_shares(
     return join_rows([*parts, odds])
 
 
-def layer_norms(table: pd.DataFrame, edges: Sequence[Number], *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
-    """Compute mean norms of the unweighted token gradients by layer and interval, logits first.
-
-    Columns: quantity (logit_grad_norm, act_grad_norm.0, …, param_grad_norm), then those of `intervals.summarize`.
-    """
-    layers = sorted((c for c in table if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
-    parts, settings = [], {"resampling": Resampling(seed, resamples=resamples), "edges": edges}
-    drawn = sampling_probabilities(table)
-    for name in (LOGITS, *layers, PARAMETERS):
-        # At the logits, every token is measured.
-        own = settings | {"probabilities": None if name == LOGITS else drawn, "sizes": table[LOGITS]}
-        part = summarize(table[name], table["interval"], table["group"], **own)
-        part.insert(0, "quantity", name)
-        parts.append(part)
-    return pd.concat(parts, ignore_index=True)
-
-
-def shares_by(
-    table: pd.DataFrame,
-    *,
-    classes: int = 4,
-    special: Set[str] = frozenset(),
-    seed: Seed = 0,
-    resamples: int = 1000,
+def energy_shares(
+    sums: PromptSums, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
 ) -> pd.DataFrame:
-    """Compute shares of Σ‖w·g‖²: a row per value of each driver of `add_drivers`.
-
-    Columns: driver, value; num_tokens, token_share, token_lower, token_upper; num_measured, squared_share,
-    squared_lower, squared_upper. Bounds are simultaneous 95 % bounds on all of a driver's shares, since the largest is
-    picked. Measured tokens are scaled as in `scaled_squares`. Square columns are NaN if weights or norms are unknown.
-    special: the tokenizer's special tokens, as decoded.
-
-    A row has at least `PRINTABLE` measured tokens: rarer kinds become "other", and the number of classes is reduced.
-    """
-    squares, drawn = scaled_squares(table), sampling_probabilities(table)
-    amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
-
-    def sample(known: np.ndarray) -> dict[str, np.ndarray]:
-        return {} if drawn is None else {"probabilities": drawn[known], "sizes": amounts[known]}
-
-    classes = max(1, min(classes, int(np.isfinite(squares).sum()) // PRINTABLE))
-    table = add_drivers(table, classes=classes, special=special)
-    parts = []
-    for driver in ("token_class", "position_class", "length_class", "entropy_class", "advantage_sign"):
-        if driver not in table:
-            continue
-        column = table[driver].astype("category").cat.remove_unused_categories()
-        if driver == "token_class":
-            few = column[np.isfinite(squares)].value_counts() < PRINTABLE
-            column = column.astype(object).replace(dict.fromkeys(few.index[few], OTHER)).astype("category")
-        names, known = [str(name) for name in column.cat.categories], column.notna().to_numpy()
-        if not names:
-            continue
-        args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
-        resampling = Resampling(seed, 1 - 0.05 / len(names), resamples)
-        settings = {"resampling": resampling, "edges": range(len(names) + 1)}
-        tokens = interval_shares(*args, **settings)
-        square = interval_shares(*args, values=squares[known], **sample(known), **settings)
-        part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}
-        part |= {"token_lower": tokens["lower"], "token_upper": tokens["upper"]}
-        part |= {"num_measured": square["num_measured"], "squared_share": square["value"]}
-        part |= {"squared_lower": square["lower"], "squared_upper": square["upper"]}
-        parts.append(pd.DataFrame(part))
-    return pd.concat(parts, ignore_index=True)
-
-
-def module_shares(table: pd.DataFrame, policy: Policy) -> pd.DataFrame | None:
-    """Compute shares of Σ‖w·g‖² by module group; None unless measured with `measure(module_groups=True)`.
-
-    Columns: module, a group of `policy.module_groups`; parameter_share, of the measured parameters; squared_share; and
-    low_share, of the sum over the tokens of the lowest interval alone.
-    """
-    parameters, sizes = dict(float_parameters(policy.model)), {}
-    for name, (_, group) in module_groups(policy).items():
-        if f"{PARAMETERS}.{group}" in table:
-            sizes[group] = sizes.get(group, 0) + parameters[name].numel()
-    if not sizes:
-        return None
-    squares = table[[f"{PARAMETERS}.{group}" for group in sizes]].to_numpy(np.float64) ** 2
-    squares *= (energy_factors(table) * table["weight"].to_numpy() ** 2)[:, None]
-    columns: dict[str, object] = {"module": [*sizes]}
-    lowest = squares[table["interval"].to_numpy() == 0]
-    sums = {"parameter_share": np.array([*sizes.values()]), "squared_share": np.nansum(squares, 0)}
-    sums |= {"low_share": np.nansum(lowest, 0)}
-    with np.errstate(invalid="ignore"):  # no token there
-        columns |= {name: values / values.sum() for name, values in sums.items()}
-    return pd.DataFrame(columns).sort_values("squared_share", ascending=False, kind="stable", ignore_index=True)
+    """Return the rows of `token_shares` that hold each interval's share of Σ‖w·g‖²."""
+    rows = token_shares(sums, labels, seed=seed, resamples=resamples)
+    return rows[rows["statistic"] == "squared_share"]
 
 
 def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
@@ -318,29 +228,3 @@ def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
     sums = both.groupby(table["interval"]).sum()
     ratio = (sums["exact"] / sums["cheap"].where(sums["cheap"] > 0)).reindex(table["interval"]).to_numpy()
     return table.assign(weighted_norm_estimate=exact.where(known, cheap * ratio))
-
-
-def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:
-    """Return the n measured tokens with the largest ‖w·g‖, in descending order.
-
-    Columns of the table, then weighted_norm, ‖w·g‖, and squared_share, of `total_squares`.
-    """
-    norm, whole = weighted_norms(table), total_squares(table)
-    columns = ["response", "position", "token", "prob", "entropy", "advantage", "weight", "interval", PARAMETERS]
-    chosen = table[[c for c in columns if c in table]].assign(weighted_norm=norm, squared_share=norm**2 / whole)
-    return chosen[norm > 0].nlargest(n, "weighted_norm").reset_index(drop=True)
-
-
-def bound_margins(table: pd.DataFrame, vocab_size: int) -> BoundMargins:
-    """Compare every token's `logit_grad_norm` with √(N/(N−1))·(1−π) and √2·(1−π), ignoring NaN."""
-    import torch
-
-    known = table[table[LOGITS].notna()]
-    norms, log_rest = (torch.tensor(known[c].to_numpy(np.float32)) for c in (LOGITS, "log_one_minus_prob"))
-    lower, upper = (bound.double() for bound in logit_grad_bounds(log_rest, vocab_size))
-    slack, norms = rounding_tolerance(log_rest).double(), norms.double()
-    outside = (norms < lower * (1 - slack)) | (norms > upper * (1 + slack))
-    open_ = lower > 0
-    margins = [(norms[open_] / lower[open_] - 1), (1 - norms[open_] / upper[open_])]
-    least = [margin.min().item() if len(margin) else float("nan") for margin in margins]
-    return BoundMargins(len(norms), int(outside.sum()), *least, slack.max().item() if len(slack) else 0.0)

@@ -1,0 +1,100 @@
+"""Findings: sentences with a verdict, and how a number's bounds decide it."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from math import isnan
+from typing import Any, SupportsIndex, overload
+
+import pandas as pd
+
+from gradscope.diagnosis.format import percent
+
+
+class Verdict(StrEnum):
+    """A finding's verdict, for use in code."""
+
+    DOMINATES = "dominates"
+    """More than proportional, and more than any other interval."""
+    MORE = "more"
+    """More than the reference: the share of tokens, 1−π, one half, or the rest."""
+    LESS = "less"
+    UNDECIDED = "undecided"
+    """The confidence interval contains both, or there are too few prompts."""
+    UNKNOWN = "unknown"
+    """The numbers are missing."""
+    BROKEN = "broken"
+    """A bound that must hold is violated."""
+    FACT = "fact"
+    """A number without anything to decide."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One sentence of a diagnosis; unpacks as (statement, detail, tone)."""
+
+    kind: str
+    """Its subject, such as dominance_raw."""
+    verdict: Verdict
+    statement: str
+    detail: str = ""
+    tone: str = "plain"
+    """plain, good, warn or bad."""
+    brief: str = ""
+    """The statement without numbers that the page's first screen already shows; "": use the full statement."""
+    next: str = ""
+    """What to do because of it; "": nothing."""
+    about: tuple[tuple[str, str, str], ...] = ()
+    """Statistic, metric and interval of the numbers that it judges."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter((self.statement, self.detail, self.tone))
+
+
+class Findings(tuple[Finding, ...]):
+    """The findings of a diagnosis, most important first; index by position or kind: findings["dominance_raw"]."""
+
+    @overload
+    def __getitem__(self, key: str | SupportsIndex) -> Finding: ...
+    @overload
+    def __getitem__(self, key: slice) -> tuple[Finding, ...]: ...
+    def __getitem__(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        for finding in self:
+            if finding.kind == key:
+                return finding
+        raise KeyError(f"no finding of the kind {key!r}; there are {', '.join(finding.kind for finding in self)}")
+
+    def __repr__(self) -> str:
+        return "\n".join(f"- {finding.statement}" for finding in self)
+
+    def _repr_html_(self) -> str:
+        items = (f"<b>{html.escape(f.statement)}</b><br>{html.escape(f.detail)}" for f in self)
+        return f"<ul>{''.join(f'<li>{item}</li>' for item in items)}</ul>"
+
+
+def judge(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[float], str] = percent) -> Verdict:
+    """Judge a number by its printed interval: entirely above, entirely below, or on both sides of `against`.
+
+    against: a number, or one with an interval, which must not overlap. write: the format in which both are printed;
+    bounds that look alike decide nothing. Without an interval, nothing is decided.
+    """
+    least, most = (against, against) if isinstance(against, float) else (against["lower"], against["upper"])
+    if row["lower"] > most and write(row["lower"]) != write(most):
+        return Verdict.MORE
+    return Verdict.LESS if row["upper"] < least and write(row["upper"]) != write(least) else Verdict.UNDECIDED
+
+
+def lack_words(row: pd.Series) -> str:
+    """Say why a number has no interval, and what would give one; "" if it has one."""
+    if not isnan(row["lower"]):
+        return ""
+    if row["lacks"] == "prompts":
+        return f"tokens of fewer than {row['wanted']} prompts give no interval"
+    if row["lacks"] == "tokens":
+        return f"{row['n']:,} measured tokens are too few for an interval, which needs about {row['wanted']:,}"
+    return "no interval: it does not vary between prompts, or comes from a single one"

@@ -1,0 +1,93 @@
+"""A question of the report is one module here, in the order of the page and of the findings.
+
+    TITLE           the section's title
+    ASKS            the products that it needs, of `products.PRODUCTS`: it is made if one of them was, or with the table
+    rows(m)         its numbers, from a `Measured`: `Rows`
+    say(found)      findings about any rows of a `Diagnosis`, and what to do because of them
+    show(found, sheets)   blocks of the page: figures with their CSV, tables, definitions
+    FOLDED          the section is folded
+    FOLLOWED        (statistic, metric) that are followed over training: title, sentence, interval (0: the lowest)
+    LABELS          statistic or column → its words in tables
+    DEFINITIONS     term → definition
+
+Only TITLE, ASKS and rows are required. A part never asks J or the clock, and imports no other part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+
+from gradscope.diagnosis.parts import (
+    directions,
+    dominance,
+    drivers,
+    entropy,
+    influence,
+    kl,
+    largest,
+    layers,
+    mismatch,
+    modules,
+    off_policy,
+    prompts,
+    signal,
+    summed,
+    temperatures,
+    theory,
+    weightings,
+    where,
+)
+from gradscope.diagnosis.products import PRODUCTS
+from gradscope.errors import InputError
+from gradscope.runs import run_file
+
+PARTS: dict[str, ModuleType] = {
+    part.__name__.rpartition(".")[2]: part
+    for part in (
+        *(dominance, summed, signal, prompts, influence, directions, entropy, where, largest, kl, mismatch),
+        *(off_policy, temperatures, weightings, theory, layers, modules, drivers),
+    )
+}
+
+
+def gather(parts: Iterable[ModuleType], name: str) -> dict:
+    """Return a mapping of all parts together: LABELS, DEFINITIONS or FOLLOWED."""
+    return {key: value for part in parts for key, value in getattr(part, name, {}).items()}
+
+
+def asked_products(parts: Mapping[str, ModuleType]) -> set[str]:
+    """Return the names of the products that some part needs."""
+    return {product for part in parts.values() for product in part.ASKS}
+
+
+def settle_parts(own: Sequence[str | ModuleType]) -> dict[str, ModuleType]:
+    """Return the parts, and these of a user beside them: modules, or "FILE.py" or "FILE.py:NAME".
+
+    NAME is what the file holds under that name or, if nothing, what to call the file. Raises InputError for a file that
+    is not there or is no part, and for a name that is taken.
+    """
+    parts = dict(PARTS)
+    for given in own:
+        name, part = ("", given) if isinstance(given, ModuleType) else _read_part(given)
+        name = name or part.__name__.rpartition(".")[2]
+        if lacking := [each for each in ("TITLE", "ASKS", "rows") if not hasattr(part, each)]:
+            raise InputError(f"the part {name} has no {lacking[0]}; see gradscope.diagnosis.parts")
+        if unknown := {*part.ASKS} - {*PRODUCTS}:
+            raise InputError(f"the part {name} asks for {unknown.pop()!r}; there are {', '.join(PRODUCTS)}")
+        if name in parts:
+            raise InputError(f"there is a part {name} already; give yours another name")
+        parts[name] = part
+    return parts
+
+
+def part_file(given: str) -> Path:
+    """Return the file of "FILE.py" or "FILE.py:NAME"."""
+    return Path(given.rpartition(":")[0] if ".py:" in given else given)
+
+
+def _read_part(given: str) -> tuple[str, ModuleType]:
+    file = part_file(given)
+    name, module = given.removeprefix(str(file)).removeprefix(":"), run_file(file, "part")
+    return name or file.stem, getattr(module, name, module) if name else module

@@ -1,0 +1,49 @@
+"""Whatever asks J: six products, each made once, in this order, if a part asks for it and the clock allows.
+
+A product is a module with
+
+    TITLE       its name in sentences and in the progress
+    asked(m)    whether the settings want it; may leave it out, with a reason
+    cost(m)     the seconds that it takes at least
+    make(m)     the product, on every process; None if nothing came of it
+
+and, if a plan counts it, `passes(case)`, its price in forward passes over the batch. Without an update, none is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import ModuleType
+
+from gradscope.diagnosis.measured import Case, Measured
+from gradscope.diagnosis.products import comparison, contributions, predicted_step, real_step, sums, table
+
+PRODUCTS: dict[str, ModuleType] = {
+    "table": table,
+    "sums": sums,
+    "contributions": contributions,
+    "predicted_step": predicted_step,
+    "real_step": real_step,
+    "comparison": comparison,
+}
+
+
+def make_products(m: Measured, names: Iterable[str]) -> None:
+    """Make the products of these names that fit into the time, into `m.made`; all processes call this together."""
+    wanted, progress = {*names}, m.jacobian.resources.progress
+    for name, product in PRODUCTS.items():
+        if name not in wanted or not m.weighted or not product.asked(m):
+            continue
+        price = m.attempt(name, product.TITLE, lambda product=product: product.cost(m))
+        if price is None or not m.fits(name, product.TITLE, price):
+            continue
+        with progress.stage(product.TITLE):
+            made = m.attempt(name, product.TITLE, lambda product=product: product.make(m))
+        if made is not None:
+            m.made[name] = made
+
+
+def plan_products(case: Case, names: Iterable[str]) -> dict[str, float]:
+    """Return the price of these products by title, in forward passes over the batch, in order of a run."""
+    known = ((name, product) for name, product in PRODUCTS.items() if name in {*names} and hasattr(product, "passes"))
+    return {product.TITLE: price for _, product in known if (price := product.passes(case))}

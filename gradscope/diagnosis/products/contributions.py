@@ -1,0 +1,34 @@
+"""What every token holds of the summed gradient: of its own prompt's part, and of what the other prompts want."""
+
+from __future__ import annotations
+
+import torch
+
+from gradscope.diagnosis.measured import Case, Measured
+from gradscope.gradients import Contributions
+
+TITLE = "every token's share of the summed gradient"
+FOLDS = 8
+"""Folds of prompts, for bounds of any grouping; fewer prompts are folds by themselves."""
+PASSES = 9.0 + 3 * (FOLDS - 1)
+"""Forward passes over the batch, at most."""
+
+
+def asked(m: Measured) -> bool:
+    return True
+
+
+def passes(case: Case) -> float:
+    return PASSES
+
+
+def cost(m: Measured) -> float:
+    return m.seconds(PASSES)
+
+
+def make(m: Measured) -> Contributions:
+    """Compute c_t, o_t and s_t of every token under the loss's weights, with folds of prompts if there are three."""
+    prompts, weights = len(m.jacobian.prompts), torch.tensor(m.table["weight"].to_numpy())
+    folds = min(FOLDS, prompts) if prompts >= 3 else None
+    generator = torch.Generator().manual_seed(m.settings.seed)
+    return m.jacobian.contributions(weights, folds=folds, generator=generator)
