@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gradscope.gradients import Resources
-from gradscope.integrations.trl_measure import measure_step
+from gradscope.integrations.trl.measure import measure_step
 from gradscope.intervals import EDGES
 from gradscope.policy import whole_weights
 from support.policies import make_batch, make_model, make_policy

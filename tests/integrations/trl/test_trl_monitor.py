@@ -547,7 +547,7 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.trl_runs import Recorder, import_trl, make_trainer
 from gradscope.integrations.trl import TokenMonitor
-from gradscope.integrations.trl_tokens import step_tokens
+from gradscope.integrations.trl.tokens import step_tokens
 out, rank = Path(sys.argv[2]), int(os.environ["RANK"])
 import_trl()
 trainer = make_trainer(out / "policy", out / "run", per_device_train_batch_size=4, max_steps=2, ddp_backend="gloo")
@@ -568,7 +568,7 @@ trainer.train()
 def test_several_processes_add_up(tmp_path):
     save_policy(tmp_path / "policy")
     (code := tmp_path / "together.py").write_text(TOGETHER)
-    for ended in launch(code, Path(__file__).parents[1], tmp_path):
+    for ended in launch(code, Path(__file__).parents[2], tmp_path):
         assert ended.status == 0, ended.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     for one, other in zip(first, second, strict=True):

@@ -14,7 +14,7 @@ from support.sharded_steps import step_by_one
 from support.trl_runs import make_trainer, needs_trl, save_policy, train
 from transformers import TrainerCallback
 
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl.callback import GradScopeCallback
 
 pytestmark = needs_trl
 SAME = 1e-5
@@ -100,7 +100,7 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 def test_the_measured_gradient_is_the_trained_one_and_ten_steps_end_bit_equal(tmp_path, kind):
     save_policy(tmp_path / "policy")
     (code := tmp_path / "training.py").write_text(TRAINING)
-    for ended in launch(code, Path(__file__).parents[1], tmp_path, kind):
+    for ended in launch(code, Path(__file__).parents[2], tmp_path, kind):
         assert ended.status == 0, ended.stderr
     runs = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for alone, watched, some in runs:
@@ -132,7 +132,7 @@ def numbers(row):
 
 @pytest.mark.parametrize(("name", "spread"), [("qwen2", "both"), ("llama", "first")])
 def test_two_processes_with_shards_measure_a_step_as_one_with_all_responses_does(tmp_path, name, spread):
-    script = Path(__file__).parents[1] / "support" / "sharded_steps.py"
+    script = Path(__file__).parents[2] / "support" / "sharded_steps.py"
     for ended in launch(script, tmp_path, name, spread):
         assert ended.status == 0, ended.stderr
     expected = step_by_one(name)

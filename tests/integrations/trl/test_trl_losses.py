@@ -21,9 +21,9 @@ from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, own_
 from torch import nn
 
 from gradscope.gradients import Resources, TokenJacobian
-from gradscope.integrations.trl_batch import batch_from_trl
-from gradscope.integrations.trl_callback import GradScopeCallback
-from gradscope.integrations.trl_losses import left_out, step_loss
+from gradscope.integrations.trl.batch import batch_from_trl
+from gradscope.integrations.trl.callback import GradScopeCallback
+from gradscope.integrations.trl.losses import left_out, step_loss
 from gradscope.objective import make_weighting
 
 pytestmark = needs_trl
@@ -400,7 +400,7 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.trl_runs import import_trl, make_trainer
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl.callback import GradScopeCallback
 out, kind, empty = Path(sys.argv[2]), sys.argv[3], sys.argv[4] == "empty"
 trl, rank = import_trl(), int(os.environ["RANK"])
 sizes = {"per_device_train_batch_size": 4, "max_steps": 1, "ddp_backend": "gloo", "move": 0.02}
@@ -425,7 +425,7 @@ trainer.train()
 @pytest.mark.parametrize(("kind", "kept"), [("grpo", 80), ("grpo", 40), ("rloo", 80)])
 def test_several_processes_measure_the_gradient_of_all_their_responses(tmp_path, kind, kept):
     save_policy(tmp_path / "policy")
-    tests = Path(__file__).parents[1]
+    tests = Path(__file__).parents[2]
     (code := tmp_path / "together.py").write_text(TOGETHER)
     for ended in launch(code, tests, tmp_path, kind, "whole" if kept == 80 else "empty"):
         assert ended.status == 0, ended.stderr

@@ -18,11 +18,11 @@ from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.integrations.trl_batch import Inputs, batch_from_trl
-from gradscope.integrations.trl_losses import SLOPES, SUMMED_LOGPROBS, SlopeLoss, left_out, measured_loss
-from gradscope.integrations.trl_measure import StepMeasurement, agree, measure_step, name_intervals
-from gradscope.integrations.trl_sample import StepSample, affordable
-from gradscope.integrations.trl_watch import watch
+from gradscope.integrations.trl.batch import Inputs, batch_from_trl
+from gradscope.integrations.trl.losses import SLOPES, SUMMED_LOGPROBS, SlopeLoss, left_out, measured_loss
+from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
+from gradscope.integrations.trl.sample import StepSample, affordable
+from gradscope.integrations.trl.watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text, refuse_unreadable, trained_only, whole_weights
@@ -236,8 +236,7 @@ class GradScopeCallback(TrainerCallback):
             )
 
     def _intervals_of_first_pass(self) -> list[bool] | None:
-        """Return the intervals that the trainer's norm covers: all, or those of Lopti's first pass; None if η cuts one.
-        """
+        """Return intervals that the trainer's norm covers: all, or those of Lopti's first pass; None if cut by η."""
         rule = getattr(self.trainer, "rule", None)
         if rule is None or rule.lopti_eta is None:
             return [True] * (len(self.edges) - 1)

@@ -17,9 +17,9 @@ from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
-from gradscope.integrations.trl_batch import Inputs
-from gradscope.integrations.trl_losses import GRPOLoss, own_loss, settings_loss
-from gradscope.integrations.trl_watch import watch
+from gradscope.integrations.trl.batch import Inputs
+from gradscope.integrations.trl.losses import GRPOLoss, own_loss, settings_loss
+from gradscope.integrations.trl.watch import watch
 from gradscope.policy import plain_name
 from gradscope.rollouts import LOSS_KEY, RUN_KEY
 from gradscope.runs import counted

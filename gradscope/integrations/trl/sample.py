@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients import BACKWARD, FORWARD_MODE, Resources, TokenJacobian, Vectors, refuse_narrow_arithmetic
-from gradscope.integrations.trl_measure import (
+from gradscope.integrations.trl.measure import (
     add_over_processes,
     count_processes,
     name_intervals,

@@ -13,13 +13,13 @@ every step and with any loss, and `RolloutWriter`, for losses that rows can expr
 
 from __future__ import annotations
 
-from gradscope.integrations.trl_batch import TRLSettings, batch_from_trl, response_denominators, trl_settings
-from gradscope.integrations.trl_callback import GradScopeCallback
-from gradscope.integrations.trl_methods import ReweightLoptiMixin
-from gradscope.integrations.trl_monitor import TokenMonitor
-from gradscope.integrations.trl_writer import RolloutWriter
+from gradscope.integrations.trl.batch import TRLSettings, batch_from_trl, response_denominators, trl_settings
+from gradscope.integrations.trl.callback import GradScopeCallback
+from gradscope.integrations.trl.mixin import ReweightLoptiMixin
+from gradscope.integrations.trl.monitor import TokenMonitor
+from gradscope.integrations.trl.writer import RolloutWriter
 
-__all__ = [  # noqa: F822 (made on first use)
+__all__ = [
     "GradScopeCallback",
     "GradScopeGRPOTrainer",
     "ReweightLoptiMixin",

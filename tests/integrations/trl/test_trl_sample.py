@@ -18,7 +18,7 @@ from support.tiers import every
 from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save_policy, train
 
 from gradscope.errors import InputError
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl.callback import GradScopeCallback
 from gradscope.resampling import SHARE, ratio_of_sample
 
 pytestmark = needs_trl
@@ -110,7 +110,7 @@ class Clock:
 def watch(trainer, monkeypatch, *, budget, step, position=1.0, every=1):
     """The callback of a training whose steps take that long; and the clock."""
     clock = Clock(trainer, step, position)
-    monkeypatch.setattr("gradscope.integrations.trl_callback.time", clock)
+    monkeypatch.setattr("gradscope.integrations.trl.callback.time", clock)
     callback = GradScopeCallback(trainer, every=every, budget=budget, micro_batch_size=3, progress=False)
     trainer.add_callback(callback)
     return callback, clock
@@ -322,7 +322,7 @@ warnings.simplefilter("ignore")
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.trl_runs import make_trainer
-from gradscope.integrations import trl_callback
+from gradscope.integrations.trl import callback as callback_module
 out, rank = Path(sys.argv[2]), int(os.environ["RANK"])
 prompts = [f"w{i} w{i + 1}" for i in range(4, 36)]
 sizes = {"per_device_train_batch_size": 8, "num_generations": 2, "ddp_backend": "gloo", "move": 0.02}
@@ -332,13 +332,13 @@ class Clock:
     def perf_counter(self):  # each look is a second; another process's clock goes its own way
         self.now += 1 + 5 * rank
         return self.now
-trl_callback.time = Clock()
+callback_module.time = Clock()
 own = trainer.training_step
 def training_step(*args, **keywords):
-    trl_callback.time.now += 10 if trainer.state.global_step == 0 else 1e6
+    callback_module.time.now += 10 if trainer.state.global_step == 0 else 1e6
     return own(*args, **keywords)
 trainer.training_step = training_step
-callback = trl_callback.GradScopeCallback(trainer, every=1, budget=0.3, micro_batch_size=3)
+callback = callback_module.GradScopeCallback(trainer, every=1, budget=0.3, micro_batch_size=3)
 trainer.add_callback(callback)
 trainer.train()
 (out / f"{rank}.json").write_text(json.dumps(callback.rows))
@@ -349,7 +349,7 @@ trainer.train()
 def test_several_processes_draw_and_measure_one_sample(tmp_path):
     save_policy(tmp_path / "policy")
     (code := tmp_path / "together.py").write_text(TOGETHER)
-    for ended in launch(code, Path(__file__).parents[1], tmp_path):
+    for ended in launch(code, Path(__file__).parents[2], tmp_path):
         assert ended.status == 0, ended.stderr
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
     for a, b in zip(first, second, strict=True):

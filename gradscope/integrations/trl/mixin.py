@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import trl_settings
+from gradscope.integrations.trl.batch import trl_settings
 from gradscope.objective import ORDERS, StepRule, Weighting, check_weighting, make_weighting, weigh_step
 
 Number = int | float

@@ -21,18 +21,18 @@ from transformers import TrainerCallback
 
 from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_words, make_live_report, token_shares
 from gradscope.errors import InputError
-from gradscope.integrations.trl_backends import send_alert, send_histograms, send_page
-from gradscope.integrations.trl_batch import (
+from gradscope.integrations.trl.batch import (
     LOSS_TYPES,
     Inputs,
     batch_from_trl,
     response_denominators,
     trl_settings,
 )
-from gradscope.integrations.trl_losses import left_out, own_loss
-from gradscope.integrations.trl_measure import add_over_processes, name_intervals
-from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbers_of, step_tokens
-from gradscope.integrations.trl_watch import watch
+from gradscope.integrations.trl.losses import left_out, own_loss
+from gradscope.integrations.trl.measure import add_over_processes, name_intervals
+from gradscope.integrations.trl.tokens import BINS, SeenBatch, StepTokens, numbers_of, step_tokens
+from gradscope.integrations.trl.trackers import send_alert, send_histograms, send_page
+from gradscope.integrations.trl.watch import watch
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import batch_weights
 from gradscope.policy import unpacked

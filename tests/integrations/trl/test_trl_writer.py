@@ -327,7 +327,7 @@ trainer.train()
 def test_each_process_writes_its_responses_and_scales_are_of_all(tmp_path):
     save_policy(tmp_path / "policy")
     (code := tmp_path / "together.py").write_text(TOGETHER)
-    for ended in launch(code, Path(__file__).parents[1], tmp_path):
+    for ended in launch(code, Path(__file__).parents[2], tmp_path):
         assert ended.status == 0, ended.stderr
     folder = tmp_path / "run" / "gradscope" / "rollouts"
     names = [f"step_{step:06d}{rank}.parquet" for step in (1, 2) for rank in ("-rank_1", "")]

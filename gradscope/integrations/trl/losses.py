@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import Inputs, batch_from_trl, response_denominators, trl_settings
+from gradscope.integrations.trl.batch import Inputs, batch_from_trl, response_denominators, trl_settings
 from gradscope.objective import (
     LossSettings,
     TokenStatistics,
@@ -197,8 +197,7 @@ def _is_trls(kind: type) -> bool:
 
 
 def own_loss(trainer: Any) -> str | None:
-    """Return as Class.method the first method of the loss that is neither TRL's nor gradscope's; None if there is none.
-    """
+    """Return as Class.method the method of the loss that is neither TRL's nor gradscope's; None: there is none."""
     for name in LOSS_METHODS:
         if name in vars(trainer):
             return f"{type(trainer).__name__}.{name}, set on the trainer itself,"

@@ -22,8 +22,8 @@ from tokenizers import normalizers
 from analyses.recipes.hasty_analysis import write_hastily
 from gradscope import interval_gradients, load_policy, measure
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import batch_from_trl, response_denominators, trl_settings
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl.batch import batch_from_trl, response_denominators, trl_settings
+from gradscope.integrations.trl.callback import GradScopeCallback
 from gradscope.objective import WEIGHTINGS, batch_statistics, make_weighting
 from gradscope.policy import Policy, find_blocks, find_checkpoint
 from gradscope.rollouts import Response, collate

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.integrations.trl_batch import Inputs
+from gradscope.integrations.trl.batch import Inputs
 from gradscope.intervals import assign_intervals
 
 Number = int | float
