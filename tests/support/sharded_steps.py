@@ -60,8 +60,7 @@ def _take(model: nn.Module, name: str, rows: Sequence[int]) -> dict[str, float]:
         step = measure_step(
             model,
             batch,
-            lambda batch, _: batch.advantages,
-            denominators,
+            -batch.advantages / denominators[:, None],
             edges=EDGES,
             cosines=True,
             resources=Resources(micro_batch=2),

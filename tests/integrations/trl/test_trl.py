@@ -470,10 +470,11 @@ def test_a_resumed_training_goes_on_with_the_file_and_a_new_one_starts_it_anew(c
 
 
 def test_the_callback_refuses_what_it_cannot_measure(checkpoint, tmp_path):
-    trainer = make_trainer(checkpoint, tmp_path, loss_type="cispo")
-    trainer.is_deepspeed_enabled = True
-    with refused("loss_type", "cispo", "DeepSpeed"):
-        GradScopeCallback(trainer)
+    from gradscope.integrations.trl import GradScopeGRPOTrainer
+
+    two = {"kind": GradScopeGRPOTrainer, "methods": {"lopti_eta": 0.5}, "loss_type": "cispo"}
+    with refused("Lopti", "cispo"):
+        GradScopeCallback(make_trainer(checkpoint, tmp_path, **two))
     trainer = make_trainer(checkpoint, tmp_path)
     with refused("every"):
         GradScopeCallback(trainer, every=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -157,13 +158,20 @@ class AsUnderDeepSpeed(TrainerCallback):
         trainer, accelerator = self.trainer, self.trainer.accelerator
         optimizer, backward = trainer.optimizer.optimizer, accelerator.backward
 
-        def backward_and_step(loss, **keywords):
-            backward(loss, **keywords)
-            if accelerator.sync_gradients:
+        class Engine:
+            @staticmethod
+            def step():
                 gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
                 self.norms.append(torch.nn.utils.get_total_norm(gradients))
                 optimizer.step()
                 optimizer.zero_grad()  # and the step that TRL asks for afterwards finds no gradient
+
+        engine = Engine()
+
+        def backward_and_step(loss, **keywords):
+            backward(loss, **keywords)
+            if accelerator.sync_gradients:
+                engine.step()
 
         def prologue(module, inputs):
             self.training.append(module.training)
@@ -171,13 +179,16 @@ class AsUnderDeepSpeed(TrainerCallback):
         prologue.__module__ = "deepspeed.runtime.engine"
         trainer.model.register_forward_pre_hook(prologue)
         accelerator.backward, accelerator.clip_grad_norm_ = backward_and_step, lambda *_, **__: self.norms[-1]
+        accelerator.deepspeed_engine_wrapped = SimpleNamespace(engine=engine)
         trainer.is_deepspeed_enabled = True
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_step_that_is_taken_in_the_backward_pass_is_measured_before_it(tmp_path, accumulated):
+def test_a_step_that_is_taken_in_the_backward_pass_is_measured_before_it(tmp_path, accumulated, loss_type):
     policy, rows = save_policy(tmp_path / "policy"), []
     sizes = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated, "move": 0.02}
+    sizes["loss_type"] = loss_type
     for early in (False, True):
         trainer = make_trainer(policy, tmp_path / "run", **sizes)
         stepping = AsUnderDeepSpeed(trainer) if early else None
