@@ -13,15 +13,14 @@ from typing import Any
 import pandas as pd
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl.batch import batch_from_trl, join_columns
-from gradscope.integrations.trl.losses import find_kind, other_loss, settings_loss, settings_slopes
+from gradscope.integrations.trl.losses import find_kind, other_loss, refuse_scaled, settings_loss, settings_slopes
 from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
 from gradscope.integrations.trl.sample import StepSample, affordable
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, wrap
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, wrap
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text, refuse_unreadable, trained_only, whole_weights
@@ -34,7 +33,7 @@ HELD = 1 << 62
 """Bytes for the intervals' vectors: unlimited, so that they stay in memory and never go to a file."""
 
 
-class GradScopeCallback(TrainerCallback):
+class GradScopeCallback(Watching):
     """Measure every `every`-th optimizer step, starting with the first, on the responses that it trains on.
 
         trainer.add_callback(GradScopeCallback(trainer, every=10, budget=0.15))
@@ -87,9 +86,9 @@ class GradScopeCallback(TrainerCallback):
         progress: Report progress on stderr, or to a `Progress`; only the main process does.
 
     Raises:
-        InputError: if the trainer is not supported, Lopti trains another loss than Eq. 1's, FSDP is of the first
-            version, the base is quantized by a library other than bitsandbytes, torchao and HQQ, a
-            number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed, cosines or Lopti.
+        InputError: if the trainer is not supported, Lopti trains another loss than Eq. 1's, DeepSpeed trains in
+            fp16, FSDP is of the first version, the base is quantized by a library other than bitsandbytes, torchao and
+            HQQ, a number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed, cosines or Lopti.
     """
 
     def __init__(
@@ -116,16 +115,18 @@ class GradScopeCallback(TrainerCallback):
             raise InputError(f"Lopti steps twice, so its loss must be Eq. 1's, but {other}; leave one of the two out")
         self._formula = settings_loss(trainer) if lopti else None
         """Eq. 1's settings, where a backward pass gives the slopes of a part of the step's tokens alone."""
-        if lopti and budget is not None:
+        if not lopti:
+            refuse_scaled(trainer)
+        elif budget is not None:
             raise InputError("Lopti steps with two gradients, but a budget needs a single one; give one of the two")
         _refuse_launch(trainer, budget)
         refuse_unreadable(trainer.model)
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        if (lost := find_lossy_text(tokenizer)) is not None:
-            seen = f"{type(tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
+        super().__init__(trainer, StepWatcher(trainer))
+        if (lost := find_lossy_text(self._tokenizer)) is not None:
+            seen = f"{type(self._tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
             warnings.warn(f"the trainer's {seen}, and training uses the result", stacklevel=2)
         interval_labels(edges)
-        self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
+        self.every, self.edges, self.micro_batch_size = every, list(edges), micro_batch_size
         self.cosines, self.budget = cosines, budget
         self.progress = Reporter(write=_say) if progress is True else settle_progress(progress)
         if not trainer.accelerator.is_main_process:
@@ -133,11 +134,9 @@ class GradScopeCallback(TrainerCallback):
         self.path = Path(trainer.args.output_dir) / "gradscope" / "metrics.parquet"
         self.rows: list[dict[str, Any]] = []
         """A dict per measured step, as in the file."""
-        self.seconds = 0.0
-        """Time spent on measuring since training began."""
         self._started, self._spent, self._cost, self._price = 0.0, 0.0, 0.0, 0.0
         self._due = self._waiting = False
-        self._watcher, self._tolerated = StepWatcher(trainer), TOLERANCE
+        self._tolerated = TOLERANCE
         self._step: StepMeasurement | StepSample | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

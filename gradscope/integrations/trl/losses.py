@@ -92,6 +92,14 @@ def find_kind(trainer: Any) -> str:
     return kind
 
 
+def refuse_scaled(trainer: Any) -> None:
+    """Raise InputError if ∂loss/∂ log π comes back times a scale that the trainer does not know."""
+    if trainer.is_deepspeed_enabled and trainer.args.fp16:
+        raise InputError(
+            "DeepSpeed scales the loss in fp16, and so the tokens' weights; train in bf16, or leave it out"
+        )
+
+
 def own_loss(trainer: Any) -> str | None:
     """Return as Class.method the first method of the loss that is neither TRL's nor gradscope's; None if none is."""
     find_kind(trainer)

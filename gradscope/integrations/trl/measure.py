@@ -91,8 +91,7 @@ def measure_step(
     if J is not None:
         before = J.statistics
         batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
-        intervals = old_intervals(batch, edges)
-        masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
+        masks = interval_masks(batch, before, edges)
         counts = masks.flatten(1).sum(1).double()
     counts = add_over_processes(counts, device).numpy()
     if not counts.sum():
@@ -110,6 +109,13 @@ def measure_step(
     numbers = {f"token_share/{a}": float(count / counts.sum()) for a, count in zip(names, counts, strict=True)}
     numbers |= _geometry(products, counts > 0, names, cosines=cosines) | _module_norms(model, sums)
     return StepMeasurement(batch, J, before, edges, products, int(counts.sum()), sizes, device, numbers)
+
+
+def interval_masks(batch: TokenBatch, before: TokenStatistics, edges: Sequence[Number]) -> Bool[Tensor, "R B S"]:
+    """Return the kept tokens of each interval of π_old, which is that of `before` where unknown."""
+    batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
+    intervals = old_intervals(batch, edges)
+    return torch.stack([intervals == a for a in range(len(edges) - 1)])
 
 
 def rounding_sizes(

@@ -7,8 +7,7 @@ import math
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
-from transformers import TrainerCallback
 
 from gradscope.diagnosis import Finding, PromptSums, Shares, Verdict, dominance_words, make_live_report, token_shares
 from gradscope.errors import InputError
@@ -25,7 +23,7 @@ from gradscope.integrations.trl.losses import clipped_tokens, find_kind, own_los
 from gradscope.integrations.trl.measure import add_over_processes, name_intervals
 from gradscope.integrations.trl.tokens import BINS, TokenColumns, collect_columns, numbers_of
 from gradscope.integrations.trl.trackers import send_alert, send_histograms, send_page
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, find_head
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, find_head
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.runs import counted
 
@@ -39,7 +37,7 @@ MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
 """Methods of a trainer that return masks for its loss."""
 
 
-class TokenMonitor(TrainerCallback):
+class TokenMonitor(Watching):
     """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time.
 
         trainer.add_callback(TokenMonitor(trainer))
@@ -109,15 +107,13 @@ class TokenMonitor(TrainerCallback):
                 raise InputError(f"{name} is {number}; give 1 or more")
         find_head()
         self.labels = interval_labels(edges)
-        self.trainer, self.edges, self.largest, self.window = trainer, list(edges), largest, window
+        super().__init__(trainer, StepWatcher(trainer, with_squares=True, on_unseen=self._look))
+        self.edges, self.largest, self.window = list(edges), largest, window
         self.alert, self.page_every, self.forward_every = alert, page_every, forward_every
         if forward_every is not None and not hasattr(trainer.args, "loss_type"):
             raise InputError("forward_every needs GRPOTrainer's settings of the loss; leave it out")
         self._loss = None if forward_every is None else trl_settings(trainer.args).loss
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
-        self.seconds = self.cpu_seconds = 0.0
-        """Spent inside the calls of this callback since training began, wall time and this thread's CPU time. What Σπ²
-        adds inside TRL's head is not in them."""
         self.rows: list[dict[str, Any]] = []
         """The numbers of each step since training began."""
         self._clips = False
@@ -131,7 +127,6 @@ class TokenMonitor(TrainerCallback):
         """Sums by prompt, for each of the last steps."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=window * max(largest, 1))
         """The largest tokens of the last steps."""
-        self._watcher = StepWatcher(trainer, with_squares=True, on_unseen=self._look)
         self._looked: list[SeenBatch] = []
         """Micro-batches of the step seen by passes of their own."""
         self._warned = False
@@ -240,15 +235,6 @@ class TokenMonitor(TrainerCallback):
                 f"{100 * self.seconds / total:.2f} % of the training's {total:.1f} s; numbers are in {self.path}"
             )
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - wall
-            self.cpu_seconds += time.thread_time() - cpu
-
     def _begin_file(self, step: int) -> None:
         """Keep a resumed run's lines up to this step; drop those of any other run."""
         lines = self.path.read_text().splitlines() if step and self.path.is_file() else []
@@ -301,8 +287,7 @@ class TokenMonitor(TrainerCallback):
 
     def _describe_largest(self, seen: Sequence[SeenBatch], tokens: TokenColumns) -> list[dict[str, Any]]:
         """Return the tokens of largest amount, each with the text before it."""
-        tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        whole, found = tokens.amount.sum(), []
+        tokenizer, whole, found = self._tokenizer, tokens.amount.sum(), []
         count = min(self.largest, len(tokens.amount)) if whole > 0 else 0
         for t in np.argpartition(-tokens.amount, count - 1)[:count] if count else ():
             part, row, place = seen[tokens.part[t]], int(tokens.row[t]), int(tokens.place[t])

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
@@ -21,15 +20,16 @@ from gradscope.gradients import BACKWARD, FORWARD_MODE, Resources, TokenJacobian
 from gradscope.integrations.trl.measure import (
     add_over_processes,
     count_processes,
+    interval_masks,
     name_intervals,
     relative_rounding,
     rounding_sizes,
 )
-from gradscope.objective import TokenStatistics, fill_unknown
+from gradscope.objective import TokenStatistics
 from gradscope.policy import float_parameters
 from gradscope.resampling import ANY, FEWEST_DRAWN, SHARE, Scale, ratio_of_sample
 from gradscope.rollouts import TokenBatch
-from gradscope.updates import SIGNS, log_odds_change, old_intervals
+from gradscope.updates import SIGNS, log_odds_change
 
 Number = int | float
 KINDS = ("tokens", "product", "left", "whole", "right_positive", "moved_positive", "right_negative", "moved_negative")
@@ -133,7 +133,7 @@ class StepSample:
         own = [self._rows[self._numbers.index(number)] for number in mine]
         rows, prompts = torch.cat(own), torch.tensor(mine).repeat_interleave(torch.tensor([len(r) for r in own]))
         part = self._jacobian.select(rows)
-        masks = _interval_masks(part.batch, part.statistics, self._edges)
+        masks = interval_masks(part.batch, part.statistics, self._edges)
         cotangents = torch.where(masks, self._slopes[rows], 0.0)
         self._add("tokens", prompts, masks)
         left, whole = rounding_sizes(cotangents, masks, self._batch.num_tokens, part.statistics)
@@ -146,7 +146,7 @@ class StepSample:
         """Measure the step's effect on the tokens, once the model has taken it."""
         for part, before, prompts in self._parts:
             change = log_odds_change(before, part.moved().statistics)
-            masks = _interval_masks(part.batch, before, self._edges)
+            masks = interval_masks(part.batch, before, self._edges)
             for sign, name in zip((1, -1), SIGNS, strict=True):
                 asked = masks & (sign * part.batch.advantages > 0)
                 self._add(f"right_{name}", prompts, asked & (sign * change > 0))
@@ -212,12 +212,6 @@ def _unit_gradient(model: nn.Module) -> Vectors:
     else:
         direction.rows.zero_()
     return direction
-
-
-def _interval_masks(batch: TokenBatch, before: TokenStatistics, edges: Sequence[Number]) -> Bool[Tensor, "R b S"]:
-    batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
-    intervals = old_intervals(batch, edges)
-    return torch.stack([intervals == a for a in range(len(edges) - 1)])
 
 
 def _is_narrow(model: nn.Module) -> bool:

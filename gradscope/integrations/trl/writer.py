@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,13 +12,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.integrations.trl.batch import Inputs, kept_tokens, response_denominators
-from gradscope.integrations.trl.losses import find_kind, other_loss, settings_loss
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher
+from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss
+from gradscope.integrations.trl.measure import add_over_processes
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching
 from gradscope.objective import LossSettings
 from gradscope.policy import plain_name
 from gradscope.rollouts import LOSS_KEY, RUN_KEY
@@ -39,7 +38,7 @@ REWARDS = "rewards"
 """Key in the inputs: rewards by reward function, [B, functions]."""
 
 
-class RolloutWriter(TrainerCallback):
+class RolloutWriter(Watching):
     """Write the responses of every `every`-th optimizer step, starting with the first, as native rollouts.
 
         trainer.add_callback(RolloutWriter(trainer))
@@ -80,7 +79,8 @@ class RolloutWriter(TrainerCallback):
         spikes: Largest number of such steps.
 
     Raises:
-        InputError: if the trainer is not supported, it has a `lopti_eta`, or a number is out of range.
+        InputError: if the trainer is not supported, it has a `lopti_eta`, DeepSpeed trains a loss that is not
+            Eq. 1's in fp16, or a number is out of range.
     """
 
     def __init__(
@@ -100,34 +100,29 @@ class RolloutWriter(TrainerCallback):
             raise InputError("every and spike are both None, so no step would be written; give one of the two")
         if spikes < 1:
             raise InputError(f"spikes is {spikes}; give 1 or more")
-        find_kind(trainer)
         if getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("the trainer has a lopti_eta, whose two steps rows cannot express; leave one of them out")
-        self.trainer, self.every, self.text, self.spike, self.spikes = trainer, every, text, spike, spikes
-        self.other_loss: str | None = None
-        """What makes the loss another than Eq. 1's with the trainer's settings; None: nothing. Known once it trains."""
-        self.loss = UNCLIPPED
-        """The settings under which the rows have the trainer's weights."""
+        super().__init__(trainer, StepWatcher(trainer))
+        self.every, self.text, self.spike, self.spikes = every, text, spike, spikes
+        self._settle_loss()
         self.folder = Path(trainer.args.output_dir) / "gradscope" / "rollouts"
         self.steps: list[int] = []
         """Steps handed to the writer since training began."""
-        self.seconds = self.cpu_seconds = 0.0
-        """Wall time and CPU time of the training thread spent in this callback since training began."""
         self.process_seconds = math.nan
         """CPU time of the writing thread and process, once training has ended."""
-        self._due, self._watcher = False, StepWatcher(trainer)
+        self._due = False
         self._warned: set[str] = set()
         """Kinds of warnings given."""
         self._rewards: torch.Tensor | None = None
         """Rewards of the newest generation, by reward function."""
         self._spikes: Spikes | None = None
         self._process: RowWriter | None = None
+        self._run: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps, self.seconds, self.cpu_seconds = [], 0.0, 0.0
         self._spikes = None if self.spike is None else Spikes(self.spike, self.spikes)
-        self.other_loss = other_loss(self.trainer)
-        self.loss = settings_loss(self.trainer) if self.other_loss is None else UNCLIPPED
+        self._settle_loss()  # again, since the trainer may have got another
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
         looked_at = {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
@@ -138,31 +133,35 @@ class RolloutWriter(TrainerCallback):
             if self.other_loss is not None:
                 print(f"gradscope: rows have the weights of the trainer's own backward pass ({self.other_loss})")
 
+    def _settle_loss(self) -> None:
+        self.other_loss = other_loss(self.trainer)
+        """What makes the loss another than Eq. 1's with the trainer's settings; None: nothing."""
+        self.loss = settings_loss(self.trainer) if self.other_loss is None else UNCLIPPED
+        """The settings under which the rows have the trainer's weights."""
+        if self.other_loss is not None:
+            refuse_scaled(self.trainer)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._due = self.every is not None and state.global_step % self.every == 0
         self._watcher.begin_step(watched=self._due or self.spike is not None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        parts, norm = self._watcher.parts, self._watcher.norm
-        if parts:
-            # Before deciding whether to write: processes must all take part, and their norms may differ by rounding.
-            num_tokens = self._count_tokens(parts)
-            spiked = self._spikes is not None and norm is not None and self._spikes.tell(float(norm))
-            if (spiked or self._due) and num_tokens:
-                self._hand_over(parts, num_tokens, state.global_step)
-        self._watcher.begin_step(watched=False)
-        self.seconds += time.perf_counter() - wall
-        self.cpu_seconds += time.thread_time() - cpu
+        with self._counted():
+            if parts := self._watcher.parts:
+                # Before deciding whether to write: all processes must take part; their norms may differ by rounding.
+                count, norm = sum(int(kept_tokens(part.inputs).sum()) for part in parts), self._watcher.norm
+                num_tokens = int(add_over_processes(torch.tensor(count), self.trainer.accelerator.device))
+                spiked = self._spikes is not None and norm is not None and self._spikes.tell(float(norm))
+                if (spiked or self._due) and num_tokens:
+                    self._hand_over(parts, num_tokens, state.global_step)
+            self._watcher.begin_step(watched=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        self._watcher.stop()
-        if self._process is not None:
-            self.process_seconds = self._process.close()
-            self._process = None
-        self.seconds += time.perf_counter() - wall
-        self.cpu_seconds += time.thread_time() - cpu
+        with self._counted():
+            self._watcher.stop()
+            if self._process is not None:
+                self.process_seconds = self._process.close()
+                self._process = None
         if state.is_world_process_zero:
             print(f"gradscope: rollouts of {counted(len(self.steps), 'step')} are in {self.folder}")
 
@@ -198,7 +197,7 @@ class RolloutWriter(TrainerCallback):
         return columns
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the fields of `TrainedRun`."""
+        """Return the fields of `TrainedRun` that stay: the precision of the passes, and what is not trained."""
         args, model = self.trainer.args, self.trainer.accelerator.unwrap_model(self.trainer.model)
         named = [(plain_name(name, set()), p) for name, p in model.named_parameters()]
         dtypes = {p.dtype for _, p in named}
@@ -208,16 +207,7 @@ class RolloutWriter(TrainerCallback):
             "frozen": [name for name, p in named if not p.requires_grad],
         }
         shorter = min(names, key=lambda kind: len(names[kind]))
-        told = {"precision": next((name for name, used in halves.items() if used), "float32"), shorter: names[shorter]}
-        return told | {"other_loss": self.other_loss, "left_out": self._watcher.left_out}
-
-    def _count_tokens(self, parts: Sequence[SeenBatch]) -> int:
-        """Count the tokens that the step trains on, over all processes."""
-        count = sum(int(kept_tokens(part.inputs).sum()) for part in parts)
-        if self.trainer.accelerator.num_processes == 1:
-            return count
-        device = self.trainer.accelerator.device
-        return int(self.trainer.accelerator.gather(torch.tensor([count], device=device)).sum())
+        return {"precision": next((name for name, used in halves.items() if used), "float32"), shorter: names[shorter]}
 
     def _rows(self, parts: Sequence[SeenBatch], num_tokens: float) -> list[dict[str, Any]]:
         """Return the columns of each micro-batch's rows. num_tokens: N of the whole step, per process."""
@@ -228,7 +218,9 @@ class RolloutWriter(TrainerCallback):
             scales = num_tokens / response_denominators(self.trainer.args, window, num_processes=processes)
         found = []
         for number, part in enumerate(parts):
-            arrays = {name: to_array(part.inputs[own]) for own, name in COLUMNS.items() if own in part.inputs}
+            arrays = {
+                name: to_array(part.inputs[own]) for own, name in COLUMNS.items() if part.inputs.get(own) is not None
+            }
             if self.other_loss is not None:
                 arrays["trainer_advantages"] = arrays["advantage"].reshape(len(arrays["advantage"]), -1)
                 weights = torch.where(part.slope == 0, 0.0, -num_tokens * part.slope / (part.logprob - part.old).exp())
@@ -266,13 +258,13 @@ class RolloutWriter(TrainerCallback):
             return self._warn("weights", "steps are not written: the loss does not use TRL's log π, by which to weigh")
         self._warn_of_holes(parts)
         if self._process is None:
-            tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-            self._process = RowWriter(tokenizer if self.text else None)
+            self._process, self._run = RowWriter(self._tokenizer if self.text else None), self._describe_run()
         rank = self.trainer.accelerator.process_index
         rows = self._rows(parts, num_tokens / self.trainer.accelerator.num_processes)
         shared = {"step": step, "process": rank, "temperature": float(self.trainer.temperature)}
         shared["grad_norm"] = None if self._watcher.norm is None else float(self._watcher.norm)
-        told = {LOSS_KEY: json.dumps(asdict(self.loss)), RUN_KEY: json.dumps(self._describe_run())}
+        run = self._run | {"other_loss": self.other_loss, "left_out": self._watcher.left_out}
+        told = {LOSS_KEY: json.dumps(asdict(self.loss)), RUN_KEY: json.dumps(run)}
         path = step_file(self.folder, step, f"-rank_{rank}" if rank else "")
         self._process.put(StepRows(str(path), rows, shared, told))
         self.steps.append(step)

@@ -551,7 +551,6 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 from support.trl_runs import Recorder, import_trl, make_trainer
 from gradscope.integrations.trl import TokenMonitor
-from gradscope.integrations.trl.tokens import step_tokens
 out, rank = Path(sys.argv[2]), int(os.environ["RANK"])
 import_trl()
 trainer = make_trainer(out / "policy", out / "run", per_device_train_batch_size=4, max_steps=2, ddp_backend="gloo")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from support.refusals import refused
 from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
 from torch.nn.functional import softplus
 
-from gradscope import load_policy
+from gradscope import diagnose, load_policy
 from gradscope.gradients import Resources, TokenJacobian
 from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer, RolloutWriter, TokenMonitor
 from gradscope.objective import LossSettings, batch_weights
@@ -251,6 +252,24 @@ def test_trls_own_advantages_stay_in_the_log(checkpoint, tmp_path):
     (inputs,) = recorder.steps[0]["window"]
     for row, advantage in zip(rows, inputs["advantages"].tolist(), strict=True):
         assert row["trainer_advantages"] == pytest.approx([advantage] * len(row["response_ids"]))
+
+
+def test_a_diagnosis_of_what_is_written_says_whose_loss_it_is(checkpoint, tmp_path):
+    trainer = make(checkpoint, tmp_path, by_entropy, max_steps=1)
+    trainer.add_callback(writer := RolloutWriter(trainer))
+    train(trainer)
+    found = diagnose(checkpoint, writer.folder, resamples=50)
+    assert [note for note in found.notes if writer.other_loss in note]
+
+
+def test_deepspeeds_scale_of_a_loss_in_fp16_is_refused_where_weights_would_have_it(checkpoint, tmp_path):
+    for loss in (None, by_entropy):
+        trainer = make(checkpoint, tmp_path, loss)
+        trainer.is_deepspeed_enabled = trainer.args.fp16 = True
+        with refused("DeepSpeed", "fp16"):
+            GradScopeCallback(trainer)
+        with refused("DeepSpeed", "fp16") if loss else nullcontext():
+            RolloutWriter(trainer)
 
 
 def test_lopti_is_refused_by_the_writer(checkpoint, tmp_path):
