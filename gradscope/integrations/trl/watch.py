@@ -59,7 +59,8 @@ class StepWatcher:
 
     Slopes are what its backward pass brings to log π, whatever its loss; under fp16 without the loss's scale. What else
     a loss has a gradient through is named in `left_out`, with a warning: the entropies and the routers' loss, by what
-    comes back to them; tokens that its masks leave out; and a way to the weights that passes by TRL's log π.
+    comes back to them; tokens that its masks leave out; and terms of the weights that do not go through TRL's log π
+    (also if they are multiplied by 0), by the loss's graph.
 
     Args:
         watched: whether the next step is recorded; set at its beginning.
@@ -143,7 +144,7 @@ class StepWatcher:
                 found = compute_loss(model, inputs, *args, **keywords)
                 loss = found[0] if isinstance(found, tuple) else found
                 if part.logprob is not None and _reaches_weights(loss, self._ways):
-                    self._leave_out("what does not go through TRL's log π")
+                    self._leave_out("terms of the weights that do not go through TRL's log π")
             finally:
                 self.current, self._ways = None, []
             if part.logprob is None and self.on_unseen is not None:

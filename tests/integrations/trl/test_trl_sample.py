@@ -335,7 +335,7 @@ class Clock:
 callback_module.time = Clock()
 own = trainer.training_step
 def training_step(*args, **keywords):
-    callback_module.time.now += 10 if trainer.state.global_step == 0 else 1e6
+    callback_module.time.now += 60 if trainer.state.global_step == 0 else 1e6
     return own(*args, **keywords)
 trainer.training_step = training_step
 callback = callback_module.GradScopeCallback(trainer, every=1, budget=0.3, micro_batch_size=3)
@@ -358,6 +358,6 @@ def test_several_processes_draw_and_measure_one_sample(tmp_path):
         )
     some, whole = first
     assert some["num_prompts"] == whole["num_prompts"] == 8
-    assert 1 <= some["measured_prompts"] < 8 and some["measured_tokens"] < some["num_tokens"]
+    assert 4 <= some["measured_prompts"] < 8 and some["measured_tokens"] < some["num_tokens"]
     assert whole["measured_prompts"] == 8 and whole["measured_tokens"] == whole["num_tokens"]
     assert whole["grad_projection"] == pytest.approx(1, abs=SAME)
