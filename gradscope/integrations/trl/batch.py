@@ -174,8 +174,9 @@ def _per_token_advantages(inputs: Inputs) -> Float[Tensor, "B C"]:
 def number_prompts(parts: Sequence[Inputs]) -> Int[Tensor, " B"]:
     """Number equal prompts alike over micro-batches, from 0 in order of appearance."""
     numbers: dict[tuple[int, ...], int] = {}
-    rows = [pair for part in parts for pair in zip(part["prompt_ids"].cpu(), part["prompt_mask"].cpu(), strict=True)]
-    return torch.tensor([numbers.setdefault(tuple(ids[seen > 0].tolist()), len(numbers)) for ids, seen in rows])
+    arrays = ((part["prompt_ids"].cpu().numpy(), part["prompt_mask"].cpu().numpy() > 0) for part in parts)
+    rows = (tuple(ids[seen].tolist()) for each in arrays for ids, seen in zip(*each, strict=True))
+    return torch.tensor([numbers.setdefault(row, len(numbers)) for row in rows])
 
 
 def _check(inputs: Inputs) -> None:

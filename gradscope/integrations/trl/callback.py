@@ -184,8 +184,7 @@ class GradScopeCallback(Watching):
         self._due = self._watcher.watched = False
         parts = self._watcher.parts[: trainer.current_gradient_accumulation_steps]  # Lopti's second pass repeats them
         if (slopes := self._slopes(parts)) is None:
-            warnings.warn("gradscope: a step is not measured: its loss does not use TRL's log π", stacklevel=2)
-            return
+            return self._warn_once("unseen", "steps are not measured: the loss does not use TRL's log π")
         batch = batch_from_trl([part.inputs for part in parts], trainer.temperature)
         number = trainer.state.global_step + 1
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
@@ -210,6 +209,7 @@ class GradScopeCallback(Watching):
             self._step = sample if sample.measured_prompts else None
         self._spent = time.perf_counter() - started
         self.seconds += self._spent
+        return None
 
     def _slopes(self, parts: Sequence[SeenBatch]) -> Tensor | None:
         """Return ∂loss/∂ log π of the step's tokens [B, S]; None if the loss does not use TRL's log π."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -129,7 +128,6 @@ class TokenMonitor(Watching):
         """The largest tokens of the last steps."""
         self._looked: list[SeenBatch] = []
         """Micro-batches of the step seen by passes of their own."""
-        self._warned = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started, self.seconds, self.cpu_seconds, self.rows = time.perf_counter(), 0.0, 0.0, []
@@ -244,22 +242,16 @@ class TokenMonitor(Watching):
     def _look(self, model: Any, part: SeenBatch) -> None:
         """Run an extra pass on a micro-batch whose log π was not seen, if one is due."""
         if self.forward_every is None:
-            return self._warn("the loss does not use the log π that TRL's trainer computes; give forward_every")
+            return self._warn_once("unseen", "steps are skipped: the loss does not use TRL's log π; give forward_every")
         if "pixel_values" in part.inputs:
-            return self._warn("the loss makes its log π itself, and prompts hold images")
+            return self._warn_once("unseen", "steps are skipped: the loss makes log π itself, and prompts hold images")
         if self.trainer.state.global_step % self.forward_every:
             return None
         with self._counted():
             if not self._watcher.score(model, part):
-                return self._warn("the head does not give Σπ²")
+                return self._warn_once("unseen", "steps are skipped: the head does not give Σπ²")
             self._looked.append(part)
         return None
-
-    def _warn(self, reason: str) -> None:
-        """Warn once why steps are skipped."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"gradscope: steps are skipped: {reason}", stacklevel=4)
 
     def _weigh(self, looked: Sequence[SeenBatch]) -> None:
         """Set ∂loss/∂ log π of a step's extra passes, from the loss in the trainer's settings."""

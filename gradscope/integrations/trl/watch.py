@@ -203,6 +203,8 @@ class Watching(TrainerCallback):
         self.seconds = self.cpu_seconds = 0.0
         """Wall time, and this thread's CPU time, inside the calls of this callback since training began. What Σπ² adds
         inside TRL's head is not in them."""
+        self._warned: set[str] = set()
+        """Kinds of warnings given."""
 
     @contextmanager
     def _counted(self) -> Iterator[None]:
@@ -212,6 +214,11 @@ class Watching(TrainerCallback):
         finally:
             self.seconds += time.perf_counter() - wall
             self.cpu_seconds += time.thread_time() - cpu
+
+    def _warn_once(self, kind: str, words: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(f"gradscope: {words}", stacklevel=4)
 
     @property
     def _tokenizer(self) -> Any:

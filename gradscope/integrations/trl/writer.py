@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -111,8 +110,6 @@ class RolloutWriter(Watching):
         self.process_seconds = math.nan
         """CPU time of the writing thread and process, once training has ended."""
         self._due = False
-        self._warned: set[str] = set()
-        """Kinds of warnings given."""
         self._rewards: torch.Tensor | None = None
         """Rewards of the newest generation, by reward function."""
         self._spikes: Spikes | None = None
@@ -233,18 +230,12 @@ class RolloutWriter(Watching):
             found.append(arrays | self._reward_columns(part.inputs))
         return found
 
-    def _warn(self, kind: str, words: str) -> None:
-        """Warn once of each kind."""
-        if kind not in self._warned:
-            self._warned.add(kind)
-            warnings.warn(f"gradscope: {words}", stacklevel=4)
-
     def _warn_of_holes(self, parts: Sequence[SeenBatch]) -> None:
         """Warn if the completion mask leaves out tokens inside responses."""
         masks = [part.inputs["completion_mask"] > 0 for part in parts]
         holes = [(seen.flip(1).cumsum(1).flip(1) > 0) & ~seen for seen in masks]
         if rows := sum(int(hole.any(1).sum()) for hole in holes):
-            self._warn(
+            self._warn_once(
                 "holes",
                 f"completion_mask leaves out tokens inside {rows} of {sum(map(len, masks))} responses; they are "
                 "written with response_mask false. TRL's own passes do not attend to them, so its log π differs",
@@ -253,9 +244,9 @@ class RolloutWriter(Watching):
     def _hand_over(self, parts: Sequence[SeenBatch], num_tokens: int, step: int) -> None:
         """Copy the step's tensors and queue them for writing."""
         if any("pixel_values" in part.inputs for part in parts):
-            return self._warn("images", "rollouts are not written: they contain images, rows only tokens")
+            return self._warn_once("images", "rollouts are not written: they contain images, rows only tokens")
         if self.other_loss is not None and len(self._watcher.seen()) < len(parts):
-            return self._warn("weights", "steps are not written: the loss does not use TRL's log π, by which to weigh")
+            return self._warn_once("unseen", "steps are not written: the loss does not use TRL's log π")
         self._warn_of_holes(parts)
         if self._process is None:
             self._process, self._run = RowWriter(self._tokenizer if self.text else None), self._describe_run()
