@@ -8,7 +8,7 @@
 
 `GradScopeGRPOTrainer` combines `ReweightLoptiMixin` with TRL's GRPOTrainer; put the mixin before a subclass of your
 own. The callback works with all of them, including GRPOTrainer itself. So do two other callbacks: `TokenMonitor`, at
-every step and with any loss, and `RolloutWriter`, for losses that rows can express.
+every step, and `RolloutWriter`. All three take any loss, from the trainer's own backward pass (`watch.py`).
 """
 
 from __future__ import annotations
