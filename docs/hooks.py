@@ -265,7 +265,7 @@ def directive(door: str, name: str) -> str:
 
 def _verl() -> str:
     """verl has an environment of its own: its module's text is read, not run."""
-    path = ROOT / "gradscope/integrations/verl.py"
+    path = ROOT / "gradscope/integrations/verl/__init__.py"
     text = inspect.cleandoc(path.read_text(encoding="utf-8").split('"""')[1].replace("\\\\\n", "\\\n"))
     blocks = [
         f"```text\n{inspect.cleandoc(block)}\n```" if block.startswith("    ") else re.sub(r":\n- ", ":\n\n- ", block)

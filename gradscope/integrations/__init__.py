@@ -1,1 +1,1 @@
-"""Integrations with other trainers, one module each, imported only on request."""
+"""Inside other trainers: a folder each, imported only on request; `row_writer` writes the rows of both."""

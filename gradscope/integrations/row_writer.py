@@ -1,6 +1,6 @@
 """Native rows of a trainer's batches, and the separate process that writes them.
 
-The process reads from its standard input: settings of all steps, then a `StepRows` at a time. It uses no device, and if
+The process reads from its standard input: the tokenizer or None, then a `StepRows` at a time. It uses no device, and if
 the trainer dies it writes what it has received and exits. It imports nothing else of the package, since loading torch
 would take longer than writing hundreds of steps.
 """
@@ -36,7 +36,10 @@ Part = Mapping[str, Any]
 
 OPTIONAL = ("reward", "group", "process", "micro_batch")
 """Columns with a value per response, [B]."""
-PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction", "trainer_logprobs")
+PER_TOKEN = (
+    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction", "trainer_logprobs"),
+    "trainer_advantages",
+)
 """Columns per token, [B, C], or [B, 1] for whole responses."""
 WAITING = 4
 """Number of queued steps beyond which training waits for the writer."""
@@ -56,6 +59,8 @@ class StepRows:
     parts: list[Part]
     shared: dict[str, Any]
     """Further columns, one value each: step, temperature, grad_norm (None: unknown)."""
+    metadata: Mapping[bytes, str]
+    """Of the file: the loss's settings, and what else is known of the run."""
 
 
 def step_file(folder: Path, step: int, ending: str = "") -> Path:
@@ -126,10 +131,10 @@ def write_step(path: Path, rows: list[dict[str, Any]], metadata: Mapping[bytes, 
 def write_steps(source: BinaryIO) -> None:
     """Write a file per step until the source ends, possibly truncated."""
     try:
-        told = pickle.load(source)
+        tokenizer = pickle.load(source)
         while True:
             step = pickle.load(source)
-            write_step(Path(step.path), list(native_rows(step, told["tokenizer"])), told["metadata"])
+            write_step(Path(step.path), list(native_rows(step, tokenizer)), step.metadata)
     except (EOFError, pickle.UnpicklingError):  # the trainer has ended, perhaps in the middle of a step
         return
 
@@ -163,8 +168,8 @@ class Spikes:
 class RowWriter:
     """Writing process, with a thread that feeds it so that training does not block on a full pipe."""
 
-    def __init__(self, metadata: Mapping[bytes, str], tokenizer: Any = None) -> None:
-        """metadata: of every file. tokenizer: as in `native_rows`."""
+    def __init__(self, tokenizer: Any = None) -> None:
+        """tokenizer: as in `native_rows`."""
         self.broken, self._complained = "", False
         """Why nothing is written any more; whether a warning was given."""
         self._seconds, self._steps = 0.0, queue.Queue(WAITING)
@@ -178,8 +183,7 @@ class RowWriter:
             stderr=self._errors,
             start_new_session=True,  # on an interrupt of the trainer, queued steps are still written
         )
-        told = {"metadata": dict(metadata), "tokenizer": tokenizer}
-        self._thread = threading.Thread(target=self._feed, args=(told,), daemon=True)
+        self._thread = threading.Thread(target=self._feed, args=(tokenizer,), daemon=True)
         self._thread.start()
         atexit.register(self.close)
 
@@ -208,14 +212,14 @@ class RowWriter:
         with self._process.stdout as out, self._errors:
             return self._seconds + float(out.read() or "nan")
 
-    def _feed(self, told: Any) -> None:
-        """Send `told` and then the queued steps to the process, until None."""
+    def _feed(self, tokenizer: Any) -> None:
+        """Send the tokenizer and then the queued steps to the process, until None."""
         try:
             with self._process.stdin as sink:
-                while told is not None:
-                    pickle.dump(told, sink, protocol=5)
+                pickle.dump(tokenizer, sink, protocol=5)
+                while (step := self._steps.get()) is not None:
+                    pickle.dump(step, sink, protocol=5)
                     sink.flush()
-                    told = self._steps.get()
         except OSError:  # the process has gone
             self._process.wait()
             self._explain()

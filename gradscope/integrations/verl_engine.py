@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from gradscope.errors import InputError
-from gradscope.integrations.verl_methods import RUNNING_PASS, pass_loss, pass_mask
+from gradscope.integrations.verl.methods import RUNNING_PASS, pass_loss, pass_mask
 from gradscope.objective import ORDERS
 
 try:

@@ -19,7 +19,7 @@ log-probabilities in the default trainer. The hook is installed when verl loads 
 verl. verl's computation is unchanged and weights are not read, so that FSDP, Megatron and others make no difference.
 
 Both the default trainer ("sync" and both asynchronous modes) and the older one (`trainer.use_v1=false`) are supported.
-Invalid settings, and losses that rows cannot express (`verl_writer.verl_loss`), are refused in one line when verl
+Invalid settings, and losses that rows cannot express (`verl.batch_writer.verl_loss`), are refused in one line when verl
 starts.
 """
 
@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 from gradscope.errors import InputError
-from gradscope.integrations.verl_writer import VerlWriter, put_into, read_settings, verl_loss
+from gradscope.integrations.verl.batch_writer import VerlWriter, put_into, read_settings, verl_loss
 
 try:
     from verl.utils import config as verl_config

@@ -141,7 +141,7 @@ def _describe_advantages(batch: TokenBatch, left_out: Mapping[int | None, int] |
     kept, advantages = batch.response_mask, batch.advantages
     if bool((advantages[kept] == 0).all()):
         return [Note("all advantages in the log are 0, so the loss has no gradient", "zero-advantages")]
-    if left_out is None:
+    if left_out is None or batch.run.other_loss is not None:
         return []
     _, group, sizes = batch.group_ids.unique(return_inverse=True, return_counts=True)
     steps = [None] * len(batch) if batch.steps is None else batch.steps.tolist()

@@ -190,9 +190,10 @@ def read_run(files: Iterable[Path]) -> TrainedRun:
         return TrainedRun()
     if not isinstance(found, dict):
         return TrainedRun()
-    precision = found.get("precision")
-    trained, frozen = (_known_names(found.get(name)) for name in ("trained", "frozen"))
-    return TrainedRun(precision if precision in get_args(Precision) else None, trained, frozen or frozenset())
+    precision, other = found.get("precision"), found.get("other_loss")
+    trained, frozen, beside = (_known_names(found.get(name)) for name in ("trained", "frozen", "left_out"))
+    known = (precision if precision in get_args(Precision) else None, trained, frozen or frozenset())
+    return TrainedRun(*known, other if isinstance(other, str) else None, tuple(sorted(beside or ())))
 
 
 def _known_names(values: Any) -> frozenset[str] | None:

@@ -162,7 +162,11 @@ def read_dump(
     rows = _rows(form, files, policy)
     others = {file: step for file in all_files if file not in files and (step := _only_step(form, file)) is not None}
     dump = make_dump(rows, policy, form, path=path, options=options, notes=notes, others=others)
-    return replace(dump, batch=replace(dump.batch, run=read_run(files)))
+    batch = replace(dump.batch, run=read_run(files))
+    if (words := batch.run.words) is None:
+        return replace(dump, batch=batch)
+    # These advantages are made of weights, which no group's size bounds.
+    return replace(dump, batch=batch.without_notes("impossible-advantages")).with_note(words, "loss")
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,22 @@ def test_settings_that_are_no_object_are_refused_by_file(batch, tmp_path, told):
         read_rollouts(path)
 
 
+OTHER = {"other_loss": "Mine._compute_loss", "left_out": ["the entropies"]}
+
+
+@pytest.mark.parametrize("told", [OTHER, {**OTHER, "left_out": 3}, {"other_loss": 3}, {}])
+def test_weights_of_another_loss_are_a_note_and_not_bound_as_advantages_are(batch, tmp_path, told):
+    rows = [row | {"advantage": 1e3} for row in rows_of(batch)]
+    path = write_rollouts(tmp_path / "rollouts.parquet", rows)
+    pq.write_table(pq.read_table(path).replace_schema_metadata({b"gradscope.run": json.dumps(told)}), path)
+    found = read_dump(path).batch
+    notes = [note for note in found.notes if note.kind == "loss"]
+    known = told.get("other_loss") == OTHER["other_loss"]
+    assert len(notes) == known == ("impossible-advantages" not in {note.kind for note in found.notes})
+    assert found.run.left_out == (("the entropies",) if told == OTHER else ())
+    assert found.run.other_loss == (OTHER["other_loss"] if known else None)
+
+
 @pytest.mark.parametrize("told", [{"epsilon": 0.2}, {"kl_coef": "none"}, {"kl_corrected": 1}, {"kl_coef": -1.0}])
 def test_settings_that_are_no_loss_are_refused_by_name(told):
     with refused(*told):

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from gradscope.gradients import Resources
-from gradscope.integrations.trl_measure import measure_step
+from gradscope.integrations.trl.measure import measure_step
 from gradscope.intervals import EDGES
 from gradscope.policy import whole_weights
 from support.policies import make_batch, make_model, make_policy
@@ -60,8 +60,7 @@ def _take(model: nn.Module, name: str, rows: Sequence[int]) -> dict[str, float]:
         step = measure_step(
             model,
             batch,
-            lambda batch, _: batch.advantages,
-            denominators,
+            -batch.advantages / denominators[:, None],
             edges=EDGES,
             cosines=True,
             resources=Resources(micro_batch=2),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from gradscope.errors import InputError
@@ -43,7 +44,7 @@ def trl_settings(config: Any) -> TRLSettings:
     Raises InputError for losses outside Eq. 1: loss types other than LOSS_TYPES, ratios of whole sequences, entropy
     bonus, high-entropy and off-policy masks, an auxiliary loss.
     """
-    if reason := _no_counterpart(config):
+    if reason := no_counterpart(config):
         raise InputError(f"{reason}: gradscope's weights (Eq. 2) are not those of that loss; switch it off to measure")
     high = config.epsilon if config.epsilon_high is None else config.epsilon_high
     dual = config.delta
@@ -56,7 +57,7 @@ def trl_settings(config: Any) -> TRLSettings:
     return TRLSettings(loss, 1e-4, float(config.temperature))
 
 
-def _no_counterpart(config: Any) -> str | None:
+def no_counterpart(config: Any) -> str | None:
     """Return the first setting that takes TRL's loss outside Eq. 1; None if there is none."""
     if config.loss_type not in LOSS_TYPES:
         return f"loss_type is {config.loss_type!r}, not one of {', '.join(LOSS_TYPES)}"
@@ -86,12 +87,12 @@ def response_denominators(
     """
     parts, steps = [], len(micro_batches)
     for inputs in micro_batches:
-        lengths = _kept(inputs).sum(1).clamp(min=1).cpu().float()
+        lengths = kept_tokens(inputs).sum(1).clamp(min=1).cpu().float()
         if config.loss_type == "dapo":
             items = inputs["num_items_in_batch"].clamp(min=1).cpu() / num_processes
             denominator = items * steps / config.steps_per_generation
         elif config.loss_type == "bnpo":
-            denominator = _kept(inputs).sum().clamp(min=1).cpu() * steps
+            denominator = kept_tokens(inputs).sum().clamp(min=1).cpu() * steps
         elif config.loss_type == "grpo":
             denominator = lengths * len(lengths) * steps
         elif config.loss_type == "dr_grpo":
@@ -118,39 +119,46 @@ def batch_from_trl(inputs: Inputs | Sequence[Inputs], temperature: Number) -> To
     parts = [inputs] if isinstance(inputs, Mapping) else list(inputs)
     for part in parts:
         _check(part)
-    # Micro-batches of several generations are padded to different widths.
-    before = max(part["prompt_ids"].shape[1] for part in parts)
-    after = max(part["completion_ids"].shape[1] for part in parts)
-
-    def join(prompt: str | None, completion: str | Any, fill: Number) -> Tensor:
-        pieces = []
-        for part in parts:
-            right = completion(part) if callable(completion) else part[completion]
-            shape = part["prompt_ids"].shape
-            left = torch.full(shape, fill, device=right.device, dtype=right.dtype) if prompt is None else part[prompt]
-            pads = (before - shape[1], after - right.shape[1])
-            pieces.append(F.pad(torch.cat([left.to(right.dtype), right], 1), pads, value=fill).detach().cpu())
-        return torch.cat(pieces)
+    input_ids = join_columns(parts, [part["completion_ids"] for part in parts], 0, "prompt_ids")
+    real = join_columns(parts, [part["completion_mask"] for part in parts], 0, "prompt_mask").bool()
+    start = max(part["prompt_ids"].shape[1] for part in parts)
 
     def known(name: str) -> Tensor | None:
-        return join(None, lambda part: part[name].float(), float("nan")) if name in parts[0] else None
+        return join_columns(parts, [part[name].float() for part in parts]) if name in parts[0] else None
 
-    input_ids, real = join("prompt_ids", "completion_ids", 0).long(), join("prompt_mask", "completion_mask", 0).bool()
     return TokenBatch(
         input_ids=input_ids,
         attention_mask=real,
-        response_mask=join(None, _kept, 0).bool(),
-        response_start=torch.full((len(input_ids),), before),
-        group_ids=_groups(input_ids[:, :before].masked_fill(~real[:, :before], -1)),
+        response_mask=join_columns(parts, [kept_tokens(part) for part in parts], 0).bool(),
+        response_start=torch.full((len(input_ids),), start),
+        group_ids=number_prompts(parts),
         temperature=torch.full((len(input_ids),), float(temperature)),
-        advantages=join(None, _per_token_advantages, float("nan")),
+        advantages=join_columns(parts, [_per_token_advantages(part) for part in parts]),
         old_logprobs=known("old_per_token_logps"),
         ref_logprobs=known("ref_per_token_logps"),
     )
 
 
-def _kept(inputs: Inputs) -> Int[Tensor, "B C"]:
-    """Return 1 on completion tokens that are in the loss."""
+def join_columns(
+    parts: Sequence[Inputs], responses: Sequence[Tensor], fill: Number = math.nan, prompt: str | None = None
+) -> Shaped[Tensor, "B S"]:
+    """Return values over completions, [B, C] of each micro-batch, at their places in `batch_from_trl`, on the CPU.
+
+    fill: for padding and, without `prompt`, for prompts. prompt: the inputs' tensor over prompts to put before them.
+    """
+    # Micro-batches of several generations are padded to different widths.
+    before, after = (max(part[f"{side}_ids"].shape[1] for part in parts) for side in ("prompt", "completion"))
+    pieces = []
+    for part, right in zip(parts, responses, strict=True):
+        shape = part["prompt_ids"].shape
+        left = right.new_full(shape, fill) if prompt is None else part[prompt].to(right.dtype)
+        pads = (before - shape[1], after - right.shape[1])
+        pieces.append(F.pad(torch.cat([left, right], 1), pads, value=fill).detach().cpu())
+    return torch.cat(pieces)
+
+
+def kept_tokens(inputs: Inputs) -> Int[Tensor, "B C"]:
+    """Return 1 on completion tokens that are in TRL's loss."""
     mask = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
@@ -163,10 +171,12 @@ def _per_token_advantages(inputs: Inputs) -> Float[Tensor, "B C"]:
     return advantages.expand(inputs["completion_ids"].shape)
 
 
-def _groups(prompts: Int[Tensor, "B P"]) -> Int[Tensor, " B"]:
-    """Number equal prompts alike, from 0 in order of appearance."""
+def number_prompts(parts: Sequence[Inputs]) -> Int[Tensor, " B"]:
+    """Number equal prompts alike over micro-batches, from 0 in order of appearance."""
     numbers: dict[tuple[int, ...], int] = {}
-    return torch.tensor([numbers.setdefault(tuple(row), len(numbers)) for row in prompts.tolist()])
+    arrays = ((part["prompt_ids"].cpu().numpy(), part["prompt_mask"].cpu().numpy() > 0) for part in parts)
+    rows = (tuple(ids[seen].tolist()) for each in arrays for ids, seen in zip(*each, strict=True))
+    return torch.tensor([numbers.setdefault(row, len(numbers)) for row in rows])
 
 
 def _check(inputs: Inputs) -> None:

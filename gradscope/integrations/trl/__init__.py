@@ -8,18 +8,18 @@
 
 `GradScopeGRPOTrainer` combines `ReweightLoptiMixin` with TRL's GRPOTrainer; put the mixin before a subclass of your
 own. The callback works with all of them, including GRPOTrainer itself. So do two other callbacks: `TokenMonitor`, at
-every step and with any loss, and `RolloutWriter`, for losses that rows can express.
+every step, and `RolloutWriter`. All three take any loss, from the trainer's own backward pass (`watch.py`).
 """
 
 from __future__ import annotations
 
-from gradscope.integrations.trl_batch import TRLSettings, batch_from_trl, response_denominators, trl_settings
-from gradscope.integrations.trl_callback import GradScopeCallback
-from gradscope.integrations.trl_methods import ReweightLoptiMixin
-from gradscope.integrations.trl_monitor import TokenMonitor
-from gradscope.integrations.trl_writer import RolloutWriter
+from gradscope.integrations.trl.batch import TRLSettings, batch_from_trl, response_denominators, trl_settings
+from gradscope.integrations.trl.callback import GradScopeCallback
+from gradscope.integrations.trl.mixin import ReweightLoptiMixin
+from gradscope.integrations.trl.monitor import TokenMonitor
+from gradscope.integrations.trl.writer import RolloutWriter
 
-__all__ = [  # noqa: F822 (made on first use)
+__all__ = [
     "GradScopeCallback",
     "GradScopeGRPOTrainer",
     "ReweightLoptiMixin",

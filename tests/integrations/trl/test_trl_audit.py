@@ -87,20 +87,20 @@ FAULTS = {
 PLANTED = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
 
 
-def plant(trainer: Any, faults: Sequence[Fault]) -> None:
-    """Have each optimizer step make its fault; the log of it is that of a sound one."""
+def plant(patch: pytest.MonkeyPatch, trainer: Any, faults: Sequence[Fault]) -> None:
+    """Have each optimizer step make its fault, in TRL's own code; the log of it is that of a sound one."""
     from trl.trainer.utils import add_fused_lm_head
 
-    loss, generate = trainer._compute_loss, trainer._generate_single_turn
+    loss, generate = type(trainer)._compute_loss, trainer._generate_single_turn
     draw = torch.Generator().manual_seed(0)
 
-    def compute_loss(model: Any, inputs: dict[str, Any]) -> Tensor:
+    def compute_loss(trainer: Any, model: Any, inputs: dict[str, Any]) -> Tensor:
         fault, mask = faults[trainer.state.global_step], inputs["completion_mask"]
         if fault.late:
             inputs = inputs | {"tool_mask": mask * (torch.arange(mask.shape[1]) >= fault.late)}  # the loss alone has it
         if fault.mean_of_means:
             inputs = inputs | {"num_items_in_batch": mask.sum() * trainer.args.gradient_accumulation_steps}
-        return fault.factor * loss(model, inputs)
+        return fault.factor * loss(trainer, model, inputs)
 
     def generate_single_turn(*args: Any, **keywords: Any) -> Any:
         fault = faults[trainer.state.global_step]
@@ -113,7 +113,8 @@ def plant(trainer: Any, faults: Sequence[Fault]) -> None:
             lengths = [8 - fault.shorter] + [8] * (len(ids) - 1)
         return [own[:length] for own, length in zip(ids, lengths, strict=True)], *rest
 
-    trainer._compute_loss, trainer._generate_single_turn = compute_loss, generate_single_turn
+    patch.setattr(type(trainer), "_compute_loss", compute_loss)  # a subclass's would be logged as its own
+    trainer._generate_single_turn = generate_single_turn
 
 
 @pytest.fixture(scope="module")
@@ -124,8 +125,9 @@ def audited(checkpoint, tmp_path_factory) -> list[Audit]:
     trainer = make_trainer(checkpoint, folder, generation_kwargs={"min_new_tokens": 10}, **small)
     writer, recorder = RolloutWriter(trainer), Recorder(trainer)
     trainer.add_callback(writer)
-    plant(trainer, [fault for _, fault in PLANTED])
-    train(trainer)
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch, trainer, [fault for _, fault in PLANTED])
+        train(trainer)
     files = sorted(writer.folder.iterdir())
     policy = load_policy(checkpoint)
     return [audit(policy, path, own["gradient"]) for path, own in zip(files, recorder.steps, strict=True)]

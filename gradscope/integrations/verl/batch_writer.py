@@ -230,14 +230,14 @@ class VerlWriter:
         if not (spiked or self._is_due(step)) or not num_tokens:
             return
         if self._process is None:
-            tokenizer = trainer.tokenizer if self.settings.text else None
-            self._process = RowWriter({LOSS_KEY: json.dumps(asdict(self._loss))}, tokenizer)
+            self._process = RowWriter(trainer.tokenizer if self.settings.text else None)
         parts = [
             dict(update.part) | {"loss_scale": num_tokens / (len(updates) * update.divisors)} for update in updates
         ]
         shared = {"step": step, "temperature": float(trainer.config.actor_rollout_ref.rollout.temperature)}
         shared["grad_norm"] = updates[0].norm if len(updates) == updates[0].num_steps == 1 else None
-        self._process.put(StepRows(str(step_file(self.folder, step)), parts, shared))
+        told = {LOSS_KEY: json.dumps(asdict(self._loss))}
+        self._process.put(StepRows(str(step_file(self.folder, step)), parts, shared, told))
         self.steps.append(step)
 
     def _has_images(self, trainer: Any, batch: Any) -> bool:

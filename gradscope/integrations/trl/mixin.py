@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import trl_settings
+from gradscope.integrations.trl.batch import kept_tokens, trl_settings
 from gradscope.objective import ORDERS, StepRule, Weighting, check_weighting, make_weighting, weigh_step
 
 Number = int | float
@@ -181,7 +181,7 @@ class ReweightLoptiMixin:
         """Set advantages to the weighting's w_t, and the ratio to 1, so that TRL's policy loss has the slope −Â."""
         known = {"entropy": entropies, "sampler_logprobs": inputs.get("sampling_per_token_logps")}
         old, settings = inputs.get("old_per_token_logps", logprobs), trl_settings(self.args).loss
-        tokens = (logprobs, old, _by_token(inputs["advantages"], logprobs), _response_mask(inputs))
+        tokens = (logprobs, old, _by_token(inputs["advantages"], logprobs), kept_tokens(inputs).bool())
         changed["advantages"] = weigh_step(self.weighting, *tokens, settings, **known)
         changed["old_per_token_logps"] = logprobs
 
@@ -201,16 +201,11 @@ class ReweightLoptiMixin:
 
     def _choose(self, inputs: dict[str, Any], old: Float[Tensor, "B C"]) -> Bool[Tensor, "B C"]:
         """Return the tokens of the pass; in the first pass, keep the micro-batch for the second."""
-        chosen = dict(self.rule.groups(old, _response_mask(inputs)))
+        chosen = dict(self.rule.groups(old, kept_tokens(inputs).bool()))
         if not self._lopti_replays:
             self._lopti_window.append(inputs | {"old_per_token_logps": old})
             self._lopti_counts.append(torch.stack([chosen["low"].sum(), chosen["high"].sum()]))
         return chosen[self._lopti_pass]
-
-
-def _response_mask(inputs: dict[str, Any]) -> Bool[Tensor, "B C"]:
-    mask = inputs["completion_mask"]
-    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
 
 
 def _by_token(advantages: Tensor, logprobs: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:

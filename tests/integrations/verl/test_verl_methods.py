@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.refusals import refused
 
-from gradscope.integrations.verl_methods import changed_policy_loss, check_methods, pass_loss, pass_mask
+from gradscope.integrations.verl.methods import changed_policy_loss, check_methods, pass_loss, pass_mask
 from gradscope.objective import lopti_split, make_weighting, token_weights
 from gradscope.objective.equations import policy_loss
 

@@ -22,8 +22,8 @@ from tokenizers import normalizers
 from analyses.recipes.hasty_analysis import write_hastily
 from gradscope import interval_gradients, load_policy, measure
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import batch_from_trl, response_denominators, trl_settings
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl.batch import batch_from_trl, response_denominators, trl_settings
+from gradscope.integrations.trl.callback import GradScopeCallback
 from gradscope.objective import WEIGHTINGS, batch_statistics, make_weighting
 from gradscope.policy import Policy, find_blocks, find_checkpoint
 from gradscope.rollouts import Response, collate
@@ -470,10 +470,11 @@ def test_a_resumed_training_goes_on_with_the_file_and_a_new_one_starts_it_anew(c
 
 
 def test_the_callback_refuses_what_it_cannot_measure(checkpoint, tmp_path):
-    trainer = make_trainer(checkpoint, tmp_path, loss_type="cispo")
-    trainer.is_deepspeed_enabled = True
-    with refused("loss_type", "cispo", "DeepSpeed"):
-        GradScopeCallback(trainer)
+    from gradscope.integrations.trl import GradScopeGRPOTrainer
+
+    two = {"kind": GradScopeGRPOTrainer, "methods": {"lopti_eta": 0.5}, "loss_type": "cispo"}
+    with refused("Lopti", "cispo"):
+        GradScopeCallback(make_trainer(checkpoint, tmp_path, **two))
     trainer = make_trainer(checkpoint, tmp_path)
     with refused("every"):
         GradScopeCallback(trainer, every=0)

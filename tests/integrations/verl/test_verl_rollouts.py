@@ -28,7 +28,7 @@ from verl.utils.config import omega_conf_to_dataclass
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
-from gradscope.integrations.verl_writer import VerlWriter, WriterSettings, put_into
+from gradscope.integrations.verl.batch_writer import VerlWriter, WriterSettings, put_into
 from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import read_dump
 

@@ -15,8 +15,8 @@ from support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, nee
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.integrations.trl_batch import batch_from_trl, trl_settings
-from gradscope.integrations.trl_methods import _refuse_unsupported
+from gradscope.integrations.trl.batch import batch_from_trl, trl_settings
+from gradscope.integrations.trl.mixin import _refuse_unsupported
 from gradscope.objective import StepTokens, Updater, batch_statistics, make_weighting, weigh_step
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.step import plan_update

@@ -1,10 +1,10 @@
-"""Measure the gradient of one optimizer step by interval, with the denominators of the trainer's own loss."""
+"""Measure the gradient of one optimizer step by interval, given the slopes of the trainer's own loss."""
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 
@@ -70,20 +70,19 @@ class StepMeasurement:
 def measure_step(
     model: nn.Module,
     batch: TokenBatch,
-    weigh: Callable[[TokenBatch, TokenStatistics], Float[Tensor, "B S"]],
-    denominators: Float[Tensor, " B"],
+    slopes: Float[Tensor, "B S"],
     *,
     edges: Sequence[Number],
     cosines: bool,
     resources: Resources,
 ) -> StepMeasurement | None:
-    """Measure the gradient −Σ_i 1/D_i Σ_t w_t · ∇ log π_t (Eq. 2): norms, shares and cosines of its intervals' parts,
-    and norms by module group.
+    """Measure the gradient Σ_t slope_t · ∇ log π_t: norms, shares and cosines of its intervals' parts, and norms by
+    module group.
 
-    weigh: computes w_t of the batch, with old_logprobs filled in, under the current model. denominators: D_i of each
-    response. The gradient is over the measured parameters, and the mean over processes, which must all call
-    this, each with its own responses. Returns None if no process keeps a token. Numbers are named as in
-    `GradScopeCallback`. The model runs in eval mode; flags, modes and `.grad` are restored.
+    slopes: ∂loss/∂ log π; those of dropped tokens are ignored. The gradient is over the measured parameters, and the
+    mean over processes, which must all call this, each with its own responses. Returns None if no process keeps a
+    token. Numbers are named as in `GradScopeCallback`. The model runs in eval mode; flags, modes and `.grad` are
+    restored.
     """
     device = next(model.parameters()).device
     J = TokenJacobian(model, batch, resources) if batch.num_tokens else None
@@ -92,8 +91,7 @@ def measure_step(
     if J is not None:
         before = J.statistics
         batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
-        intervals = old_intervals(batch, edges)
-        masks = torch.stack([intervals == a for a in range(len(edges) - 1)])
+        masks = interval_masks(batch, before, edges)
         counts = masks.flatten(1).sum(1).double()
     counts = add_over_processes(counts, device).numpy()
     if not counts.sum():
@@ -101,8 +99,8 @@ def measure_step(
     if J is None:
         sums = Vectors.zeros(model, len(counts)).rows
     else:
-        cotangents = -weigh(batch, before) / denominators[:, None] * masks
-        sizes = rounding_sizes(cotangents, masks, denominators, before).sum((2, 3))
+        cotangents = torch.where(masks, slopes, 0.0)
+        sizes = rounding_sizes(cotangents, masks, batch.num_tokens, before).sum((2, 3))
         sums = J.vjp(J.kept(cotangents)).rows
     sums = add_over_processes(sums, device)
     products = inner_products(sums).numpy() / count_processes() ** 2
@@ -113,18 +111,25 @@ def measure_step(
     return StepMeasurement(batch, J, before, edges, products, int(counts.sum()), sizes, device, numbers)
 
 
+def interval_masks(batch: TokenBatch, before: TokenStatistics, edges: Sequence[Number]) -> Bool[Tensor, "R B S"]:
+    """Return the kept tokens of each interval of π_old, which is that of `before` where unknown."""
+    batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
+    intervals = old_intervals(batch, edges)
+    return torch.stack([intervals == a for a in range(len(edges) - 1)])
+
+
 def rounding_sizes(
     cotangents: Float[Tensor, "intervals B S"],
     masks: Bool[Tensor, "intervals B S"],
-    denominators: Float[Tensor, " B"],
+    num_tokens: int,
     before: TokenStatistics,
 ) -> Float[Tensor, "2 intervals B S"]:
-    """Return |w|/D · (1 − π) of each token, the scale of its gradient, and max(1, |w|)/D.
+    """Return |slope| · (1 − π) of each token, the scale of its gradient, and max(|slope|, 1/N).
 
-    A float32 trainer may err by 2⁻²⁴ of the second, since it computes 1 − π from π, and weights near 0 from ratios near
-    1.
+    A float32 trainer may err by 2⁻²⁴ of the second, since it computes 1 − π from π, and slopes near 0 from ratios near
+    1, which it divides by about N, the process's tokens.
     """
-    amounts, ones = cotangents.abs().double(), masks / denominators[:, None]
+    amounts, ones = cotangents.abs().double(), masks / num_tokens
     return torch.stack([amounts * before.log_one_minus_prob.exp(), torch.maximum(amounts, ones)])
 
 

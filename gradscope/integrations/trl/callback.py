@@ -7,22 +7,20 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.integrations.trl_batch import Inputs, batch_from_trl
-from gradscope.integrations.trl_losses import SLOPES, SUMMED_LOGPROBS, SlopeLoss, left_out, measured_loss
-from gradscope.integrations.trl_measure import StepMeasurement, agree, measure_step, name_intervals
-from gradscope.integrations.trl_sample import StepSample, affordable
-from gradscope.integrations.trl_watch import watch
+from gradscope.integrations.trl.batch import batch_from_trl, join_columns
+from gradscope.integrations.trl.losses import find_kind, other_loss, refuse_scaled, settings_loss, settings_slopes
+from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
+from gradscope.integrations.trl.sample import StepSample, affordable
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, wrap
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text, refuse_unreadable, trained_only, whole_weights
@@ -33,11 +31,9 @@ TOLERANCE = 0.01
 """Relative difference between the measured and the trainer's gradient norm that triggers a warning."""
 HELD = 1 << 62
 """Bytes for the intervals' vectors: unlimited, so that they stay in memory and never go to a file."""
-WATCHED = ("compute_loss", "_get_per_token_logps_and_entropies", "_get_grad_norm")
-"""Methods of the trainer that are wrapped during training."""
 
 
-class GradScopeCallback(TrainerCallback):
+class GradScopeCallback(Watching):
     """Measure every `every`-th optimizer step, starting with the first, on the responses that it trains on.
 
         trainer.add_callback(GradScopeCallback(trainer, every=10, budget=0.15))
@@ -61,16 +57,16 @@ class GradScopeCallback(TrainerCallback):
 
     Undefined numbers (an interval without tokens) are omitted from the log and NaN in the file.
 
-    RLOOTrainer keeps π_old only for whole responses, so its intervals are those of the policy before the step. The
-    weights include a trainer's `reweight_alpha` or `weighting`. Each measured step costs three forward passes, a
-    backward pass per interval, and the memory of one vector of the trained weights per interval. Training itself does
-    not change, with a quantized base neither (QLoRA): its weights are dequantized one at a time, as they are used. The
-    total time spent is printed at the end. A new run in the same folder overwrites the file; a resumed run appends to
-    it. Several processes measure together, and numbers cover all their responses.
+    RLOOTrainer keeps π_old only for whole responses, so its intervals are those of the policy before the step. Each
+    measured step costs three forward passes, a backward pass per interval, and the memory of one vector of the trained
+    weights per interval. Training itself does not change, with a quantized base neither (QLoRA): its weights are
+    dequantized one at a time, as they are used. The total time spent is printed at the end. A new run in the same
+    folder overwrites the file; a resumed run appends to it. Several processes measure together, and numbers cover all
+    their responses.
 
-    Any loss is measured: if gradscope has no weights for it ("cispo", "sapo", "vespo", ratios and masks of responses,
-    GMPO, your own), they come from the trainer's own backward pass. An entropy bonus and the routers' auxiliary loss
-    are left out, which shows in grad_norm_ratio.
+    Any loss is measured, your own, too: the tokens' weights, ∂loss/∂ log π, are those of the trainer's own backward
+    pass (of Lopti, whose second step has another, Eq. 2's). What a loss has a gradient through beside the kept tokens'
+    log π, such as an entropy bonus, is left out, with a warning, and shows in grad_norm_ratio.
 
     Args:
         trainer: TRL's GRPOTrainer or RLOOTrainer, or a subclass.
@@ -78,21 +74,21 @@ class GradScopeCallback(TrainerCallback):
             step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
             with all its responses in the step; if it allows fewer than four (and not all), too few for an estimate, the
             callback waits for the next step that can afford them. The first step always measures one prompt, to learn
-            the cost; it is logged only if four are affordable at once. A prompt costs five forward passes (two, if it
-            has no advantage and the loss no KL) and one vector of memory; with weights below float32, both are as
-            without a budget. Logged are the shares, estimated for the whole step, with 95 % confidence bounds
-            (grad_share_lower/a, grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of
-            num_tokens. grad_norm_ratio is replaced by grad_projection, with bounds: the length of the measured G along
-            the trainer's gradient over the trainer's norm, 1 on average; it can give a warning only if all prompts were
-            measured. Norms of intervals and cosines, which are not sums over prompts, are omitted.
+            the cost; it is logged only if four are affordable at once. A prompt costs five forward passes (two, if all
+            its slopes are 0) and one vector of memory; with weights below float32, both are as without a budget. Logged
+            are the shares, estimated for the whole step, with 95 % confidence bounds (grad_share_lower/a,
+            grad_share_upper/a, …), and measured_prompts of num_prompts, measured_tokens of num_tokens. grad_norm_ratio
+            is replaced by grad_projection, with bounds: the length of the measured G along the trainer's gradient over
+            the trainer's norm, 1 on average; it can give a warning only if all prompts were measured. Norms of
+            intervals and cosines, which are not sums over prompts, are omitted.
         edges: Edges of the intervals.
         micro_batch_size: Largest number of responses in one forward pass.
         progress: Report progress on stderr, or to a `Progress`; only the main process does.
 
     Raises:
-        InputError: if the trainer is not supported, a loss without known weights meets DeepSpeed, fp16 or Lopti, FSDP
-            is of the first version, the base is quantized by a library other than bitsandbytes, torchao and HQQ, a
-            number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed, cosines or Lopti.
+        InputError: if the trainer is not supported, Lopti trains another loss than Eq. 1's, DeepSpeed trains in
+            fp16, FSDP is of the first version, the base is quantized by a library other than bitsandbytes, torchao and
+            HQQ, a number is below 1, or a budget is outside (0, 1) or combined with DeepSpeed, cosines or Lopti.
     """
 
     def __init__(
@@ -113,17 +109,24 @@ class GradScopeCallback(TrainerCallback):
             raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
         if budget is not None and cosines:
             raise InputError("cosines need all prompts' gradients, and a budget may allow fewer; give one of the two")
-        self.loss = measured_loss(trainer)
-        if budget is not None and getattr(trainer, "lopti_eta", None) is not None:
+        find_kind(trainer)
+        lopti = getattr(trainer, "lopti_eta", None) is not None
+        if lopti and (other := other_loss(trainer)) is not None:
+            raise InputError(f"Lopti steps twice, so its loss must be Eq. 1's, but {other}; leave one of the two out")
+        self._formula = settings_loss(trainer) if lopti else None
+        """Eq. 1's settings, where a backward pass gives the slopes of a part of the step's tokens alone."""
+        if not lopti:
+            refuse_scaled(trainer)
+        elif budget is not None:
             raise InputError("Lopti steps with two gradients, but a budget needs a single one; give one of the two")
         _refuse_launch(trainer, budget)
         refuse_unreadable(trainer.model)
-        tokenizer = getattr(trainer.processing_class, "tokenizer", trainer.processing_class)
-        if (lost := find_lossy_text(tokenizer)) is not None:
-            seen = f"{type(tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
+        super().__init__(trainer, StepWatcher(trainer))
+        if (lost := find_lossy_text(self._tokenizer)) is not None:
+            seen = f"{type(self._tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
             warnings.warn(f"the trainer's {seen}, and training uses the result", stacklevel=2)
         interval_labels(edges)
-        self.trainer, self.every, self.edges, self.micro_batch_size = trainer, every, list(edges), micro_batch_size
+        self.every, self.edges, self.micro_batch_size = every, list(edges), micro_batch_size
         self.cosines, self.budget = cosines, budget
         self.progress = Reporter(write=_say) if progress is True else settle_progress(progress)
         if not trainer.accelerator.is_main_process:
@@ -131,12 +134,9 @@ class GradScopeCallback(TrainerCallback):
         self.path = Path(trainer.args.output_dir) / "gradscope" / "metrics.parquet"
         self.rows: list[dict[str, Any]] = []
         """A dict per measured step, as in the file."""
-        self.seconds = 0.0
-        """Time spent on measuring since training began."""
         self._started, self._spent, self._cost, self._price = 0.0, 0.0, 0.0, 0.0
         self._due = self._waiting = False
-        self._window: list[Inputs] = []
-        self._norm, self._tolerated = math.nan, TOLERANCE
+        self._tolerated = TOLERANCE
         self._step: StepMeasurement | StepSample | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -146,8 +146,9 @@ class GradScopeCallback(TrainerCallback):
         if state.global_step and self.path.is_file():
             rows = pd.read_parquet(self.path)
             self.rows = rows[rows["step"] <= state.global_step].to_dict("records")
-        looked_at = (self._watch_loss, self._watch_logprobs, self._watch_norm)
-        watch(self.trainer, self, dict(zip(WATCHED, looked_at, strict=True)))
+        self._watcher.start()
+        if (engine := self._engine) is not None:
+            wrap(engine, self, {"step": self._measure_before})
         if state.is_world_process_zero:
             limit = "" if self.budget is None else f", in {100 * self.budget:g} % of the time"
             steps = "every step" if self.every == 1 else f"every {self.every} steps"
@@ -155,24 +156,39 @@ class GradScopeCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._due = self._waiting or state.global_step % self.every == 0
-        self._step, self._window = None, []
+        self._watcher.begin_step(watched=self._due)
+        self._step = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self._window:  # otherwise not due, the second of Lopti's steps, or measured before DeepSpeed stepped
+        if self._due:  # otherwise not due, the second of Lopti's steps, or measured before DeepSpeed stepped
             self._measure()
         if isinstance(self._step, StepMeasurement) and "grad_norm_ratio" not in self._step.numbers:
             self._compare(state.global_step + 1)
 
+    @property
+    def _engine(self) -> Any:
+        """DeepSpeed's engine, which steps at the end of accelerate's backward(), before any callback is called."""
+        return self.trainer.accelerator.deepspeed_engine_wrapped.engine if self.trainer.is_deepspeed_enabled else None
+
+    def _measure_before(self, take_step: Callable[..., Any]) -> Callable[..., Any]:
+        def stepped(*args: Any, **keywords: Any) -> Any:
+            if self._due:
+                self._measure()
+            return take_step(*args, **keywords)
+
+        return stepped
+
     def _measure(self) -> None:
         """Measure the step whose micro-batches were recorded, at the weights before it."""
-        started, trainer, window = time.perf_counter(), self.trainer, self._window
-        self._due, self._window = False, []
-        if isinstance(self.loss, SlopeLoss) and not all(SLOPES in part for part in window):
-            warnings.warn("gradscope: a step is not measured: its loss does not use TRL's log π", stacklevel=2)
-            return
-        batch, number = batch_from_trl(window, trainer.temperature), trainer.state.global_step + 1
+        started, trainer = time.perf_counter(), self.trainer
+        self._due = self._watcher.watched = False
+        parts = self._watcher.parts[: trainer.current_gradient_accumulation_steps]  # Lopti's second pass repeats them
+        if (slopes := self._slopes(parts)) is None:
+            return self._warn_once("unseen", "steps are not measured: the loss does not use TRL's log π")
+        batch = batch_from_trl([part.inputs for part in parts], trainer.temperature)
+        number = trainer.state.global_step + 1
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
-        terms = trainer.model, batch, partial(self.loss.weights, window), self.loss.denominators(window)
+        terms = trainer.model, batch, slopes
         if self.budget is None:
             if self.progress is not SILENT:
                 own = " of this process" if trainer.accelerator.num_processes > 1 else ""
@@ -185,15 +201,25 @@ class GradScopeCallback(TrainerCallback):
             with self.progress.stage(f"step {number}"), whole, trained_only(trainer.model):
                 self._step = measure_step(*terms, edges=self.edges, cosines=self.cosines, resources=resources)
         else:
-            together, seed = getattr(trainer, "weighting", None) is not None, (trainer.args.seed, number)
-            whole = whole_weights(trainer.model, gradients=True)
+            whole, seed = whole_weights(trainer.model, gradients=True), (trainer.args.seed, number)
             with self.progress.stage(f"step {number}"), whole, trained_only(trainer.model):
-                sample = StepSample(*terms, edges=self.edges, resources=resources, together=together, seed=seed)
+                sample = StepSample(*terms, edges=self.edges, resources=resources, seed=seed)
                 self._measure_some(sample, number, started)
             self._waiting = sample.measured_prompts < max(1, sample.fewest)
             self._step = sample if sample.measured_prompts else None
         self._spent = time.perf_counter() - started
         self.seconds += self._spent
+        return None
+
+    def _slopes(self, parts: Sequence[SeenBatch]) -> Tensor | None:
+        """Return ∂loss/∂ log π of the step's tokens [B, S]; None if the loss does not use TRL's log π."""
+        if any(part.logprob is None for part in parts):
+            return None
+        if self._formula is not None:
+            return settings_slopes(self.trainer, parts, self._formula)
+        if len(self._watcher.seen()) < len(parts):
+            return None
+        return join_columns([part.inputs for part in parts], [part.slope for part in parts]).nan_to_num(0.0)
 
     def _measure_some(self, sample: StepSample, number: int, started: float) -> None:
         """Measure as many prompts as the budget allows; a training's first prompt is always measured, for its cost."""
@@ -225,6 +251,11 @@ class GradScopeCallback(TrainerCallback):
         self._step.numbers["grad_norm_ratio"] = ratio
         self._warn(number, ratio, own, "grad_norm_ratio")
 
+    @property
+    def _norm(self) -> float:
+        """The trainer's gradient norm; NaN if it computed none."""
+        return math.nan if self._watcher.norm is None else float(self._watcher.norm)
+
     def _warn(self, number: int, ratio: float, own: float, name: str) -> None:
         """Warn that the measured gradient is not the trainer's: once, and again if the difference doubles."""
         if abs(ratio - 1) > self._tolerated and self.trainer.accelerator.is_main_process:
@@ -236,8 +267,7 @@ class GradScopeCallback(TrainerCallback):
             )
 
     def _intervals_of_first_pass(self) -> list[bool] | None:
-        """Return the intervals that the trainer's norm covers: all, or those of Lopti's first pass; None if η cuts one.
-        """
+        """Return intervals that the trainer's norm covers: all, or those of Lopti's first pass; None if cut by η."""
         rule = getattr(self.trainer, "rule", None)
         if rule is None or rule.lopti_eta is None:
             return [True] * (len(self.edges) - 1)
@@ -254,8 +284,8 @@ class GradScopeCallback(TrainerCallback):
     def _reason(self) -> str:
         """Describe the cause of a difference, if known."""
         trainer = self.trainer
-        if parts := left_out(trainer):
-            return f"its loss includes {' and '.join(parts)}, which does not depend on log π and is left out"
+        if beside := self._watcher.left_out:
+            return f"its loss also has a gradient through {' and '.join(beside)}, which is left out"
         if any(isinstance(m, nn.Dropout) and m.p > 0 for m in trainer.model.modules()):
             return "it trains with dropout, which is off while measuring"
         if trainer.args.fp16 or trainer.args.bf16:
@@ -295,7 +325,9 @@ class GradScopeCallback(TrainerCallback):
                 self.trainer._metrics["train"][f"gradscope/{name}"].append(float(value))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        watch(self.trainer, self)
+        self._watcher.stop()
+        if (engine := self._engine) is not None:
+            wrap(engine, self)
         if state.is_world_process_zero:
             total = time.perf_counter() - self._started
             off = sum(abs(_ratio_of_all(row) - 1) > TOLERANCE for row in self.rows)
@@ -306,52 +338,6 @@ class GradScopeCallback(TrainerCallback):
                 f"{total:.1f} s{budget}; {counted(len(self.rows), 'measured step')} in {self.path}"
                 + (unlike if off else "")
             )
-
-    def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        """Record the micro-batches of a measured step."""
-
-        def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            # Lopti's second pass repeats every micro-batch.
-            if self._due and model.training and not self._is_whole:
-                self._window.append(inputs)
-                # DeepSpeed steps in its backward pass, before any callback is called.
-                if self._is_whole and self.trainer.is_deepspeed_enabled:
-                    self._measure()
-            return compute_loss(model, inputs, *args, **keywords)
-
-        return watched
-
-    @property
-    def _is_whole(self) -> bool:
-        """Whether all micro-batches of the step have been recorded."""
-        return len(self._window) >= self.trainer.current_gradient_accumulation_steps
-
-    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        """Record the log π of RLOO's ratio or, for a loss without known weights, its ∂loss/∂ log π."""
-
-        def scored(*args: Any, **keywords: Any) -> Any:
-            found = log_probs(*args, **keywords)
-            if self._window and isinstance(self.loss, SlopeLoss):
-                if found[0].requires_grad:
-                    found[0].register_hook(partial(self._take_slopes, len(self._window) - 1))
-            elif self._window and "old_logps" in (inputs := self._window[-1]) and found[0].requires_grad:
-                logps = (found[0].detach() * inputs["completion_mask"]).sum(1)
-                self._window[-1] = {**inputs, SUMMED_LOGPROBS: logps}
-            return found
-
-        return scored
-
-    def _take_slopes(self, place: int, gradient: Tensor) -> None:
-        if place < len(self._window):  # the window is emptied once the step is measured
-            self._window[place] = {**self._window[place], SLOPES: gradient.detach().clone()}
-
-    def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
-        def normed(*args: Any, **keywords: Any) -> Any:
-            norm = own_norm(*args, **keywords)
-            self._norm = float(norm)
-            return norm
-
-        return normed
 
 
 def _refuse_launch(trainer: Any, budget: Number | None) -> None:

@@ -5,19 +5,15 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerCallback
 
 from gradscope.diagnosis import (
     Diagnosis,
@@ -31,21 +27,13 @@ from gradscope.diagnosis import (
     token_shares,
 )
 from gradscope.errors import InputError
-from gradscope.integrations.trl_backends import send_alert, send_histograms, send_page
-from gradscope.integrations.trl_batch import (
-    LOSS_TYPES,
-    Inputs,
-    batch_from_trl,
-    response_denominators,
-    trl_settings,
-)
-from gradscope.integrations.trl_losses import left_out, own_loss
-from gradscope.integrations.trl_measure import add_over_processes, name_intervals
-from gradscope.integrations.trl_tokens import BINS, SeenBatch, StepTokens, numbers_of, step_tokens
-from gradscope.integrations.trl_watch import watch
+from gradscope.integrations.trl.batch import trl_settings
+from gradscope.integrations.trl.losses import clipped_tokens, find_kind, own_loss, settings_slopes
+from gradscope.integrations.trl.measure import add_over_processes, name_intervals
+from gradscope.integrations.trl.tokens import BINS, TokenColumns, collect_columns, numbers_of
+from gradscope.integrations.trl.trackers import send_alert, send_histograms, send_page
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, find_head
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.objective import batch_weights
-from gradscope.policy import unpacked
 from gradscope.resampling import Supply
 from gradscope.runs import counted
 
@@ -59,7 +47,7 @@ MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
 """Methods of a trainer that return masks for its loss."""
 
 
-class TokenMonitor(TrainerCallback):
+class TokenMonitor(Watching):
     """Log at every optimizer step which probability intervals hold its gradient, for under 1 % of the run's time.
 
         trainer.add_callback(TokenMonitor(trainer))
@@ -87,7 +75,8 @@ class TokenMonitor(TrainerCallback):
     |w|·‖e − π‖ as text (from the main process's responses). A new run in the same folder overwrites the file; a resumed
     run appends to it.
 
-    An entropy bonus and the routers' auxiliary loss are not functions of log π; they are left out, with one warning.
+    What a loss has a gradient through beside the kept tokens' log π, such as an entropy bonus, is left out, with one
+    warning.
 
     Args:
         trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass, with a loss of its own, too.
@@ -120,30 +109,25 @@ class TokenMonitor(TrainerCallback):
         page_every: int | None = None,
         forward_every: int | None = None,
     ) -> None:
-        if not hasattr(trainer, "_get_per_token_logps_and_entropies"):
-            kind = type(trainer).__name__
-            raise InputError(f"the trainer is a {kind}; give TRL's GRPOTrainer, RLOOTrainer or a subclass of one")
+        find_kind(trainer)
         if largest < 0:
             raise InputError(f"largest is {largest}; give 0 or more")
         for name, number in (("window", window), ("page_every", page_every), ("forward_every", forward_every)):
             if number is not None and number < 1:
                 raise InputError(f"{name} is {number}; give 1 or more")
-        _head()
+        find_head()
         self.labels = interval_labels(edges)
-        self.trainer, self.edges, self.largest, self.window = trainer, list(edges), largest, window
+        super().__init__(trainer, StepWatcher(trainer, with_squares=True, on_unseen=self._look))
+        self.edges, self.largest, self.window = list(edges), largest, window
         self.alert, self.page_every, self.forward_every = alert, page_every, forward_every
         if forward_every is not None and not hasattr(trainer.args, "loss_type"):
             raise InputError("forward_every needs GRPOTrainer's settings of the loss; leave it out")
         self._loss = None if forward_every is None else trl_settings(trainer.args).loss
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
-        self.left_out = left_out(trainer)
-        """Parts of the loss that are not functions of the sampled tokens' log π."""
-        self.seconds = self.cpu_seconds = 0.0
-        """Spent inside the calls of this callback since training began, wall time and this thread's CPU time. What Σπ²
-        adds inside TRL's head is not in them."""
         self.rows: list[dict[str, Any]] = []
         """The numbers of each step since training began."""
-        self._clips = own_loss(trainer) is None and getattr(trainer, "weighting", None) is None
+        self._clips = False
+        """Whether the loss has TRL's own clips."""
         self.verdict: Verdict | None = None
         """The last decided verdict, with `alert`."""
         self._started = 0.0
@@ -153,39 +137,35 @@ class TokenMonitor(TrainerCallback):
         """Sums by prompt, for each of the last steps."""
         self._recent: deque[dict[str, Any]] = deque(maxlen=window * max(largest, 1))
         """The largest tokens of the last steps."""
-        self._inputs: Inputs | None = None
-        self._seen: list[SeenBatch] = []
-        self._unseen: list[SeenBatch] = []
-        """Micro-batches whose slopes the loss's own backward pass does not give."""
-        self._warned = False
+        self._looked: list[SeenBatch] = []
+        """Micro-batches of the step seen by passes of their own."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started, self.seconds, self.cpu_seconds, self.rows = time.perf_counter(), 0.0, 0.0, []
         self.verdict = None
+        self._clips = own_loss(self.trainer) is None and getattr(self.trainer, "weighting", None) is None
         self._histograms = np.zeros_like(self._histograms)
         self._prompts.clear()
         self._recent.clear()
         with self._counted():
             if state.is_world_process_zero:
                 self._begin_file(state.global_step)
-                for part in self.left_out:
-                    print(f"gradscope: {part} is not a function of the sampled tokens' log π and is left out")
-            looked_at = {"compute_loss": self._watch_loss, "_get_per_token_logps_and_entropies": self._watch_logprobs}
-            looked_at |= {name: self._watch_mask for name in MASKS if hasattr(self.trainer, name)}
-            watch(self.trainer, self, looked_at)
+            self._watcher.start({name: self._watch_mask for name in MASKS if hasattr(self.trainer, name)})
         if state.is_world_process_zero:
             page = "" if self.page_every is None else f", a page to {self.path.with_suffix('.html')}"
             print(f"gradscope: numbers of every step go to {self.path}{page}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._seen, self._unseen = [], []
+        self._watcher.begin_step()
+        self._looked = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         with self._counted():
-            if self._unseen:
-                self._weigh()
-            seen, self._seen = [part for part in self._seen if part.slope is not None], []
-            tokens = step_tokens(seen) if any(bool(part.kept.any()) for part in seen) else None
+            seen, looked, self._looked = self._watcher.seen(), self._looked, []
+            self._weigh(looked)
+            clipped = [clipped_tokens(self.trainer, part) if self._clips else None for part in seen]
+            seen, clipped = seen + looked, clipped + [clipped_tokens(self.trainer, part) for part in looked]
+            tokens = collect_columns(seen, clipped) if any(bool(part.kept.any()) for part in seen) else None
             device = self.trainer.accelerator.device
             size = len(self.labels)
             sums = add_over_processes(torch.from_numpy(self._sums(tokens)), device).numpy()
@@ -205,7 +185,7 @@ class TokenMonitor(TrainerCallback):
                 send_histograms(self.trainer, dict(zip(names, self._histograms, strict=True)), BINS, state.global_step)
             self._histograms = np.zeros_like(self._histograms)
 
-    def _keep(self, seen: Sequence[SeenBatch], tokens: StepTokens | None) -> None:
+    def _keep(self, seen: Sequence[SeenBatch], tokens: TokenColumns | None) -> None:
         """Record the newest step; when due, judge the last steps and write the page."""
         row = self.rows[-1]
         largest = [] if tokens is None else self._describe_largest(seen, tokens)
@@ -249,12 +229,12 @@ class TokenMonitor(TrainerCallback):
             for name, label in named
         ]
         largest = pd.DataFrame(sorted(self._recent, key=lambda told: -told["share"])[:SHOWN])
-        facts = {"trainer": type(self.trainer).__name__, "left out": ", ".join(self.left_out) or "nothing"}
+        facts = {"trainer": type(self.trainer).__name__, "left out": ", ".join(self._watcher.left_out) or "nothing"}
         report = make_live_report(pd.DataFrame(rows), largest, self._judge(), facts=facts)
         send_page(self.trainer, report.to_html(self.path.with_suffix(".html")))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        watch(self.trainer, self)
+        self._watcher.stop()
         if state.is_world_process_zero:
             with self._counted():
                 if self.page_every is not None and self.rows and self.rows[-1]["step"] % self.page_every:
@@ -265,131 +245,53 @@ class TokenMonitor(TrainerCallback):
                 f"{100 * self.seconds / total:.2f} % of the training's {total:.1f} s; numbers are in {self.path}"
             )
 
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - wall
-            self.cpu_seconds += time.thread_time() - cpu
-
     def _begin_file(self, step: int) -> None:
         """Keep a resumed run's lines up to this step; drop those of any other run."""
         lines = self.path.read_text().splitlines() if step and self.path.is_file() else []
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("".join(f"{line}\n" for line in lines if json.loads(line)["step"] <= step))
 
-    def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            self._inputs, before = inputs if model.training else None, len(self._seen)
-            try:
-                found = compute_loss(model, inputs, *args, **keywords)
-            finally:
-                self._inputs = None
-            if model.training and len(self._seen) == before:
-                with self._counted():
-                    self._look(model, inputs)
-            return found
-
-        return watched
-
-    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        """Record the loss's forward pass, and register for the slopes that its backward pass returns."""
-
-        def scored(model: Any, *args: Any, **keywords: Any) -> Any:
-            if self._inputs is None or not torch.is_grad_enabled():
-                return log_probs(model, *args, **keywords)
-            found, squares = _with_squares(log_probs, model, *args, **keywords)
-            with self._counted():
-                self._take(found, squares)
-            return found
-
-        return scored
-
-    def _take(self, found: Sequence[Any], squares: Tensor | None) -> None:
-        logprob, entropy = found[0], found[1]
-        if squares is None or not logprob.requires_grad:
-            return
-        part = self._part(self._inputs, logprob, entropy, squares)
-        part.clipped = _clipped(self.trainer, part) if self._clips else None
-        self._seen.append(part)
-
-        def came_back(gradient: Tensor) -> None:
-            part.slope = gradient.detach().clone()
-
-        logprob.register_hook(came_back)
-
-    def _part(self, inputs: Inputs, logprob: Tensor, entropy: Tensor | None, squares: Tensor) -> SeenBatch:
-        entropy = None if entropy is None else entropy.detach()
-        return SeenBatch(inputs, logprob.detach(), entropy, squares[:, -logprob.shape[1] :])
-
-    def _look(self, model: Any, inputs: Inputs) -> None:
+    def _look(self, model: Any, part: SeenBatch) -> None:
         """Run an extra pass on a micro-batch whose log π was not seen, if one is due."""
         if self.forward_every is None:
-            return self._warn("the loss does not use the log π that TRL's trainer computes; give forward_every")
-        if "pixel_values" in inputs:
-            return self._warn("the loss makes its log π itself, and prompts hold images")
+            return self._warn_once("unseen", "steps are skipped: the loss does not use TRL's log π; give forward_every")
+        if "pixel_values" in part.inputs:
+            return self._warn_once("unseen", "steps are skipped: the loss makes log π itself, and prompts hold images")
         if self.trainer.state.global_step % self.forward_every:
             return None
-        ids, mask = (
-            torch.cat([inputs[f"{p}_{kind}"] for p in ("prompt", "completion")], 1) for kind in ("ids", "mask")
-        )
-        training = [module for module in model.modules() if module.training]
-        try:
-            for module in training:  # dropout would draw random numbers that training then lacks
-                module.training = False
-            with torch.no_grad(), unpacked(model):
-                log_probs, length = self.trainer._get_per_token_logps_and_entropies, inputs["completion_ids"].shape[1]
-                found, squares = _with_squares(log_probs, model, ids, mask, length, compute_entropy=True)
-        finally:
-            for module in training:
-                module.training = True
-        if squares is None:
-            return self._warn("the head does not give Σπ²")
-        part = self._part(inputs, found[0], found[1], squares)
-        part.clipped = _clipped(self.trainer, part)
-        self._unseen.append(part)
+        with self._counted():
+            if not self._watcher.score(model, part):
+                return self._warn_once("unseen", "steps are skipped: the head does not give Σπ²")
+            self._looked.append(part)
         return None
 
-    def _warn(self, reason: str) -> None:
-        """Warn once why steps are skipped."""
-        if not self._warned:
-            self._warned = True
-            warnings.warn(f"gradscope: steps are skipped: {reason}", stacklevel=4)
-
-    def _weigh(self) -> None:
+    def _weigh(self, looked: Sequence[SeenBatch]) -> None:
         """Set ∂loss/∂ log π of a step's extra passes, from the loss in the trainer's settings."""
-        window = [part.inputs for part in self._unseen]
-        batch = batch_from_trl(window, self.trainer.temperature)
-        own = batch_from_trl([{**part.inputs, "old_per_token_logps": part.logprob} for part in self._unseen], 1.0)
-        found = batch_weights(own.old_logprobs, batch, self._loss, num_tokens=batch.num_tokens)
-        processes = self.trainer.accelerator.num_processes
-        divisors = response_denominators(self.trainer.args, window, num_processes=processes)
-        slopes = (-found.total / divisors[:, None])[batch.response_mask]
-        for part, own_slopes in zip(self._unseen, slopes.split([int(p.kept.sum()) for p in self._unseen]), strict=True):
-            part.slope = torch.zeros_like(part.logprob)
-            part.slope[part.kept] = own_slopes.to(part.slope)
-        self._seen = self._unseen
+        if not looked:
+            return
+        slopes = settings_slopes(self.trainer, looked, self._loss)
+        first = max(part.inputs["prompt_ids"].shape[1] for part in looked)
+        rows = slopes[:, first:].split([len(part.logprob) for part in looked])
+        for part, own in zip(looked, rows, strict=True):
+            part.slope = torch.where(part.kept, own[:, : part.logprob.shape[1]].to(part.logprob), 0.0)
 
     def _watch_mask(self, make_mask: Callable[..., Any]) -> Callable[..., Any]:
         def masked(*args: Any, **keywords: Any) -> Any:
             mask = make_mask(*args, **keywords)
-            if self._inputs is not None and self._seen:
-                self._seen[-1].kept_by_masks.append(mask)
+            if (part := self._watcher.current) is not None:
+                part.kept_by_masks.append(mask)
             return mask
 
         return masked
 
-    def _sums(self, tokens: StepTokens | None) -> np.ndarray:
+    def _sums(self, tokens: TokenColumns | None) -> np.ndarray:
         """Return the numbers that processes sum, in one row."""
-        tokens = tokens or StepTokens(*[np.empty(0)] * 11)
+        tokens = tokens or TokenColumns(*[np.empty(0)] * 11)
         return np.concatenate([tokens.sums(self.edges).ravel(), tokens.histograms().ravel()])
 
-    def _describe_largest(self, seen: Sequence[SeenBatch], tokens: StepTokens) -> list[dict[str, Any]]:
+    def _describe_largest(self, seen: Sequence[SeenBatch], tokens: TokenColumns) -> list[dict[str, Any]]:
         """Return the tokens of largest amount, each with the text before it."""
-        tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-        whole, found = tokens.amount.sum(), []
+        tokenizer, whole, found = self._tokenizer, tokens.amount.sum(), []
         count = min(self.largest, len(tokens.amount)) if whole > 0 else 0
         for t in np.argpartition(-tokens.amount, count - 1)[:count] if count else ():
             part, row, place = seen[tokens.part[t]], int(tokens.row[t]), int(tokens.place[t])
@@ -398,66 +300,3 @@ class TokenMonitor(TrainerCallback):
             told |= {"slope": float(part.slope[row, place]), "position": place, "token_id": ids[-1]}
             found.append(told | {"token": tokenizer.decode(ids[-1:]), "before": tokenizer.decode(ids[:-1])})
         return sorted(found, key=lambda each: -each["share"])
-
-
-def _clipped(trainer: Any, part: SeenBatch) -> Tensor | None:
-    """Return where the loss clips or caps a ratio, [B, C] or [B, 1]; None for a loss without clips."""
-    advantages = part.inputs["advantages"]
-    advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-    if "old_logps" in part.inputs:  # RLOO's, of whole responses
-        ratio = ((part.logprob * part.kept).sum(1) - part.inputs["old_logps"]).exp()[:, None]
-        kind, cap = "rloo", None
-    else:
-        ratio, kind, cap = part.logprob - part.old, trainer.loss_type, trainer.args.delta
-        if trainer.importance_sampling_level == "sequence":
-            ratio = ((ratio * part.kept).sum(1) / part.kept.sum(1).clamp(min=1))[:, None]
-        ratio = ratio.exp()
-    if kind == "cispo":
-        return (ratio > trainer.epsilon_high) & (advantages > 0)
-    if kind not in (*LOSS_TYPES, "rloo"):
-        return None
-    # Where −min(min(r, cap)·Â, clip(r)·Â) is flat: a cap below 1 + ε_high acts for Â > 0, one above for Â < 0.
-    high = 1 + trainer.epsilon_high
-    clipped = (ratio < 1 - trainer.epsilon_low) & (advantages < 0)
-    clipped |= (ratio > (high if cap is None else min(high, cap))) & (advantages > 0)
-    return clipped if cap is None else clipped | (ratio > max(high, cap)) & (advantages < 0)
-
-
-def _head() -> Any:
-    """Return TRL's module with the head that computes log π. Raises InputError for an unsupported TRL."""
-    from trl.trainer import utils
-
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise InputError("the head of this TRL version does not return Σπ², needed for ‖e − π‖; install trl 1.16")
-    return utils
-
-
-def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywords: Any) -> tuple[Any, Tensor | None]:
-    """Return the result of log_probs, and log Σπ² of its passes; None if the head does not provide it."""
-    squares: list[Tensor | None] = []
-    hook = model.register_forward_hook(lambda _, __, out: squares.append(out.log_sum_sq_probs))
-    try:
-        with _summing_squares():
-            found = log_probs(model, *args, **keywords)
-    finally:
-        hook.remove()
-    return found, None if any(each is None for each in squares) else torch.cat(squares)
-
-
-@contextmanager
-def _summing_squares() -> Iterator[None]:
-    """Have TRL's head give log Σπ², too, in the walk over the logits that it makes for log π and entropy."""
-    utils = _head()
-    own = utils._ChunkedLogProbFunction
-
-    class Summing:
-        @staticmethod
-        def apply(*args: Any) -> Any:
-            *others, outputs = args
-            return own.apply(*others, (*outputs, "log_sum_sq_probs"))
-
-    utils._ChunkedLogProbFunction = Summing
-    try:
-        yield
-    finally:
-        utils._ChunkedLogProbFunction = own

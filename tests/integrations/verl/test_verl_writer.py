@@ -19,7 +19,7 @@ from support.words import make_tokenizer
 
 from gradscope import load_policy
 from gradscope.gradients import TokenJacobian
-from gradscope.integrations.verl_writer import (
+from gradscope.integrations.verl.batch_writer import (
     VerlWriter,
     WriterSettings,
     put_into,

@@ -3,64 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from gradscope.integrations.trl_batch import Inputs
+from gradscope.integrations.trl.batch import number_prompts
+from gradscope.integrations.trl.watch import SeenBatch
 from gradscope.intervals import assign_intervals
 
 Number = int | float
 Column = Float[np.ndarray, " n"]
 MEANS = {"clipped_share": "clipped", "masked_share": "masked", "mismatch": "mismatch", "entropy": "entropy"}
-"""Metric → the column of `StepTokens` that it averages over an interval's tokens."""
-
+"""Metric → the column of `TokenColumns` that it averages over an interval's tokens."""
 
 BINS = np.linspace(0, 1, 21)
 """Histogram edges for π_old."""
 
 
-@dataclass
-class SeenBatch:
-    """Tensors that a trainer computed for one micro-batch's loss, [B, C] over completions, on its device."""
-
-    inputs: Inputs
-    logprob: Tensor
-    entropy: Tensor | None
-    log_sum_squares: Tensor
-    """log Σ_j π_j²."""
-    clipped: Tensor | None = None
-    """Whether the loss clips the token's ratio; [B, C] or [B, 1]; None: no clip, or an unknown one."""
-    kept_by_masks: list[Tensor] = field(default_factory=list)
-    """Masks that multiply the loss, apart from the completion's; [B, C] or [B, 1]."""
-    slope: Tensor | None = None
-    """∂loss/∂ log π from the backward pass; None: not yet known."""
-
-    @property
-    def kept(self) -> Bool[Tensor, "B C"]:
-        mask = self.inputs["completion_mask"]
-        return (mask * self.inputs["tool_mask"] if "tool_mask" in self.inputs else mask).bool()
-
-    @property
-    def old(self) -> Tensor:
-        """log π_old, or log π if the trainer keeps no log π_old per token."""
-        return self.inputs.get("old_per_token_logps", self.logprob)
-
-    def masked(self) -> Tensor | None:
-        """Return which tokens a mask or a sampler correction of 0 removes; None if the loss has neither."""
-        factors = [*self.kept_by_masks]
-        if "importance_sampling_ratio" in self.inputs:
-            factors.append(self.inputs["importance_sampling_ratio"])
-        lost = [factor == 0 for factor in factors]
-        return torch.stack([each.expand_as(self.logprob) for each in lost]).any(0) if lost else None
-
-
 @dataclass(frozen=True)
-class StepTokens:
+class TokenColumns:
     """Kept tokens of one process's part of a step, [n] in float64; NaN: unknown."""
 
     logprob: Column
@@ -113,7 +78,7 @@ class StepTokens:
 
 
 def numbers_of(sums: Float[np.ndarray, "K intervals"], names: Sequence[str]) -> dict[str, float]:
-    """Compute metrics from `StepTokens.sums`, added over processes; NaN for 0/0."""
+    """Compute metrics from `TokenColumns.sums`, added over processes; NaN for 0/0."""
     tokens, amounts, *rest = sums
     with np.errstate(invalid="ignore", divide="ignore"):
         found = {"token_share": tokens / tokens.sum(), "logit_grad_share": amounts / amounts.sum()}
@@ -121,17 +86,21 @@ def numbers_of(sums: Float[np.ndarray, "K intervals"], names: Sequence[str]) -> 
     return {f"{kind}/{a}": float(v) for kind, values in found.items() for a, v in zip(names, values, strict=True)}
 
 
-def step_tokens(parts: Sequence[SeenBatch]) -> StepTokens:
-    """Collect the kept tokens of a step's micro-batches, once their slopes are known."""
-    columns = [_columns(part) for part in parts]
+def collect_columns(parts: Sequence[SeenBatch], clipped: Sequence[Tensor | None]) -> TokenColumns:
+    """Collect the kept tokens of a step's micro-batches, once their slopes are known.
+
+    clipped: whether the loss clips a token's ratio; [B, C] or [B, 1] of each; None: no clip, or an unknown one.
+    """
+    columns = [_columns(part, cut) for part, cut in zip(parts, clipped, strict=True)]
     places = [part.kept.nonzero().cpu().numpy() for part in parts]
     joined = np.concatenate(columns, axis=1)
     logprob, old, entropy, log_sum_squares, slope, clipped, masked, mismatch = joined
     number = np.repeat(np.arange(len(parts)), [len(each) for each in places])
     row, place = np.concatenate(places).T
     amount = np.abs(slope) * logit_grad_norms(logprob, log_sum_squares)
-    prompt = np.concatenate(_number_prompts(parts))[np.cumsum([0, *(len(p.logprob) for p in parts)])[number] + row]
-    return StepTokens(logprob, old, entropy, amount, clipped, masked, mismatch, number, row, place, prompt)
+    first = np.cumsum([0, *(len(part.logprob) for part in parts)])
+    prompt = number_prompts([part.inputs for part in parts]).numpy()[first[number] + row]
+    return TokenColumns(logprob, old, entropy, amount, clipped, masked, mismatch, number, row, place, prompt)
 
 
 def logit_grad_norms(logprob: Column, log_sum_squares: Column) -> Column:
@@ -148,24 +117,16 @@ def logit_grad_norms(logprob: Column, log_sum_squares: Column) -> Column:
     return np.sqrt(np.maximum(squares, 0.0)).clip(rest, np.sqrt(2) * rest)
 
 
-def _columns(part: SeenBatch) -> Float[np.ndarray, "8 n"]:
+def _columns(part: SeenBatch, clipped: Tensor | None) -> Float[np.ndarray, "8 n"]:
     """Return the columns of a micro-batch's kept tokens, moved to the CPU in one transfer."""
-    sampler = part.inputs.get("sampling_per_token_logps")
+    sampler, factors = part.inputs.get("sampling_per_token_logps"), [*part.kept_by_masks]
     mismatch = None if sampler is None else (part.old - sampler).abs()
-    known = (part.logprob, part.old, part.entropy, part.log_sum_squares, part.slope)
-    columns = torch.stack([_spread(c, part.logprob) for c in (*known, part.clipped, part.masked(), mismatch)])
-    return columns[:, part.kept].cpu().double().numpy()
-
-
-def _number_prompts(parts: Sequence[SeenBatch]) -> list[Int[np.ndarray, " B"]]:
-    """Number equal prompts alike across micro-batches, from 0."""
-    numbers: dict[tuple[int, ...], int] = {}
-    found = []
-    for part in parts:
-        ids, real = part.inputs["prompt_ids"].cpu().numpy(), part.inputs["prompt_mask"].cpu().numpy() > 0
-        rows = (tuple(row[seen].tolist()) for row, seen in zip(ids, real, strict=True))
-        found.append(np.array([numbers.setdefault(row, len(numbers)) for row in rows]))
-    return found
+    if "importance_sampling_ratio" in part.inputs:
+        factors.append(part.inputs["importance_sampling_ratio"])
+    lost = [(factor == 0).expand_as(part.logprob) for factor in factors]
+    masked = torch.stack(lost).any(0) if lost else None
+    known = (part.logprob, part.old, part.entropy, part.log_sum_squares, part.slope, clipped, masked, mismatch)
+    return torch.stack([_spread(c, part.logprob) for c in known])[:, part.kept].cpu().double().numpy()
 
 
 def _spread(values: Any, like: Float[Tensor, "B C"]) -> Float[Tensor, "B C"]:

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-import time
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
 
 from gradscope.errors import InputError
 from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
-from gradscope.integrations.trl_batch import Inputs
-from gradscope.integrations.trl_losses import GRPOLoss, own_loss, settings_loss
-from gradscope.integrations.trl_watch import watch
+from gradscope.integrations.trl.batch import Inputs, kept_tokens, response_denominators
+from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss
+from gradscope.integrations.trl.measure import add_over_processes
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching
+from gradscope.objective import LossSettings
 from gradscope.policy import plain_name
 from gradscope.rollouts import LOSS_KEY, RUN_KEY
 from gradscope.runs import counted
@@ -32,13 +31,13 @@ COLUMNS = {
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
 """TRL's tensor → name in rows; those from tool_mask on are optional."""
-LOGPROBS = "_get_per_token_logps_and_entropies"
-"""TRL's method that computes log π."""
+UNCLIPPED = LossSettings(clip_ratio_low=1.0, clip_ratio_high=1e9, clip_ratio_c=None, kl_coef=0.0)
+"""Eq. 1 without clips and KL, whose w_t is the ratio times Â."""
 REWARDS = "rewards"
 """Key in the inputs: rewards by reward function, [B, functions]."""
 
 
-class RolloutWriter(TrainerCallback):
+class RolloutWriter(Watching):
     """Write the responses of every `every`-th optimizer step, starting with the first, as native rollouts.
 
         trainer.add_callback(RolloutWriter(trainer))
@@ -54,9 +53,15 @@ class RolloutWriter(TrainerCallback):
     group.
 
     The response mask is false at tool tokens and at holes of TRL's completion mask: tokens inside a response that the
-    loss leaves out. A warning counts the responses with holes. A subclass that computes a loss of its own is written
-    with the settings and scales of its GRPOConfig, which a line at the start of training says; `gradscope audit` then
-    holds its gradient against that loss.
+    loss leaves out. A warning counts the responses with holes.
+
+    Any loss is written. Of one that is not Eq. 1's with the settings of a GRPOConfig (your own `_compute_loss` or
+    `compute_loss`, RLOO's, "cispo", ratios of responses, masks by entropy, a `weighting`), the advantages are such that
+    the tokens' weights w_t under the file's settings, Eq. 1 without clips and KL, are those of the trainer's own
+    backward pass: −N·∂loss/∂ log π, over the ratio if there is one. The metadata names what makes the loss another, a
+    note says so where the file is read, and TRL's advantages are `trainer_advantages`. What a loss has a gradient
+    through beside the kept tokens' log π, such as an entropy bonus, is left out, with a warning and in the note. A step
+    whose loss does not use TRL's log π is not written, with one warning.
 
     Training stays bit-identical, and weights are not read, so it works under DDP, FSDP and DeepSpeed. A step's tensors
     are copied to the CPU; a separate process does the rest. If that process dies or falls a minute behind, there is one
@@ -64,7 +69,7 @@ class RolloutWriter(TrainerCallback):
     removes those of later steps.
 
     Args:
-        trainer: GRPOTrainer, or a subclass that keeps its loss.
+        trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass.
         every: None: only the steps of `spike`.
         text: Also write the text of prompt and response. Even without text, anyone with the tokenizer can decode the
             ids.
@@ -73,8 +78,8 @@ class RolloutWriter(TrainerCallback):
         spikes: Largest number of such steps.
 
     Raises:
-        InputError: if the trainer is not supported, rows cannot express the loss of its settings (those that
-            `trl_settings` refuses, RLOO's, weightings and Lopti), or a number is out of range.
+        InputError: if the trainer is not supported, it has a `lopti_eta`, DeepSpeed trains a loss that is not
+            Eq. 1's in fp16, or a number is out of range.
     """
 
     def __init__(
@@ -94,105 +99,68 @@ class RolloutWriter(TrainerCallback):
             raise InputError("every and spike are both None, so no step would be written; give one of the two")
         if spikes < 1:
             raise InputError(f"spikes is {spikes}; give 1 or more")
-        loss = settings_loss(trainer)
-        if not isinstance(loss, GRPOLoss):
-            raise InputError("RLOO's ratio is of a whole response, which rows cannot express; write GRPOTrainer's")
-        for name in ("weighting", "lopti_eta"):
-            if getattr(trainer, name, None) is not None:
-                raise InputError(f"the trainer has a {name}, which rows cannot express; leave out that or the writer")
-        self.trainer, self.every, self.text, self.spike, self.spikes = trainer, every, text, spike, spikes
-        self.loss = loss
-        self.own_loss = own_loss(trainer)
-        """The trainer's own method that computes its loss; None if that is TRL's."""
+        if getattr(trainer, "lopti_eta", None) is not None:
+            raise InputError("the trainer has a lopti_eta, whose two steps rows cannot express; leave one of them out")
+        super().__init__(trainer, StepWatcher(trainer))
+        self.every, self.text, self.spike, self.spikes = every, text, spike, spikes
+        self._settle_loss()
         self.folder = Path(trainer.args.output_dir) / "gradscope" / "rollouts"
         self.steps: list[int] = []
         """Steps handed to the writer since training began."""
-        self.seconds = self.cpu_seconds = 0.0
-        """Wall time and CPU time of the training thread spent in this callback since training began."""
         self.process_seconds = math.nan
         """CPU time of the writing thread and process, once training has ended."""
-        self._due, self._window = False, []
-        self._found: list[torch.Tensor | None] = []
-        """log π of each micro-batch of the window, from the trainer's own pass."""
-        self._norm: Any = None
-        """The step's gradient norm, a number or a tensor, if the trainer provides it."""
-        self._logprobs: torch.Tensor | None = None
-        """log π of the micro-batch whose loss is being computed, if TRL's method computes it."""
-        self._has_holes = False
+        self._due = False
         self._rewards: torch.Tensor | None = None
         """Rewards of the newest generation, by reward function."""
         self._spikes: Spikes | None = None
         self._process: RowWriter | None = None
+        self._run: dict[str, Any] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps, self.seconds, self.cpu_seconds = [], 0.0, 0.0
         self._spikes = None if self.spike is None else Spikes(self.spike, self.spikes)
+        self._settle_loss()  # again, since the trainer may have got another
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
-        looked_at = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
-        looked_at |= {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
-        if hasattr(self.trainer, LOGPROBS):
-            looked_at[LOGPROBS] = self._watch_logprobs
-        watch(self.trainer, self, looked_at)
+        looked_at = {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
+        self._watcher.start(looked_at)
         if state.is_world_process_zero:
             steps = "of steps of unusual gradient norm" if self.every is None else f"every {self.every} steps"
             print(f"gradscope: writing rollouts {'every step' if self.every == 1 else steps} to {self.folder}")
-            if self.own_loss is not None:
-                print(f"gradscope: {self.own_loss} computes the loss; the rows' settings and scales are GRPOConfig's")
+            if self.other_loss is not None:
+                print(f"gradscope: rows have the weights of the trainer's own backward pass ({self.other_loss})")
+
+    def _settle_loss(self) -> None:
+        self.other_loss = other_loss(self.trainer)
+        """What makes the loss another than Eq. 1's with the trainer's settings; None: nothing."""
+        self.loss = settings_loss(self.trainer) if self.other_loss is None else UNCLIPPED
+        """The settings under which the rows have the trainer's weights."""
+        if self.other_loss is not None:
+            refuse_scaled(self.trainer)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._window, self._found, self._norm = [], [], None
         self._due = self.every is not None and state.global_step % self.every == 0
+        self._watcher.begin_step(watched=self._due or self.spike is not None)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        window, self._window = self._window, []
-        if window:
-            # Before deciding whether to write: processes must all take part, and their norms may differ by rounding.
-            num_tokens = self._count_tokens(window)
-            spiked = self._spikes is not None and self._norm is not None and self._spikes.tell(float(self._norm))
-            if (spiked or self._due) and num_tokens:
-                self._hand_over(window, num_tokens, state.global_step)
-        self.seconds += time.perf_counter() - wall
-        self.cpu_seconds += time.thread_time() - cpu
+        with self._counted():
+            if parts := self._watcher.parts:
+                # Before deciding whether to write: all processes must take part; their norms may differ by rounding.
+                count, norm = sum(int(kept_tokens(part.inputs).sum()) for part in parts), self._watcher.norm
+                num_tokens = int(add_over_processes(torch.tensor(count), self.trainer.accelerator.device))
+                spiked = self._spikes is not None and norm is not None and self._spikes.tell(float(norm))
+                if (spiked or self._due) and num_tokens:
+                    self._hand_over(parts, num_tokens, state.global_step)
+            self._watcher.begin_step(watched=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        wall, cpu = time.perf_counter(), time.thread_time()
-        watch(self.trainer, self)
-        if self._process is not None:
-            self.process_seconds = self._process.close()
-            self._process = None
-        self.seconds += time.perf_counter() - wall
-        self.cpu_seconds += time.thread_time() - cpu
+        with self._counted():
+            self._watcher.stop()
+            if self._process is not None:
+                self.process_seconds = self._process.close()
+                self._process = None
         if state.is_world_process_zero:
             print(f"gradscope: rollouts of {counted(len(self.steps), 'step')} are in {self.folder}")
-
-    def _watch_loss(self, compute_loss: Callable[..., Any]) -> Callable[..., Any]:
-        def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
-            self._logprobs = None
-            loss = compute_loss(model, inputs, *args, **keywords)
-            if (self._due or self.spike is not None) and model.training:
-                self._window.append(inputs)
-                self._found.append(self._logprobs)
-            return loss
-
-        return watched
-
-    def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
-        def scored(*args: Any, **keywords: Any) -> Any:
-            found = log_probs(*args, **keywords)
-            if torch.is_grad_enabled() and self._logprobs is None:  # the loss's own pass
-                self._logprobs = found[0].detach()
-            return found
-
-        return scored
-
-    def _watch_norm(self, own_norm: Callable[..., Any]) -> Callable[..., Any]:
-        def normed(*args: Any, **keywords: Any) -> Any:
-            self._norm = norm = own_norm(*args, **keywords)
-            return norm
-
-        return normed
 
     def _watch_rewards(self, rewards: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **keywords: Any) -> Any:
@@ -226,7 +194,7 @@ class RolloutWriter(TrainerCallback):
         return columns
 
     def _describe_run(self) -> dict[str, Any]:
-        """Return the fields of `TrainedRun`: the precision of the passes, and the parameters that are not trained."""
+        """Return the fields of `TrainedRun` that stay: the precision of the passes, and what is not trained."""
         args, model = self.trainer.args, self.trainer.accelerator.unwrap_model(self.trainer.model)
         named = [(plain_name(name, set()), p) for name, p in model.named_parameters()]
         dtypes = {p.dtype for _, p in named}
@@ -238,53 +206,57 @@ class RolloutWriter(TrainerCallback):
         shorter = min(names, key=lambda kind: len(names[kind]))
         return {"precision": next((name for name, used in halves.items() if used), "float32"), shorter: names[shorter]}
 
-    def _count_tokens(self, window: list[Inputs]) -> int:
-        """Count the tokens that the step trains on, over all processes."""
-        masks = (p["completion_mask"] * p["tool_mask"] if "tool_mask" in p else p["completion_mask"] for p in window)
-        count = sum(int(mask.sum()) for mask in masks)
-        if self.trainer.accelerator.num_processes == 1:
-            return count
-        device = self.trainer.accelerator.device
-        return int(self.trainer.accelerator.gather(torch.tensor([count], device=device)).sum())
+    def _rows(self, parts: Sequence[SeenBatch], num_tokens: float) -> list[dict[str, Any]]:
+        """Return the columns of each micro-batch's rows. num_tokens: N of the whole step, per process."""
+        window = [part.inputs for part in parts]
+        scales = torch.ones(sum(len(each["completion_ids"]) for each in window))
+        if self.other_loss is None:
+            processes = self.trainer.accelerator.num_processes
+            scales = num_tokens / response_denominators(self.trainer.args, window, num_processes=processes)
+        found = []
+        for number, part in enumerate(parts):
+            arrays = {
+                name: to_array(part.inputs[own]) for own, name in COLUMNS.items() if part.inputs.get(own) is not None
+            }
+            if self.other_loss is not None:
+                arrays["trainer_advantages"] = arrays["advantage"].reshape(len(arrays["advantage"]), -1)
+                weights = torch.where(part.slope == 0, 0.0, -num_tokens * part.slope / (part.logprob - part.old).exp())
+                arrays["advantage"] = to_array(weights.masked_fill(~weights.isfinite(), math.nan))
+                arrays.pop("sampler_correction", None)  # it is in the weights
+            if "old_logprobs" not in arrays and part.logprob is not None:
+                arrays["trainer_logprobs"] = to_array(part.logprob)
+            scale, scales = scales.split([size := len(arrays["advantage"]), len(scales) - size])
+            arrays |= {"micro_batch": np.full(size, number), "loss_scale": to_array(scale)}
+            found.append(arrays | self._reward_columns(part.inputs))
+        return found
 
-    def _warn_of_holes(self, window: list[Inputs]) -> None:
-        """Warn once if the completion mask leaves out tokens inside responses."""
-        if self._has_holes:
-            return
-        masks = [part["completion_mask"] > 0 for part in window]
+    def _warn_of_holes(self, parts: Sequence[SeenBatch]) -> None:
+        """Warn if the completion mask leaves out tokens inside responses."""
+        masks = [part.inputs["completion_mask"] > 0 for part in parts]
         holes = [(seen.flip(1).cumsum(1).flip(1) > 0) & ~seen for seen in masks]
-        rows, of = sum(int(hole.any(1).sum()) for hole in holes), sum(map(len, masks))
-        if rows:
-            self._has_holes = True
-            warnings.warn(
-                f"gradscope: completion_mask leaves out tokens inside {rows} of {of} responses; they are written with "
-                "response_mask false. TRL's own passes do not attend to them, so its log π differs",
-                stacklevel=2,
+        if rows := sum(int(hole.any(1).sum()) for hole in holes):
+            self._warn_once(
+                "holes",
+                f"completion_mask leaves out tokens inside {rows} of {sum(map(len, masks))} responses; they are "
+                "written with response_mask false. TRL's own passes do not attend to them, so its log π differs",
             )
 
-    def _hand_over(self, window: list[Inputs], num_tokens: int, step: int) -> None:
+    def _hand_over(self, parts: Sequence[SeenBatch], num_tokens: int, step: int) -> None:
         """Copy the step's tensors and queue them for writing."""
-        if any("pixel_values" in part for part in window):
-            warnings.warn("gradscope: rollouts are not written: they contain images, rows only tokens", stacklevel=2)
-            self.every = self.spike = None
-            return
-        self._warn_of_holes(window)
+        if any("pixel_values" in part.inputs for part in parts):
+            return self._warn_once("images", "rollouts are not written: they contain images, rows only tokens")
+        if self.other_loss is not None and len(self._watcher.seen()) < len(parts):
+            return self._warn_once("unseen", "steps are not written: the loss does not use TRL's log π")
+        self._warn_of_holes(parts)
         if self._process is None:
-            tokenizer = getattr(self.trainer.processing_class, "tokenizer", self.trainer.processing_class)
-            told = {LOSS_KEY: json.dumps(asdict(self.loss.settings)), RUN_KEY: json.dumps(self._describe_run())}
-            self._process = RowWriter(told, tokenizer if self.text else None)
-        processes, rank = self.trainer.accelerator.num_processes, self.trainer.accelerator.process_index
-        scales = num_tokens / (processes * self.loss.denominators(window))
-        parts, sizes = [], [len(part["completion_ids"]) for part in window]
-        each = zip(window, self._found, scales.split(sizes), strict=True)
-        for number, (part, logprobs, scale) in enumerate(each):
-            arrays = {name: to_array(part[own]) for own, name in COLUMNS.items() if part.get(own) is not None}
-            if "old_logprobs" not in arrays and logprobs is not None:
-                arrays["trainer_logprobs"] = to_array(logprobs)
-            arrays["micro_batch"] = np.full(len(scale), number)
-            parts.append(arrays | self._reward_columns(part) | {"loss_scale": to_array(scale)})
+            self._process, self._run = RowWriter(self._tokenizer if self.text else None), self._describe_run()
+        rank = self.trainer.accelerator.process_index
+        rows = self._rows(parts, num_tokens / self.trainer.accelerator.num_processes)
         shared = {"step": step, "process": rank, "temperature": float(self.trainer.temperature)}
-        shared["grad_norm"] = None if self._norm is None else float(self._norm)
+        shared["grad_norm"] = None if self._watcher.norm is None else float(self._watcher.norm)
+        run = self._run | {"other_loss": self.other_loss, "left_out": self._watcher.left_out}
+        told = {LOSS_KEY: json.dumps(asdict(self.loss)), RUN_KEY: json.dumps(run)}
         path = step_file(self.folder, step, f"-rank_{rank}" if rank else "")
-        self._process.put(StepRows(str(path), parts, shared))
+        self._process.put(StepRows(str(path), rows, shared, told))
         self.steps.append(step)
+        return None

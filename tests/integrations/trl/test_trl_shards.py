@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from support.sharded_steps import step_by_one
 from support.trl_runs import make_trainer, needs_trl, save_policy, train
 from transformers import TrainerCallback
 
-from gradscope.integrations.trl_callback import GradScopeCallback
+from gradscope.integrations.trl.callback import GradScopeCallback
 
 pytestmark = needs_trl
 SAME = 1e-5
@@ -100,7 +101,7 @@ needs_deepspeed = pytest.mark.skipif(find_spec("deepspeed") is None, reason="dee
 def test_the_measured_gradient_is_the_trained_one_and_ten_steps_end_bit_equal(tmp_path, kind):
     save_policy(tmp_path / "policy")
     (code := tmp_path / "training.py").write_text(TRAINING)
-    for ended in launch(code, Path(__file__).parents[1], tmp_path, kind):
+    for ended in launch(code, Path(__file__).parents[2], tmp_path, kind):
         assert ended.status == 0, ended.stderr
     runs = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     for alone, watched, some in runs:
@@ -132,7 +133,7 @@ def numbers(row):
 
 @pytest.mark.parametrize(("name", "spread"), [("qwen2", "both"), ("llama", "first")])
 def test_two_processes_with_shards_measure_a_step_as_one_with_all_responses_does(tmp_path, name, spread):
-    script = Path(__file__).parents[1] / "support" / "sharded_steps.py"
+    script = Path(__file__).parents[2] / "support" / "sharded_steps.py"
     for ended in launch(script, tmp_path, name, spread):
         assert ended.status == 0, ended.stderr
     expected = step_by_one(name)
@@ -157,13 +158,20 @@ class AsUnderDeepSpeed(TrainerCallback):
         trainer, accelerator = self.trainer, self.trainer.accelerator
         optimizer, backward = trainer.optimizer.optimizer, accelerator.backward
 
-        def backward_and_step(loss, **keywords):
-            backward(loss, **keywords)
-            if accelerator.sync_gradients:
+        class Engine:
+            @staticmethod
+            def step():
                 gradients = [p.grad for p in trainer.model.parameters() if p.grad is not None]
                 self.norms.append(torch.nn.utils.get_total_norm(gradients))
                 optimizer.step()
                 optimizer.zero_grad()  # and the step that TRL asks for afterwards finds no gradient
+
+        engine = Engine()
+
+        def backward_and_step(loss, **keywords):
+            backward(loss, **keywords)
+            if accelerator.sync_gradients:
+                engine.step()
 
         def prologue(module, inputs):
             self.training.append(module.training)
@@ -171,13 +179,16 @@ class AsUnderDeepSpeed(TrainerCallback):
         prologue.__module__ = "deepspeed.runtime.engine"
         trainer.model.register_forward_pre_hook(prologue)
         accelerator.backward, accelerator.clip_grad_norm_ = backward_and_step, lambda *_, **__: self.norms[-1]
+        accelerator.deepspeed_engine_wrapped = SimpleNamespace(engine=engine)
         trainer.is_deepspeed_enabled = True
 
 
+@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
 @pytest.mark.parametrize("accumulated", [1, 2])
-def test_a_step_that_is_taken_in_the_backward_pass_is_measured_before_it(tmp_path, accumulated):
+def test_a_step_that_is_taken_in_the_backward_pass_is_measured_before_it(tmp_path, accumulated, loss_type):
     policy, rows = save_policy(tmp_path / "policy"), []
     sizes = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated, "move": 0.02}
+    sizes["loss_type"] = loss_type
     for early in (False, True):
         trainer = make_trainer(policy, tmp_path / "run", **sizes)
         stepping = AsUnderDeepSpeed(trainer) if early else None

@@ -8,28 +8,28 @@ ratio of two sums of such numbers over prompts, and a simple random sample of pr
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients import BACKWARD, FORWARD_MODE, Resources, TokenJacobian, Vectors, refuse_narrow_arithmetic
-from gradscope.integrations.trl_measure import (
+from gradscope.integrations.trl.measure import (
     add_over_processes,
     count_processes,
+    interval_masks,
     name_intervals,
     relative_rounding,
     rounding_sizes,
 )
-from gradscope.objective import TokenStatistics, fill_unknown
+from gradscope.objective import TokenStatistics
 from gradscope.policy import float_parameters
 from gradscope.resampling import ANY, FEWEST_DRAWN, SHARE, Scale, ratio_of_sample
 from gradscope.rollouts import TokenBatch
-from gradscope.updates import SIGNS, log_odds_change, old_intervals
+from gradscope.updates import SIGNS, log_odds_change
 
 Number = int | float
 KINDS = ("tokens", "product", "left", "whole", "right_positive", "moved_positive", "right_negative", "moved_negative")
@@ -58,10 +58,7 @@ class StepSample:
     Args:
         model: Its `.grad` is the step's gradient G, up to a factor.
         batch: This process's responses.
-        weigh: Computes w_t of the batch, with old_logprobs filled in, under the current model; statistics are 0 for
-            prompts that are not measured.
-        denominators: D_i of each response.
-        together: Score all prompts, for weights that depend on other prompts' tokens.
+        slopes: ∂loss/∂ log π; those of dropped tokens are ignored.
         seed: Seed of the draw.
     """
 
@@ -69,16 +66,14 @@ class StepSample:
         self,
         model: nn.Module,
         batch: TokenBatch,
-        weigh: Callable[[TokenBatch, TokenStatistics], Float[Tensor, "B S"]],
-        denominators: Float[Tensor, " B"],
+        slopes: Float[Tensor, "B S"],
         *,
         edges: Sequence[Number],
         resources: Resources,
-        together: bool,
         seed: Sequence[int],
     ) -> None:
-        self._model, self._batch, self._weigh, self._denominators = model, batch, weigh, denominators
-        self._edges, self._together, self._device = edges, together, next(model.parameters()).device
+        self._model, self._batch, self._slopes = model, batch, torch.where(batch.response_mask, slopes, 0.0)
+        self._edges, self._device = edges, next(model.parameters()).device
         self._narrow = _is_narrow(model)
         self._derivative = 1 + BACKWARD * (len(edges) - 1) if self._narrow else FORWARD_MODE
         self._jacobian = TokenJacobian(model, batch, resources) if batch.num_tokens else None
@@ -95,9 +90,7 @@ class StepSample:
         costs = torch.zeros(2, self.num_prompts, dtype=torch.float64)
         for number, rows in zip(self._numbers, self._rows, strict=True):
             costs[:, number] = batch.attention_mask[rows].sum()
-            idle = not together and batch.ref_logprobs is None
-            idle = idle and not batch.advantages[rows][batch.response_mask[rows]].any()
-            costs[0, number] *= 1 if idle else 1 + self._derivative
+            costs[0, number] *= 1 + self._derivative if self._slopes[rows].any() else 1
         self._costs = add_over_processes(costs, self._device)
         """Approximate number of positions in each prompt's forward passes: before and after the step."""
         self._order = torch.from_numpy(np.random.default_rng(list(seed)).permutation(self.num_prompts))
@@ -113,7 +106,7 @@ class StepSample:
 
     @property
     def mean_cost(self) -> float:
-        """Average cost of a prompt; one without advantages has no gradient and is cheap."""
+        """Average cost of a prompt; one whose slopes are 0 has no gradient and is cheap."""
         return float(self._costs.sum(0).mean())
 
     @property
@@ -139,16 +132,11 @@ class StepSample:
             return
         own = [self._rows[self._numbers.index(number)] for number in mine]
         rows, prompts = torch.cat(own), torch.tensor(mine).repeat_interleave(torch.tensor([len(r) for r in own]))
-        before = self._jacobian.statistics if self._together else None
         part = self._jacobian.select(rows)
-        if before is None:
-            before = TokenStatistics(*(_spread(v, rows, len(self._batch)) for v in vars(part.statistics).values()))
-        batch = replace(self._batch, old_logprobs=fill_unknown(self._batch.old_logprobs, before.logprob))
-        weights, denominators = self._weigh(batch, before)[rows], self._denominators[rows]
-        masks = _interval_masks(part.batch, part.statistics, self._edges)
-        cotangents = torch.where(masks, -weights / denominators[:, None], 0.0)
+        masks = interval_masks(part.batch, part.statistics, self._edges)
+        cotangents = torch.where(masks, self._slopes[rows], 0.0)
         self._add("tokens", prompts, masks)
-        left, whole = rounding_sizes(cotangents, masks, denominators, part.statistics)
+        left, whole = rounding_sizes(cotangents, masks, self._batch.num_tokens, part.statistics)
         self._add("left", prompts, left)
         self._add("whole", prompts, whole)
         self._add_products(part, prompts, cotangents)
@@ -158,7 +146,7 @@ class StepSample:
         """Measure the step's effect on the tokens, once the model has taken it."""
         for part, before, prompts in self._parts:
             change = log_odds_change(before, part.moved().statistics)
-            masks = _interval_masks(part.batch, before, self._edges)
+            masks = interval_masks(part.batch, before, self._edges)
             for sign, name in zip((1, -1), SIGNS, strict=True):
                 asked = masks & (sign * part.batch.advantages > 0)
                 self._add(f"right_{name}", prompts, asked & (sign * change > 0))
@@ -224,17 +212,6 @@ def _unit_gradient(model: nn.Module) -> Vectors:
     else:
         direction.rows.zero_()
     return direction
-
-
-def _interval_masks(batch: TokenBatch, before: TokenStatistics, edges: Sequence[Number]) -> Bool[Tensor, "R b S"]:
-    batch = replace(batch, old_logprobs=fill_unknown(batch.old_logprobs, before.logprob))
-    intervals = old_intervals(batch, edges)
-    return torch.stack([intervals == a for a in range(len(edges) - 1)])
-
-
-def _spread(values: Float[Tensor, "b S"], rows: Int[Tensor, " b"], count: int) -> Float[Tensor, "B S"]:
-    """Scatter rows into `count` rows of zeros."""
-    return values.new_zeros(count, values.shape[1]).index_copy_(0, rows, values)
 
 
 def _is_narrow(model: nn.Module) -> bool:
