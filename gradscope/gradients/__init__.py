@@ -31,12 +31,7 @@ from gradscope.gradients.forward_mode import (
 )
 from gradscope.gradients.gram import Gram, SumsPlan, Way, block_products, largest_share
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
-from gradscope.gradients.interval_gradients import (
-    IntervalGradients,
-    interval_gradients,
-    interval_gradients_over,
-    sum_intervals,
-)
+from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, sum_intervals
 from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
 from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_folder, measure_into, read_table
@@ -64,7 +59,7 @@ __all__ = [
     "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors",
     "Way", "block_products", "capture_activations", "capture_gradients", "check_engine", "check_settings",
     "describe_reread", "describe_seconds", "fill_table", "first_tensor", "forward_flops", "forward_hooks",
-    "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over", "largest_share", "latest_end",
+    "gradient_flops", "inner_products", "interval_gradients", "largest_share", "latest_end",
     "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums", "read_table",
     "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "refuse_other_loss",
     "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",

@@ -17,7 +17,6 @@ from gradscope.updates.directions import (
     batch_direction_shares,
     log_odds_change,
     movement_summary,
-    net_weights,
     over_batches,
     right_direction_shares,
     similarity,
@@ -34,7 +33,7 @@ __all__ = [
     "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "audit", "batch_direction_shares",
     "compare", "compare_rows", "describe", "distinct_rows", "gain_sentence", "gains_cost", "gradient_of_moments",
     "influence", "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against",
-    "movement_summary", "movement_table", "net_weights", "old_intervals", "over_batches", "predict_step",
+    "movement_summary", "movement_table", "old_intervals", "over_batches", "predict_step",
     "read_moments", "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step", "undo_clip",
     "update_cost", "weighting_sentences", "without_extremes",
 ]  # fmt: skip
