@@ -23,6 +23,7 @@ from gradscope.objective.equations import (
     check_known,
     grpo_advantages,
     policy_loss,
+    scale_rewards,
     token_weight_parts,
 )
 from gradscope.objective.step_rule import StepRule
@@ -92,8 +93,8 @@ def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor
         raise InputError("weights need advantages or rewards, and the batch has neither; add one to the rollouts")
     if batch.group_reward_means is None or batch.group_reward_stds is None:
         return batch.spread_over_tokens(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
-    centred, std = batch.rewards.double() - batch.group_reward_means, batch.group_reward_stds
-    return batch.spread_over_tokens(torch.where(std == 0, 0.0, centred / (std + eps)).to(batch.rewards.dtype))
+    known = batch.group_reward_means, batch.group_reward_stds
+    return batch.spread_over_tokens(scale_rewards(batch.rewards, *known, eps=eps))
 
 
 def check_advantages(batch: TokenBatch) -> None:

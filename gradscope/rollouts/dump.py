@@ -46,6 +46,7 @@ from gradscope.rollouts.formats.values import (
     parse_response,
     parse_reward,
 )
+from gradscope.rollouts.group_rewards import group_moments
 from gradscope.rollouts.restarts import Passes, Visit, note_twice
 from gradscope.runs import counted
 
@@ -450,9 +451,16 @@ class _Reading:
         rule = self._form.keeps_single_rewards
         if not any(here[g] and (len(own) != here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
             return
-        told = {group: _mean_and_std(own, rule) for group, own in rewards.items() if own}
+        counted_in = [group for group, own in rewards.items() for _ in own]
+        values = torch.tensor([reward for own in rewards.values() for reward in own], dtype=torch.float32)
+        means, stds = (moment.tolist() for moment in group_moments(values, torch.tensor(counted_in, dtype=torch.long)))
+        moments = dict(zip(counted_in, zip(means, stds, strict=True), strict=True))
+        if rule:  # the trainer keeps a group's single reward as it is
+            moments |= {group: (0.0, 1.0) for group, own in rewards.items() if len(own) == 1}
         self.responses = [
-            replace(r, group_reward_mean=told[r.group][0], group_reward_std=told[r.group][1]) if r.group in told else r
+            replace(r, group_reward_mean=moments[r.group][0], group_reward_std=moments[r.group][1])
+            if r.group in moments
+            else r
             for r in self.responses
         ]
 
@@ -488,16 +496,6 @@ class _Reading:
         told = [(reason, self._unfit.get(reason)) for reason in self._left_out]
         named = {reason: f"{reason} (first: {error})" if error else reason for reason, error in told}
         return [f"{n} of {total} rows left out: {named[reason]}" for reason, n in self._left_out.items()]
-
-
-def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:
-    """Return mean and sample standard deviation (n − 1); 0 and 1 for one reward that the trainer keeps as it is."""
-    values = np.array(rewards, dtype=np.float32).astype(np.float64)  # rounded as in the batch
-    if len(values) == 1 and keeps_single:
-        return 0.0, 1.0
-    if (values == values[0]).all():
-        return float(values[0]), 0.0
-    return float(values.mean()), float(values.std(ddof=1))
 
 
 def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
