@@ -20,7 +20,6 @@ from gradscope.objective.equations import (
     TokenWeights,
     check_clipping,
     check_estimator,
-    check_known,
     grpo_advantages,
     policy_loss,
     scale_rewards,
@@ -95,12 +94,6 @@ def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor
         return batch.spread_over_tokens(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
     known = batch.group_reward_means, batch.group_reward_stds
     return batch.spread_over_tokens(scale_rewards(batch.rewards, *known, eps=eps))
-
-
-def check_advantages(batch: TokenBatch) -> None:
-    """Raise InputError for an advantage that is NaN on a kept token."""
-    if batch.advantages is not None:
-        check_known(batch.response_mask, advantages=batch.advantages)
 
 
 def fill_unknown(theirs: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
