@@ -22,7 +22,6 @@ from jaxtyping import Bool
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.engine.chunks import ROWS
 from gradscope.gradients.engine.decoder.body import (
     block_bytes,
     kept_bytes,
@@ -32,6 +31,7 @@ from gradscope.gradients.engine.decoder.body import (
     strip_bytes,
 )
 from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
+from gradscope.gradients.engine.grouping import ROWS
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.engine.norms import factor_pays
 from gradscope.gradients.gram import SumsPlan

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from gradscope.gradients.engine.chunks import POSITION_COST
+from gradscope.gradients.engine.grouping import POSITION_COST
 from gradscope.gradients.shared_minutes import Prices
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.objective import LossSettings

@@ -2,7 +2,7 @@
 
 from gradscope.rollouts.batch import LARGEST, Note, Response, TokenBatch, collate
 from gradscope.rollouts.caveats import count_served, own_first, own_responses, served_prompts
-from gradscope.rollouts.checks import check_batch
+from gradscope.rollouts.check_batch import check_batch
 from gradscope.rollouts.dump import Dump, select_checkpoint_step
 from gradscope.rollouts.files import LOSS_KEY, RUN_KEY, list_files, rollouts_hash
 from gradscope.rollouts.formats.base import Column, Format

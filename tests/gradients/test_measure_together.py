@@ -15,7 +15,7 @@ from support.tiers import every
 from transformers.models.llama import modeling_llama
 
 from gradscope.gradients import SequenceTokens, TokenGradientMeter, measuring
-from gradscope.gradients.engine.chunks import MOST_SEQUENCES
+from gradscope.gradients.engine.grouping import MOST_SEQUENCES
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import TokenStatistics

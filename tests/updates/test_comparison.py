@@ -32,8 +32,8 @@ from gradscope.updates import (
     weighting_sentences,
 )
 from gradscope.updates.comparison import noise
-from gradscope.updates.comparison.judge import Judge
 from gradscope.updates.comparison.noise import Products
+from gradscope.updates.comparison.statistics import Judge
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")

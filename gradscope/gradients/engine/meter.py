@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
-from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours, waves
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
+from gradscope.gradients.engine.grouping import Chunk, Limits, Span, group_sequences, neighbours, waves
 from gradscope.gradients.engine.head import Head, HeadPass, logits_at, unit_errors
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import outer_square_norms
