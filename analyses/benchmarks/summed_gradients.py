@@ -25,7 +25,7 @@ from analyses.common.batch_gradients import HELD, by_prompt
 from analyses.common.script import exit_with
 from gradscope.diagnosis.gradients import signal_and_noise
 from gradscope.gradients import Gram, Resources, SumsPlan, TokenJacobian, block_products
-from gradscope.gradients.sketches import BLOCKS, Sketcher
+from gradscope.gradients.operator.sketches import BLOCKS, Sketcher
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy, flat_slices, load_policy

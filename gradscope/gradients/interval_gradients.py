@@ -26,8 +26,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients.gram import Gram, SumsPlan
-from gradscope.gradients.jacobian import TokenJacobian
+from gradscope.gradients.operator.gram import Gram, SumsPlan
+from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages

@@ -29,15 +29,15 @@ from gradscope.gradients import (
     ModelShape,
     TokenGradientMeter,
     attention,
-    cost,
     forward_flops,
     gradient_flops,
     measure,
     measuring,
     plan_batch,
 )
-from gradscope.gradients.cost import Responses, follows_rules, measure_bytes, measure_flops
-from gradscope.gradients.shared_minutes import Shares
+from gradscope.gradients.budget import cost
+from gradscope.gradients.budget.cost import Responses, follows_rules, measure_bytes, measure_flops
+from gradscope.gradients.budget.shared_minutes import Shares
 from gradscope.policy import Policy, find_blocks, outline_policy
 
 FACTOR = 1.25

@@ -189,8 +189,8 @@ def assert_products(found: Gram, vectors: Tensor, pairs: str) -> None:
 
 @pytest.mark.parametrize("shared", [False, True], ids=["block by block", "by the whole graph"])
 def test_sketches_are_those_of_the_whole_vectors(shared):
-    from gradscope.gradients.gram import SEED
-    from gradscope.gradients.sketches import Sketcher
+    from gradscope.gradients.operator.gram import SEED
+    from gradscope.gradients.operator.sketches import Sketcher
 
     policy = make_policy("llama", torch.float64)
     if shared:
@@ -393,7 +393,7 @@ def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way
     batch = make_batch(policy)
     weights = make_weights(batch)
     state = make_metric(policy)
-    monkeypatch.setattr("gradscope.gradients.gram.monotonic", Ticking())
+    monkeypatch.setattr("gradscope.gradients.operator.gram.monotonic", Ticking())
     late = TokenJacobian(policy, batch, Resources(deadline=late)).gram(weights, pairs=pairs, way=way, metric=state)
     assert 1 <= len(late.groups) < len(batch.group_ids.unique())
     some = batch.of_prompts(late.groups)
@@ -423,7 +423,7 @@ def on_a_slowing_machine(monkeypatch, fast: int, deadline: float, **asked: objec
     if asked.pop("in_metric", False):
         asked["metric"] = make_metric(policy)
     with monkeypatch.context() as patch:
-        patch.setattr("gradscope.gradients.gram.monotonic", clock)
+        patch.setattr("gradscope.gradients.operator.gram.monotonic", clock)
         some = TokenJacobian(policy, batch, Resources(deadline=deadline)).gram(weights, **asked)
     end = clock.now
     few = batch.of_prompts(some.groups)

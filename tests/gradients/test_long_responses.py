@@ -14,9 +14,9 @@ from gradscope.gradients import (
     TokenJacobian,
     Vectors,
     attention,
-    graph_memory,
     measuring,
 )
+from gradscope.gradients.budget import graph_memory
 from gradscope.gradients.engine.metric import Metric
 from gradscope.objective import batch_logprobs
 from gradscope.policy import Policy

@@ -474,7 +474,7 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
 
         return call
 
-    monkeypatch.setattr("gradscope.gradients.forward_mode.TANGENTS", 0)  # each derivative by itself
+    monkeypatch.setattr("gradscope.gradients.operator.forward_mode.TANGENTS", 0)  # each derivative by itself
     monkeypatch.setattr(torch.autograd, "grad", counted("backward", torch.autograd.grad))
     handle = case.policy.model.register_forward_hook(lambda *_: counts.update(forward=counts["forward"] + 1))
     weightings = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
