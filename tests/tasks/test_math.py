@@ -131,7 +131,9 @@ def test_an_answer_that_cannot_be_read_is_wrong(answer):
     assert agrees("5.0", ("5",))  # and the next one is read
 
 
-@pytest.mark.parametrize("answer", every(3, ["10^{10^{10}}", r"\binom{100000000}{50000000}", "(" * 2000 + "1" + ")" * 2000]))
+@pytest.mark.parametrize(
+    "answer", every(3, ["10^{10^{10}}", r"\binom{100000000}{50000000}", "(" * 2000 + "1" + ")" * 2000])
+)
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_read(answer, forgetful, monkeypatch):
     monkeypatch.setattr(math_verifier, "SECONDS", 0.3)
     start = time.process_time()

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.processes import Command
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope import load_policy, read_rollouts
 from gradscope.cli import main
@@ -471,7 +472,7 @@ def test_a_sampler_with_other_weights_is_found_out_before_the_first_update(tmp_p
 
 @pytest.mark.parametrize("mini_batch_size", [6, 12])  # with a scoring pass, and scored by the only optimizer step
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("response", [0, -1])
+@pytest.mark.parametrize("response", every(2, [0, -1]))
 def test_a_sampler_without_finite_log_probabilities_is_found_out(
     response, step, mini_batch_size, tmp_path, monkeypatch
 ):
@@ -579,6 +580,7 @@ def test_what_needs_the_old_policys_probabilities_before_the_update_has_one_scor
     assert scored == [SMALL.num_responses]
 
 
+@pytest.mark.all
 def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
     """Every step has new puzzles, for two; analyses/reproduce.py makes the runs that compare methods."""
     config = replace(SMALL, model="embedded-certain", steps=6, questions_per_step=8, group_size=8)
