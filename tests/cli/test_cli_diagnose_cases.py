@@ -109,6 +109,7 @@ def greedy_rows() -> list[dict]:
     return rows
 
 
+@pytest.mark.all
 def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_norms_are_known(diagnosed):
     table, statistics, page = diagnosed(native_rows(), "--tokens-per-interval", "3", "--sample", "stratified")
     known = table[table["param_grad_norm"].notna()]

@@ -8,11 +8,12 @@ import sys
 
 import pytest
 from support.policies import make_policy, make_responses, save_checkpoint
+from support.tiers import every
 
 from gradscope.rollouts import collate, write_rollouts
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+@pytest.mark.parametrize("encoding", every(3, ["ascii", "cp1252", "latin-1"]))
 def test_every_output_is_written(tmp_path, encoding):
     model = save_checkpoint(tmp_path / "checkpoint-1", "llama")
     log = write_rollouts(tmp_path / "r.jsonl", collate(make_responses(make_policy("llama"))))
