@@ -494,6 +494,7 @@ def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path
     assert files(out) == before
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", every(2, ["embedded-certain", "embedded"]))
 def test_the_demo_asks_another_policy_word_problems(run, tmp_path, monkeypatch, name):
     """Policies that write any text, as if they came from elsewhere; only one of them has a template."""

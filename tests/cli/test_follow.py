@@ -166,6 +166,7 @@ def test_stopped_and_started_again_it_goes_on_though_the_checkpoint_is_deleted(c
     assert {*pd.read_csv(out / "data" / "trend.csv")["step"]} == {3, 20}
 
 
+@pytest.mark.all
 def test_checkpoints_that_fail_or_vanish_are_told_once_and_the_following_goes_on(command, writer, tmp_path):
     out, run = tmp_path / "out", writer.run
     writer.rollouts(4)(), writer.whole(3)(), writer.whole(20)()
