@@ -1,4 +1,4 @@
-# make setup | demo | figures | architectures | test | test-fast | test-all | test-lowest | docs | notebooks | vllm | lint | format | clean
+# make setup | demo | figures | architectures | check | test | test-all | test-lowest | docs | notebooks | vllm | lint | format | clean
 # PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install, JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
@@ -18,14 +18,14 @@ USED := gradscope.policy.loading, gradscope.diagnosis.page.contents, gradscope.t
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
-test test-fast test-all demo figures architectures notebooks: export OMP_NUM_THREADS ?= 1
+check test test-all demo figures architectures notebooks: export OMP_NUM_THREADS ?= 1
 # Material says at every build that MkDocs 2 will need another theme.
 export NO_MKDOCS_2_WARNING := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: setup dev demo figures architectures test test-fast test-all test-lowest docs notebooks vllm lint format clean
+.PHONY: setup dev demo figures architectures check test test-all test-lowest docs notebooks vllm lint format clean
 
 # What a user needs; tests, docs and figures add what they need.
 setup: $(STAMP)
@@ -60,11 +60,12 @@ figures: dev
 architectures: dev
 	$(BIN)/python -m analyses.docs.architectures
 
+# The tests that tell most, of every room: a minute and a half on two free cores.
+check: lint
+	$(PYTEST) -m "check and not all"
+
 test: lint
 	$(PYTEST)
-
-test-fast: lint
-	$(PYTEST) -m "not slow and not all"
 
 # What is too dear for every change; CONTRIBUTING.md lists it.
 test-all: lint $(VLLM_STAMP)
@@ -77,7 +78,7 @@ test-lowest:
 	$(PYTHON) -m venv .venv-lowest
 	$(PYTHON) .ci/lowest.py > .venv-lowest/pins.txt
 	.venv-lowest/bin/python -m pip install $(PIP_ARGS) --only-binary :all: --requirement .venv-lowest/pins.txt
-	.venv-lowest/bin/python -m pytest -m "not slow and not all" -W ignore::DeprecationWarning \
+	.venv-lowest/bin/python -m pytest -m "not all" -W ignore::DeprecationWarning \
 	    -W ignore::UserWarning:torch.profiler.profiler \
 	    --deselect tests/tasks/test_math.py::test_grading_is_silent_and_leaves_nothing_running tests
 

@@ -29,7 +29,7 @@ from gradscope.errors import InputError, first_line
 SCRIPTS = (
     *("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7_8", "fig9_10", "fig11_12"),
     *("table1", "tables2_4", "words", "table6"),
-    *("decision", "controls", "sharpening", "over_training", "dominance_adamw", "drivers", "proxies", "influence"),
+    *("decision", "controls", "sharpening", "over_training", "dominance_adamw", "drivers", "proxies"),
     *("base_policy", "kinds", "batch_sizes", "layer_constants", "cost_growth"),
     *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )

@@ -67,23 +67,33 @@ def data_folder() -> Path:
     return folder
 
 
-SLOW = """
-    test_memory_budget test_train test_reproduce test_notebooks test_distributed test_cli
-    test_cli_diagnose_processes test_trl test_trl_methods
-    test_measure_together
-    test_planted_faults test_shapes test_influence test_plots test_diagnosis test_diagnosis_numbers test_token_sample
-    test_contradictions
-    test_update_scripts test_figures test_cli_diagnose test_report_browser test_trl_end_to_end
-    test_measure_processes test_real_size
+DEAREST = """
+    test_train test_contradictions test_audit test_comparison test_loading test_cli test_cli_diagnose test_trl test_math
+    test_token_sample test_contributions test_distributed test_output_encodings test_diagnosis test_diagnosis_numbers
+    test_paper_repro test_influence test_figures test_follow test_architectures test_memory_budget test_trl_methods
 """.split()  # noqa: SIM905
-"""Files of the dearest tests, the dearest first: they begin, and `make test-fast` leaves them out."""
+"""Files that take longest, which begin: a process that ends with one of them would keep the others waiting."""
+
+CHECK = """
+    test_house test_imports test_intervals test_repository
+    test_objective test_batch_loss test_logprobs test_step_rule test_weightings test_steps
+    test_knights_knaves test_word_problems test_models test_rewind test_module_groups
+    test_batch test_logs_as_written test_reading_rules test_which_format test_readers_agreement
+    test_rules test_decoder_rules test_hooks test_jacobian test_group_gradients test_token_table
+    test_theory test_drivers test_gains test_sampling
+    test_algorithm test_train_config test_checkpoints
+    test_directions test_make_update test_updates
+    test_run_folder test_journal test_contrasts test_kept_tables
+    test_improbable test_summary test_help test_leading test_cli_compare
+""".split()  # noqa: SIM905
+"""Files of `make check`: of every room those that tell most in little time."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.stem in SLOW:
-            item.add_marker("slow")
-    items.sort(key=lambda item: SLOW.index(item.path.stem) if item.path.stem in SLOW else len(SLOW))
+        if item.path.stem in CHECK:
+            item.add_marker("check")
+    items.sort(key=lambda item: DEAREST.index(item.path.stem) if item.path.stem in DEAREST else len(DEAREST))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

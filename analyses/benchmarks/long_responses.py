@@ -36,8 +36,8 @@ from gradscope.gradients import (
     attention,
     forward_flops,
     gradient_flops,
-    graph_memory,
 )
+from gradscope.gradients.budget import graph_memory
 from gradscope.plots import finish, new_panels, paper_style, save_figure
 from gradscope.rollouts import Response, collate
 

@@ -21,7 +21,7 @@ STAGES = {
     "gradscope.cli.measure:load_quietly": "loading",
     "gradscope.rollouts:read_dump": "reading",
     "gradscope.cli.measure:Measure._key": "hashing",
-    "gradscope.gradients.jacobian:TokenGradientMeter.__init__": "structure",
+    "gradscope.gradients.operator.jacobian:TokenGradientMeter.__init__": "structure",
     "gradscope.gradients.table:find_statistics": "statistics",
     "gradscope.gradients.table:check_engine": "self-check",
     "gradscope.gradients.table:TableMeasurement.measure_responses": "tokens",

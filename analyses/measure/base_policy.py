@@ -17,14 +17,14 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-import torch
 from tqdm import tqdm
 
 from analyses.common.experiments import configure
 from analyses.common.in_training import PLACE
 from analyses.common.measurements import keep, part
+from analyses.common.several_batches import mean_gradients
 from gradscope import load_policy, measure as measure_tokens
-from gradscope.gradients import LAYER, LOGITS, PARAMETERS, interval_gradients_over
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
@@ -53,11 +53,11 @@ def measure(
         settings = {"tokens_per_interval": tokens_per_interval, "seed": seed, "sample": "stratified"}
         frame = part(out, f"tokens-{seed}", partial(measure_tokens, policy, batch, **settings))
         frames.append(frame.assign(group=frame["group"] + seed * questions, batch=seed))
-    gradients = interval_gradients_over(policy, samples, generator=torch.Generator().manual_seed(0))
+    gradients, cosines = mean_gradients(policy, samples)
     tables = {
         "tokens.parquet": slim(pd.concat(frames, ignore_index=True)),
-        "gradients.csv": gradients.table,
-        "cosines.csv": gradients.cosines,
+        "gradients.csv": gradients,
+        "cosines.csv": cosines,
     }
     facts = {"batches": batches, "questions": questions, "responses": responses, "temperature": TEMPERATURE}
     keep(out, tables, **facts, tokens_per_interval=tokens_per_interval, vocab_size=policy.vocab_size)

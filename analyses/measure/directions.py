@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from analyses.common.in_training import FRESH, Moment, moments
 from analyses.common.measurements import keep, part
+from analyses.common.net_weights import net_weights
 from gradscope.updates import (
     SGD,
     apply_updates,
     make_update,
     movement_table,
-    net_weights,
     right_direction_shares,
 )
 

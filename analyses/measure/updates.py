@@ -21,7 +21,8 @@ from tqdm import tqdm
 
 from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
-from gradscope.gradients import Resources, interval_gradients_over
+from analyses.common.several_batches import mean_gradients
+from gradscope.gradients import Resources
 from gradscope.updates import SGD, apply_updates, movement_summary, movement_table, similarity
 
 OUTSIDE = {"only-0": 0, "only-3": 3}
@@ -47,14 +48,14 @@ def measure(out: Path, *, scale: str = "cpu", run: Path | None = None, batches: 
             keywords["resources"] = moment.resources
             move = partial(apply_updates, moment.policy, batch, list(UPDATES), **keywords)
             moved[name].append(part(out, f"{name}-{number}", lambda move=move: movement_table(move())))
-    own = {"loss": moment.config.loss, "resources": Resources(micro_batch=size)}
-    gradients = interval_gradients_over(moment.policy, samples, **own)
+    resources = Resources(micro_batch=size)
+    gradients, _ = mean_gradients(moment.policy, samples, loss=moment.config.loss, resources=resources)
     tokens = pool(moved["sgd"])
     tables = {
         "tokens.parquet": slim(tokens),
         "similarity.csv": pd.concat([compare(pool(own)).assign(optimizer=name) for name, own in moved.items()]),
         "movements.csv": summarize(tokens),
-        "gradients.csv": gradients.table,
+        "gradients.csv": gradients,
     }
     keep(out, tables, step=moment.step, batches=batches, questions=questions, responses=8)
 

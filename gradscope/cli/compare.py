@@ -12,7 +12,6 @@ import torch
 import tyro
 
 from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags
-from gradscope.cli.manifest import own_weightings
 from gradscope.cli.measure import MeasuredRun, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import supply_of
@@ -21,7 +20,7 @@ from gradscope.gradients import DEFAULT_MINUTES, MeasureSettings, SumsPlan, plan
 from gradscope.objective import COMPARED, make_weighting, spell_out
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.rollouts import TokenBatch, own_first
-from gradscope.runs import plain_json, write_parquet, write_text
+from gradscope.runs import file_hash, plain_json, write_parquet, write_text
 from gradscope.updates import SGD, ComparisonSettings, compare, compare_cost, describe, distinct_rows
 
 TABLE, BY_INTERVAL, WEIGHTS, SUMMARY = "compare.csv", "by_interval.csv", "weights.parquet", "summary.txt"
@@ -117,7 +116,9 @@ class Compare(ReadingFlags, MeasuredPolicyFlags):
         state = self._find_state(measured)
         asked = {
             "weightings": self.weightings,
-            "files": own_weightings(self.weightings),
+            "files": [
+                file_hash(Path(f"{file}.py")) for name in self.weightings if (file := name.rpartition(".py:")[0])
+            ],
             "take_steps": self.take_steps,
             "aggregation": self.aggregation,
             "loss": asdict(measured.settings.loss),

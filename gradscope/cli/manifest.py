@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,7 @@ import pandas as pd
 from gradscope.errors import InputError
 from gradscope.gradients import describe_reread
 from gradscope.rollouts import READER, Dump
-from gradscope.runs import RunFolder, file_hash
-
-
-def own_weightings(methods: Iterable[str]) -> list[str]:
-    """Hash the users' files among weightings, FILE.py:NAME[:key=value,…]."""
-    return [file_hash(Path(method.rpartition(".py:")[0] + ".py")) for method in methods if ".py:" in method]
+from gradscope.runs import RunFolder
 
 
 def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:

@@ -1,5 +1,15 @@
 """Token gradients: the token Jacobian, exact norms in a table, summed gradients by interval and prompt, their cost."""
 
+from gradscope.gradients.budget.cost import (
+    ModelShape,
+    Plan,
+    forward_flops,
+    gradient_flops,
+    plan_batch,
+    plan_sums,
+)
+from gradscope.gradients.budget.shared_minutes import AFTER
+from gradscope.gradients.budget.timed_rounds import Stopwatch, describe_seconds
 from gradscope.gradients.columns import (
     ADAMW,
     LAYER,
@@ -10,36 +20,25 @@ from gradscope.gradients.columns import (
     refuse_other_loss,
     statistics_of,
 )
-from gradscope.gradients.contributions import Contributions, GroupSignals
-from gradscope.gradients.cost import (
-    ModelShape,
-    Plan,
-    forward_flops,
-    gradient_flops,
-    plan_batch,
-    plan_sums,
-)
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.engine.stack import SequenceTokens
-from gradscope.gradients.forward_mode import (
+from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
+from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, sum_intervals
+from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
+from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_folder, measure_into, read_table
+from gradscope.gradients.operator.contributions import Contributions, GroupSignals
+from gradscope.gradients.operator.forward_mode import (
     BACKWARD,
     FORWARD_MODE,
     Derivative,
     refuse_narrow_arithmetic,
     refuse_narrow_weights,
 )
-from gradscope.gradients.gram import Gram, SumsPlan, Way, block_products, largest_share
-from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
-from gradscope.gradients.interval_gradients import (
-    IntervalGradients,
-    interval_gradients,
-    interval_gradients_over,
-    sum_intervals,
-)
-from gradscope.gradients.jacobian import TokenJacobian
-from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
-from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_folder, measure_into, read_table
+from gradscope.gradients.operator.gram import Gram, SumsPlan, Way, block_products, largest_share
+from gradscope.gradients.operator.jacobian import TokenJacobian
+from gradscope.gradients.operator.sketches import Sketcher
+from gradscope.gradients.operator.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 from gradscope.gradients.resources import Resources, latest_end
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,
@@ -51,11 +50,7 @@ from gradscope.gradients.sample import (
     weighted_quantiles,
 )
 from gradscope.gradients.settings import DEFAULT_MINUTES, MeasureSettings, check_settings, settle_minutes
-from gradscope.gradients.shared_minutes import AFTER
-from gradscope.gradients.sketches import Sketcher
 from gradscope.gradients.table import TableMeasurement
-from gradscope.gradients.timed_rounds import Stopwatch, describe_seconds
-from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 
 __all__ = [
     "ADAMW", "AFTER", "BACKWARD", "DEFAULT_MINUTES", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
@@ -64,7 +59,7 @@ __all__ = [
     "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors",
     "Way", "block_products", "capture_activations", "capture_gradients", "check_engine", "check_settings",
     "describe_reread", "describe_seconds", "fill_table", "first_tensor", "forward_flops", "forward_hooks",
-    "gradient_flops", "inner_products", "interval_gradients", "interval_gradients_over", "largest_share", "latest_end",
+    "gradient_flops", "inner_products", "interval_gradients", "largest_share", "latest_end",
     "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums", "read_table",
     "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "refuse_other_loss",
     "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",

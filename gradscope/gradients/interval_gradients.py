@@ -15,7 +15,7 @@ adds a vector and a second pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,12 +26,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.gradients.gram import Gram, SumsPlan
-from gradscope.gradients.jacobian import TokenJacobian
+from gradscope.gradients.operator.gram import Gram, SumsPlan
+from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
 from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages
-from gradscope.policy import AdamWState, Policy, PolicyLike
+from gradscope.policy import AdamWState, PolicyLike
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import counted
 
@@ -141,39 +141,6 @@ def sum_intervals(
     return replace(result, adamw_table=table, adamw_cosines=cosines)
 
 
-def interval_gradients_over(
-    policy: Policy,
-    batches: Iterable[TokenBatch],
-    *,
-    loss: LossSettings = PAPER,
-    edges: Sequence[Number] = EDGES,
-    generator: torch.Generator | None = None,
-    optimizer_state: AdamWState | None = None,
-    resources: Resources | None = None,
-) -> IntervalGradients:
-    """Average `interval_gradients` over several batches, with standard deviations (n − 1) in columns `norm_sd`, ….
-
-    Arguments are those of `interval_gradients`; all batches use the same optimizer state.
-    Means and deviations are over the batches where the number is defined; `batches` counts those with tokens in
-    the interval, num_tokens adds up, and signal_to_noise is mean signal over mean noise.
-    """
-    settings = {"loss": loss, "edges": edges, "optimizer_state": optimizer_state, "resources": resources}
-    settings["generator"] = generator or torch.Generator().manual_seed(0)
-    results = [interval_gradients(policy, batch, **settings) for batch in batches]
-    if len({result.plan.sketch_size is None for result in results}) == 2:
-        raise InputError(
-            "some batches' gradients fit into memory whole and others do not; change --gradient-memory"
-        )
-    if not results:
-        raise InputError("no batch to measure; give at least one")
-    means = {}
-    for name in ("table", "cosines", "adamw_table", "adamw_cosines"):
-        if getattr(results[0], name) is not None:
-            mean = _mean_table if "table" in name else _mean_matrix
-            means[name] = mean([getattr(result, name) for result in results])
-    return replace(results[0], num_prompts=sum(result.num_prompts for result in results), **means)
-
-
 def _slopes(
     J: TokenJacobian, settings: LossSettings, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float]
 ) -> tuple[Float[Tensor, " K"], Int[Tensor, " K"]]:
@@ -236,20 +203,6 @@ def _statistics(
     columns = {name: np.where(counts > 0, values, np.nan) for name, values in columns.items()}
     names = {"interval": [*range(size), "all"], "label": [*interval_labels(edges), "all"], "num_tokens": counts}
     return pd.DataFrame(names | columns), pd.DataFrame(cosines[:-1, :-1])
-
-
-def _mean_table(tables: list[pd.DataFrame]) -> pd.DataFrame:
-    names = tables[0][["interval", "label"]]
-    numbers = {c: pd.concat([t[c] for t in tables], axis=1) for c in tables[0].columns.drop(["interval", "label"])}
-    out = names.assign(batches=numbers["norm"].count(axis=1), num_tokens=numbers.pop("num_tokens").sum(axis=1))
-    del numbers["signal_to_noise"]
-    for column, values in numbers.items():
-        out[column], out[f"{column}_sd"] = values.mean(axis=1), values.std(axis=1)
-    return out.assign(signal_to_noise=out["signal"] / out["noise"])
-
-
-def _mean_matrix(matrices: list[pd.DataFrame]) -> pd.DataFrame:
-    return pd.DataFrame(np.ma.masked_invalid(np.stack(matrices)).mean(0).filled(np.nan))
 
 
 def _check(batch: TokenBatch, intervals: Int[Tensor, "B S"] | None, edges: Sequence[float]) -> None:

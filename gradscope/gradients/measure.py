@@ -23,13 +23,13 @@ from pyarrow import parquet
 from torch import Tensor
 
 from gradscope.errors import InputError, checked, make_settings
+from gradscope.gradients.budget.timed_rounds import Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.gradients.columns import LOGITS, PARAMETERS
 from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
 from gradscope.gradients.settings import BUDGET, DEFAULT_MINUTES, EACH_PROMPT, MeasureKeywords, MeasureSettings
 from gradscope.gradients.table import TableMeasurement, join_responses
-from gradscope.gradients.timed_rounds import Round, Stopwatch, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.gradients.columns import describe_tokens, refuse_infinite_weights
-from gradscope.gradients.engine.chunks import POSITION_COST
+from gradscope.gradients.engine.grouping import POSITION_COST
 from gradscope.gradients.logged_logprobs import refuse_foreign_logprobs
 from gradscope.intervals import assign_intervals
 from gradscope.objective import LossSettings, TokenStatistics

@@ -19,6 +19,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.gradients.budget.pilot import glance, run_pilot
+from gradscope.gradients.budget.shared_minutes import AFTER, Prices, Shares, share_seconds
+from gradscope.gradients.budget.timed_rounds import Stopwatch
 from gradscope.gradients.checked_tokens import choose_checked
 from gradscope.gradients.columns import (
     ADAMW,
@@ -31,11 +34,10 @@ from gradscope.gradients.columns import (
 )
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
-from gradscope.gradients.forward_mode import BACKWARD
-from gradscope.gradients.gram import SumsPlan
-from gradscope.gradients.jacobian import TokenJacobian
 from gradscope.gradients.logged_logprobs import note_logged
-from gradscope.gradients.pilot import glance, run_pilot
+from gradscope.gradients.operator.forward_mode import BACKWARD
+from gradscope.gradients.operator.gram import SumsPlan
+from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.settings import (
@@ -47,9 +49,7 @@ from gradscope.gradients.settings import (
     settle_minutes,
     settle_sample,
 )
-from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seconds
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
-from gradscope.gradients.timed_rounds import Stopwatch
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, module_groups, square_norm
 from gradscope.resampling import FEWEST

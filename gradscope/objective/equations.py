@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
+from gradscope.rollouts import group_moments
 
 Number = int | float
 Advantages = Float[Tensor, " B"] | Float[Tensor, "B T"]
@@ -31,16 +32,14 @@ def grpo_advantages(rewards: Rewards, group_ids: Int[Tensor, " B"], *, eps: Numb
     tensor([ 0.7071, -0.7071,  0.0000])
     """
     _refuse_nonfinite(rewards, "rewards")
-    _, group = group_ids.unique(return_inverse=True)
-    exact = rewards.double()  # so that the rewards' own dtype rounds only once, at the end
-    count = torch.bincount(group).double()
-    mean = torch.zeros_like(count).index_add_(0, group, exact) / count
-    centred = exact - mean[group]
-    variance = torch.zeros_like(count).index_add_(0, group, centred.square()) / (count - 1).clamp_(min=1)
-    highest = torch.zeros_like(count).scatter_reduce_(0, group, exact, "amax", include_self=False)
-    lowest = torch.zeros_like(count).scatter_reduce_(0, group, exact, "amin", include_self=False)
-    # The mean of equal numbers can be off by rounding: return 0 rather than rounding / eps.
-    advantages = torch.where((highest == lowest)[group], 0.0, centred / (variance.sqrt() + eps)[group])
+    return scale_rewards(rewards, *group_moments(rewards, group_ids), eps=eps)
+
+
+def scale_rewards(
+    rewards: Rewards, means: Float[Tensor, " B"], stds: Float[Tensor, " B"], *, eps: Number
+) -> Float[Tensor, " B"]:
+    """Compute (R − mean) / (standard deviation + eps) for known moments of each response's group; 0 where that is 0."""
+    advantages = torch.where(stds == 0, 0.0, (rewards.double() - means) / (stds + eps))
     return advantages.to(_float_dtype(rewards))
 
 

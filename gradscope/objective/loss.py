@@ -20,9 +20,9 @@ from gradscope.objective.equations import (
     TokenWeights,
     check_clipping,
     check_estimator,
-    check_known,
     grpo_advantages,
     policy_loss,
+    scale_rewards,
     token_weight_parts,
 )
 from gradscope.objective.step_rule import StepRule
@@ -92,14 +92,8 @@ def resolve_advantages(batch: TokenBatch, *, eps: Number = 1e-6) -> Float[Tensor
         raise InputError("weights need advantages or rewards, and the batch has neither; add one to the rollouts")
     if batch.group_reward_means is None or batch.group_reward_stds is None:
         return batch.spread_over_tokens(grpo_advantages(batch.rewards, batch.group_ids, eps=eps))
-    centred, std = batch.rewards.double() - batch.group_reward_means, batch.group_reward_stds
-    return batch.spread_over_tokens(torch.where(std == 0, 0.0, centred / (std + eps)).to(batch.rewards.dtype))
-
-
-def check_advantages(batch: TokenBatch) -> None:
-    """Raise InputError for an advantage that is NaN on a kept token."""
-    if batch.advantages is not None:
-        check_known(batch.response_mask, advantages=batch.advantages)
+    known = batch.group_reward_means, batch.group_reward_stds
+    return batch.spread_over_tokens(scale_rewards(batch.rewards, *known, eps=eps))
 
 
 def fill_unknown(theirs: Float[Tensor, "B S"] | None, logprobs: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:

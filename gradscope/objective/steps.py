@@ -25,12 +25,12 @@ from gradscope.objective.batch_logprobs import (
     micro_batches,
     scored_loss_logprobs,
 )
+from gradscope.objective.equations import check_known
 from gradscope.objective.logprobs import TokenStatistics
 from gradscope.objective.loss import (
     LossSettings,
     batch_loss,
     batch_weights,
-    check_advantages,
     fill_unknown,
     weigh_step,
 )
@@ -96,11 +96,6 @@ class StepResult:
     def empty(cls, part: StepTokens) -> StepResult:
         """Return the result of a step without tokens."""
         return cls(part.name, "empty", 0.0, math.nan, math.nan, 0, 0, 0, 0)
-
-
-def whole_steps(batch: TokenBatch, mini_batch_size: int) -> list[StepTokens]:
-    """Make one step per mini-batch of consecutive responses."""
-    return [StepTokens("all", part, part.num_tokens) for part in batch.micro_batches(mini_batch_size)]
 
 
 def split_steps(
@@ -206,8 +201,9 @@ class Updater:
         Each micro-batch's loss has the whole mini-batch's denominator, so that they add up. weighted: the advantages
         are already the tokens' weights. score: also return the statistics of the tokens.
         """
-        if not weighted:
-            check_advantages(part.batch)  # once, on the CPU: the losses do not check for NaN
+        if not weighted and part.batch.advantages is not None:
+            # Once, on the CPU: the losses do not check for NaN.
+            check_known(part.batch.response_mask, advantages=part.batch.advantages)
         cut = micro_batches(part.batch, self.micro_batch_size, by_group=can_pack(self.model))
         pieces = self.processes.deal(cut, empty_piece(part.batch))
         totals, found = [torch.zeros(4, device=self.device)], []

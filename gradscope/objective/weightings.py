@@ -21,9 +21,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 from jaxtyping import Bool
+from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.objective.equations import kl_slope, lopti_split
+from gradscope.objective.equations import kl_slope
 from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Number, Tokens, Weighting, Weights, within
 from gradscope.runs import run_file
@@ -110,10 +111,11 @@ class RandomSplit(Weighting):
         return StepRule(lopti_eta=self.eta, control="random-split")
 
     def factors(self, tokens: Tokens) -> dict[str, Weights]:
-        old = torch.from_numpy(tokens.old)[None]
-        low = lopti_split(old, torch.ones_like(old, dtype=torch.bool), eta=self.eta)[0][0].numpy()
-        low = np.random.default_rng(self.seed).permutation(low)
-        return {name: np.where(chosen, tokens.plain, 0.0) for name, chosen in (("low", low), ("high", ~low))}
+        steps = self.rule.drawn_groups(*_one_batch(tokens, self.seed))
+        return {
+            name: np.where(chosen[0].numpy(), tokens.plain, 0.0)
+            for name, (_, chosen) in zip(("low", "high"), steps, strict=True)
+        }
 
 
 @dataclass(frozen=True)
@@ -129,9 +131,7 @@ class PermutedWeights(Weighting):
         return StepRule(reweight_alpha=self.alpha, control="permuted-weights")
 
     def factors(self, tokens: Tokens) -> Weights:
-        old = torch.from_numpy(tokens.old)[None]
-        factors = StepRule(reweight_alpha=self.alpha).advantages(torch.ones_like(old), old)[0].numpy()
-        return np.random.default_rng(self.seed).permutation(factors) * tokens.plain
+        return self.rule.permuted_factors(*_one_batch(tokens, self.seed))[0].numpy() * tokens.plain
 
 
 @dataclass(frozen=True)
@@ -630,6 +630,12 @@ class KL(Weighting):
         logprob, reference = torch.from_numpy(tokens["logprob"]), torch.from_numpy(tokens.reference)
         slope = kl_slope(logprob, reference, f"k{self.k}").numpy()
         return tokens.plain - self.beta * np.where(np.isnan(tokens.reference), 0.0, slope)
+
+
+def _one_batch(tokens: Tokens, seed: int) -> tuple[Tensor, Tensor, int, torch.Generator]:
+    """Return the tokens as a mini-batch of one row, as `StepRule` draws its controls."""
+    old = torch.from_numpy(tokens.old)[None]
+    return old, torch.ones_like(old, dtype=torch.bool), 1, torch.Generator().manual_seed(seed)
 
 
 def _truncate(log_ratio: Weights, low: Number, high: Number) -> Weights:

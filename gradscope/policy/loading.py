@@ -102,9 +102,8 @@ def load_policy(
 
     Raises:
         InputError: The folder lacks a configuration or weights, weights do not fill the model, the architecture is not
-            a
-            causal language model (or cannot be upcast), the tokenizer does not round-trip text, the adapter's base is
-            not found, or a device map offloads parameters.
+            a causal language model (or cannot be upcast), the tokenizer does not round-trip text, the adapter's base
+            is not found, or a device map offloads parameters.
     """
     folder = Path(find_checkpoint(str(path)))
     if params not in ("all", "adapter"):

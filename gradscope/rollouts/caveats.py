@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.rollouts.batch import Note, TokenBatch
+from gradscope.rollouts.group_rewards import group_moments
 from gradscope.runs import counted
 
 CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
@@ -98,11 +99,7 @@ def _is_flat(batch: TokenBatch, group: Int[Tensor, " B"]) -> Bool[Tensor, " B"]:
     """Return whether all rewards of each response's group are equal. group: index of its group."""
     if batch.group_reward_stds is not None:
         return batch.group_reward_stds == 0
-    least = torch.full((int(group.max()) + 1,), math.nan)
-    highest, lowest = (
-        least.scatter_reduce(0, group, batch.rewards, way, include_self=False) for way in ("amax", "amin")
-    )
-    return (highest == lowest)[group]
+    return group_moments(batch.rewards, group)[1] == 0
 
 
 def _describe_groups(batch: TokenBatch) -> list[Note]:

@@ -1,4 +1,4 @@
-"""The contents of a trainer's log: the batch, columns that only logs have, agreement of ids and text, notes."""
+"""The contents of a trainer's log: the batch, columns that only logs have, notes."""
 
 from __future__ import annotations
 
@@ -46,58 +46,10 @@ from gradscope.rollouts.formats.values import (
     parse_response,
     parse_reward,
 )
+from gradscope.rollouts.group_rewards import group_moments
 from gradscope.rollouts.restarts import Passes, Visit, note_twice
+from gradscope.rollouts.text_agreement import Agreement
 from gradscope.runs import counted
-
-LOOKED_AT = 8
-"""Rows whose text is compared with their ids; a foreign tokenizer shows in the first one."""
-
-
-@dataclass
-class Agreement:
-    """Comparison of ids and text in the first rows that have both."""
-
-    policy: Policy | None
-    """Without a policy or its tokenizer, nothing is compared."""
-    compared: int = 0
-    differing: int = 0
-    first: str = ""
-    """Description of the first row that differs."""
-
-    def take(self, row: Row, response_ids: list[int]) -> None:
-        """Compare the row if it has both and is among the first."""
-        text = row.columns.get("response") if "response_ids" in row.columns else None
-        tokenizer = None if self.policy is None else self.policy.tokenizer
-        if tokenizer is None or self.compared == LOOKED_AT or not isinstance(text, str):
-            return
-        decoded, special = tokenizer.decode(response_ids), tokenizer.all_special_tokens
-        given, found = (_strip(words, special) for words in (text, decoded))
-        if not given or not found:
-            return  # empty, or only special tokens, which shows nothing
-        self.compared += 1
-        if given in found or found in given:  # one may be cut off, as by a stop word
-            return
-        self.differing += 1
-        self.first = self.first or (
-            f"{row.place}: this checkpoint's tokenizer decodes `{row.label('response_ids')}` as {show(decoded)}, but "
-            f"`{row.label('response')}` is {show(text)}"
-        )
-
-    def check(self) -> None:
-        """Raise InputError if most of the rows differ. A few may, since detokenized text is often cleaned up."""
-        if 2 * self.differing > self.compared:
-            raise InputError(
-                f"{self.first}; likewise in {self.differing} of the first {self.compared} rows with both; give the "
-                "checkpoint that sampled them, or leave the text out"
-            )
-
-
-def _strip(text: str, special: list[str]) -> str:
-    """Strip special tokens, broken characters and blanks, which decoders clean up."""
-    for token in sorted(special, key=len, reverse=True):
-        text = text.replace(token, "")
-    return "".join(text.replace("\ufffd", "").split())
-
 
 ALL_OR_NONE = (
     *("group", "temperature", "step", "group_reward_mean", "group_reward_std"),
@@ -450,9 +402,16 @@ class _Reading:
         rule = self._form.keeps_single_rewards
         if not any(here[g] and (len(own) != here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
             return
-        told = {group: _mean_and_std(own, rule) for group, own in rewards.items() if own}
+        counted_in = [group for group, own in rewards.items() for _ in own]
+        values = torch.tensor([reward for own in rewards.values() for reward in own], dtype=torch.float32)
+        means, stds = (moment.tolist() for moment in group_moments(values, torch.tensor(counted_in, dtype=torch.long)))
+        moments = dict(zip(counted_in, zip(means, stds, strict=True), strict=True))
+        if rule:  # the trainer keeps a group's single reward as it is
+            moments |= {group: (0.0, 1.0) for group, own in rewards.items() if len(own) == 1}
         self.responses = [
-            replace(r, group_reward_mean=told[r.group][0], group_reward_std=told[r.group][1]) if r.group in told else r
+            replace(r, group_reward_mean=moments[r.group][0], group_reward_std=moments[r.group][1])
+            if r.group in moments
+            else r
             for r in self.responses
         ]
 
@@ -488,16 +447,6 @@ class _Reading:
         told = [(reason, self._unfit.get(reason)) for reason in self._left_out]
         named = {reason: f"{reason} (first: {error})" if error else reason for reason, error in told}
         return [f"{n} of {total} rows left out: {named[reason]}" for reason, n in self._left_out.items()]
-
-
-def _mean_and_std(rewards: Sequence[float], keeps_single: bool) -> tuple[float, float]:
-    """Return mean and sample standard deviation (n − 1); 0 and 1 for one reward that the trainer keeps as it is."""
-    values = np.array(rewards, dtype=np.float32).astype(np.float64)  # rounded as in the batch
-    if len(values) == 1 and keeps_single:
-        return 0.0, 1.0
-    if (values == values[0]).all():
-        return float(values[0]), 0.0
-    return float(values.mean()), float(values.std(ddof=1))
 
 
 def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:

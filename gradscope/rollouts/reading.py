@@ -11,7 +11,7 @@ from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import Note, TokenBatch
 from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
-from gradscope.rollouts.checks import check_batch
+from gradscope.rollouts.check_batch import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run
 from gradscope.rollouts.formats.areal import AREAL

@@ -1,12 +1,9 @@
-"""The wording of Knights & Knaves: claims, the data set's quiz and a compact text, with their parsers."""
+"""The wording of Knights & Knaves: claims, the data set's quiz and a compact text."""
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Sequence
-
-from gradscope.errors import InputError
 
 Statement = tuple
 """("telling-truth", person), ("lying", person), ("not", atom), or (connective, atom, atom) with and, or, ->, <=>."""
@@ -59,29 +56,6 @@ def claim_text(statement: Statement, names: Sequence[str]) -> str:
         kind, person = statement[1]
         return f"{names[person]} {_NOT_WORDS[kind]}"
     return _CONNECTIVES[operator].format(*(claim_text(part, names) for part in statement[1:]))
-
-
-def parse_claim(text: str, names: Sequence[str]) -> Statement:
-    """Parse a claim worded by `claim_text`.
-
-    >>> parse_claim("Zoey is not a knave", ["Zoey", "Oliver"])
-    ('not', ('lying', 0))
-    """
-    for operator, pattern in (("->", "If (.+) then (.+)"), ("<=>", "(.+) if and only if (.+)")):
-        if match := re.fullmatch(pattern, text):
-            return (operator, *(_parse_simple(part, names) for part in match.groups()))
-    for operator in ("and", "or"):
-        if len(parts := text.split(f" {operator} ")) == 2:
-            return (operator, *(_parse_simple(part, names) for part in parts))
-    return _parse_simple(text, names)
-
-
-def _parse_simple(text: str, names: Sequence[str]) -> Statement:
-    match = re.fullmatch(r"(\w+) is (not )?a (knight|knave)", text)
-    if match is None or match[1] not in names:
-        raise InputError(f"{text!r} is not a claim about one of {', '.join(names)}; wanted 'NAME is (not) a knight'")
-    atom = ("telling-truth" if match[3] == "knight" else "lying", list(names).index(match[1]))
-    return ("not", atom) if match[2] else atom
 
 
 def quiz_text(statements: Sequence[Statement], names: Sequence[str], sayings: Sequence[str]) -> str:

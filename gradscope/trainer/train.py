@@ -167,8 +167,7 @@ def train(
 
         # With a single optimizer step per batch, π_old = π_θ, so skip the separate scoring pass. Reweight may be among
         # them: the loss replaces None old_logprobs by the policy's own, detached. A callback needs the scoring pass,
-        # since it
-        # gets the statistics before the update.
+        # since it gets the statistics before the update.
         single_on_policy_step = on_step is None and takes_one_step(config)
         advance = stack.enter_context(reporter.stage("training", questions.steps, "steps", done=done))
         # `index`, from 0, is the number of steps done and keys the random streams; `number`, from 1, names the step in
@@ -194,8 +193,7 @@ def train(
             batch = replace(batch, advantages=compute_advantages(batch, config))
 
             # Plain GRPO takes one optimizer step per mini-batch; Lopti (Alg. 1 of arXiv:2505.12929) one each for its
-            # low-
-            # and high-probability tokens.
+            # low- and high-probability tokens.
             update = plan_update(batch, config, make_generator(config, index))
             batch = update.batch  # with the advantages used in training
             learner.set_learning_rate(config.learning_rate * min(1.0, number / max(1, config.warmup_steps)))

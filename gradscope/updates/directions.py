@@ -8,7 +8,7 @@ categorical in the order of its categories and including empty ones.
 Part of the "wrong" directions is unavoidable. Responses of a group share contexts, especially at their beginning, and a
 (context, token) pair that occurs in both a good and a bad response can only move one way, so one of the two is wrong
 whatever the update does. The loss depends only on the pair's **net weight**, the sum over its occurrences;
-`against="net_weight"`, with the column from `net_weights`, judges directions by it.
+`against=` a column of such sums judges directions by it.
 
 Bounds are bootstrap percentiles over prompts: `group`, or (`batch`, `group`) if the table has a column batch.
 """
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
@@ -36,7 +36,6 @@ VALUES = ("delta_prob", "delta_logprob", "delta_log_odds")
 """Measures of a movement: Δπ, Δ log π and Δ(log π − log(1−π)), in nats."""
 SIGNS = ("positive", "negative")
 
-_ROUNDING = 1e-6
 _QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
@@ -54,7 +53,7 @@ def right_direction_shares(
 ) -> pd.DataFrame:
     """Return the share of tokens that rose where `against` is positive, and that fell where it is negative (Fig. 3).
 
-    against: "advantage", "net_weight" (see `net_weights`), or another column; tokens where it is 0 or NaN are ignored.
+    against: "advantage" or another column; tokens where it is 0 or NaN are ignored.
     values: the values of `by` that get rows; None: those that occur. seed None: no bounds.
     Columns: `by`; sign ("positive", "negative"); num_tokens with that sign; tied, those that did not move; share, the
     fraction of moved tokens that moved in the right direction, NaN without any; lower, upper. Raises InputError for a
@@ -99,28 +98,6 @@ def log_odds_change(before: TokenStatistics, after: TokenStatistics) -> Float[Te
         for old, new in ((before.logprob, after.logprob), (before.log_one_minus_prob, after.log_one_minus_prob))
     )
     return gained - lost
-
-
-def net_weights(table: pd.DataFrame, batch: TokenBatch) -> pd.Series:
-    """Return each token's net weight: Σ weight over all kept tokens of the batch with the same (context, token) pair.
-
-    table: of this batch only, with all its tokens, in any order; the result has its index. A context is all ids before
-    the token, including prompt and dropped tokens, and the temperature, on which the gradient depends. Sums within
-    rounding of 0 (1e-6 of Σ|weight|) are set to 0, such as those of a group's advantages over a token shared by all
-    responses. A NaN weight makes its pair's sum NaN. Raises InputError if the table's tokens are not the batch's.
-
-    >>> from gradscope.rollouts.batch import Response, collate
-    >>> batch = collate([Response([5], [7, 8]), Response([5], [7, 9])])
-    >>> columns = {"response": [0, 0, 1, 1], "position": [0, 1, 0, 1], "token_id": [7, 8, 7, 9]}
-    >>> net_weights(pd.DataFrame(columns | {"weight": [1.0, 1.0, -0.25, -0.25]}), batch).tolist()
-    [0.75, 1.0, 0.75, -0.25]
-    """
-    _require(table, ["response", "position", "token_id", "weight"])
-    pair = _pairs_of_rows(table, batch)
-    weight = table["weight"].to_numpy(np.float64)
-    net, gross = np.bincount(pair, weight), np.bincount(pair, np.abs(weight))
-    net[np.abs(net) <= _ROUNDING * gross] = 0.0
-    return pd.Series(net[pair], index=table.index, name="net_weight")
 
 
 @checked
@@ -243,7 +220,7 @@ def _cells(
     if not table[against].notna().any():
         raise InputError(f"{against} is unknown for every token; give advantages or rewards")
     if not pd.api.types.is_numeric_dtype(table[against]):
-        raise InputError(f"{against} is not numeric; give advantage or net_weight")
+        raise InputError(f"{against} is not numeric; give one of numbers, such as advantage")
     values = _values(table[by]) if values is None else pd.Index(values)
     if not values.is_unique:
         raise InputError(f"values= has one twice: {list(values)}; give each value of {by} once")
@@ -281,42 +258,7 @@ def _finite_movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
 
 def _require(table: pd.DataFrame, columns: Iterable[str]) -> None:
     if missing := [c for c in columns if c not in table]:
-        hint = "; for net_weight, use `net_weights(table, batch)`" if "net_weight" in missing else ""
-        raise InputError(f"the table has no column {', '.join(missing)}; give the table of `movement_table`{hint}")
-
-
-def _pairs_of_rows(table: pd.DataFrame, batch: TokenBatch) -> np.ndarray:
-    """Return each row's (context, token) pair's index. Raises InputError unless rows are the batch's tokens."""
-    aligned, _ = batch.left_aligned()
-    response, position, token_id = (table[c].to_numpy(np.int64) for c in ("response", "position", "token_id"))
-    known = (response >= 0) & (response < len(batch))
-    column = position + aligned.response_start.numpy()[np.where(known, response, 0)]
-    known &= (column >= 0) & (column < aligned.input_ids.shape[1])
-    response, column = np.where(known, response, 0), np.where(known, column, 0)
-    known &= aligned.response_mask.numpy()[response, column] & (aligned.input_ids.numpy()[response, column] == token_id)
-    twice = table.duplicated(["response", "position"]).any()
-    if not known.all() or twice or len(table) != batch.num_tokens:
-        raise InputError(
-            f"the table's {len(table)} rows are not exactly the {batch.num_tokens} tokens of the batch; give the whole "
-            "table of only this batch"
-        )
-    return _pairs(aligned).numpy()[response, column]
-
-
-def _pairs(aligned: TokenBatch) -> Int[Tensor, "B n"]:
-    """Number the distinct (temperature, ids up to the column) of a batch that starts at column 0.
-
-    Column by column, each sequence's number becomes that of its pair (number so far, next id), which is exact since
-    nothing is hashed.
-    """
-    _, node = aligned.temperature.unique(return_inverse=True)
-    pairs, used = aligned.input_ids.clone(), 0
-    for column, ids in enumerate(aligned.input_ids.T):
-        _, token = ids.unique(return_inverse=True)
-        _, node = (node * len(ids) + token).unique(return_inverse=True)
-        pairs[:, column] = node + used
-        used += int(node.max()) + 1
-    return pairs
+        raise InputError(f"the table has no column {', '.join(missing)}; give the table of `movement_table`")
 
 
 def _standardised(values: np.ndarray) -> np.ndarray:

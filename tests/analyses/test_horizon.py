@@ -16,6 +16,7 @@ from gradscope import load_policy
 from gradscope.tasks import draw_questions, get_task
 
 
+@pytest.mark.all
 def test_the_mass_on_rare_tokens_is_that_of_a_loop_over_places_and_vocabulary():
     run = find_run("cpu", "horizon")
     policy = load_policy(run.config.model, dtype="float64")

@@ -6,6 +6,7 @@ from analyses.verdicts.planted import judge_world, opposes, tabulate
 from gradscope.diagnosis import Verdict
 
 
+@pytest.mark.all
 def test_each_kind_of_question_is_asked_of_a_world():
     table = tabulate(judge_world(1, 64)).set_index("kind")
     asked = {"ranking", "dominance_raw", "added", "driver", "summed", "signal", "influence", "direction", "trend"}

@@ -1,4 +1,4 @@
-"""Branches off a run, the first-order gain they are predicted by, and its score, on data whose truth is planted."""
+"""Branches off a run, the first-order gain they are predicted by, and the record that `compare` prints of it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -89,41 +89,6 @@ def log_probability(policy, batch, row):
     return float(logits.log_softmax(-1)[kept - 1].gather(1, ids[kept][:, None]).sum())
 
 
-def planted(sign):
-    rng = np.random.default_rng(0)
-    rows = []
-    for seed in range(12):
-        for variant in ("reweight", "lopti"):
-            value = rng.normal()
-            rows.append({"scale": "cpu", "seed": seed, "step": 0, "variant": variant, "predicted": value})
-            rows[-1]["actual"] = sign * value if sign else rng.normal()
-    return pd.DataFrame(rows)
-
-
-@pytest.mark.parametrize(("sign", "right", "correlated", "says"), [(1, 1.0, 1.0, True), (-1, 0.0, -1.0, False)])
-def test_the_score_of_planted_predictions(sign, right, correlated, says):
-    scores = prediction.score(planted(sign)).set_index("score")
-    assert scores["value"].tolist() == pytest.approx([right, correlated] * 2)  # the same within methods
-    assert prediction.predicts(scores.reset_index()) is says
-
-
-def test_the_rule_of_steps_alone_knows_nothing_else():
-    table = planted(0).assign(actual=lambda t: np.where(t["variant"] == "lopti", 1.0, -1.0))
-    assert prediction.by_steps_alone(table)["value"].tolist() == [1.0]
-    table.loc[:5, "actual"] *= -1
-    assert prediction.by_steps_alone(table)["value"].tolist() == [0.75]
-
-
-def test_the_origin_that_carries_the_correlation_is_seen_when_it_is_left_out():
-    table = planted(0)
-    table.loc[table["seed"] == 7, ["predicted", "actual"]] = 20.0
-    found = prediction.without_each(table).set_index("seed")
-    rest = table[table["seed"] != 7]
-    assert found.loc[7, "value"] == pytest.approx(np.corrcoef(rest["predicted"], rest["actual"])[0, 1])
-    assert found.drop(index=7)["value"].min() > 0.9 > found.loc[7, "value"]
-    assert (found["origins"] == 11).all() and len(found) == 12
-
-
 def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
     found = prediction.table()
     kept = pd.read_csv(ROOT / "figures/prediction_scores.csv").set_index("score")
@@ -144,20 +109,3 @@ def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
     assert f"correlation {told(correlation)}; {left_out})" in words
     assert f"right in {alone['value'] * 40:.0f} of 40" in words
     assert prediction.predicts(again.reset_index()) and kept.loc[again.index[2:], "lower"].min() < 0.5
-
-
-def test_what_holds_of_a_method_everywhere_is_no_prediction_within_methods():
-    table = planted(0)
-    worse = 10.0 * (table["variant"] == "lopti")
-    made = table.assign(predicted=table["predicted"] - worse, actual=table["actual"] - worse)
-    found = prediction.score(made).set_index("score")["value"]
-    plain = prediction.score(table).set_index("score")["value"]
-    assert found["correlation"] > 0.9
-    for name in ("right signs, within methods", "correlation, within methods"):
-        assert found[name] == pytest.approx(plain[name])
-
-
-def test_a_prediction_without_truth_is_not_said_to_predict_and_one_with_it_is():
-    assert not prediction.predicts(prediction.score(planted(0)))
-    power = prediction.simulate([0.0, 0.95], [0.3], tables=40).set_index("correlation")["says that it predicts"]
-    assert power[0.0] <= 0.1 and power[0.95] >= 0.9

@@ -41,6 +41,7 @@ def gradients(policy, batch, weigh):
     return sums
 
 
+@pytest.mark.all
 def test_sums_by_prompt_and_interval_are_those_of_one_gradient_at_a_time(small):
     policy, batch = small
     J = TokenJacobian(policy, batch, Resources(signal.HELD))
@@ -69,6 +70,7 @@ def test_sums_by_prompt_and_interval_are_those_of_one_gradient_at_a_time(small):
     np.testing.assert_allclose(found["own"], [*own, own.sum()], atol=ROUNDING * size, rtol=0)
 
 
+@pytest.mark.all
 def test_groupings_are_of_every_token_and_their_parts_add_up(small):
     policy, batch = small
     J = TokenJacobian(policy, batch, Resources(signal.HELD))

@@ -23,6 +23,7 @@ def save_another(folder) -> str:
     return str(folder)
 
 
+@pytest.mark.all
 def test_each_case_has_its_policy_and_its_responses(tmp_path):
     kept = tmp_path / "kept"
     out = kept / "words" / "measured" / "words_compare"
@@ -60,6 +61,7 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     assert {path.name for path in figures.glob("*.png")} == {f"words_compare_{name}.png" for name in names}
 
 
+@pytest.mark.all
 def test_one_policy_in_every_place_makes_three_cases_of_one(tmp_path, monkeypatch):
     monkeypatch.setitem(words_compare.CASES, "older rollouts", ("later", "start", words_compare.RESPONSES))
     words_compare.measure(tmp_path, folders=("embedded",) * 3, **SETTINGS)

@@ -27,6 +27,7 @@ def train_a_step(folder) -> str:
     return str(folder)
 
 
+@pytest.mark.all
 def test_the_end_is_measured_and_its_weights_are_compared_with_the_starts(tmp_path):
     folders = "embedded", train_a_step(tmp_path / "other")
     words_trained.measure(tmp_path / "out", folders=folders, questions=3, task="knights-knaves-compact")
@@ -68,6 +69,7 @@ def test_weightings_have_bounds_if_six_prompts_have_an_advantage(served, bounded
     assert found["cosine_from_energies"].tolist() == pytest.approx([1.0, alone])
 
 
+@pytest.mark.all
 def test_the_start_is_measured_as_the_end_is(tmp_path):
     settings, other = {"questions": 3, "task": "knights-knaves-compact"}, train_a_step(tmp_path / "other")
     words_trained.measure(tmp_path / "end", folders=("embedded", other), **settings)

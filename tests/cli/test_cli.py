@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from support.cli import Outcome, assert_one_line, outcome_of
 from support.policies import CONTEXT, VOCAB, make_policy, make_responses, save_checkpoint, write_jsonl
 from support.processes import Command
+from support.tiers import every
 
 from gradscope.cli.sample import Sample
 from gradscope.gradients import Resources, TableMeasurement, measure
@@ -493,7 +494,8 @@ def test_the_demo_samples_measures_and_is_finished_the_second_time(run, tmp_path
     assert files(out) == before
 
 
-@pytest.mark.parametrize("name", ["embedded", "embedded-certain"])
+@pytest.mark.all
+@pytest.mark.parametrize("name", every(2, ["embedded-certain", "embedded"]))
 def test_the_demo_asks_another_policy_word_problems(run, tmp_path, monkeypatch, name):
     """Policies that write any text, as if they came from elsewhere; only one of them has a template."""
     right, fewer = Sample.sample, {"questions": 3, "n": 2, "max_new_tokens": 12}

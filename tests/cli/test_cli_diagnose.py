@@ -170,6 +170,7 @@ def test_of_an_adapter_alone_all_shares_are_of_its_own_parameters(job, tmp_path)
     assert "adapter" in read_page(out).text
 
 
+@pytest.mark.all
 def test_an_optimizer_of_something_else_is_left_out_beside_the_checkpoint_and_refused_where_it_is_named(
     job, single, tmp_path, capsys
 ):

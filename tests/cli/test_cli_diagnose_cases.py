@@ -60,6 +60,7 @@ def test_equal_rewards_leave_no_weight_and_no_sentence_on_gradients(diagnosed):
     assert found == pytest.approx([float((table["interval"] == i).mean()) for i in range(4)])
 
 
+@pytest.mark.all
 def test_a_temperature_that_the_rows_lack_is_the_first_warning_until_one_is_given(diagnosed, tmp_path):
     rows = [{name: value for name, value in row.items() if name != "temperature"} for row in native_rows()]
     for flags, missing in (((), True), (("--temperature", "1.0", "--overwrite"), False)):
@@ -109,6 +110,7 @@ def greedy_rows() -> list[dict]:
     return rows
 
 
+@pytest.mark.all
 def test_of_a_stratified_sample_the_sums_are_scaled_and_the_page_says_how_many_norms_are_known(diagnosed):
     table, statistics, page = diagnosed(native_rows(), "--tokens-per-interval", "3", "--sample", "stratified")
     known = table[table["param_grad_norm"].notna()]

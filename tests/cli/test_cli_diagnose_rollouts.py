@@ -63,6 +63,7 @@ def test_steps_with_too_few_prompts_are_taken_together_and_the_page_says_how_far
     assert 0 < own < whole and f"{own} of the {whole} responses here" in read_page(tmp_path / "out").text
 
 
+@pytest.mark.all
 def test_what_a_log_grows_by_leaves_the_diagnosis_of_a_step_as_it_is(model, tmp_path, capsys):
     rows = [*native_rows(step=4), *native_rows(step=5)]
     log, out = write_rows(tmp_path / "log.jsonl", rows), tmp_path / "out"

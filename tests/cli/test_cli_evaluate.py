@@ -130,6 +130,7 @@ def test_a_finished_evaluation_is_told_again_and_left_alone(run, model, task, tm
     assert run(*args, "--temperature", 0.5, "--overwrite").status == 0 and contents(tmp_path / "out") != before
 
 
+@pytest.mark.all
 def test_killed_in_the_middle_it_goes_on_to_the_files_of_an_undisturbed_run(run, model, task, tmp_path, monkeypatch):
     killed, whole, parts = tmp_path / "killed", tmp_path / "whole", 3
     flags = ("--k", 1, "--max-new-tokens", 10, "--questions", parts * QUESTIONS_PER_PART - 3)

@@ -13,6 +13,7 @@ from support import dumps
 from support.cli import refusal, run
 from support.pages import BRIEF, read_page
 from support.policies import save_checkpoint
+from support.tiers import every
 
 from gradscope.diagnosis import diagnose
 from gradscope.errors import InputError
@@ -52,7 +53,7 @@ def groups(log: Path) -> str:
     return f"saw {len(dump.batch)} groups of responses, not {len(dump.batch.group_ids.unique())}"
 
 
-@pytest.mark.parametrize("command", ["diagnose", "measure", "compare"])
+@pytest.mark.parametrize("command", every(3, ["measure", "diagnose", "compare"]))
 def test_a_folder_that_another_reader_made_is_refused_until_it_is_overwritten(
     command, model, log, lone, tmp_path, capsys
 ):
@@ -69,6 +70,7 @@ def test_a_folder_that_another_reader_made_is_refused_until_it_is_overwritten(
     run(command, *given, *brief, "--out", tmp_path / "out")  # which goes on from its own
 
 
+@pytest.mark.all
 def test_a_trend_names_it_too(model, log, lone, tmp_path, capsys):
     other = save_checkpoint(tmp_path / "checkpoint-4", "qwen2", seed=1)
     trend = ("diagnose", model, other, "--rollouts", log, *BRIEF, "--out", tmp_path / "trend")

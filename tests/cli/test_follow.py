@@ -145,6 +145,7 @@ def test_a_run_is_followed_from_before_its_first_file_to_its_end(command, writer
     assert manifest["rollouts"]["other_step"] and "drawn hollow" in read_page(out).text
 
 
+@pytest.mark.all
 def test_stopped_and_started_again_it_goes_on_though_the_checkpoint_is_deleted(command, writer, tmp_path):
     out = tmp_path / "out"
 
@@ -165,6 +166,7 @@ def test_stopped_and_started_again_it_goes_on_though_the_checkpoint_is_deleted(c
     assert {*pd.read_csv(out / "data" / "trend.csv")["step"]} == {3, 20}
 
 
+@pytest.mark.all
 def test_checkpoints_that_fail_or_vanish_are_told_once_and_the_following_goes_on(command, writer, tmp_path):
     out, run = tmp_path / "out", writer.run
     writer.rollouts(4)(), writer.whole(3)(), writer.whole(20)()
@@ -259,6 +261,7 @@ def test_a_run_that_cannot_be_followed_is_refused_in_one_line(saved, tmp_path, c
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.all
 def test_ctrl_c_ends_the_waiting_with_status_130_and_two_never_follow_into_one_folder(tmp_path):
     out = tmp_path / "out"
     command = [sys.executable, "-m", "gradscope", "diagnose", tmp_path / "run", "--task", "math", "--follow"]

@@ -137,7 +137,7 @@ def found(name: str) -> tuple[Diagnosis, str]:
     return diagnosis, Reader(render(make_report(diagnosis, policy(), batch).page)).text
 
 
-OFTEN = 9
+OFTEN = 3
 """So many settings, the first ones, are in `make test`."""
 by_setting = pytest.mark.parametrize(
     "name", [*[*SETTINGS][:OFTEN], *(pytest.param(name, marks=pytest.mark.all) for name in [*SETTINGS][OFTEN:])]

@@ -30,9 +30,13 @@ from selenium.webdriver.support.wait import WebDriverWait  # noqa: E402
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="needs chromium and chromedriver on the PATH (Debian: chromium, chromium-driver)"
-)
+pytestmark = [
+    pytest.mark.all,
+    pytest.mark.skipif(
+        not (BROWSER and DRIVER),
+        reason="needs chromium and chromedriver on the PATH (Debian: chromium, chromium-driver)",
+    ),
+]
 
 HOSTILE = (
     "<script>window.broken = 1</script>", "<img src=x onerror='window.broken = 1'>", "</script><script>broken=1",
@@ -463,11 +467,7 @@ def test_nothing_is_cut_off(chromium, diagnosed, width, media):
         assert not any(link.is_displayed() for link in chromium.find_elements(By.CSS_SELECTOR, "a[href$='.csv']"))
 
 
-ALL = pytest.mark.all
-
-
 @pytest.mark.parametrize(("width", "dark"), [(1300, False), (1300, True), (390, False)])
-@ALL
 def test_axe_finds_no_fault(chromium, diagnosed, width, dark):
     axe = pytest.importorskip("axe_core_python", reason="axe-core-python is not installed")
     open_diagnosed(chromium, diagnosed, width=width, dark=dark)

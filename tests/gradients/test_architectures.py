@@ -29,7 +29,7 @@ KINDS = {
     "rwkv": "a recurrence, token shifts",
     "xlm": "blocks that are norms, changed in place afterwards",
 }
-DEAR = ("deepseek_v4", "rwkv")
+DEAR = ("deepseek_v3", "deepseek_v4", "gemma3n_text", "gpt_oss", "mamba2", "qwen3_next", "rwkv")
 REFUSED = {
     "blt": "model.global_transformer.layers",  # patches are not tokens
     "hrm_text": "model.H_module.layers",  # each block more than once

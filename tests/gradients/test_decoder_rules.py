@@ -9,15 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradscope.gradients.engine.chunks import (
-    MOST_SEQUENCES,
-    POSITION_COST,
-    Chunk,
-    Limits,
-    Span,
-    group_sequences,
-    neighbours,
-)
 from gradscope.gradients.engine.decoder.rules import (
     Rows,
     attention_backward,
@@ -25,6 +16,15 @@ from gradscope.gradients.engine.decoder.rules import (
     linear_backward,
     rms_norm_backward,
     rotary_backward,
+)
+from gradscope.gradients.engine.grouping import (
+    MOST_SEQUENCES,
+    POSITION_COST,
+    Chunk,
+    Limits,
+    Span,
+    group_sequences,
+    neighbours,
 )
 from gradscope.gradients.engine.norms import linear_square_norms, prefix_factor
 from gradscope.gradients.engine.products import PRODUCTS, multiply_in_bfloat16

@@ -12,7 +12,7 @@ from support.policies import make_batch, make_policy, pad_both_sides
 from support.refusals import refused
 from torch import Tensor
 
-from gradscope.gradients import Resources, interval_gradients, interval_gradients_over
+from gradscope.gradients import Resources, interval_gradients
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, adamw as adamw_state, flat_slices
 from gradscope.rollouts import TokenBatch
@@ -157,31 +157,6 @@ def test_input_that_cannot_be_measured_is_refused(policy, batch):
         interval_gradients(policy, batch, intervals=torch.zeros(6, 3, dtype=torch.long))
     with refused():
         interval_gradients(policy, batch, intervals=torch.full(batch.input_ids.shape, 4))
-    with refused():
-        interval_gradients_over(policy, [])
-
-
-def test_several_batches_give_the_mean_and_standard_deviation_of_each_number(policy, batch):
-    batches = [batch, make_batch(policy, seed=1), make_batch(policy, seed=2).select([0, 1])]
-    generator = torch.Generator().manual_seed(3)
-    single = [interval_gradients(policy, b, loss=NARROW, generator=generator) for b in batches]
-    result = interval_gradients_over(policy, iter(batches), loss=NARROW, generator=torch.Generator().manual_seed(3))
-    assert result.num_prompts == 7
-    for a in range(5):
-        for column in NUMBERS[:-1]:
-            values = [v for v in (r.table[column][a] for r in single) if not math.isnan(v)]
-            mean = sum(values) / len(values)
-            assert result.table[column][a] == pytest.approx(mean, rel=1e-9)
-            assert len(values) > 1 or math.isnan(result.table[f"{column}_sd"][a])
-            if len(values) > 1:
-                sd = math.sqrt(sum((v - mean) ** 2 for v in values) / (len(values) - 1))
-                assert result.table[f"{column}_sd"][a] == pytest.approx(sd, rel=1e-9)
-        assert result.table["batches"][a] == sum(r.table["num_tokens"][a] > 0 for r in single)
-        assert result.table["num_tokens"][a] == sum(r.table["num_tokens"][a] for r in single)
-        assert result.table["signal_to_noise"][a] == result.table["signal"][a] / result.table["noise"][a]
-    values = [v for v in (r.cosines.loc[0, 3] for r in single) if not math.isnan(v)]
-    assert len(values) == 2
-    assert result.cosines.loc[0, 3] == pytest.approx(sum(values) / 2, rel=1e-9)
 
 
 # In the metric of the AdamW update

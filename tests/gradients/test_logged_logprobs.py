@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.policies import BOS, make_batch, make_policy
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope.diagnosis import diagnose
 from gradscope.gradients import measure
@@ -104,7 +105,7 @@ def found(policy, batch, temperature: float):
     return find_contradictions(policy, batch, {name: values[batch.response_mask] for name, values in columns.items()})
 
 
-@pytest.mark.parametrize("noise", [0.0, 0.005])
+@pytest.mark.parametrize("noise", every(2, [0.005, 0.0]))
 @pytest.mark.parametrize(
     ("sampling", "stated", "reading"),
     [
@@ -132,7 +133,7 @@ def test_the_reading_that_was_planted_is_found(sampling, stated, reading, noise)
     assert contradiction.kept_mass == pytest.approx(float(mass.mean()), abs=3 * float(mass.std()) / 96**0.5 + noise)
 
 
-@pytest.mark.parametrize("size", [0.0, 0.02, 0.05, 0.1, 0.3])
+@pytest.mark.parametrize("size", every(2, [0.0, 0.02, 0.05, 0.1, 0.3]))
 def test_an_older_policys_log_probabilities_are_no_other_temperatures(size):
     policy, older = make_policy("llama"), make_policy("llama")
     generator = torch.Generator().manual_seed(3)

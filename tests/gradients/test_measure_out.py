@@ -15,7 +15,7 @@ from gradscope import load_policy, measure, read_rollouts
 from gradscope.cli.commands import main
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.gradients.timed_rounds import PILOT
+from gradscope.gradients.budget.timed_rounds import PILOT
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWSettings, AdamWState, float_parameters
 from gradscope.runs import RunFolder
@@ -100,7 +100,7 @@ def test_python_goes_on_where_the_command_was_stopped_and_the_other_way_round(jo
 
 def test_a_sample_of_minutes_goes_on_after_its_last_round(job, tmp_path, monkeypatch):
     # Slow enough, as it seems, that not all tokens fit at once, and fast enough for rounds of some.
-    monkeypatch.setattr("gradscope.gradients.pilot.perf_counter", Steady(1000.0))
+    monkeypatch.setattr("gradscope.gradients.budget.pilot.perf_counter", Steady(1000.0))
     settings = {"minutes": 60.0, "self_check": False}
     stop_after(2, monkeypatch, lambda: measure(*job, out=tmp_path, **settings))
     first = RunFolder(tmp_path, {}).read_part(1)
@@ -138,7 +138,7 @@ class Steady:
 def test_prompts_and_minutes_are_kept_from_the_moment_they_are_chosen(job, tmp_path, monkeypatch):
     def run(out: str, seconds: float, **resources: object) -> pd.DataFrame:
         """Measure; a response seems to take so many seconds."""
-        monkeypatch.setattr("gradscope.gradients.pilot.perf_counter", Steady(seconds))
+        monkeypatch.setattr("gradscope.gradients.budget.pilot.perf_counter", Steady(seconds))
         settings = {"minutes": 1.0, "self_check": False, "resources": Resources(**resources)}
         return measure(*job, out=tmp_path / out, **settings)
 

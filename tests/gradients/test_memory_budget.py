@@ -21,7 +21,8 @@ from support.tiers import every
 
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.errors import InputError
-from gradscope.gradients import Resources, TokenJacobian, forward_mode, vector_bytes
+from gradscope.gradients import Resources, TokenJacobian, vector_bytes
+from gradscope.gradients.operator import forward_mode
 from gradscope.runs import scratch, scratch_zeros
 from gradscope.updates import (
     SGD,
@@ -47,7 +48,7 @@ def on_disk(monkeypatch, tmp_path) -> Iterator[list[Path]]:
     """Whatever would go to a file does, however small; the files that were made. Afterwards none may be left."""
     monkeypatch.setattr(scratch, "SMALL", 0)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for name in ("policy.adamw", "gradients.vectors", "updates.step_settings", "updates.apply_update"):
+    for name in ("policy.adamw", "gradients.operator.vectors", "updates.step_settings", "updates.apply_update"):
         monkeypatch.setattr(sys.modules[f"gradscope.{name}"], "PART", SPAN)
     made, make = [], torch.from_file
 

@@ -52,7 +52,7 @@ def found_or_followed(policy: Policy) -> SelfCheckError | None:
 
 
 @pytest.mark.parametrize(
-    ("name", "module"), every(4, ((name, module) for name in (DECODER, "gpt2", "mixtral") for module in modules(name)))
+    ("name", "module"), every(8, ((name, module) for name in (DECODER, "gpt2", "mixtral") for module in modules(name)))
 )
 def test_a_wrong_norm_of_any_module_is_found_and_the_module_named(name, module, light):
     error = found_or_followed(used_again(make(name), module))
@@ -60,7 +60,7 @@ def test_a_wrong_norm_of_any_module_is_found_and_the_module_named(name, module, 
     assert error is None if name == "mixtral" and by_autograd else module in str(error)
 
 
-@pytest.mark.parametrize("module", every(2, [module for module in modules(DECODER) if "embed" not in module]))
+@pytest.mark.parametrize("module", every(4, [module for module in modules(DECODER) if "embed" not in module]))
 def test_a_hook_on_any_module_that_changes_the_backward_pass_is_found_or_followed(module, light):
     policy = make(DECODER)
     ids, targets = make_batch(policy).sequence(0)

@@ -11,8 +11,8 @@ from support.refusals import refused
 
 from gradscope.diagnosis import gradient_rows
 from gradscope.gradients import Gram, Resources, SumsPlan, block_products, interval_gradients
-from gradscope.gradients.gram import Sizes, plan_gram
-from gradscope.gradients.sketches import BLOCKS, Sketcher, add_rows, scatter_rows
+from gradscope.gradients.operator.gram import Sizes, plan_gram
+from gradscope.gradients.operator.sketches import BLOCKS, Sketcher, add_rows, scatter_rows
 from gradscope.policy import AdamWState
 
 

@@ -24,12 +24,12 @@ from gradscope.gradients import (
     settle_minutes,
     table as tables,
 )
-from gradscope.gradients.pilot import run_pilot
+from gradscope.gradients.budget.pilot import run_pilot
+from gradscope.gradients.budget.shared_minutes import AFTER, APART, ENOUGH, Prices, Shares, share_seconds
+from gradscope.gradients.budget.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample
 from gradscope.gradients.settings import LARGE, MINUTES, check_settings
-from gradscope.gradients.shared_minutes import AFTER, APART, ENOUGH, Prices, Shares, share_seconds
 from gradscope.gradients.table import join_responses
-from gradscope.gradients.timed_rounds import PILOT, Round, join_rounds, measure_rounds
 from gradscope.intervals import EDGES
 from gradscope.objective import PAPER
 from gradscope.resampling import FEWEST

@@ -56,7 +56,7 @@ def true_norms(name: str, ids: Tensor, targets: Tensor, temperature: float) -> T
     return _TRUTHS[key]
 
 
-@pytest.mark.parametrize("path, temperature", every(3, product(PATHS, [1.0, 0.7])))
+@pytest.mark.parametrize("path, temperature", every(7, product(PATHS, [1.0, 0.7])))
 def test_float64_equals_brute_force_for_every_token_layer_and_module(path, temperature):
     name, rules = path
     with TrueFloat64():
@@ -73,7 +73,7 @@ def test_float64_equals_brute_force_for_every_token_layer_and_module(path, tempe
             torch.testing.assert_close(ours.statistics.logprob, truth.logprob, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("name", every(3, CAUSAL))
 def test_float64_equals_brute_force_with_the_casts_of_transformers_left_in(name):
     for ids, targets, temperature in sequences(cached_batch(name))[:1]:
         truth = brute_force(cached_policy(name), ids, targets, temperature=temperature)
@@ -91,7 +91,7 @@ def sure_sequence(policy: Policy, length: int = 20) -> Tensor:
     return ids[row]
 
 
-@pytest.mark.parametrize("name, rules", every(3, PATHS))
+@pytest.mark.parametrize("name, rules", every(5, PATHS))
 def test_float32_equals_float64_also_for_tokens_that_are_nearly_certain(name, rules, temperature=0.7):
     policy = make_policy(name, sharpness=14.0)
     sampled = sequences(make_batch(policy, lengths=(8,), prompt_lengths=(5,), temperature=temperature))
@@ -124,7 +124,7 @@ def test_a_token_whose_square_is_below_float32_keeps_its_norms():
 # However it is cut up.
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gpt2", "mixtral"])
+@pytest.mark.parametrize("name", every(3, ["qwen2", "gpt2", "mixtral"]))
 @pytest.mark.parametrize(
     "settings", [{"rows": 1}, {"rows": 64}, {"rows": 4096}, {"memory": 1}, {"rows": 64, "rules": False}], ids=str
 )
@@ -157,7 +157,7 @@ SEQUENCES = {
 }
 
 
-@pytest.mark.parametrize("case", every(2, SEQUENCES))
+@pytest.mark.parametrize("case", every(4, SEQUENCES))
 @pytest.mark.parametrize(
     "name, rules", [("qwen2", True), ("qwen2", False), ("qwen3", True), ("mixtral", False), ("opt", False)]
 )
@@ -215,7 +215,7 @@ def truth_in_eval_mode(policy: Policy, ids: Tensor, targets: Tensor) -> Truth:
     return truth
 
 
-@pytest.mark.parametrize("name", every(4, handmade.EXACT))
+@pytest.mark.parametrize("name", every(6, handmade.EXACT))
 def test_a_handmade_decoder_is_measured_exactly(name):
     policy = as_policy(handmade.make(name))
     policy.model.train("training_mode" in name)

@@ -11,8 +11,7 @@ from support.policies import make_batch, make_policy
 from support.refusals import refused
 from torch import Tensor
 
-from gradscope.objective import LossSettings, Updater, Weighting, make_weighting, resolve_advantages
-from gradscope.objective.steps import whole_steps
+from gradscope.objective import LossSettings, Updater, Weighting, make_weighting, resolve_advantages, split_steps
 from gradscope.rollouts import TokenBatch
 
 SETTINGS = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, kl_coef=0.0)
@@ -86,7 +85,7 @@ def stepped(policy, batch: TokenBatch, weighting: Weighting, settings: LossSetti
     before = [p.detach().clone() for p in policy.model.parameters()]
     optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
     updater = Updater(policy.model, optimizer, policy.device, 2, None)
-    (part,) = whole_steps(batch, len(batch))
+    (part,) = split_steps(batch, len(batch), [("all", batch.response_mask)])
     result = updater.step(part, settings, weighting=weighting)
     assert result.outcome == "taken"
     return [old - p.detach() for old, p in zip(before, policy.model.parameters(), strict=True)]
@@ -113,7 +112,7 @@ def test_the_kl_part_stays():
     usual = make_policy("llama", torch.float64)
     before = [p.detach().clone() for p in usual.model.parameters()]
     optimizer = torch.optim.SGD(usual.model.parameters(), lr=1.0)
-    (part,) = whole_steps(batch, len(batch))
+    (part,) = split_steps(batch, len(batch), [("all", batch.response_mask)])
     Updater(usual.model, optimizer, usual.device, 2, None).step(part, settings)
     for old, new, found in zip(before, usual.model.parameters(), with_kl, strict=True):
         torch.testing.assert_close(old - new.detach(), found, rtol=1e-5, atol=1e-8)

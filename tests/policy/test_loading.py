@@ -102,6 +102,7 @@ print(peak[0] - before, sum(p.numel() * p.element_size() for p in model.paramete
 """Prints what loading takes at most of memory that is not the page cache's, and the size of the weights."""
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_checkpoint_in_shards_is_never_twice_in_memory(dtype, tmp_path):
@@ -495,6 +496,7 @@ def test_a_tokenizer_that_brings_its_own_code_names_the_flag_that_runs_it(folder
     assert "--trust-remote-code" in complaint(policy.encode_prompt, "w5")
 
 
+@pytest.mark.all
 def test_python_without_docstrings_is_refused_by_its_flag(tmp_path):
     """transformers reads the docstrings of some architectures."""
     text = f"import sys, gradscope\ngradscope.load_policy({str(save_checkpoint(tmp_path, 'mixtral'))!r})"

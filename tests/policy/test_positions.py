@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.cli import complaint
 from support.policies import make_batch, save_checkpoint
+from support.tiers import every
 
 from gradscope.gradients import interval_gradients, measure
 from gradscope.policy import Policy, load_policy
@@ -58,7 +59,7 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:.rope_parameters.")
-@pytest.mark.parametrize("form", ["rope_parameters", "rope_scaling", "type"])
+@pytest.mark.parametrize("form", every(3, ["rope_parameters", "rope_scaling", "type"]))
 @pytest.mark.parametrize("case", SCALED)
 def test_the_context_is_what_the_scaling_reaches(case, form, folder):
     places, rope, context = SCALED[case]

@@ -10,6 +10,7 @@ import torch
 from support.policies import make_batch, make_model, make_policy
 from support.processes import launch
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope import measure, whole_weights
 from gradscope.gradients import TokenJacobian
@@ -98,7 +99,7 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama"])
+@pytest.mark.parametrize("name", every(2, ["qwen2", "llama"]))
 def test_two_processes_measure_shards_as_one_measures_the_whole_and_hold_what_they_held(tmp_path, name):
     (code := tmp_path / "sharded.py").write_text(SHARDED)
     for ended in launch(code, Path(__file__).parents[1], tmp_path, name):

@@ -152,7 +152,10 @@ def test_a_log_is_told_by_columns_that_no_other_format_has(policy):
     for name, log in LOGS.items():
         own = name.split(",")[0]
         own = {"miles": "slime", "verifiers_graph": "prime_rl_traces"}.get(own, own)
-        assert read_dump(FIXTURES / log.path, policy).format == own
+        told, asked = (read_dump(FIXTURES / log.path, policy, format=form) for form in (None, own))
+        assert told.format == own and torch.equal(told.batch.input_ids, asked.batch.input_ids)
+        with refused():
+            read_dump(FIXTURES / log.path, policy, format="verl")
         for path in list_files(FIXTURES / log.path):
             if path.suffix == ".jsonl":
                 first = json.loads(path.read_text().splitlines()[0])

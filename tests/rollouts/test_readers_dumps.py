@@ -1,4 +1,4 @@
-"""Dumps of every trainer, written by hand in its layout: what they say is what is read, and mistakes are named."""
+"""Variations of trainers' dumps, written by hand in their layouts: what they say is read, and mistakes are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.refusals import refused
 from gradscope import load_policy
 from gradscope.cli import main
 from gradscope.policy import Policy
-from gradscope.rollouts import READERS, read_dump, read_rollouts, rollouts_hash
+from gradscope.rollouts import read_dump, read_rollouts, rollouts_hash
 
 nan = math.nan
 
@@ -30,39 +30,7 @@ def policy() -> Policy:
     return Policy(model.model, make_tokenizer(chat=True), model.blocks_name)
 
 
-WRITERS = {
-    "trl": dumps.write_trl,
-    "verl": dumps.write_verl,
-    "prime_rl": dumps.write_prime_rl,
-    "nemo_rl": dumps.write_nemo_rl,
-    "open_instruct": dumps.write_open_instruct,
-    "slime": dumps.write_slime,
-    "ms_swift": dumps.write_ms_swift,
-    "roll": dumps.write_roll,
-    "verifiers": dumps.write_verifiers,
-    "verifiers_graph": dumps.write_verifiers_graph,
-    "prime_rl_traces": dumps.write_prime_rl_traces,
-    "skyrl": dumps.write_skyrl,
-    "torchtitan": dumps.write_torchtitan,
-    "areal": dumps.write_areal,
-    "rllm": dumps.write_rllm,
-    "rl_logging_board": dumps.write_rl_logging_board,
-}
-"""Each returns what to read."""
-
 GRAPHS = ("verifiers_graph", "prime_rl_traces")
-WITH_IDS = ("prime_rl", "nemo_rl", "open_instruct", "slime", "skyrl", "torchtitan", *GRAPHS)
-WITH_MASK = ("prime_rl", "nemo_rl", "slime", "skyrl", "torchtitan", *GRAPHS)
-WITH_ADVANTAGE = ("trl", "prime_rl", "nemo_rl", "open_instruct", "ms_swift", "skyrl", "torchtitan", *GRAPHS)
-WITH_REWARD = ("verl", "nemo_rl", "open_instruct", "slime", "roll", "verifiers", "torchtitan", "areal", *GRAPHS)
-WITH_REWARD += ("rllm", "rl_logging_board")
-WITHOUT_STEP = ("verifiers", "verifiers_graph")
-TEMPERATURE = {"roll": 0.5, "torchtitan": 1.0} | dict.fromkeys(GRAPHS, 0.5)
-"""Those that their logs, or their trainers' losses, say."""
-OLD = {"prime_rl": "sampler", "nemo_rl": "trainer", "open_instruct": "sampler", "slime": "sampler"}
-OLD |= {"skyrl": "trainer", "torchtitan": "sampler", "rl_logging_board": "trainer"}
-OLD |= dict.fromkeys(GRAPHS, "sampler")
-"""Whose log-probabilities are the denominator of the trained ratio; the others have none."""
 
 
 def values(dump, tensor, row) -> list[float]:
@@ -80,56 +48,6 @@ def written(name: str, sample: dumps.Sample, numbers: list[float]) -> list[float
 
 def equal(found: list[float], wanted: list[float]) -> bool:
     return len(found) == len(wanted) and all(a == b or (a != a and b != b) for a, b in zip(found, wanted, strict=True))
-
-
-def test_every_format_that_is_registered_has_a_dump_here():
-    assert set(WRITERS) == set(READERS) - {"native"}
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_a_dump_is_told_by_its_content_and_read_as_it_was_written(policy, tmp_path, name):
-    dump = read_dump(WRITERS[name](tmp_path / "run"), policy)
-    assert dump.format == name
-    for row, sample in enumerate(SAMPLES):
-        chat = name in ("verifiers", "roll", "rllm")  # through the template
-        prompt = [BOS, *sample.prompt, BOS] if chat else sample.prompt
-        ids, targets = dump.batch.sequence(row)
-        assert ids.tolist() == prompt + sample.response
-        kept = sample.mask if name in WITH_MASK else [True] * len(sample.response)
-        assert targets.tolist() == [len(prompt) + s for s, keep in enumerate(kept) if keep]
-        if name in WITH_ADVANTAGE:
-            wanted = written(name, sample, [sample.advantage] * len(sample.response))
-            assert equal(values(dump, dump.batch.advantages, row), wanted)
-        if name in OLD:
-            wanted = written("verifiers_graph" if name == "torchtitan" else name, sample, getattr(sample, OLD[name]))
-            assert equal(values(dump, dump.batch.old_logprobs, row), wanted)
-    if name in WITH_REWARD:
-        assert dump.batch.rewards.tolist() == [s.reward for s in SAMPLES]
-    assert (dump.batch.advantages is not None) == (name in WITH_ADVANTAGE)
-    assert (dump.batch.old_logprobs is not None) == (name in OLD)
-    assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
-    assert dump.steps is None if name in WITHOUT_STEP else dump.steps.tolist() == [3] * 4
-    assert dump.batch.temperature.tolist() == [TEMPERATURE.get(name, 1.0)] * 4
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_notes_say_what_a_dump_lost(policy, tmp_path, name):
-    notes = " ".join(read_dump(WRITERS[name](tmp_path), policy).notes)
-    assert ("tokenized again" in notes) == (name not in WITH_IDS)
-    assert ("on-policy" in notes) == (name not in OLD)
-    assert ("GRPO's are computed from the rewards" in notes) == (name not in WITH_ADVANTAGE)
-    assert ("the sampling temperature is not in the log" in notes) == (name not in TEMPERATURE)
-
-
-@pytest.mark.parametrize("name", WRITERS)
-def test_asking_for_the_format_gives_the_same_batch_and_another_format_is_refused(policy, tmp_path, name):
-    path = WRITERS[name](tmp_path)
-    batch, told = read_rollouts(path, policy, format=name), read_rollouts(path, policy)
-    assert torch.equal(batch.input_ids, told.input_ids)
-    if path.suffix in (".jsonl", ".parquet"):
-        other = "prime_rl" if name != "prime_rl" else "verl"
-        with refused("row 0", other):
-            read_rollouts(path, policy, format=other)
 
 
 def test_a_chat_of_trl_goes_through_the_template_and_its_answer_is_the_response(policy, tmp_path):
@@ -230,7 +148,7 @@ def test_lines_packed_by_gzip_are_read_beside_plain_ones(tmp_path, policy):
 
 @pytest.mark.parametrize(("name", "column"), [("trl", "advantage"), ("verl", "score"), ("open_instruct", "reward")])
 def test_a_format_is_told_where_the_first_row_lacks_a_value(tmp_path, policy, name, column):
-    path = WRITERS[name](tmp_path)
+    path = getattr(dumps, f"write_{name}")(tmp_path)
     rows = pd.read_parquet(path).to_dict("records") if path.suffix == ".parquet" else pd.read_json(path, lines=True)
     rows = rows if isinstance(rows, list) else rows.to_dict("records")
     rows[0][column] = None

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.objective import LossSettings, StepTokens, lopti_split, resolve_advantages, split_steps
-from gradscope.objective.steps import whole_steps
 from gradscope.runs import leave_launch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
@@ -41,7 +40,7 @@ def make_steps() -> list[StepTokens]:
     batch = make_batch(make_policy(MODEL))
     batch = replace(batch, advantages=resolve_advantages(batch))
     low, high = lopti_split(batch.old_logprobs.nan_to_num(0.0), batch.response_mask, eta=0.5)
-    return whole_steps(batch, 6) + split_steps(batch, 6, [("low", low), ("high", high)])
+    return split_steps(batch, 6, [("all", batch.response_mask)]) + split_steps(batch, 6, [("low", low), ("high", high)])
 
 
 def measure_gradients(
@@ -63,9 +62,7 @@ def measure_gradients(
 
 def measure_frugally(folder: Path, accelerator: Accelerator, **settings: Any) -> list[dict[str, Any]]:
     """Gradients of the whole pass alone, of a policy that is trained with less memory."""
-    return measure_gradients(
-        build_learner(make_config(folder, **settings), accelerator), make_steps()[:1], FEW_BATCHES
-    )
+    return measure_gradients(build_learner(make_config(folder, **settings), accelerator), make_steps()[:1], FEW_BATCHES)
 
 
 def take_steps(learner: Learner, steps: list[StepTokens]) -> dict[str, Any]:

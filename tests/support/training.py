@@ -10,8 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
-from gradscope.objective import StepTokens, resolve_advantages
-from gradscope.objective.steps import whole_steps
+from gradscope.objective import StepTokens, resolve_advantages, split_steps
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.learner import Learner, build_learner
 from support.policies import VOCAB, make_batch
@@ -27,7 +26,7 @@ def make_learner(model: str | Path, checkpoint: Path | None = None, **settings: 
 def make_steps(policy, size: int = 6, **settings: object) -> list[StepTokens]:
     """Passes over a batch with advantages and everything else that a loss asks for."""
     batch = make_batch(policy, **settings)
-    return whole_steps(replace(batch, advantages=resolve_advantages(batch)), size)
+    return split_steps(replace(batch, advantages=resolve_advantages(batch)), size, [("all", batch.response_mask)])
 
 
 STEPS = 3

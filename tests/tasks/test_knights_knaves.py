@@ -4,11 +4,12 @@ import functools
 import itertools
 import random
 import re
+from collections.abc import Sequence
 
 import pytest
-from support.puzzles import parse_compact, parse_quiz
 from support.refusals import refused
 
+from gradscope.errors import InputError
 from gradscope.tasks import Grade, Question, get_task, grade_response
 from gradscope.tasks.data import data_folder
 from gradscope.tasks.knights_knaves import (
@@ -21,12 +22,14 @@ from gradscope.tasks.knights_knaves import (
     solve,
 )
 from gradscope.tasks.knights_knaves_wording import (
+    _PREAMBLE,
+    _QUESTION,
     COMPACT_NAMES,
     SAYINGS,
+    Statement,
     claim_text,
     compact_text,
     draw_sayings,
-    parse_claim,
     quiz_text,
 )
 
@@ -159,7 +162,61 @@ def test_names_and_sayings_are_those_of_the_data():
     assert set(COMPACT_NAMES) <= set(NAMES)
 
 
-# --- wording
+# --- wording, and how it is read back
+
+
+def parse_quiz(text: str) -> tuple[list[Statement], list[str], list[str]]:
+    """Statements, names and sayings of a puzzle in the data set's words: the inverse of `quiz_text`."""
+    preamble = _PREAMBLE.replace(".", r"\.").format(count=r"\d+", names="(.+?)")
+    match = re.fullmatch(f"{preamble}(.+){re.escape(_QUESTION)}", text)
+    if match is None:
+        raise InputError(f"not a Knights & Knaves quiz in the data set's words: {text[:60]!r}…")
+    names = re.split(", and |, ", match[1])
+    statements, sayings, rest = [], [], match[2]
+    for name in names:
+        claim, saying, rest = _next_spoken(rest, name)
+        statements.append(parse_claim(claim, names))
+        sayings.append(saying)
+    return statements, names, sayings
+
+
+def _next_spoken(text: str, name: str) -> tuple[str, str, str]:
+    for saying in SAYINGS:
+        before, after = saying.replace("{name}", name).split("{claim}")
+        claim = text.removeprefix(before).partition(after)[0]
+        spoken = before + claim + after
+        # A claim holds no punctuation: with some, `after` was found in a later sentence.
+        if text.startswith(spoken) and not set(claim) & set('",.'):
+            return claim, saying, text[len(spoken) :].removeprefix(" ")
+    raise InputError(f"{text[:60]!r}… is none of the ways in which {name} may speak; see SAYINGS")
+
+
+def parse_compact(text: str) -> tuple[list[Statement], list[str]]:
+    """Statements and names of a compact puzzle: the inverse of `compact_text`."""
+    lines = [re.fullmatch(r"(\w+): (.+)\.", line) for line in text.splitlines()]
+    if not lines or None in lines:
+        raise InputError(f"not a compact puzzle: {text[:60]!r}…; wanted lines like 'Zoey: Oliver is a knave.'")
+    names = [line[1] for line in lines]
+    return [parse_claim(line[2], names) for line in lines], names
+
+
+def parse_claim(text: str, names: Sequence[str]) -> Statement:
+    """The statement of a claim: the inverse of `claim_text`."""
+    for operator, pattern in (("->", "If (.+) then (.+)"), ("<=>", "(.+) if and only if (.+)")):
+        if match := re.fullmatch(pattern, text):
+            return (operator, *(_parse_simple(part, names) for part in match.groups()))
+    for operator in ("and", "or"):
+        if len(parts := text.split(f" {operator} ")) == 2:
+            return (operator, *(_parse_simple(part, names) for part in parts))
+    return _parse_simple(text, names)
+
+
+def _parse_simple(text: str, names: Sequence[str]) -> Statement:
+    match = re.fullmatch(r"(\w+) is (not )?a (knight|knave)", text)
+    if match is None or match[1] not in names:
+        raise InputError(f"{text!r} is not a claim about one of {', '.join(names)}; wanted 'NAME is (not) a knight'")
+    atom = ("telling-truth" if match[3] == "knight" else "lying", list(names).index(match[1]))
+    return ("not", atom) if match[2] else atom
 
 
 def all_claims():

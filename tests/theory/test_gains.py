@@ -49,15 +49,15 @@ def test_the_interval_is_that_of_whole_prompts_redrawn_one_by_one():
 def test_intervals_over_prompts_cover_the_truth_where_intervals_over_tokens_do_not():
     # The power differs between prompts, so tokens of one prompt err together.
     covered = {"prompts": 0, "tokens": 0}
-    for seed in range(100):
+    for seed in range(50):
         table = make_table(0.7, prompts=30, each=20, wander=0.4, seed=seed)
         table = table.drop(columns=["act_grad_norm.0", "act_grad_norm.1"])
         for unit, groups in (("prompts", table["group"]), ("tokens", np.arange(len(table)))):
             fit = fitted(table.assign(group=groups), resamples=200)
             covered[unit] += fit.slope_lower <= 0.7 <= fit.slope_upper
-    # 95 wanted; a percentile bootstrap of 30 clusters falls a little short, and 100 trials have a deviation of 2 to 3.
-    assert covered["prompts"] >= 86, covered
-    assert covered["tokens"] <= 75, covered
+    # 47 wanted; a percentile bootstrap of 30 clusters falls a little short, and 50 trials have a deviation of 2.
+    assert covered["prompts"] >= 42, covered
+    assert covered["tokens"] <= 37, covered
 
 
 def test_a_quantity_of_two_tokens_is_nan_and_one_prompt_has_no_interval():

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from gradscope.objective import StepTokens, batch_loss, batch_weights, split_steps
 from gradscope.objective.step_rule import random_split
-from gradscope.objective.steps import whole_steps
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.step import Update, compute_advantages, plan_update
@@ -187,7 +186,10 @@ def test_passes_cover_every_token_exactly_once(batch, size, schedule):
     kept = sorted(marked.input_ids[marked.response_mask].tolist())
     low = marked.old_logprobs.exp() < 0.4
     groups = [("low", low), ("high", ~low)]
-    for steps in (whole_steps(marked, size), split_steps(marked, size, groups, schedule=schedule)):
+    for steps in (
+        split_steps(marked, size, [("all", marked.response_mask)]),
+        split_steps(marked, size, groups, schedule=schedule),
+    ):
         seen = [t for part in steps for t in part.batch.input_ids[part.batch.response_mask].tolist()]
         assert sorted(seen) == kept
         assert len(steps) in (-(-ROWS // size), 2 * -(-ROWS // size))
@@ -302,7 +304,7 @@ def test_matched_norm_trains_plain_advantages_and_is_matched_to_reweight(batch):
     assert update.settings == make_config().loss
     assert update.match == make_config(reweight_alpha=0.3).loss
     assert [part.name for part in update.steps] == ["all"] * 3
-    for part, plain in zip(update.steps, whole_steps(batch, 5), strict=True):
+    for part, plain in zip(update.steps, split_steps(batch, 5, [("all", batch.response_mask)]), strict=True):
         assert torch.equal(part.batch.response_mask, plain.batch.response_mask)
         assert torch.equal(part.batch.advantages, plain.batch.advantages)
 

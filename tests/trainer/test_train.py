@@ -16,6 +16,7 @@ import pytest
 import torch
 from support.processes import Command
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope import load_policy, read_rollouts
 from gradscope.cli import main
@@ -471,7 +472,7 @@ def test_a_sampler_with_other_weights_is_found_out_before_the_first_update(tmp_p
 
 @pytest.mark.parametrize("mini_batch_size", [6, 12])  # with a scoring pass, and scored by the only optimizer step
 @pytest.mark.parametrize("step", [1, 2])
-@pytest.mark.parametrize("response", [0, -1])
+@pytest.mark.parametrize("response", every(2, [0, -1]))
 def test_a_sampler_without_finite_log_probabilities_is_found_out(
     response, step, mini_batch_size, tmp_path, monkeypatch
 ):
@@ -505,14 +506,17 @@ def test_data_are_seen_once_an_epoch_each_epoch_in_another_order(data_folder):
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"algorithm": "reinforce++"},
-        {"lopti_eta": 0.5, "control": "random-split"},
-        {"reweight_alpha": 0.3, "control": "matched-norm"},
-        {"method": "icepop"},
-        {"precision": "bfloat16", "gradient_checkpointing": True},
-        {"lora_rank": 4, "learning_rate": 1e-3},
-    ],
+    every(
+        3,
+        [
+            {"algorithm": "reinforce++"},
+            {"lopti_eta": 0.5, "control": "random-split"},
+            {"reweight_alpha": 0.3, "control": "matched-norm"},
+            {"method": "icepop"},
+            {"precision": "bfloat16", "gradient_checkpointing": True},
+            {"lora_rank": 4, "learning_rate": 1e-3},
+        ],
+    ),
     ids=lambda changed: "-".join(map(str, changed.values())),
 )
 def test_every_method_control_and_precision_runs_and_moves_the_policy(changed, tmp_path):
@@ -533,7 +537,7 @@ def looking_on(step):
 
 @pytest.mark.parametrize(
     "changed",
-    [{}, {"reweight_alpha": 0.3}, {"algorithm": "reinforce++", "kl_coef": 0.0}],
+    every(3, [{}, {"reweight_alpha": 0.3}, {"algorithm": "reinforce++", "kl_coef": 0.0}]),
     ids=str,
 )
 def test_a_step_is_the_same_whether_its_only_pass_scores_its_tokens_or_a_pass_before(changed, tmp_path, monkeypatch):
@@ -559,15 +563,18 @@ def test_a_step_is_the_same_whether_its_only_pass_scores_its_tokens_or_a_pass_be
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"mini_batch_size": 6},
-        {"lopti_eta": 0.5},
-        {"mask_probs": (0.75, 1.0)},
-        {"algorithm": "reinforce++"},
-        {"reweight_alpha": 0.3, "control": "permuted-weights"},
-        {"method": "icepop"},
-        {"old_logprobs": "sampler"},
-    ],
+    every(
+        3,
+        [
+            {"mini_batch_size": 6},
+            {"lopti_eta": 0.5},
+            {"mask_probs": (0.75, 1.0)},
+            {"algorithm": "reinforce++"},
+            {"reweight_alpha": 0.3, "control": "permuted-weights"},
+            {"method": "icepop"},
+            {"old_logprobs": "sampler"},
+        ],
+    ),
     ids=str,
 )
 def test_what_needs_the_old_policys_probabilities_before_the_update_has_one_scoring_pass(
@@ -579,6 +586,7 @@ def test_what_needs_the_old_policys_probabilities_before_the_update_has_one_scor
     assert scored == [SMALL.num_responses]
 
 
+@pytest.mark.all
 def test_training_raises_sampled_accuracy_on_puzzles_it_has_not_seen(tmp_path):
     """Every step has new puzzles, for two; analyses/reproduce.py makes the runs that compare methods."""
     config = replace(SMALL, model="embedded-certain", steps=6, questions_per_step=8, group_size=8)

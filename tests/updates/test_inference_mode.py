@@ -9,6 +9,7 @@ import pandas as pd
 import pytest
 import torch
 from support.policies import make_batch, make_policy, save_checkpoint
+from support.tiers import every
 
 import gradscope
 from gradscope.policy import Policy
@@ -27,7 +28,7 @@ CALLS: dict[str, Callable[[Policy, TokenBatch], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", every(3, CALLS))
 def test_a_call_inside_inference_mode_gives_what_it_gives_outside(name, tmp_path):
     policy = make_policy("llama")
     wanted = CALLS[name](policy, make_batch(policy))

@@ -90,7 +90,7 @@ def test_what_each_source_and_each_token_does_to_the_mean_entropy(policy, batch,
     np.testing.assert_allclose(own, (weights * (brute.jacobian @ (scale * slope))).numpy(), rtol=1e-7, atol=1e-15)
 
 
-@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("step", every(2, STEPS))
 def test_gradients_that_are_known_beforehand_give_the_same_split(policy, batch, step):
     loss = replace(NARROW, kl_coef=0.0)
     brute = brute_force(policy, batch, loss)
@@ -193,7 +193,7 @@ def test_what_the_optimizer_does_not_hold_is_not_moved(policy, batch, brute):
     assert_split_as(result, brute, parts, 1e-10)
 
 
-@pytest.mark.parametrize("name", every(2, ["qwen2", "llama", "gemma2", "mixtral"]))
+@pytest.mark.parametrize("name", every(4, ["qwen2", "llama", "gemma2", "mixtral"]))
 @pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
 def test_the_same_holds_for_other_architectures(name, step):
     policy = make_policy(name, torch.float64)
@@ -206,7 +206,7 @@ def test_the_same_holds_for_other_architectures(name, step):
 
 
 @pytest.mark.parametrize("name", every(2, ["gpt2", "llama"]))
-@pytest.mark.parametrize("step", [STEPS[0], STEPS[2]])
+@pytest.mark.parametrize("step", every(2, [STEPS[2], STEPS[0]]))
 def test_the_error_of_the_prediction_falls_linearly_with_the_step_size(name, step):
     policy = make_policy(name, torch.float64)
     batch = make_batch(policy)

@@ -15,7 +15,7 @@ from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
 from gradscope.trainer.step import plan_update
-from gradscope.updates import UPDATES, Update, make_update, old_intervals
+from gradscope.updates import UPDATES, make_update, old_intervals
 
 SETTINGS = LossSettings(clip_ratio_low=0.1, kl_coef=0.02)
 
@@ -56,10 +56,6 @@ def spell(name: str, **parameters: float) -> str:
     return f"{name}:{given}" if given else name
 
 
-def as_steps(update: Update) -> list[tuple[str, Tensor, int]]:
-    return [(p.name, p.batch.response_mask, p.num_tokens) for p in update.steps]
-
-
 @pytest.fixture(scope="module")
 def batch() -> TokenBatch:
     return make_random_batch()
@@ -94,21 +90,6 @@ def test_only_the_reweighted_updates_change_the_loss(batch, entropy, name):
     own = replace(SETTINGS, reweight_alpha=0.1)
     found = make_update(spell(name, alpha=0.25), batch, entropy=entropy, loss=own).settings
     assert found.reweight_alpha == (0.25 if name.startswith("reweight") else 0.1)
-
-
-@pytest.mark.parametrize("size", [None, 2])
-def test_a_random_split_has_the_sizes_of_lopti_in_every_mini_batch_and_other_tokens(batch, size):
-    generator = torch.Generator().manual_seed(3)
-    lopti = as_steps(make_update("lopti", batch, mini_batch_size=size))
-    drawn = as_steps(make_update("random-split", batch, mini_batch_size=size, generator=generator))
-    assert [name for name, _, _ in drawn] == [f"random-{name}" for name, _, _ in lopti]
-    assert [(int(mask.sum()), count) for _, mask, count in drawn] == [(int(m.sum()), c) for _, m, c in lopti]
-    assert any(not torch.equal(a[1], b[1]) for a, b in zip(drawn, lopti, strict=True))
-    half = len(drawn) // 2
-    minis = batch.response_mask.split(len(batch) if size is None else size)
-    for (_, low, _), (_, high, _), mini in zip(drawn[:half], drawn[half:], minis, strict=True):
-        assert not (low & high).any()
-        assert torch.equal(low | high, mini)
 
 
 TRAINED = {

@@ -186,7 +186,7 @@ def in_mini_batches(name: str, policy: Policy, batch: TokenBatch, size: int | No
 # ---- the movement
 
 
-@pytest.mark.parametrize("name", every(2, UPDATES))
+@pytest.mark.parametrize("name", every(4, UPDATES))
 @pytest.mark.parametrize("kind", ["sgd", "adamw, fresh", "adamw, saved"])
 def test_every_token_moves_as_under_a_hand_written_loop(starts, batch, kind, name):
     start, size = starts[kind], 4 if kind == "adamw, fresh" else None

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from gradscope.errors import InputError
-from gradscope.gradients.engine.chunks import ROWS, Chunk, Limits
 from gradscope.gradients.engine.embeddings import TableNorms
+from gradscope.gradients.engine.grouping import ROWS, Chunk, Limits
 from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import diagonal_square_norms, linear_square_norms, prefix_factor

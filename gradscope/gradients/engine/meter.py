@@ -19,9 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
+from gradscope.gradients.budget.graph_memory import graph_fits, recomputing
 from gradscope.gradients.engine.autograd import Factors, GraphBody, GraphSequence
-from gradscope.gradients.engine.chunks import Chunk, Limits, Span, group_sequences, neighbours, waves
 from gradscope.gradients.engine.decoder.body import DecoderBody, DecoderStack
+from gradscope.gradients.engine.grouping import Chunk, Limits, Span, group_sequences, neighbours, waves
 from gradscope.gradients.engine.head import Head, HeadPass, logits_at, unit_errors
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import outer_square_norms
@@ -31,7 +32,6 @@ from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_spe
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_before
-from gradscope.gradients.graph_memory import graph_fits, recomputing
 from gradscope.objective import TokenStatistics, logit_gradient
 from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.runs import SILENT, Progress

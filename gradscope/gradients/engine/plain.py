@@ -18,9 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from gradscope.gradients.budget.graph_memory import recomputing
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.recording import block_input
-from gradscope.gradients.graph_memory import recomputing
 from gradscope.gradients.hooks import first_tensor
 from gradscope.objective import logit_gradient
 from gradscope.policy import float_parameters, takes

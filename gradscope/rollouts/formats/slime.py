@@ -13,7 +13,8 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from statistics import fmean, stdev
+
+import torch
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
@@ -30,6 +31,7 @@ from gradscope.rollouts.formats.base import (
     whole_number,
 )
 from gradscope.rollouts.formats.columns import read_row
+from gradscope.rollouts.group_rewards import group_moments
 
 UNTRAINED = "they have no train data, though other samples do"
 TWICE = "another rank's train data has the same sample"
@@ -199,9 +201,10 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
         rewards = [rows[at].columns["reward"] for at in places]
         uneven = len({*Counter(str(rows[at].columns["group"]) for at in places).values()}) > 1
         if (uneven or again) and all(isinstance(reward, int | float) for reward in rewards):
-            mean, std = fmean(rewards), 0.0 if len(set(rewards)) == 1 else stdev(rewards)
+            one_group = torch.zeros(len(rewards), dtype=torch.long)
+            mean, std = (float(moment[0]) for moment in group_moments(torch.tensor(rewards), one_group))
+            scale = {"group_reward_mean": mean, "group_reward_std": std}
             for at in places:
-                scale = {"group_reward_mean": mean, "group_reward_std": std}
                 out[at] = replace(out[at], columns=out[at].columns | scale, remarks=(*out[at].remarks, AS_ONE))
     return out
 

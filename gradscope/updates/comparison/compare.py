@@ -53,9 +53,9 @@ from gradscope.resampling import Supply, short_of
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.runs import counted
 from gradscope.updates.apply_update import RealSteps, update_cost
-from gradscope.updates.comparison.judge import BOUNDS, Judge, columns
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_cost, gains_on_unseen_prompts, take_steps
+from gradscope.updates.comparison.statistics import BOUNDS, Judge, columns
 from gradscope.updates.influence import entropy_slopes
 from gradscope.updates.step_settings import StepSettings, settle_step
 

@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gradscope.gradients.engine.chunks import ROWS, START_PART, Chunk, Limits
 from gradscope.gradients.engine.decoder.activations import BlockActivations, Seen, record_blocks
 from gradscope.gradients.engine.decoder.block import BlockBackward
 from gradscope.gradients.engine.decoder.check import account_for, is_complete
 from gradscope.gradients.engine.decoder.parts import DecoderBlock, find_decoder_blocks
 from gradscope.gradients.engine.embeddings import TableNorms
+from gradscope.gradients.engine.grouping import ROWS, START_PART, Chunk, Limits
 from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import square_norms, widths_of

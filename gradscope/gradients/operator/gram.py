@@ -20,12 +20,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.forward_mode import BACKWARD
+from gradscope.gradients.operator.forward_mode import BACKWARD
+from gradscope.gradients.operator.reverse_mode import add_gradients, differentiable, stream_gradients
+from gradscope.gradients.operator.sketches import BLOCKS, Sketcher
+from gradscope.gradients.operator.sweep import Sweep
+from gradscope.gradients.operator.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 from gradscope.gradients.resources import Resources, latest_end
-from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
-from gradscope.gradients.sketches import BLOCKS, Sketcher
-from gradscope.gradients.sweep import Sweep
-from gradscope.gradients.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 from gradscope.objective import kept_logprobs
 from gradscope.policy import AdamWState, flat_slices, float_parameters, free_memory
 from gradscope.resampling import FEWEST, jackknife_error

@@ -11,9 +11,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradscope.gradients.forward_mode import KeptNumbers
 from gradscope.gradients.hooks import measuring
-from gradscope.gradients.vectors import Take
+from gradscope.gradients.operator.forward_mode import KeptNumbers
+from gradscope.gradients.operator.vectors import Take
 from gradscope.objective import Quantity
 from gradscope.policy import flat_slices, float_parameters, is_upcast
 from gradscope.rollouts import TokenBatch

@@ -12,15 +12,15 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from gradscope.gradients.engine.chunks import POSITION_COST
-from gradscope.gradients.shared_minutes import Prices
+from gradscope.gradients.budget.shared_minutes import Prices
+from gradscope.gradients.engine.grouping import POSITION_COST
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.objective import LossSettings
 from gradscope.runs import ALONE, SILENT
 
 if TYPE_CHECKING:
-    from gradscope.gradients.gram import SumsPlan
-    from gradscope.gradients.jacobian import TokenJacobian
+    from gradscope.gradients.operator.gram import SumsPlan
+    from gradscope.gradients.operator.jacobian import TokenJacobian
 
 TOKENS = 4
 """Tokens with a backward pass."""

@@ -2,10 +2,10 @@
 
 If everything fits, one round measures it. Else a first round of PILOT tokens per interval finds the seconds per unit of
 cost. A unit is one position that a backward pass carries for one token; a sequence's forward pass, head and factors
-count as in `engine.chunks`. Each further round takes at most a fraction STEP of the remaining time and grows the sample
-by at most a factor GROWTH, so that a bad estimate is corrected by the next round. There is no further round once less
-than a fraction ENOUGH of the measuring time is left. Each sample contains the earlier ones (`sample`), so no token is
-measured twice and none is dropped.
+count as in `engine.grouping`. Each further round takes at most a fraction STEP of the remaining time and grows the
+sample by at most a factor GROWTH, so that a bad estimate is corrected by the next round. There is no further round once
+less than a fraction ENOUGH of the measuring time is left. Each sample contains the earlier ones (`sample`), so no token
+is measured twice and none is dropped.
 """
 
 from __future__ import annotations

@@ -22,7 +22,9 @@ from jaxtyping import Bool
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.engine.chunks import ROWS
+from gradscope.gradients.budget.graph_memory import norms_bytes
+from gradscope.gradients.budget.shared_minutes import AFTER, Prices, Shares, share_seconds
+from gradscope.gradients.budget.timed_rounds import describe_seconds
 from gradscope.gradients.engine.decoder.body import (
     block_bytes,
     kept_bytes,
@@ -32,16 +34,14 @@ from gradscope.gradients.engine.decoder.body import (
     strip_bytes,
 )
 from gradscope.gradients.engine.decoder.parts import PLAIN, SANDWICH
+from gradscope.gradients.engine.grouping import ROWS
 from gradscope.gradients.engine.head import LOGIT_BYTES, logit_rows
 from gradscope.gradients.engine.norms import factor_pays
-from gradscope.gradients.gram import SumsPlan
-from gradscope.gradients.graph_memory import norms_bytes
-from gradscope.gradients.jacobian import TokenJacobian
+from gradscope.gradients.operator.gram import SumsPlan
+from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.settings import MeasureSettings, check_settings, settle_minutes, settle_sample
-from gradscope.gradients.shared_minutes import AFTER, Prices, Shares, share_seconds
 from gradscope.gradients.table import TableMeasurement
-from gradscope.gradients.timed_rounds import describe_seconds
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import TokenBatch, check_batch

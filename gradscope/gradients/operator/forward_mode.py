@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from gradscope.errors import InputError, first_line
 from gradscope.gradients.hooks import measuring
-from gradscope.gradients.vectors import Vectors, vector_bytes
+from gradscope.gradients.operator.vectors import Vectors, vector_bytes
 from gradscope.objective import Quantity, kept_numbers, most_logits
 from gradscope.policy import is_upcast, moving
 from gradscope.rollouts import TokenBatch

@@ -19,10 +19,10 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from gradscope.gradients.budget.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.engine.recording import BlockCall, block_input, replace_input
-from gradscope.gradients.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.hooks import first_tensor
-from gradscope.gradients.vectors import Take
+from gradscope.gradients.operator.vectors import Take
 from gradscope.objective import Quantity, choosing_places, most_logits, numbers_of
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
@@ -87,9 +87,7 @@ class Sweep:
             found[home].append(name)
         return found
 
-    def pass_back(
-        self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take, of: Quantity = "logprob"
-    ) -> None:
+    def pass_back(self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take, of: Quantity = "logprob") -> None:
         """Pass Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens to `take`, one block's parameters at a time.
 
         of: the quantity to differentiate.

@@ -18,18 +18,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gradscope.errors import InputError, normal_tensors
-from gradscope.gradients.contributions import Contributions
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.products import Precision
-from gradscope.gradients.forward_mode import Changes, KeptNumbers, changes_along, refuse_narrow_arithmetic
-from gradscope.gradients.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
 from gradscope.gradients.hooks import measuring
-from gradscope.gradients.prompt_parts import PromptParts
+from gradscope.gradients.operator.contributions import Contributions
+from gradscope.gradients.operator.forward_mode import Changes, KeptNumbers, changes_along, refuse_narrow_arithmetic
+from gradscope.gradients.operator.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way
+from gradscope.gradients.operator.prompt_parts import PromptParts
+from gradscope.gradients.operator.reverse_mode import add_gradients, differentiable, stream_gradients
+from gradscope.gradients.operator.row_norms import RowNorms
+from gradscope.gradients.operator.sweep import Sweep
+from gradscope.gradients.operator.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.reverse_mode import add_gradients, differentiable, stream_gradients
-from gradscope.gradients.row_norms import RowNorms
-from gradscope.gradients.sweep import Sweep
-from gradscope.gradients.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.objective import (
     Quantity,
     TokenStatistics,

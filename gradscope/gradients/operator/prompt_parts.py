@@ -10,15 +10,15 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, SelfCheckError
-from gradscope.gradients.contributions import Contributions
 from gradscope.gradients.engine.results import TOLERANCES
-from gradscope.gradients.forward_mode import TANGENTS, TOGETHER
-from gradscope.gradients.vectors import Vectors, vector_bytes
+from gradscope.gradients.operator.contributions import Contributions
+from gradscope.gradients.operator.forward_mode import TANGENTS, TOGETHER
+from gradscope.gradients.operator.vectors import Vectors, vector_bytes
 from gradscope.policy import arithmetic_dtype
 from gradscope.runs import ALONE, SILENT, deal_by_cost, track
 
 if TYPE_CHECKING:
-    from gradscope.gradients.jacobian import TokenJacobian
+    from gradscope.gradients.operator.jacobian import TokenJacobian
 
 BESIDE = 2
 """Vectors held beside the folds' sums: a prompt's, and the gradient as autograd returns it."""

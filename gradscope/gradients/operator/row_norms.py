@@ -16,7 +16,7 @@ from gradscope.runs import deal_by_cost
 
 if TYPE_CHECKING:
     from gradscope.gradients.engine.meter import TokenGradientMeter
-    from gradscope.gradients.jacobian import TokenJacobian
+    from gradscope.gradients.operator.jacobian import TokenJacobian
 
 
 class RowNorms:
