@@ -23,7 +23,7 @@ class Verdict(StrEnum):
     """More than the reference: the share of tokens, 1−π, one half, or the rest."""
     LESS = "less"
     UNDECIDED = "undecided"
-    """The confidence interval contains both, or there are too few prompts."""
+    """The bounds contain both, or there are too few prompts."""
     UNKNOWN = "unknown"
     """The numbers are missing."""
     BROKEN = "broken"
@@ -78,10 +78,10 @@ class Findings(tuple[Finding, ...]):
 
 
 def judge(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[float], str] = percent) -> Verdict:
-    """Judge a number by its printed interval: entirely above, entirely below, or on both sides of `against`.
+    """Judge a number by its printed bounds: both above, both below, or on both sides of `against`.
 
-    against: a number, or one with an interval, which must not overlap. write: the format in which both are printed;
-    bounds that look alike decide nothing. Without an interval, nothing is decided.
+    against: a number, or one with bounds, which must lie apart. write: the format in which both are printed: bounds
+    that look alike decide nothing. Without bounds, nothing is decided.
     """
     least, most = (against, against) if isinstance(against, float) else (against["lower"], against["upper"])
     if row["lower"] > most and write(row["lower"]) != write(most):
@@ -90,11 +90,11 @@ def judge(row: pd.Series, against: float | pd.Series = 0.0, *, write: Callable[[
 
 
 def lack_words(row: pd.Series) -> str:
-    """Say why a number has no interval, and what would give one; "" if it has one."""
+    """Say why a number has no bounds, and what would give some; "" if it has them."""
     if not isnan(row["lower"]):
         return ""
     if row["lacks"] == "prompts":
-        return f"tokens of fewer than {row['wanted']} prompts give no interval"
+        return f"tokens of fewer than {row['wanted']} prompts give no bounds"
     if row["lacks"] == "tokens":
-        return f"{row['n']:,} measured tokens are too few for an interval, which needs about {row['wanted']:,}"
-    return "no interval: it does not vary between prompts, or comes from a single one"
+        return f"{row['n']:,} measured tokens are too few for bounds, which need about {row['wanted']:,}"
+    return "no bounds: it does not vary between prompts, or comes from a single one"

@@ -1,4 +1,4 @@
-"""Numbers of a diagnosis as words: shares, bits and others, each with its interval."""
+"""Numbers of a diagnosis as words: shares, bits and others, each with its bounds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from gradscope.runs import digits
 from gradscope.updates import StepSettings
 
 VACUOUS = 0.9
-"""Width of a share's interval from which on it says nothing of the share."""
+"""Width between a share's bounds from which on it says nothing of the share."""
 LEAST = 0.01
-"""Lower bound of a share from which on even a wide interval says something."""
+"""Lower bound of a share from which on even bounds far apart say something."""
 SPREAD = 100.0
 """Ratio of a positive number's bounds from which on they say nothing of it."""
-UNUSABLE = "[no usable interval]"
+UNUSABLE = "[no usable bounds]"
 
 
 def percent(value: float) -> str:
@@ -36,7 +36,7 @@ def percent(value: float) -> str:
 
 
 def says_nothing(row: pd.Series, unit: str = "share") -> bool:
-    """Return whether an interval allows almost everything. unit: share, bits or norm.
+    """Return whether bounds allow almost everything. unit: share, bits or norm.
 
     >>> says_nothing(pd.Series({"lower": -10.33, "upper": 11.58}))
     True
@@ -50,12 +50,12 @@ def says_nothing(row: pd.Series, unit: str = "share") -> bool:
 
 
 def share_words(row: pd.Series) -> str:
-    """Write a share with its interval, unless that says nothing.
+    """Write a share with its bounds, unless they say nothing.
 
     >>> share_words(pd.Series({"value": 0.48, "lower": 0.27, "upper": 0.64}))
     '48 % [27, 64]'
     >>> share_words(pd.Series({"value": 0.094, "lower": 0.00007, "upper": 0.99}))
-    '9.4 % [no usable interval]'
+    '9.4 % [no usable bounds]'
     """
     if isnan(row["value"]):
         return "–"
@@ -65,12 +65,12 @@ def share_words(row: pd.Series) -> str:
 
 
 def share_bounds(row: pd.Series) -> str:
-    """Write a share with its interval, which decides something."""
+    """Write a share with its bounds, which decide something."""
     return f"{percent(row['value'])} %{in_brackets(row['lower'], row['upper'], percent)}"
 
 
 def bits_words(row: pd.Series) -> str:
-    """Write a signed number of bits with its interval.
+    """Write a signed number of bits with its bounds.
 
     >>> bits_words(pd.Series({"value": -0.6, "lower": -1.23, "upper": 0.16}))
     '−0.6 bits [−1.2, +0.2]'
@@ -80,7 +80,7 @@ def bits_words(row: pd.Series) -> str:
 
 
 def times_words(row: pd.Series) -> str:
-    """Write bits, the log₂ of a ratio, as that ratio with its interval, unless that says nothing.
+    """Write bits, the log₂ of a ratio, as that ratio with its bounds, unless they say nothing.
 
     >>> times_words(pd.Series({"value": 4.75, "lower": 4.3, "upper": 5.1}))
     '27× [20, 34]'
@@ -104,7 +104,7 @@ def step_words(step: StepSettings) -> str:
 
 
 def number_words(row: pd.Series, significant: int | None = None) -> str:
-    """Write a number with its interval; a dash if it is NaN. significant: number of digits; None: two decimals.
+    """Write a number with its bounds; a dash if it is NaN. significant: number of digits; None: two decimals.
 
     >>> number_words(pd.Series({"value": -0.00006, "lower": -0.0002, "upper": 0.0}), 2)
     '−0.00006 [−0.0002, 0]'
@@ -116,10 +116,10 @@ def number_words(row: pd.Series, significant: int | None = None) -> str:
 
 
 def norm_words(row: pd.Series) -> str:
-    """Write a norm with three digits and its interval, unless that says nothing.
+    """Write a norm with three digits and its bounds, unless they say nothing.
 
     >>> norm_words(pd.Series({"value": 21.0, "lower": 0.09, "upper": 5132.0}))
-    '21 [no usable interval]'
+    '21 [no usable bounds]'
     """
     if says_nothing(row, "norm"):
         return f"{digits(row['value'], 3)} {UNUSABLE}"

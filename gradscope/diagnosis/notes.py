@@ -69,9 +69,9 @@ def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: b
         (not unknown and not has_gradient(table), "no-gradient",
          "Every weight of the loss is 0 (equal rewards in each group, or all clipped), so there is no gradient."),
         (prompts == 1, "one-prompt",
-         "All responses are to one prompt, so there are no confidence intervals and no signal fraction."),
+         "All responses are to one prompt, so there are no bounds and no signal fraction."),
         (prompts > 1 and informative < FEWEST, "few-prompts",
-         f"{of} no confidence intervals: {informative} of {prompts} prompts have a gradient, {FEWEST} are "
+         f"{of} no bounds: {informative} of {prompts} prompts have a gradient, {FEWEST} are "
          "needed."),
         (informative < prompts, "idle-prompts",
          f"{prompts - informative} of {prompts} prompts have advantage 0 throughout (equal rewards): their tokens are "

@@ -1,4 +1,4 @@
-"""Estimate how much of a confidence interval is due to the sample of tokens, and how a larger one would narrow it."""
+"""Estimate how much of a number's bounds is due to the sample of tokens, and how a larger one would narrow them."""
 
 from __future__ import annotations
 
@@ -59,24 +59,24 @@ class SamplingError:
         said = f"{self.quantity}: {digits(self.value, 3)}"
         if not np.isfinite(self.lower):
             error = f" ± {digits(self.standard_error)}, a standard error," if np.isfinite(self.standard_error) else ""
-            return f"{said}{error} of these prompts; there are too few for an interval."
-        return f"{said} [{digits(self.lower, 3)}, {digits(self.upper, 3)}]. {self.of_interval('this interval')}"
+            return f"{said}{error} of these prompts; there are too few for bounds."
+        return f"{said} [{digits(self.lower, 3)}, {digits(self.upper, 3)}]. {self.of_bounds('these bounds')}"
 
-    def of_interval(self, which: str) -> str:
-        """Say how much of the interval named `which` is due to the sample, and how more tokens would narrow it."""
+    def of_bounds(self, which: str) -> str:
+        """Say how much of the bounds named `which` is due to the sample, and how more tokens would narrow them."""
         if not np.isfinite(self.part):
             return f"Too few tokens were measured to say how much more of them would narrow {which}."
         if self.part > NEARLY_ALL:  # an estimate: the prompts' own part need not be 0
-            return f"Nearly all of the variance behind {which} comes from sampling tokens: more would narrow it."
+            return f"Nearly all of the variance behind {which} comes from sampling tokens: more would narrow them."
         part = f"{percent(self.part)} %"
         said = f"{part} of the variance behind {which} comes from sampling tokens, the rest from prompts"
         if self.part < LITTLE:
-            return f"{said}: more tokens would hardly narrow it."
+            return f"{said}: more tokens would hardly narrow them."
         names = {4.0: "4 times as many tokens", np.inf: "all tokens"}
         bought = []
         for times in (4.0, np.inf) if 4 * self.measured < self.tokens else (np.inf,):
             bought.append(f"{self.width(times):.2f} times as wide with {names[times]}")
-        return f"{said}. It would be {' and '.join(bought)}."
+        return f"{said}. They would be {' and '.join(bought)}."
 
 
 def sampling_error(

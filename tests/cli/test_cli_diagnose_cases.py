@@ -74,7 +74,7 @@ def test_one_prompt_alone_has_numbers_without_intervals(diagnosed):
     rows = [row for row in native_rows(group=0) if row["prompt_ids"] == native_rows()[0]["prompt_ids"]]
     table, statistics, page = diagnosed(rows)
     assert table["group"].nunique() == 1 and len(rows) == 2
-    assert "All responses are to one prompt, so there are no confidence intervals and no signal fraction." in page
+    assert "All responses are to one prompt, so there are no bounds and no signal fraction." in page
     found = [share for share in value(statistics, "squared_share") if share == share]
     assert found == pytest.approx(shares_by_hand(table), rel=1e-5)
     rows = statistics[statistics["statistic"].isin(["squared_share", "gradient_share"])]

@@ -94,7 +94,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
     for statistic, metric, label in shares:
         row, name = d.pick(statistic, metric, low), f"{name_interval(low)}: {label}"
         if row is not None and says_nothing(row):
-            tiles.append(Tile(name, "not known", "its 95 % interval allows almost every share"))
+            tiles.append(Tile(name, "not known", "its 95 % bounds allow almost every share"))
         elif row is not None and not isnan(row["value"]):
             tiles.append(_tile(name, row, ""))
     signal = d.pick("signal_fraction", "raw", "all")
@@ -102,7 +102,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
         if judge(signal) is Verdict.MORE:
             tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
         else:
-            most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % interval)"
+            most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % bound)"
             tiles.append(Tile("signal fraction", "none seen", most))
     kind = next((kind for kind in ("actual", "predicted") if any(row is not None for row in _moved(d, kind))), "")
     moved = zip(("Â > 0 rose", "Â < 0 fell"), _moved(d, kind), strict=True)
@@ -143,7 +143,7 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
         caption += f" {as_sentence(precision)}"
     if prompts < of_prompts:
         caption += f" These are {prompts:,} of the {of_prompts:,} prompts; four times as many would halve the "
-        caption += "intervals, and take four times the minutes."
+        caption += "bounds' distance, and take four times the minutes."
     series = series_of(d.statistics, d.labels, DRAWN, factor=100.0)
     look = {"ylabel": "share (%)", "size": (4.6, 2.5), "limits": (None, 100.0)}
     drawn = sheets.series("shares", series, caption, bars=OVER_PROMPTS, **look)

@@ -46,7 +46,7 @@ def make_trend_report(
         "trend_drawn",
         lambda: plot_trend(followed),
         f"Headline numbers at {which}; bands: 95 % over each checkpoint's prompts, cut off where an index in bits "
-        "falls far; hollow: rollouts of another step; crosses: too few prompts or tokens for an interval.",
+        "falls far; hollow: rollouts of another step; crosses: too few prompts or tokens for bounds.",
         again=redraw(plot_trend, csv("followed")),
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
@@ -137,14 +137,14 @@ class Change:
     """Row at the earlier checkpoint, named by the step."""
     last: pd.Series
     verdict: Verdict
-    """MORE: it rose; LESS: it fell; UNDECIDED; UNKNOWN: an interval is missing."""
+    """MORE: it rose; LESS: it fell; UNDECIDED; UNKNOWN: bounds are missing."""
 
 
 def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change | None]]:
     """Return each followed number's change from the first to the last checkpoint, and its largest change from one
     checkpoint to the next.
 
-    The latter is None for fewer than three checkpoints. A verdict requires that the 95 % intervals do not overlap,
+    The latter is None for fewer than three checkpoints. A verdict requires that the 95 % bounds lie apart,
     since the rollouts differ.
     """
     ends, found = {trend["step"].min(), trend["step"].max()}, []
@@ -167,7 +167,7 @@ def trend_changes(trend: pd.DataFrame, label: str) -> list[tuple[Change, Change 
 
 
 def _judge(first: pd.Series, last: pd.Series) -> Verdict:
-    """Judge a change by two 95 % intervals."""
+    """Judge a change by the 95 % bounds of both."""
     if np.isnan(first["lower"]) or np.isnan(last["lower"]):
         return Verdict.UNKNOWN
     return judge(last, first, write=times if last["unit"] == "bits" else percent)
@@ -192,7 +192,7 @@ def _follow(trend: pd.DataFrame, label: str) -> list[Finding]:
             continue
         if ends.verdict is Verdict.UNKNOWN:
             lacking = " and ".join(f"step {row.name}" for row in (ends.first, ends.last) if np.isnan(row["lower"]))
-            found.append(Finding(f"{words} {SAID[ends.verdict]}: it has no interval at {lacking}."))
+            found.append(Finding(f"{words} {SAID[ends.verdict]}: it has no bounds at {lacking}."))
             continue
         detail = ""
         if largest is not None and largest.verdict is not Verdict.UNKNOWN:

@@ -62,8 +62,8 @@ DEFINITIONS = {
     ),
     "dominance index": (
         "log₂ of an interval's share of the gradient energy over its share of the tokens, in bits: 0 means "
-        "proportional, +1 twice and −1 half the average per token. Tokens dominate only if its 95 % confidence "
-        "interval lies above 0 and their interval has the largest share in 95 % of the redrawn batches."
+        "proportional, +1 twice and −1 half the average per token. Tokens dominate only if both its 95 % bounds "
+        "lie above 0 and their interval has the largest share in 95 % of the redrawn batches."
     ),
     "redrawn batches": (
         "Batches with the same number of prompts, drawn with replacement from those given (a bootstrap). How often a "
@@ -77,7 +77,7 @@ DEFINITIONS = {
         "Gradients divided entry by entry by √v̂ + eps, as in the optimizer's next update, with v̂ of the whole step. "
         "Momentum from earlier steps and weight decay are left out."
     ),
-    "95 % interval": (
+    "95 % bounds": (
         "Brackets hold percentiles of a bootstrap over prompts or, below 50 prompts or with a sample of tokens, a "
         "jackknife over prompts; for summed gradients they are corrected for resampling bias, and for signal they are "
         "always a jackknife. They show how much the choice of prompts and measured tokens matters; if there are too "
@@ -119,7 +119,7 @@ def rows(m: Measured) -> Rows:
         known = parts[0][parts[0]["statistic"] == "squared_share"]
         error = sampling_error(table, labels, shares=known, seed=m.settings.seed)
         if error is not None and not np.isnan(error.lower):
-            kept["precision"] = error.of_interval("the lowest share's interval")
+            kept["precision"] = error.of_bounds("the lowest share's bounds")
     parts.append(_alone("tokens", counts, counts, "tokens", labels))
     parts.append(one_row("prompts", float(m.supply.informative), len(table), unit="prompts"))
     return Rows(join_rows(parts), unweighted=("token_share",), kept=kept)
@@ -239,7 +239,7 @@ def more_tokens(supply: Supply) -> str:
 
 
 def _why_vacuous(d: Diagnosis, metric: str) -> str:
-    """Say what makes an interval say nothing: one token that holds much, or prompts that differ."""
+    """Say what makes bounds say nothing: one token that holds much, or prompts that differ."""
     if d.table is not None and metric == "raw":
         squares, whole = weighted_norms(d.table) ** 2, total_squares(d.table)
         if np.nanmax(squares) >= CONCENTRATED * whole:
@@ -297,7 +297,7 @@ def _concentration(d: Diagnosis) -> list[Finding]:
         return []
     statement = f"One of {len(by_prompt):,} prompts holds {percent(share)} % of the gradient energy."
     detail = (
-        f"Prompt {by_prompt.idxmax()}. This makes intervals over prompts wide: whether another batch has such a prompt "
+        f"Prompt {by_prompt.idxmax()}. This makes bounds over prompts wide: whether another batch has such a prompt "
         "cannot be seen from this one."
     )
     return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]

@@ -112,7 +112,7 @@ def say(found: Diagnosis) -> list[Finding]:
         statement = f"No {words} accounts for detectably more gradient energy than its share of the tokens."
         if over:
             statement = f"By {words}, more gradient energy than in proportion to the tokens: {over}."
-        detail = f"Share of the gradient energy, with joint 95 % intervals for all {len(told)}: {each}."
+        detail = f"Share of the gradient energy, with joint 95 % bounds for all {len(told)}: {each}."
         said.append(Finding(f"where_{driver}", Verdict.MORE if over else Verdict.UNDECIDED, statement, detail))
     return said
 
