@@ -27,8 +27,8 @@ DRIVING = {
     *("free_memory", "gradient_budget", "autograd"),
 }
 NAMES = ast.Attribute | ast.Name
-DIFFERENTIATES = {"theory/constants.py", "rollouts/batch.py", "sampling/hf.py", "integrations/trl/batch.py"}
-"""Block Jacobians of their own; what a batch's micro-batches are, and TRL's own; responses sampled together."""
+DIFFERENTIATES = {"rollouts/batch.py", "sampling/hf.py", "integrations/trl/batch.py"}
+"""What a batch's micro-batches are, and TRL's own; responses sampled together."""
 EQUATIONS = ("objective/equations.py", "gradients/engine/decoder/")
 """Whose functions may have as many parameters as the equation has symbols."""
 MOST = 8

@@ -19,13 +19,13 @@ import pandas as pd
 from analyses.common.experiments import WORK, configure
 from analyses.common.in_training import PLACE
 from analyses.common.measurements import keep, part
+from analyses.parts.constants import layer_constants, token_contexts
 from gradscope import load_policy, measure as measure_tokens
 from gradscope.gradients import LAYER, LOGITS, PARAMETERS
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.sampling import batch_rows, rollout_rows, sample
 from gradscope.tasks import get_task
-from gradscope.theory import layer_constants, token_contexts
 
 TEMPERATURE = 0.7
 LENGTH = 12

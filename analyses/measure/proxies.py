@@ -5,7 +5,7 @@ small GPT-2 that learns the same puzzles here in some minutes. A further proxy i
 which others call a per-token gradient: ‖Σ over linear modules of g ⊗ a‖, where g is the summed log-likelihood's
 gradient at the module's output where the token is predicted, and a the module's input there. Writes
 
-    proxies.csv     theory.judge_proxies for both, by `policy`
+    proxies.csv     judge_proxies (analyses/parts/proxies.py) for both, by `policy`
     tokens.parquet  the tokens that were judged
 """
 
@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 
 from analyses.common.in_training import FRESH, moments
 from analyses.common.measurements import keep, part
+from analyses.parts.proxies import judge_proxies
 from analyses.recipes.certain_policy import NOISE
 from analyses.recipes.supervised import Stage, batches, build_tokenizer, examples, train
 from gradscope.gradients import measure as measure_tokens
@@ -30,7 +31,6 @@ from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.sampling import HFSampler, batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
-from gradscope.theory import judge_proxies
 
 POSITION = "position_grad_norm"
 STAGES = (

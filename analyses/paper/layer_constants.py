@@ -4,8 +4,8 @@
 
 Drawn from the measurement `layer_constants` (analyses/measure/layer_constants.py): the policy of a scale in float64 on
 responses to two-person puzzles, singular values of every block's Jacobian at eight contexts, *certified* by an exact
-SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, the theory report layer_constants.txt, and its
-contents as layer_constants_theory.csv, _spreads.csv, _bounds.csv and _head.csv.
+SVD or *estimated* by Lanczos. Writes layer_constants.png with its .csv, layer_constants.txt, the reports on Prop. 4.2
+and on the constants, and their contents as layer_constants_theory.csv, _spreads.csv, _bounds.csv and _head.csv.
 
 At scale cpu the same files named smollm2_constants… are written for SmolLM2-135M-Instruct, de-quantised from four bits
 and continuing the first two words of word problems at T = 1 (`layer_constants_smollm2`).
@@ -24,10 +24,11 @@ from analyses.common.experiments import read
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from analyses.paper.base_policy import tabulate
+from analyses.paper.base_policy import read_theory, tabulate
+from analyses.parts.constants import ConstantsReport, report_constants
 from gradscope.plots import finish, new_axes, paper_style, save_figure
 from gradscope.runs import write_text
-from gradscope.theory import TheoryReport, theory_report
+from gradscope.theory import TheoryReport
 
 COLORS = {
     "gains of real tokens, anywhere": "#222222",
@@ -40,19 +41,19 @@ MEASUREMENTS = {"layer_constants": "layer_constants", "layer_constants_smollm2":
 """{measurement: prefix of its files}."""
 
 
-def table(measurement: str, options: Options) -> TheoryReport:
-    """Test Eq. 3 on the measured tokens and constants."""
+def table(measurement: str, options: Options) -> tuple[TheoryReport, ConstantsReport]:
+    """Test Prop. 4.2 on the measured tokens, and Eq. 3 with the constants."""
     names = ("tokens.parquet", "constants.csv")
     tokens, constants = (read_table(measurement, name, scale=options.scale) for name in names)
     vocab_size = read_facts(measurement, scale=options.scale)["vocab_size"]
-    return theory_report(tokens, constants, vocab_size=vocab_size, seed=np.random.default_rng(0))
+    return read_theory(tokens, vocab_size), report_constants(tokens, constants, vocab_size=vocab_size)
 
 
-def spans(report: TheoryReport) -> pd.DataFrame:
+def spans(theory: TheoryReport, report: ConstantsReport) -> pd.DataFrame:
     """Return what is drawn, a row per layer and span: layer, span, lower, upper (of gains ‖δ_ℓ‖ / ‖e − π‖)."""
     rows = []
     for layer, part in report.constants.groupby("layer"):
-        gains = report.gains[report.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
+        gains = theory.gains[theory.gains["quantity"] == f"act_grad_norm.{layer}"].iloc[0]
         certified = part[part["product_kind"] == "certified"]
         ends = (
             (gains["min"], gains["max"]),
@@ -66,9 +67,9 @@ def spans(report: TheoryReport) -> pd.DataFrame:
 
 
 @paper_style()
-def draw(report: TheoryReport, ax: Axes | None = None) -> Axes:
+def draw(theory: TheoryReport, report: ConstantsReport, ax: Axes | None = None) -> Axes:
     """Draw per layer, on a log scale: certified ∏c … ∏d, the exact range of gains, and real tokens' gains."""
-    drawn = spans(report)
+    drawn = spans(theory, report)
     layers = sorted(drawn["layer"].unique())
     ax, thick = new_axes(ax, width=max(4.4, 0.24 * len(layers)), height=3.4), 5 if len(layers) < 10 else 2.5
     bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 100
@@ -94,11 +95,12 @@ def main(options: Options) -> None:
     for measurement, name in MEASUREMENTS.items():
         if options.scale not in read()["measurements"][measurement]["scales"]:
             continue
-        report = table(measurement, options)
-        print(report)
-        save_figure(draw(report), options.out / f"{name}.png")
-        write_text(options.out / f"{name}.txt", f"{report}\n")
-        tables = {"theory": tabulate(report), "spreads": report.spreads, "bounds": report.layer_bounds}
+        theory, report = table(measurement, options)
+        words = f"{theory}\n{report}\n"
+        print(words)
+        save_figure(draw(theory, report), options.out / f"{name}.png")
+        write_text(options.out / f"{name}.txt", words)
+        tables = {"theory": tabulate(theory), "spreads": report.spreads, "bounds": report.bounds}
         tables["head"] = report.constants[report.constants["module"] == "head"][["context", "c", "d"]]
         for part, numbers in tables.items():
             write_csv(numbers, options.out / f"{name}_{part}.csv")

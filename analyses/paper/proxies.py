@@ -14,7 +14,8 @@ import tyro
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import plot_proxies, save_figure
+from analyses.parts.proxies import plot_proxies
+from gradscope.plots import save_figure
 
 
 def table(options: Options) -> pd.DataFrame:

@@ -44,8 +44,7 @@ class Demo:
             Sample(model=self.policy, out=rollouts, questions=10, seed=self.seed, overwrite=True, **asked).sample()
         # A pretrained model is slow: of the five minutes, one is for sampling.
         settings = MeasureSettings(seed=self.seed, minutes=None if is_own else 4)
-        constants = 3 if is_own else 0
-        Measure(self.policy, rollouts, self.out, settings, constants=constants, overwrite=self.overwrite).run()
+        Measure(self.policy, rollouts, self.out, settings, overwrite=self.overwrite).run()
 
 
 _PUZZLES = {"task": "knights-knaves-compact", "temperature": 0.7}

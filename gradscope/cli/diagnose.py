@@ -102,8 +102,9 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     """Tokens whose change in the step is split by source; none: skip this."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
     """Compare token weightings; none: only for policies below 100 M parameters."""
-    part: Annotated[tuple[str, ...], Many] = ()
-    """Your own questions: FILE.py:NAME, a file that is a part of the report (see the documentation of the report)."""
+    part: Annotated[tuple[str, ...], Many, tyro.conf.UseAppendAction] = ()
+    """A question of your own: FILE.py:NAME, a file that is a part of the report (see the documentation of the report).
+    Give the flag again for another."""
     follow: bool = False
     """Treat MODEL as a run's folder: diagnose each checkpoint as soon as it and its rollouts are complete, until the
     run has ended or nothing new has appeared for a day. --minutes applies to each checkpoint."""

@@ -104,9 +104,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     Affects speed and memory, not results. None: 1 GiB, on a GPU 4."""
     gradient_memory: MemoryFlag = None
     """Bytes for summed gradients (by interval and prompt). Beyond these, they are sketched, with a stated error."""
-    constants: int = 0
-    """For the summary, compute the constants of Eq. 3 at this many contexts, the shortest of the measured tokens':
-    certified by an exact SVD for up to 1,024 activations per context, estimated by Lanczos beyond."""
     figures: bool = True
     """Also draw figures/ and write summary.txt; this computes the intervals' summed gradients."""
     theory: bool = False
@@ -134,15 +131,13 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         check_no_plan(self.flops)
         if self.theory and not self.figures:
             raise InputError("--theory needs figures; leave out --no-figures, or --theory")
-        if self.constants < 0:
-            raise InputError(f"--constants is {self.constants}; give 0 or more contexts")
         measured = self.measure()
         if self.figures:
-            asked = {"contexts": self.constants, "gradient_memory": self.gradient_memory}
-            found, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
+            known, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
             deadline = None if measured.left is None else monotonic() + measured.left - AFTER
             resources = replace(measured.resources, deadline=deadline)
-            add_summary(*found, table, measured.settings, resources=resources, **asked)
+            asked = {"resources": resources, "gradient_memory": self.gradient_memory}
+            add_summary(*known, table, measured.settings, **asked)
         if self.figures and measured.resources.processes.is_main:
             texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
             print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")

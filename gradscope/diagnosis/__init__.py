@@ -6,6 +6,8 @@ from gradscope.diagnosis.measured import Case, Measured
 from gradscope.diagnosis.page.contents import TokenViewer, make_report, viewer, write_report
 from gradscope.diagnosis.page.first_screen import decide
 from gradscope.diagnosis.page.live import make_live_report
+from gradscope.diagnosis.page.page import Block, Paragraph
+from gradscope.diagnosis.page.sheets import Sheets
 from gradscope.diagnosis.page.trend import make_trend_report, trend_changes
 from gradscope.diagnosis.parts import PARTS, asked_products, part_file, settle_parts
 from gradscope.diagnosis.parts.dominance import CERTAIN, judge_dominance
@@ -29,10 +31,11 @@ from gradscope.diagnosis.sums import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.update import supply_of
 
 __all__ = [
-    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "THEORY", "Case", "Diagnosis", "DiagnosisSettings", "Finding",
-    "Measured", "Pairs", "PromptSums", "Rows", "Scope", "Summary", "TokenViewer", "Verdict", "add_summary",
-    "asked_products", "cosine_matrix", "decide", "diagnose", "gradient_rows", "interval_summary", "join_rows",
-    "judge_dominance", "judge_sample", "make_live_report", "make_report", "make_rows", "make_trend_report", "one_row",
-    "part_file", "plan_products", "sampling_error", "say", "settle_parts", "sum_by_prompt", "summarize_measurement",
-    "supply_of", "token_shares", "trend_changes", "viewer", "write_figures", "write_report",
+    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "THEORY", "Block", "Case", "Diagnosis", "DiagnosisSettings",
+    "Finding", "Measured", "Pairs", "Paragraph", "PromptSums", "Rows", "Scope", "Sheets", "Summary", "TokenViewer",
+    "Verdict", "add_summary", "asked_products", "cosine_matrix", "decide", "diagnose", "gradient_rows",
+    "interval_summary", "join_rows", "judge_dominance", "judge_sample", "make_live_report", "make_report",
+    "make_rows", "make_trend_report", "one_row", "part_file", "plan_products", "sampling_error", "say",
+    "settle_parts", "sum_by_prompt", "summarize_measurement", "supply_of", "token_shares", "trend_changes", "viewer",
+    "write_figures", "write_report",
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from gradscope.policy import Policy
 from gradscope.resampling import Resampling, Seed, Supply
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import Progress, RunFolder, track, write_text
-from gradscope.theory import FLOOR, TheoryReport, layer_constants, measured_cones, theory_report, token_contexts
+from gradscope.theory import TheoryReport, measured_cones, theory_report
 
 FIGURES, SUMMARY, THEORY = "figures", "figures/summary.txt", "figures/theory.txt"
 """Paths in a run's folder of its figures, the printed summary, and the check of Prop. 4.2 on its tokens."""
@@ -179,16 +179,14 @@ def summarize_measurement(
     table: pd.DataFrame,
     settings: MeasureSettings,
     *,
-    contexts: int = 0,
     resources: Resources | None = None,
     verdict_minutes: float | None = None,
 ) -> Summary:
     """Compute the summed gradients, which the table lacks, and collect everything for the summary.
 
-    table: from `measure(policy, batch, settings)`, at the batch's temperatures. contexts: number of tokens at whose
-    contexts to compute the constants of Eq. 3 (`layer_constants`, whose time grows fast with model and context).
-    resources: for the summed gradients; with a deadline, they cover the prompts that are summed by then.
-    verdict_minutes: the time limit that would give a verdict, if a shorter one left prompts out.
+    table: from `measure(policy, batch, settings)`, at the batch's temperatures. resources: for the summed gradients;
+    with a deadline, they cover the prompts that are summed by then. verdict_minutes: the time limit that would give a
+    verdict, if a shorter one left prompts out.
     """
     supply = supply_of(table, batch, verdict_minutes)
     resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
@@ -201,36 +199,11 @@ def summarize_measurement(
         J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch, resources.processes))
         gradients = sum_intervals(J, settings.loss, intervals=intervals)
     rng = np.random.default_rng(settings.seed)
-    constants = None
-    if contexts:
-        table, constants = add_constants(policy, batch, table, contexts, progress=resources.progress)
     try:
-        theory = theory_report(table, constants, vocab_size=policy.vocab_size, seed=rng)
+        theory = theory_report(table, vocab_size=policy.vocab_size, seed=rng)
     except InputError:  # too few measured tokens for a fit; the rest of the summary is valid
         theory = None
     return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, over, supply.of_prompts, supply)
-
-
-def add_constants(
-    policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int, *, progress: bool | Progress = False
-) -> tuple[pd.DataFrame, pd.DataFrame | None]:
-    """Return the table with a column `context`, and Eq. 3's constants at the shortest contexts of different prompts.
-
-    Uses only measured tokens with 1−π > 1e-3; returns no constants if there are none.
-    """
-    prompts = (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()
-    told = table.assign(length=table["position"] + prompts[table["response"]])
-    told = told[told[PARAMETERS].notna() & (told["log_one_minus_prob"] > np.log(FLOOR))]
-    chosen = told.sort_values("length", kind="stable").drop_duplicates("group").head(contexts)
-    if chosen.empty:
-        return table, None
-    temperatures = batch.temperature[chosen["response"].tolist()].tolist()
-    pairs = zip(token_contexts(batch, chosen), temperatures, strict=True)
-    parts = []
-    for index, (ids, temperature) in enumerate(track(pairs, "constants", progress, total=len(chosen), unit="contexts")):
-        parts.append(layer_constants(policy, [ids], temperature=temperature).assign(context=index))
-    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
-    return table.assign(context=numbers.reindex(table.index)), pd.concat(parts, ignore_index=True)
 
 
 def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
@@ -284,7 +257,6 @@ def add_summary(
     settings: MeasureSettings,
     *,
     resources: Resources,
-    contexts: int = 0,
     gradient_memory: int | None = None,
 ) -> None:
     """Add figures and summary to the folder of a finished measurement, unless they exist.
@@ -293,11 +265,11 @@ def add_summary(
 
     Args:
         resources: Resolved resources for the summed gradients.
-        contexts: See `summarize_measurement`.
-        gradient_memory: Bytes for vectors as requested; existing figures are reused only if it and `contexts` agree.
+        gradient_memory: Bytes for vectors as requested; existing figures are reused only if it agrees.
     """
-    drawn, processes = {"constants": contexts, "gradient_memory": gradient_memory}, resources.processes
-    known = processes.is_main and (folder.manifest or {}).get("figures") == drawn
+    drawn, processes = {"gradient_memory": gradient_memory}, resources.processes
+    # Earlier versions wrote more settings there.
+    known = processes.is_main and drawn.items() <= ((folder.manifest or {}).get("figures") or {}).items()
     if processes.gather([known and (folder.folder / SUMMARY).is_file()])[0]:
         return
     with ExitStack() as held:
@@ -305,9 +277,8 @@ def add_summary(
             if processes.is_main:
                 held.enter_context(folder.writing())
                 folder.stage()
-        asked = {"contexts": contexts if processes.is_main else 0, "resources": resources}
-        asked["verdict_minutes"] = folder.manifest.get("verdict_minutes")
-        summary = summarize_measurement(policy, batch, table, settings, **asked)
+        minutes = folder.manifest.get("verdict_minutes")
+        summary = summarize_measurement(policy, batch, table, settings, resources=resources, verdict_minutes=minutes)
         if not processes.is_main:
             return
         write_figures(folder.staged / FIGURES, policy, table, summary, progress=resources.progress)

@@ -10,6 +10,7 @@ LABELS = {
     "old_prob": "π before",
     "entropy": "entropy (nats)",
     "advantage": "advantage Â",
+    "sign": "sign of Â",
     "weight": "weight w",
     "interval": "interval of π",
     "label": "interval of π",
@@ -48,8 +49,6 @@ LABELS = {
     "gain_difference": "minus the baseline's",
     "energy_share": "share of the gradient energy",
     "energy_share_adamw": "share of the AdamW-preconditioned energy",
-    # Proxies and logits.
-    "sign": "sign of Â",
 }
 """Column or statistic → label, unless it is the name with blanks for underscores."""
 

@@ -3,13 +3,11 @@
 from gradscope.theory.batch_size import BatchShare, noise_scale
 from gradscope.theory.bounds import TheoryReport, measured_cones, theory_report
 from gradscope.theory.closed_form import logit_grad_bounds, logit_grad_norm, rounding_tolerance
-from gradscope.theory.constants import layer_constants, token_contexts
 from gradscope.theory.drivers import add_drivers, regress_norms
-from gradscope.theory.gains import FLOOR, fit_powers
-from gradscope.theory.proxies import judge_proxies
+from gradscope.theory.gains import FLOOR, fit_powers, layer_gains, require_columns
 
 __all__ = [
-    "FLOOR", "BatchShare", "TheoryReport", "add_drivers", "fit_powers", "judge_proxies", "layer_constants",
-    "logit_grad_bounds", "logit_grad_norm", "measured_cones", "noise_scale", "regress_norms", "rounding_tolerance",
-    "theory_report", "token_contexts",
+    "FLOOR", "BatchShare", "TheoryReport", "add_drivers", "fit_powers", "layer_gains", "logit_grad_bounds",
+    "logit_grad_norm", "measured_cones", "noise_scale", "regress_norms", "require_columns", "rounding_tolerance",
+    "theory_report",
 ]  # fmt: skip

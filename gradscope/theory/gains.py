@@ -129,6 +129,7 @@ def quantities(table: pd.DataFrame) -> list[str]:
 
 
 def require_columns(table: pd.DataFrame, columns: list[str]) -> None:
+    """Raise InputError if the token table lacks one of these columns."""
     if missing := [c for c in columns if c not in table]:
         hint = "; `group` is the id of the token's prompt" if "group" in missing else ""
         raise InputError(f"the table has no column {', '.join(missing)}; give the table of `measure`{hint}")

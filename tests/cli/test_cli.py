@@ -233,7 +233,6 @@ def test_rollouts_that_cannot_be_used_are_refused_in_one_line(run, model, tmp_pa
         ["--reweight-alpha", "2"],
         ["--chunk-memory", "0"],
         ["--chunk-memory", "9" * 26],
-        ["--constants", "-1"],
         ["--device", "nowhere"],
         ["--device", "meta"],
         ["--device", "cpu", "--device-map", "auto"],
@@ -307,9 +306,12 @@ def test_a_finished_run_says_so_and_is_left_alone(run, model, rollouts, tmp_path
     assert "figures/figure_1.png" in after and after["tokens.parquet"] == before["tokens.parquet"]
     assert run(*args).out == with_figures.out and files(tmp_path / "out") == after
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    del manifest["key"]["settings"]["loss"]["kl_estimator"]  # as an earlier version left it
-    (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest))
-    assert run(*args).out == with_figures.out
+    del manifest["key"]["settings"]["loss"]["kl_estimator"]  # as earlier versions left it
+    for settings in ({"constants": 0, "gradient_memory": None}, {"constants": 0}):
+        (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"figures": settings}))
+        before = files(tmp_path / "out")
+        assert run(*args).out == with_figures.out
+        assert (files(tmp_path / "out") == before) == ("gradient_memory" in settings)
     assert_one_line(run(*args, "--kl-estimator", "k1"), "kl_estimator k3, not k1")
 
 

@@ -13,8 +13,8 @@ import torch
 from support.refusals import refused
 
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Paragraph, Section, Table
-from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.quantities import Quantity
+from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.shares import add_weighted_norms
 from gradscope.rollouts import TokenBatch

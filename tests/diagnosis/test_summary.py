@@ -11,7 +11,6 @@ import torch
 from support.policies import make_batch, make_policy
 
 from gradscope.diagnosis import Summary, interval_summary, summarize_measurement, write_figures
-from gradscope.diagnosis.summary import add_constants
 from gradscope.gradients import MeasureSettings, Resources, interval_gradients, measure
 from gradscope.policy import Policy
 from gradscope.resampling import TOO_FEW, Supply
@@ -119,17 +118,3 @@ def test_the_figures_and_the_summary_are_written_with_their_numbers(policy, batc
         == {p.stem for p in tmp_path.glob("*.csv")}
         == {*("figure_1", "figure_2", "cosines", "layers_by_interval", "norm_against_one_minus_prob")}
     )
-
-
-def test_constants_belong_to_the_shortest_measured_contexts_and_the_bounds_hold_there(policy, batch, table):
-    with_constants = summarize_measurement(policy, batch, table, MeasureSettings(), contexts=2)
-    constants = with_constants.theory.constants
-    assert constants["context"].nunique() == 2 and len(constants) == 2 * (len(policy.blocks) + 1)
-    bounds = with_constants.theory.layer_bounds
-    assert (bounds[["lower_violated", "upper_violated"]] == 0).all(axis=None) and bounds["tokens"].sum() > 0
-    assert "σ_min(Jᵀ)" in with_constants.theory_words()
-
-
-def test_without_an_uncertain_measured_token_there_are_no_constants(policy, batch, table):
-    sure = table.assign(log_one_minus_prob=-20.0)
-    assert add_constants(policy, batch, sure, 2)[1] is None

@@ -41,6 +41,7 @@ LEFT_OUT = {
     "docs/report.md": 2,
     "docs/reproduction.md": 1,
     "docs/start.md": 1,
+    "docs/theory.md": 1,
     "docs/training.md": 2,
     "docs/tutorials/trl.md": 7,
     "docs/tutorials/verl.md": 5,

@@ -27,6 +27,7 @@ from gradscope.plots import (
     plot_figure_2,
     plot_interval_gradient_norms,
     plot_layers_by_interval,
+    plot_modules,
     plot_norm_against_one_minus_prob,
     plot_series,
     plot_token_shares,
@@ -364,3 +365,10 @@ def test_series_are_drawn_side_by_side_in_panels_with_their_bars():
             ends = np.array([segment[:, 1] for segment in segments.get_segments()[:3]])
             np.testing.assert_allclose(ends, np.stack([expected[:3] - 10, expected[:3] + 20], 1))
     assert len(drawn_numbers(figure)) == 4 * len(labels)
+
+
+def test_the_largest_modules_come_with_their_shares_of_the_energy():
+    table = pd.DataFrame({"weight": 1.0, "param_grad_norm.a": [3.0, 3.0], "param_grad_norm.b": [4.0, 4.0]})
+    assert drawn_numbers(plot_modules(table)).to_dict("list") == {"module": ["b", "a"], "percent": [64.0, 36.0]}
+    with refused("per-module"):
+        plot_modules(table[["weight"]])

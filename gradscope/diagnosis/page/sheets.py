@@ -115,12 +115,7 @@ class Sheets:
 def is_share(column: str) -> bool:
     """Return whether a column holds shares, which are shown in percent."""
     stem = column.removesuffix("_difference")
-    return (
-        stem.endswith("share")
-        or stem.startswith("right_")
-        or "_score" in stem
-        or stem in ("found", "predicted_held_out")
-    )
+    return stem.endswith("share") or stem.startswith("right_") or "_score" in stem or stem == "predicted_held_out"
 
 
 def merge_bounds(frame: pd.DataFrame) -> pd.DataFrame:

@@ -63,7 +63,7 @@ def rows(m: Measured) -> Rows:
     depth = sum(name.startswith(LAYER) for name in m.table) - 1
     if depth >= 0 and m.settings.edges[0] == 0:
         try:
-            theory = theory_report(m.table, None, vocab_size=vocabulary, seed=np.random.default_rng(m.settings.seed))
+            theory = theory_report(m.table, vocab_size=vocabulary, seed=np.random.default_rng(m.settings.seed))
         except InputError as error:  # too few tokens for a fit
             kept["why"] = first_line(error)
         else:

@@ -1,5 +1,9 @@
 """How well cheap proxies predict a token's exact gradient norm: rank, explained variance, largest tokens found.
 
+A part of the report:
+
+    gradscope diagnose MODEL --rollouts FILE --part analyses/parts/proxies.py:proxies --out DIR
+
 Trainers that cannot afford a backward pass per token use a proxy of its norm: 1 − π, the logit norm ‖e − π‖ (its square
 Σ_v π_v² + 1 − 2π is the optimal token baseline's, arXiv:2602.07078), entropy, surprisal, the bound on ‖e − π‖ by π and
 entropy, or the gradient at the last layer. A token table has all of these. Position gradients (of the summed loss) are
@@ -13,11 +17,23 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pandas as pd
 from jaxtyping import Bool, Float
+from matplotlib.figure import Figure
 
+from gradscope.diagnosis import Block, Diagnosis, Measured, Rows, Sheets
 from gradscope.errors import InputError, checked
 from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, sampling_weights
+from gradscope.plots import finish, new_panels, paper_style, require
 from gradscope.resampling import Resampling, Seed, bootstrap, prompt_clusters
-from gradscope.theory.gains import FLOOR, quantities, require_columns
+from gradscope.theory import FLOOR, require_columns
+
+TITLE = "Cheap proxies of the norm"
+ASKS = ("table",)
+FOLDED = True
+LABELS = {
+    "spearman": "rank correlation",
+    "r2": "R² of the logarithms",
+    "found_share": "share of the largest 1 % found",
+}
 
 Values = Float[np.ndarray, " K"]
 PROXIES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
@@ -30,6 +46,32 @@ PROXIES: dict[str, Callable[[pd.DataFrame], pd.Series]] = {
 """Name → the proxy's values from the columns of a token table; the last layer's gradient goes by its column name."""
 FEWEST = 10
 """Fewest measured tokens."""
+
+
+def rows(m: Measured) -> Rows:
+    """proxies: the table of `judge_proxies`."""
+    return Rows(frames={"proxies": judge_proxies(m.table, **m.draws("proxies"))}, unweighted=("proxies",))
+
+
+def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
+    proxies, over = found.frames["proxies"], found.scope.parameters
+    caption = (
+        "Proxies for the exact norm ‖g‖ that need no backward pass per token: rank correlation, share of the variance "
+        "of log ‖g‖ that each explains, and how many of the 1 % of tokens with the largest norm are among the 1 % "
+        "with the largest proxy."
+    )
+    # From the page's folder, with a clone of the repository in PYTHONPATH.
+    again = (
+        "import pandas as pd; from analyses.parts.proxies import plot_proxies\n"
+        f'plot_proxies(pd.read_csv("data/proxies.csv"), parameters={over!r})'
+    )
+    draw = lambda: plot_proxies(proxies, parameters=over)  # noqa: E731
+    drawn = sheets.figure("proxies_drawn", draw, caption, again=again, bars="95 % over prompts")
+    whole = proxies[proxies["quantity"].isin([PARAMETERS, ADAMW])]
+    whole = whole.rename(columns=lambda name: name.replace("found", "found_share"))
+    table = sheets.table("proxies", whole, "The same in numbers; the file has each layer's activations.", folded=True)
+    sheets.keep("proxies", proxies)
+    return [drawn, table]
 
 
 @checked
@@ -54,14 +96,14 @@ def judge_proxies(
     """
     if not 0 < top < 1:
         raise InputError(f"top is {top}; give a fraction of the tokens between 0 and 1, such as 0.01")
-    names = quantities(table)
-    require_columns(table, ["entropy", "logprob", *(more or {}).values()])
+    needed = ["group", "log_one_minus_prob", "logprob", "entropy", LOGITS, PARAMETERS]
+    require_columns(table, [*needed, *(more or {}).values()])
+    layers = sorted((c for c in table if c.startswith(LAYER)), key=lambda c: int(c.removeprefix(LAYER)))
     proxies = {name: make(table).to_numpy(np.float64) for name, make in PROXIES.items()}
     proxies |= {name: table[column].to_numpy(np.float64) for name, column in (more or {}).items()}
-    layers = [name for name in names if name.startswith(LAYER)]
     if layers:
         proxies["last layer's ‖δ‖"] = table[layers[-1]].to_numpy(np.float64)
-    norms = {name: table[name].to_numpy(np.float64) for name in [*names, ADAMW] if name in table}
+    norms = {name: table[name].to_numpy(np.float64) for name in [*layers, PARAMETERS, ADAMW] if name in table}
     norms = {name: norm for name, norm in norms.items() if not np.isnan(norm).all()}
     if not norms or np.isfinite(norms.get(PARAMETERS, np.empty(0))).sum() < FEWEST:
         raise InputError(f"fewer than {FEWEST} tokens have a measured norm; measure more to judge proxies")
@@ -86,6 +128,38 @@ def judge_proxies(
                 keys | {f"{n}{e}": v for n, three in ends for e, v in zip(("", "_lower", "_upper"), three, strict=True)}
             )
     return pd.DataFrame(rows)
+
+
+@paper_style()
+@checked
+def plot_proxies(proxies: pd.DataFrame, *, parameters: str = "all parameters") -> Figure:
+    """Draw how well each proxy stands for the exact norm: rank correlation, R² of logs, share of largest tokens found.
+
+    proxies: `judge_proxies`; drawn for the norm over all parameters, also AdamW-preconditioned if known. Bars
+    are 95 % intervals over prompts. parameters: what ‖g‖ is over.
+    """
+    panels = {"spearman": "Rank correlation", "r2": "R² of the logarithms", "found": "Largest 1 % found"}
+    require(proxies, ["quantity", "proxy", *panels], what="the table of proxies")
+    kinds = {PARAMETERS: (f"‖g‖ over {parameters}", "black"), ADAMW: ("AdamW-preconditioned", "#2a7f62")}
+    kinds = {name: told for name, told in kinds.items() if (proxies["quantity"] == name).any()}
+    figure, axes = new_panels(len(panels), width=2.4, height=2.3)
+    for ax, (column, title) in zip(axes, panels.items(), strict=True):
+        parts = []
+        for number, (quantity, (word, color)) in enumerate(kinds.items()):
+            own = proxies[proxies["quantity"] == quantity].reset_index(drop=True)
+            height = np.arange(len(own)) + 0.2 * (number - (len(kinds) - 1) / 2)
+            ax.hlines(height, own[f"{column}_lower"], own[f"{column}_upper"], color=color, lw=0.9)
+            ax.plot(own[column], height, "o", color=color, ms=3.5, label=word)
+            parts.append(own[["quantity", "proxy", "tokens", column, f"{column}_lower", f"{column}_upper"]])
+        ax.set_yticks(range(len(own)), own["proxy"] if ax is axes[0] else [""] * len(own))
+        ax.tick_params(axis="y", length=0)
+        ax.invert_yaxis()
+        ax.set_xlim(min(0.0, ax.get_xlim()[0]), 1.02)
+        ax.set_xticks([0.0, 0.5, 1.0])
+        ax.set_title(title, loc="left")
+        finish(ax, pd.concat(parts, ignore_index=True))
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(kinds))
+    return figure
 
 
 def _least_logit_norm(table: pd.DataFrame) -> pd.Series:

@@ -10,9 +10,8 @@ from support.policies import CAUSAL, CONTEXT, VOCAB, make_batch, make_policy, pa
 from support.refusals import refused
 from support.tiers import every
 
+from analyses.parts.constants import LocalJacobian, block_constants, layer_constants, token_contexts
 from gradscope.gradients import TokenGradientMeter, measuring
-from gradscope.theory import layer_constants, token_contexts
-from gradscope.theory.constants import LocalJacobian, block_constants
 
 # transformers computes norms, softmax and rotations in float32 even in a float64 model.
 CASTS = 1e-5

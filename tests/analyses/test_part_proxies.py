@@ -8,10 +8,9 @@ import pytest
 from scipy.stats import spearmanr
 from support.refusals import refused
 
-from gradscope.plots import drawn_numbers, plot_modules, plot_proxies
+from analyses.parts.proxies import PROXIES, judge_proxies, plot_proxies
+from gradscope.plots import drawn_numbers
 from gradscope.resampling import draw_clusters
-from gradscope.theory import judge_proxies
-from gradscope.theory.proxies import PROXIES
 
 
 def plant(seed: int = 0, tokens: int = 400, prompts: int = 8) -> pd.DataFrame:
@@ -130,12 +129,8 @@ def test_unmeasured_tokens_and_impossible_questions():
         judge_proxies(table.drop(columns="log_one_minus_prob"), seed=None)
 
 
-def test_pictures_hold_the_numbers():
-    table = plant().assign(weight=1.0)
+def test_the_picture_holds_the_numbers():
+    table = plant()
     proxies = judge_proxies(table.assign(param_grad_norm_adamw=table["param_grad_norm"] * 2), seed=None)
     drawn = drawn_numbers(plot_proxies(proxies))
     assert set(drawn["quantity"]) == {"param_grad_norm", "param_grad_norm_adamw"} and len(drawn) == 3 * 2 * 6
-    modules = table.assign(**{"param_grad_norm.a": 3.0, "param_grad_norm.b": 4.0})
-    assert drawn_numbers(plot_modules(modules)).to_dict("list") == {"module": ["b", "a"], "percent": [64.0, 36.0]}
-    with refused("per-module"):
-        plot_modules(table)

@@ -9,6 +9,10 @@ head, with J [N, d] of logits / T at the last position, N > d makes σ_min(Jᵀ)
 
 *certified*: from the SVD of the explicit Jacobian, up to the model's rounding. *estimated*: from
 Lanczos on Jacobian products; a converged σ_max is almost surely the largest, but this is not proved.
+
+A part of the report, at the shortest contexts of measured tokens (slow on large models):
+
+    gradscope diagnose MODEL --rollouts FILE --part analyses/parts/constants.py:constants --out DIR
 """
 
 from __future__ import annotations
@@ -24,13 +28,30 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from gradscope.diagnosis import Block, Diagnosis, Measured, Paragraph, Rows, Sheets
 from gradscope.errors import InputError, SelfCheckError, checked
-from gradscope.gradients import first_tensor, forward_hooks, measuring
+from gradscope.gradients import LAYER, PARAMETERS, first_tensor, forward_hooks, measuring
 from gradscope.objective import logit_gradient
 from gradscope.policy import Policy, takes
 from gradscope.rollouts import TokenBatch
-from gradscope.theory.closed_form import logit_grad_norm
+from gradscope.runs import counted
+from gradscope.theory import FLOOR, layer_gains, logit_grad_norm, require_columns
 
+TITLE = "Constants of Eq. 3"
+ASKS = ("table",)
+FOLDED = True
+LABELS = {
+    "product_kind": "kind",
+    "product_c": "∏c",
+    "product_d": "∏d",
+    "product_ratio": "∏d/∏c",
+    "reach_ratio": "reach, max/min",
+    "gain_min": "least gain",
+    "gain_max": "largest gain",
+    "gain_ratio": "gains, max/min",
+}
+CONTEXTS = 3
+"""Contexts in the report."""
 ROWS = 4096
 """Positions × vectors in one batched product."""
 LANCZOS_RESTARTS = {"LA": 30, "SA": 10}
@@ -40,6 +61,192 @@ LARGEST_RESIDUAL = 1e-2
 """Largest relative residual of a converged Lanczos value."""
 LARGEST_FLOW = 1 << 28
 """Most entries of the Jacobian of one position's hidden state with respect to a layer; larger ones are not formed."""
+
+
+def rows(m: Measured) -> Rows:
+    """constants, constants_spreads and constants_bounds: the tables of `report_constants` at `CONTEXTS` contexts."""
+    tokens, constants = add_constants(m.policy, m.batch, m.table, CONTEXTS)
+    report = report_constants(tokens, constants, vocab_size=m.policy.vocab_size)
+    return Rows(frames={"constants": constants, "constants_spreads": report.spreads, "constants_bounds": report.bounds})
+
+
+def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
+    constants, spreads, bounds = (found.frames[f"constants{part}"] for part in ("", "_spreads", "_bounds"))
+    sheets.keep("constants", constants)
+    sheets.keep("constants_bounds", bounds)
+    caption = (
+        "How far a gradient can be stretched or shrunk between a layer and the logits: products of singular values at "
+        f"{counted(constants['context'].nunique(), 'context')}, the reach over the vocabulary there, and the gains of "
+        "all measured tokens (medians over the contexts)."
+    )
+    shown = sheets.table("constants_spreads", spreads, caption)
+    return [shown, Paragraph(head_words(constants)), Paragraph(bound_words(bounds))]
+
+
+@dataclass(frozen=True)
+class ConstantsReport:
+    """What constants say about Eq. 3 on a token table; print it."""
+
+    constants: pd.DataFrame
+    """`layer_constants`."""
+    spreads: pd.DataFrame
+    """`compare_spreads`."""
+    bounds: pd.DataFrame
+    """`check_layer_bounds`."""
+    rest_ratio: float
+    """Ratio of largest to smallest 1−π among the tokens with 1−π above the floor."""
+
+    def __str__(self) -> str:
+        spreads = (
+            "Spread of the products, ∏d/∏c at a context, beside the exact reach of gains over the vocabulary there\n"
+            f"and the gains of real tokens, max/min each; 1−π itself spans {self.rest_ratio:.3g}× in the fits\n"
+            f"{self.spreads.to_string(index=False, float_format=_digits)}\n"
+            "certified constants belong to their own context; NaN: not converged; ∏c = 0: σ_min is below rounding"
+        )
+        parts = (head_words(self.constants), spreads, bound_words(self.bounds))
+        return "\n".join(words.replace("\n", "\n   ") for words in parts)
+
+
+def report_constants(
+    tokens: pd.DataFrame, constants: pd.DataFrame, *, vocab_size: int, floor: float = FLOOR
+) -> ConstantsReport:
+    """Report what constants (`layer_constants`) say about Eq. 3 on a token table with a column `context`.
+
+    context: the index of the context that the token follows; NaN if that has no constants.
+    """
+    rest = tokens["log_one_minus_prob"][tokens["log_one_minus_prob"] > np.log(floor)].astype(float)
+    return ConstantsReport(
+        constants,
+        spreads=compare_spreads(layer_gains(tokens, floor=floor), constants),
+        bounds=check_layer_bounds(tokens, constants, vocab_size),
+        rest_ratio=float(np.exp(rest.max() - rest.min())),
+    )
+
+
+def add_constants(
+    policy: Policy, batch: TokenBatch, table: pd.DataFrame, contexts: int
+) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Return the table with a column `context`, and Eq. 3's constants at the shortest contexts of different prompts.
+
+    Uses only measured tokens with 1−π > 1e-3; raises InputError if there are none.
+    """
+    prompts = (batch.response_start - batch.attention_mask.int().argmax(1)).numpy()
+    lengths = table["position"] + prompts[table["response"]]
+    uncertain = table[PARAMETERS].notna() & (table["log_one_minus_prob"] > np.log(FLOOR))
+    chosen = table.assign(length=lengths)[uncertain].sort_values("length", kind="stable")
+    chosen = chosen.drop_duplicates("group").head(contexts)
+    if chosen.empty:
+        raise InputError(f"no measured token has 1−π > {FLOOR:g}, at whose context to compute constants; measure more")
+    temperatures = batch.temperature[chosen["response"].tolist()].tolist()
+    parts = []
+    for index, (ids, temperature) in enumerate(zip(token_contexts(batch, chosen), temperatures, strict=True)):
+        parts.append(layer_constants(policy, [ids], temperature=temperature).assign(context=index))
+    numbers = pd.Series(np.arange(len(chosen), dtype=float), index=chosen.index)
+    return table.assign(context=numbers.reindex(table.index)), pd.concat(parts, ignore_index=True)
+
+
+def check_layer_bounds(
+    tokens: pd.DataFrame,
+    constants: pd.DataFrame,
+    vocab_size: int,
+    *,
+    tiny: float = 1e-12,
+    tolerance: float = 1e-4,
+) -> pd.DataFrame:
+    """Test Eq. 3 with the constants of the tokens' own contexts (`layer_constants`); a row per layer.
+
+    tokens: rows of a token table with a column `context`, the index of the context that the token follows (NaN: none).
+    The lower bound is vacuous if ∏c ≤ tiny or unknown, the upper if ∏d is unknown; violations (beyond the relative
+    tolerance) are counted among the rest. Columns: layer, product_kind, tokens, lower_vacuous, lower_violated,
+    lower_slack, upper_vacuous, upper_violated, upper_slack; a slack is the factor between the median token and the
+    bound. Raises InputError if no token has both constants and a measured norm.
+    """
+    require_columns(tokens, ["context", "log_one_minus_prob"])
+    rows = []
+    for (layer, kind), part in constants.groupby(["layer", "product_kind"], sort=True):
+        name = f"{LAYER}{layer}"
+        require_columns(tokens, [name])
+        known = tokens[[name, "log_one_minus_prob", "context"]].astype(float).dropna()
+        known = known.merge(part[["context", "product_c", "product_d"]], on="context")
+        rest, norm = np.exp(known["log_one_minus_prob"]), known[name]
+        lower = known["product_c"] * np.sqrt(vocab_size / (vocab_size - 1)) * rest
+        upper = known["product_d"] * np.sqrt(2) * rest
+        row = {"layer": layer, "product_kind": kind, "tokens": len(known)}
+        sides = (
+            ("lower", known["product_c"] > tiny, norm >= lower * (1 - tolerance), norm / lower.where(lower > 0)),
+            ("upper", np.isfinite(known["product_d"]), norm <= upper * (1 + tolerance), upper / norm.where(norm > 0)),
+        )
+        for side, meant, obeyed, slack in sides:
+            row[f"{side}_vacuous"] = int((~meant).sum())
+            row[f"{side}_violated"] = int((meant & ~obeyed).sum())
+            row[f"{side}_slack"] = slack[meant].median()
+        rows.append(row)
+    if not sum(row["tokens"] for row in rows):
+        raise InputError(
+            "no token has both a measured norm and the constants of its context; measure the tokens whose contexts "
+            "layer_constants got, and number them in the column context"
+        )
+    return pd.DataFrame([row for row in rows if row["tokens"]])
+
+
+def compare_spreads(gains: pd.DataFrame, constants: pd.DataFrame) -> pd.DataFrame:
+    """Compare the ratio ∏d/∏c at single contexts with the gains of real tokens; a row per layer.
+
+    Columns: layer, product_kind, contexts, product_c, product_d, product_ratio and reach_ratio (medians over contexts
+    of ∏d/∏c and of the ratio of largest to smallest gain over all tokens that could follow; ∞ if ∏c is 0, NaN if
+    unknown everywhere), then gain_min, gain_max, gain_ratio of the tokens that did follow.
+    """
+    rows = []
+    for (layer, kind), part in constants.groupby(["layer", "product_kind"], sort=True):
+        measured = gains[gains["quantity"] == f"{LAYER}{layer}"]
+        if measured.empty:
+            raise InputError(f"the gains have no row of {LAYER}{layer}; give those of the constants' policy")
+        c, d = part["product_c"].to_numpy(), part["product_d"].to_numpy()
+        with np.errstate(divide="ignore"):
+            ratio = pd.Series(d / c).dropna().median()
+        row = {"layer": layer, "product_kind": kind, "contexts": part["context"].nunique()}
+        row |= {name: part[name].dropna().median() for name in ("product_c", "product_d")}
+        row |= {"product_ratio": ratio, "reach_ratio": (part["reach_max"] / part["reach_min"]).median()}
+        rows.append(row | {f"gain_{name}": measured[name].iloc[0] for name in ("min", "max", "ratio")})
+    return pd.DataFrame(rows)
+
+
+def head_words(constants: pd.DataFrame) -> str:
+    """Say that σ_min means nothing at the head, and what does."""
+    head = constants[constants["module"] == "head"]
+    vocab, width = (int(head[c].iloc[0]) for c in ("outputs", "inputs"))
+    null = (
+        f"σ_min(Jᵀ) is 0, for {vocab} logits > {width} dimensions leave a null space"
+        if vocab > width
+        else f"{vocab} logits ≤ {width} dimensions"
+    )
+    return (
+        f"Head: {null};\n"
+        f"the least of the other singular values is {_range(head['sigma_min'])}. What means something:\n"
+        f"min over tokens k of ‖Jᵀ(e_k−π)‖/‖e_k−π‖ = {_range(head['c'])}, beside σ_max(J) = {_range(head['d'])}\n"
+        f"({counted(len(head), 'context')}, exact, 1/T and soft caps included)."
+    )
+
+
+def bound_words(bounds: pd.DataFrame) -> str:
+    """Say how many tokens break the bounds, and how far off these are: the products may swamp 1−π."""
+    sides = []
+    for side in ("lower", "upper"):
+        meant = int((bounds["tokens"] - bounds[f"{side}_vacuous"]).sum())
+        broken, vacuous = (int(bounds[f"{side}_{word}"].sum()) for word in ("violated", "vacuous"))
+        slack = f"{_range(bounds[f'{side}_slack'])}× off by the layer" if meant else "nothing to compare"
+        sides.append(f"{side} bound violated by {broken:,} of {meant:,} ({slack}), vacuous for {vacuous:,}")
+    told = ";\n".join(sides)
+    return f"Eq. 3 on tokens × layers, with the constants of each token's own context:\n{told}."
+
+
+def _digits(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _range(values: pd.Series) -> str:
+    low, high = _digits(values.min()), _digits(values.max())
+    return low if low == high else f"{low} … {high}"
 
 
 @dataclass(frozen=True)
