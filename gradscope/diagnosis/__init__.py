@@ -17,16 +17,16 @@ from gradscope.diagnosis.result import Diagnosis, Scope
 from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
 from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.diagnosis.shares import PromptSums, sum_by_prompt, token_shares
-from gradscope.diagnosis.summary import (
+from gradscope.diagnosis.summarize import (
     PAPER_NORMS,
     SUMMARY,
     THEORY,
-    Summary,
     add_summary,
     interval_summary,
     summarize_measurement,
     write_figures,
 )
+from gradscope.diagnosis.summary import Summary
 from gradscope.diagnosis.sums import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.update import supply_of
 
