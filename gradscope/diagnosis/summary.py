@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.format import norm_words, says_nothing
-from gradscope.gradients import (
-    LOGITS,
-    IntervalGradients,
-)
+from gradscope.gradients import LOGITS
 from gradscope.intervals import interval_labels
 from gradscope.resampling import Supply
 from gradscope.theory import TheoryReport
+
+if TYPE_CHECKING:
+    from gradscope.gradients import IntervalGradients
 
 LEGEND = """mean_norm: mean unweighted ‖g‖ per token, with a 95 % interval over prompts; squared_share: of Σ‖w g‖²;
 gradient_norm: ‖G_a‖/‖G‖; gradient_share: ⟨G_a, G⟩/‖G‖²; half_cosine: of G_a between two halves of the prompts"""

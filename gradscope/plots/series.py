@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from gradscope.errors import InputError, checked
 from gradscope.intervals import name_interval
 from gradscope.plots.style import (
+    LOOKS,
     NEUTRAL,
     finish,
     interval_colors,
@@ -24,11 +25,6 @@ from gradscope.plots.style import (
     require,
 )
 
-LOOKS = (
-    *((NEUTRAL, "s"), ("#999999", "D"), ("#0072b2", "o"), ("#d55e00", "o"), ("#56b4e9", "^"), ("#e69f00", "^")),
-    *(("#d55e00", "s"), (NEUTRAL, "D")),
-)
-"""Colour and marker of a series, by its number in the column `look`."""
 SERIES = ["panel", "series", "look", "at", "value", "lower", "upper"]
 """Columns of a drawing's series. panel: the title of its axes; series: the words of the legend; look: its place in
 `LOOKS`; at: an interval's label, or a class."""

@@ -20,6 +20,11 @@ from gradscope.runs import replacing
 
 NEUTRAL = "#555555"
 """Colour of everything that belongs to no interval: all tokens, fits, reference lines."""
+LOOKS = (
+    *((NEUTRAL, "s"), ("#999999", "D"), ("#0072b2", "o"), ("#d55e00", "o"), ("#56b4e9", "^"), ("#e69f00", "^")),
+    *(("#d55e00", "s"), (NEUTRAL, "D")),
+)
+"""Colour and marker of a series of points, by its number."""
 
 _FONT_SIZE = 8
 _PAGE_WIDTH = 7.3

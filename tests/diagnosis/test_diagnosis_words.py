@@ -76,7 +76,7 @@ PLANTED = {
 INFLUENCE = pd.DataFrame({"source": [0, 1], "target": [3, 3], "share": [0.5, 0.2]})
 
 
-FRAMES = {"layers": "layers", "drivers": "drivers", "by_prompt": "prompts"}
+FRAMES = {"layers": "layers", "drivers": "drivers"}
 """Frames without which their part was not made."""
 
 

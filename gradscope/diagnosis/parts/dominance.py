@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, inf, isnan, nan
+from math import ceil, inf, isnan
 
 import numpy as np
 import pandas as pd
@@ -19,11 +19,11 @@ from gradscope.diagnosis.page.sheets import OVER_PROMPTS, Sheets, define, series
 from gradscope.diagnosis.precision import sampling_error
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
-from gradscope.diagnosis.shares import scaled_squares, sum_by_prompt, token_shares, total_squares, weighted_norms
+from gradscope.diagnosis.shares import sum_by_prompt, token_shares, total_squares, weighted_norms
 from gradscope.gradients import ADAMW
 from gradscope.intervals import name_interval
 from gradscope.plots import plot_series
-from gradscope.resampling import FEWEST, Supply
+from gradscope.resampling import Supply
 from gradscope.runs import counted
 
 TITLE = "Shares by probability interval"
@@ -88,8 +88,8 @@ CERTAIN = 0.95
 """Share of the resampled batches in which a ranking must hold to be stated."""
 MOST_PROMPTS = 100
 """Largest number of prompts stated to decide a ranking, as a multiple of those present; more would be a guess."""
-CONCENTRATED = 0.25
-"""Share of the gradient energy above which a single prompt is mentioned."""
+HELD = 0.25
+"""Share of the gradient energy above which a single token is named as the reason of bounds that say nothing."""
 ENERGY = {"raw": "gradient energy", "adamw": "AdamW-preconditioned gradient energy"}
 SHARES = (
     ("token_share", "none", "of the tokens", 0), ("predicted_share", "none", "predicted by (1−π)² alone", 1),
@@ -147,9 +147,8 @@ def _adamw_energy(m: Measured) -> list[pd.DataFrame]:
 
 
 def say(found: Diagnosis) -> list[Finding]:
-    """Say whether tokens of the lowest interval dominate, whether one prompt does, and whether (1−π)² explains it."""
-    few = bool(found.scope.supply.too_few)
-    return [*_judge(found), *([] if few else [*_concentration(found), *_added(found)])]
+    """Say whether tokens of the lowest interval dominate, and whether (1−π)² explains it."""
+    return [*_judge(found), *([] if found.scope.supply.too_few else _added(found))]
 
 
 def _judge(d: Diagnosis) -> list[Finding]:
@@ -242,7 +241,7 @@ def _why_vacuous(d: Diagnosis, metric: str) -> str:
     """Say what makes bounds say nothing: one token that holds much, or prompts that differ."""
     if d.table is not None and metric == "raw":
         squares, whole = weighted_norms(d.table) ** 2, total_squares(d.table)
-        if np.nanmax(squares) >= CONCENTRATED * whole:
+        if np.nanmax(squares) >= HELD * whole:
             token = d.table.iloc[np.nanargmax(squares)]
             held = f"one token holds {percent(np.nanmax(squares) / whole)} % of it"
             held += f" ({token['token']!r} in response {token['response']})"
@@ -285,22 +284,6 @@ def prompts_to_decide(odds: float, prompts: int) -> int | None:
     reached = norm.ppf(odds)
     wanted = prompts * (norm.ppf(CERTAIN) / reached) ** 2 if reached > 0 else inf
     return None if not wanted <= MOST_PROMPTS * prompts else int(float(f"{wanted:.2g}"))
-
-
-def _concentration(d: Diagnosis) -> list[Finding]:
-    """Say if one prompt holds much of the energy, in which case resampling prompts says little."""
-    if d.table is None:
-        return []
-    by_prompt = pd.Series(scaled_squares(d.table)).groupby(d.table["group"].to_numpy()).sum()
-    share = by_prompt.max() / by_prompt.sum() if by_prompt.sum() > 0 else nan
-    if not (share >= CONCENTRATED and len(by_prompt) >= FEWEST):
-        return []
-    statement = f"One of {len(by_prompt):,} prompts holds {percent(share)} % of the gradient energy."
-    detail = (
-        f"Prompt {by_prompt.idxmax()}. This makes bounds over prompts wide: whether another batch has such a prompt "
-        "cannot be seen from this one."
-    )
-    return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]
 
 
 def _added(d: Diagnosis) -> list[Finding]:

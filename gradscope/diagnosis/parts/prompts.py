@@ -1,28 +1,37 @@
-"""Which prompts drive the summed gradient, and which point against the rest."""
+"""Which prompts drive the summed gradient, which point against the rest, and whether one holds most of the energy."""
 
 from __future__ import annotations
+
+from math import nan
 
 import numpy as np
 import pandas as pd
 
+from gradscope.diagnosis.findings import Finding, Verdict
 from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.measured import Measured
 from gradscope.diagnosis.page.page import Block, Paragraph
 from gradscope.diagnosis.page.sheets import Sheets
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows
+from gradscope.diagnosis.shares import scaled_squares
 from gradscope.diagnosis.sums import prompt_table
+from gradscope.resampling import FEWEST
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import counted
 
 TITLE = "Prompt by prompt"
-ASKS = ("sums",)
+ASKS = ("table", "sums")
 EXTREMES = 3
 """Prompts shown at each end."""
+CONCENTRATED = 0.25
+"""Share of the gradient energy above which a single prompt is mentioned."""
 
 
 def rows(m: Measured) -> Rows:
     """by_prompt: a row per prompt with a summed gradient (`sums.prompt_table`), with its rollouts' numbers."""
+    if "sums" not in m.made:
+        return Rows()
     return Rows(frames={"by_prompt": add_rollouts(prompt_table(m.made["sums"].raw), m.table, m.batch)})
 
 
@@ -51,9 +60,25 @@ def carriers(shares: pd.Series, part: float = 0.5) -> int:
     return int((shares.sort_values(ascending=False).cumsum() < part).sum()) + 1
 
 
+def say(found: Diagnosis) -> list[Finding]:
+    """Say if one prompt holds much of the energy, in which case resampling prompts says little."""
+    if found.table is None or found.scope.supply.too_few:
+        return []
+    by_prompt = pd.Series(scaled_squares(found.table)).groupby(found.table["group"].to_numpy()).sum()
+    share = by_prompt.max() / by_prompt.sum() if by_prompt.sum() > 0 else nan
+    if not (share >= CONCENTRATED and len(by_prompt) >= FEWEST):
+        return []
+    statement = f"One of {len(by_prompt):,} prompts holds {percent(share)} % of the gradient energy."
+    detail = (
+        f"Prompt {by_prompt.idxmax()}. This makes bounds over prompts wide: whether another batch has such a prompt "
+        "cannot be seen from this one."
+    )
+    return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]
+
+
 def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
-    whole = found.frames["by_prompt"]
-    if len(whole) < 2 or whole["gradient_share"].isna().any():
+    whole = found.frames.get("by_prompt")
+    if whole is None or len(whole) < 2 or whole["gradient_share"].isna().any():
         return []
     live = whole[whole["gradient_norm"] > 0]
     if len(live) < 2:
