@@ -14,6 +14,7 @@ os.environ["GRADSCOPE_PROGRESS"] = "off"
 
 import gc
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,6 +90,13 @@ CHECK = """
 """Files of `make check`: of every room those that tell most in little time."""
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `-m check`, other files are not even imported, which would take as long as the tests."""
+    asked = config.option.markexpr.startswith("check")
+    other = collection_path.match("test_*.py") and collection_path.stem not in CHECK
+    return True if asked and other else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.stem in CHECK:
@@ -98,8 +106,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     # All that is imported stays, and no garbage collection looks through it again: an eighth of the time of some files.
-    # A run of few tests may import hypothesis later, whose plugins look for references that this hides.
-    if len(session.items) > 1000:
+    # Hypothesis must be among it: its plugins look for references that this hides.
+    if len(session.items) > 1000 and "hypothesis" in sys.modules:
         gc.freeze()
 
 

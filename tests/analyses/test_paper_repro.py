@@ -57,6 +57,7 @@ def test_a_page_holds_the_numbers_that_the_csvs_hold(page):
     )
 
 
+@pytest.mark.all
 def test_the_csvs_numbers_are_computed_again_from_what_is_kept(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     found = recompute.table(Path("figures"))

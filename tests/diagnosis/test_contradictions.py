@@ -139,9 +139,8 @@ def found(name: str) -> tuple[Diagnosis, str]:
 
 OFTEN = 3
 """So many settings, the first ones, are in `make test`."""
-by_setting = pytest.mark.parametrize(
-    "name", [*[*SETTINGS][:OFTEN], *(pytest.param(name, marks=pytest.mark.all) for name in [*SETTINGS][OFTEN:])]
-)
+NAMES = [*[*SETTINGS][:OFTEN], *(pytest.param(name, marks=pytest.mark.all) for name in [*SETTINGS][OFTEN:])]
+by_setting = pytest.mark.parametrize("name", NAMES)
 
 
 def read(number: str) -> float:
@@ -251,7 +250,7 @@ def test_two_lines_of_python_draw_each_figure_again_from_the_files_beside_the_pa
 ENDS = re.compile(rf"\[{NUMBER}, {NUMBER}\]")
 
 
-@pytest.mark.parametrize("name", [*SETTINGS][:10])
+@pytest.mark.parametrize("name", NAMES[:10])
 def test_no_number_with_an_interval_is_said_twice(name):
     d, _ = found(name)
     case = SETTINGS[name]

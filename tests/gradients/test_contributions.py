@@ -247,6 +247,7 @@ def test_nine_forward_passes_are_the_most_and_idle_prompts_cost_none(policy, mon
     handle.remove()
 
 
+@pytest.mark.all
 def test_two_vectors_live_beside_autograds_whatever_the_number_of_folds(policy):
     batch, most = make_rollouts(policy), []
     J = TokenJacobian(policy, batch, Resources(3 * vector_bytes(policy.model)))

@@ -154,6 +154,7 @@ def test_predicted_memory_is_what_the_allocator_hands_out_within_a_factor_of_two
     assert 0.5 < sum(predicted.values()) / peak < 2
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layers", every(2, [3, 9]))
 def test_memory_grows_with_length_as_the_formula_says(layers, monkeypatch):
     """Where neither activations nor attention fit the memory; a bound within a third of what is allocated."""

@@ -80,7 +80,7 @@ def clip_later(mlp: modeling_llama.LlamaMLP, x: Tensor) -> Tensor:
     return mlp.down_proj(torch.cat([hidden[:, :LATE], hidden[:, LATE:].clamp(-0.3, 0.3)], 1))
 
 
-@pytest.mark.parametrize("memory", [1 << 30, 1], ids=["kept", "computed again"])
+@pytest.mark.parametrize("memory", every(2, [1, 1 << 30]))
 @pytest.mark.parametrize("habit", [windowed, chunked, sharper_later, capped_later, clip_later])
 def test_a_habit_that_begins_after_the_probe_sends_longer_sequences_along_the_graph(habit, memory, monkeypatch):
     policy = make_policy("llama", torch.float64)

@@ -55,7 +55,7 @@ CASES = [
 """A tied head, matrices stored the other way round, experts, learned positions; and rounding."""
 
 
-@pytest.mark.parametrize(("name", "dtype", "tolerance"), every(2, CASES))
+@pytest.mark.parametrize(("name", "dtype", "tolerance"), every(4, CASES))
 def test_vjp_jvp_and_gram_are_products_with_the_dense_jacobian(name, dtype, tolerance):
     policy = make_policy(name, dtype)
     batch = make_batch(policy, temperature=0.7)

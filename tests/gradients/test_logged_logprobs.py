@@ -108,13 +108,16 @@ def found(policy, batch, temperature: float):
 @pytest.mark.parametrize("noise", every(2, [0.005, 0.0]))
 @pytest.mark.parametrize(
     ("sampling", "stated", "reading"),
-    [
-        ({"temperature": 1.0}, 0.6, Reading(temperature=1.0)),
-        ({"temperature": 0.6}, 1.0, Reading(temperature=0.6)),
-        ({"temperature": 1.0, "top_p": 0.8}, 1.0, Reading(top_p=0.8)),
-        ({"temperature": 0.7, "top_k": 10}, 0.7, Reading(top_k=10)),
-        ({"temperature": 1.0, "top_p": 0.8}, 0.6, Reading(temperature=1.0, top_p=0.8)),
-    ],
+    every(
+        2,
+        [
+            ({"temperature": 1.0}, 0.6, Reading(temperature=1.0)),
+            ({"temperature": 0.6}, 1.0, Reading(temperature=0.6)),
+            ({"temperature": 1.0, "top_p": 0.8}, 1.0, Reading(top_p=0.8)),
+            ({"temperature": 0.7, "top_k": 10}, 0.7, Reading(top_k=10)),
+            ({"temperature": 1.0, "top_p": 0.8}, 0.6, Reading(temperature=1.0, top_p=0.8)),
+        ],
+    ),
 )
 def test_the_reading_that_was_planted_is_found(sampling, stated, reading, noise):
     policy = make_policy("llama")

@@ -322,10 +322,10 @@ def job(tmp_path_factory):
     return save_checkpoint(folder / "llama", "llama", sharpness=5.0), write_jsonl(folder / "rollouts.jsonl", rows)
 
 
-def test_no_limit_is_none_whatever_the_size_of_the_policy(job, tmp_path, monkeypatch):
+def test_no_limit_is_none_whatever_the_size_of_the_policy(job, tmp_path, monkeypatch, undrawn):
     monkeypatch.setitem(LARGE, "cpu", 1000)
     model, rollouts = map(str, job)
-    flags = ("--device", "cpu", "--no-self-check", "--no-actual-step", "--influence-tokens", "none")
+    flags = ("--device", "cpu", "--no-self-check", "--no-compare", "--no-actual-step", "--influence-tokens", "none")
     minutes = []
     for given in ((), ("--minutes", "none"), ("--minutes", "7")):
         out = tmp_path / str(len(minutes))

@@ -159,7 +159,7 @@ SEQUENCES = {
 
 @pytest.mark.parametrize("case", every(4, SEQUENCES))
 @pytest.mark.parametrize(
-    "name, rules", [("qwen2", True), ("qwen2", False), ("qwen3", True), ("mixtral", False), ("opt", False)]
+    "name, rules", every(3, [("qwen2", True), ("qwen2", False), ("qwen3", True), ("mixtral", False), ("opt", False)])
 )
 def test_unusual_sequences_are_exact_on_both_paths_and_close_in_float32(name, rules, case):
     ids, targets = SEQUENCES[case][0], torch.tensor(SEQUENCES[case][1])

@@ -268,6 +268,7 @@ def headline(table: pd.DataFrame, rng: np.random.Generator | None) -> dict[tuple
     return out
 
 
+@pytest.mark.all
 def test_the_error_of_the_sample_alone_is_the_spread_over_samples_of_the_same_tokens():
     table, labels = plant_table(prompts=20), LABELS
     squares = (table["weight"] * table["param_grad_norm"]) ** 2

@@ -385,6 +385,21 @@ def test_permuted_weights_are_reweights_factors_on_other_tokens():
     assert np.abs(np.mean(drawn, axis=0) - factors.mean()).max() < 5 * factors.std() / 200**0.5
 
 
+def test_controls_are_drawn_as_a_mini_batch_of_training_draws_them():
+    table = plant("old")
+    old = torch.from_numpy(table["old_logprob"].to_numpy(np.float64, copy=True))[None]
+    batch, plain = (old, torch.ones_like(old, dtype=torch.bool), 1), table["policy_weight"].to_numpy()
+    permuted, split = (
+        make_weighting(f"{name},seed=5") for name in ("permuted-weights:alpha=0.6", "random-split:eta=0.6")
+    )
+    factors = permuted.rule.permuted_factors(*batch, torch.Generator().manual_seed(5))[0].numpy()
+    np.testing.assert_array_equal(permuted.weights(table)["all"], factors * plain)
+    (_, low), (_, high) = split.rule.drawn_groups(*batch, torch.Generator().manual_seed(5))
+    found = split.weights(table)
+    np.testing.assert_array_equal(found["low"], np.where(low[0].numpy(), plain, 0.0))
+    np.testing.assert_array_equal(found["high"], np.where(high[0].numpy(), plain, 0.0))
+
+
 def test_clip_cov_leaves_out_a_random_few_of_the_band():
     table = plant("old", lengths=(300, 500, 200))
     plain, own = (table[name].to_numpy() for name in ("policy_weight", "logprob"))

@@ -13,6 +13,7 @@ import torch
 from support.cli import run
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope import compare, diagnose, load_policy, measure
 from gradscope.objective import LossSettings, batch_loss, batch_weights, make_weighting
@@ -192,7 +193,7 @@ def test_the_command_measures_with_the_logs_loss_and_flags_win(batch, checkpoint
 
 
 @pytest.mark.filterwarnings("ignore::gradscope.gradients.ContradictionWarning")  # planted, far off
-@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("suffix", every(2, SUFFIXES))
 def test_of_a_path_python_takes_the_logs_loss_too_unless_one_is_given(batch, checkpoint, tmp_path, suffix):
     policy, near = load_policy(checkpoint), replace(batch, old_logprobs=None)
     own = torch.tensor(measure(policy, near, self_check=False)["logprob"].tolist())

@@ -202,7 +202,7 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
         uneven = len({*Counter(str(rows[at].columns["group"]) for at in places).values()}) > 1
         if (uneven or again) and all(isinstance(reward, int | float) for reward in rewards):
             one_group = torch.zeros(len(rewards), dtype=torch.long)
-            mean, std = (float(moment[0]) for moment in group_moments(torch.tensor(rewards), one_group))
+            mean, std = (float(moment[0]) for moment in group_moments(torch.tensor([*map(float, rewards)]), one_group))
             scale = {"group_reward_mean": mean, "group_reward_std": std}
             for at in places:
                 out[at] = replace(out[at], columns=out[at].columns | scale, remarks=(*out[at].remarks, AS_ONE))
