@@ -34,7 +34,7 @@ def check(policy: Policy, **settings):
         return measurement.check
 
 
-@pytest.mark.parametrize("name", every(2, CAUSAL))
+@pytest.mark.parametrize("name", every(4, CAUSAL))
 def test_an_engine_that_is_right_is_far_below_the_tolerance_in_float32(name):
     found = check(make_policy(name, sharpness=14.0), temperature=0.7)
     assert found.tokens >= 4 and found.tolerance == 1e-3
