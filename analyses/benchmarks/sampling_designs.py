@@ -41,7 +41,8 @@ from analyses.common.script import exit_with
 from analyses.common.tables import write_csv
 from gradscope import load_policy, measure
 from gradscope.diagnosis import token_shares
-from gradscope.diagnosis.shares import sum_by_prompt, weighted_norms
+from gradscope.diagnosis.shares import sum_by_prompt
+from gradscope.diagnosis.terms import weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS, Resources
 from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels, summarize

@@ -10,7 +10,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.shares import energy_shares, sum_by_prompt, weighted_norms
+from gradscope.diagnosis.shares import energy_shares, sum_by_prompt
+from gradscope.diagnosis.terms import weighted_norms
 from gradscope.diagnosis.update import has_gradient, supply_of
 from gradscope.gradients import LOGITS, PARAMETERS, TableMeasurement, sampling_probabilities
 from gradscope.intervals import interval_labels, summarize_cells

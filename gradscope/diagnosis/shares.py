@@ -21,15 +21,16 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.rows import join_rows, make_rows
+from gradscope.diagnosis.terms import scaled_squares, weighted_norms
 from gradscope.gradients import (
     LOGITS,
     PARAMETERS,
     sampling_probabilities,
-    sampling_weights,
-    stands_for,
 )
+from gradscope.intervals import interval_shares
 from gradscope.resampling import (
     SHARE,
+    Resampling,
     Seed,
     Shortage,
     bound,
@@ -97,13 +98,12 @@ class PromptSums:
         return None if self.worth is None else effective_tokens(self.worth, self.measured.sum(0))
 
 
-def weighted_norms(table: pd.DataFrame, norm: str = PARAMETERS) -> Float[np.ndarray, " n"]:
-    """Return ‖w·g‖ of each token in float64; NaN if weight or norm is unknown. norm: the column of ‖g‖."""
-    return np.abs(table["weight"].to_numpy(np.float64)) * table[norm].to_numpy(np.float64)
-
-
 def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETERS) -> PromptSums:
-    """Sum a token table with known weights by prompt and interval. norm: the column of ‖g‖."""
+    """Sum a token table with known weights by prompt and interval. norm: the column of ‖g‖.
+
+    A sample without `sampling_probability` counts as drawn with equal chances within `interval`; for other groupings
+    see `group_shares`.
+    """
     cell = prompt_clusters(table) * num_intervals + table["interval"].to_numpy(np.int64)
     size = (int(cell.max()) // num_intervals + 1) * num_intervals
 
@@ -186,45 +186,25 @@ def energy_shares(
     return rows[rows["statistic"] == "squared_share"]
 
 
-def scaled_squares(table: pd.DataFrame) -> Float[np.ndarray, " n"]:
-    """Return ‖w·g‖² of each measured token times its factor in sums over all tokens; NaN for the others."""
-    return weighted_norms(table) ** 2 * energy_factors(table)
+def group_shares(
+    table: pd.DataFrame, codes: np.ndarray, names: Sequence[object], *, seed: Seed = 0, resamples: int = 1000
+) -> pd.DataFrame:
+    """Compute the shares of the tokens and of Σ‖w·g‖² by any grouping of a token table, a row per name.
 
-
-def energy_factors(table: pd.DataFrame, weight: str = "weight") -> Float[np.ndarray, " n"]:
-    """Return `stands_for` with the proxy (w·‖e − π‖)² of each token. weight: the column of w."""
-    known = table[PARAMETERS].notna().to_numpy()
-    if known.all():
-        return np.ones(len(table))
-    return stands_for(table, known, (table[weight] * table[LOGITS]).to_numpy(np.float64) ** 2)
-
-
-def total_squares(table: pd.DataFrame) -> float:
-    """Return Σ‖w·g‖² over all tokens (estimated, if a sample with known probabilities was drawn)."""
-    sampled = sampling_probabilities(table) is not None
-    return float(np.nansum(scaled_squares(table) if sampled else weighted_norms(table) ** 2))
-
-
-def add_weighted_norms(table: pd.DataFrame) -> pd.DataFrame:
-    """Add weighted_norm, ‖w·g‖, and squared_share, its square's percentage of `total_squares` (NaN if that is 0)."""
-    norm, total = weighted_norms(table), total_squares(table)
-    return table.assign(weighted_norm=norm, squared_share=100 * norm**2 / total if total > 0 else np.nan)
-
-
-def add_estimated_norms(table: pd.DataFrame) -> pd.DataFrame:
-    """Add weighted_norm_estimate if some tokens were measured and others not; otherwise return the table unchanged.
-
-    This is ‖w·g‖ if known, and otherwise |w|·‖e − π‖ times the ratio of the two quantities' sums over the interval's
-    measured tokens.
+    codes: place in `names` of each token's group; negative: of none. Columns: value (the name); num_tokens,
+    token_share, token_lower, token_upper; num_measured, squared_share, squared_lower, squared_upper. Bounds are
+    simultaneous 95 % bounds on all shares, since the largest is picked. Measured tokens are scaled as in
+    `scaled_squares`.
     """
-    if not {"weighted_norm", "weight", LOGITS} <= {*table}:
-        return table
-    exact, cheap = table["weighted_norm"].astype(float), table["weight"].abs() * table[LOGITS].astype(float)
-    known = exact.notna()
-    if known.all() or not known.any():
-        return table
-    counts = sampling_weights(table)
-    both = pd.DataFrame({"exact": counts * exact, "cheap": counts * cheap.where(known)})
-    sums = both.groupby(table["interval"]).sum()
-    ratio = (sums["exact"] / sums["cheap"].where(sums["cheap"] > 0)).reindex(table["interval"]).to_numpy()
-    return table.assign(weighted_norm_estimate=exact.where(known, cheap * ratio))
+    known, squares, drawn = codes >= 0, scaled_squares(table), sampling_probabilities(table)
+    amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
+    sample = {} if drawn is None else {"probabilities": drawn[known], "sizes": amounts[known]}
+    args, settings = (codes[known], table["group"].to_numpy()[known]), {"edges": range(len(names) + 1)}
+    settings["resampling"] = Resampling(seed, 1 - 0.05 / len(names), resamples)
+    found = {"token": interval_shares(*args, **settings)}
+    found["squared"] = interval_shares(*args, values=squares[known], **sample, **settings)
+    columns = {"value": [str(name) for name in names], "num_tokens": found["token"]["num_tokens"]}
+    for name, own in found.items():
+        columns |= {} if name == "token" else {"num_measured": own["num_measured"]}
+        columns |= {f"{name}_share": own["value"], f"{name}_lower": own["lower"], f"{name}_upper": own["upper"]}
+    return pd.DataFrame(columns)

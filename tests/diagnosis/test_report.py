@@ -16,7 +16,7 @@ from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Par
 from gradscope.diagnosis.page.quantities import Quantity
 from gradscope.diagnosis.page.render import render
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
-from gradscope.diagnosis.shares import add_weighted_norms
+from gradscope.diagnosis.terms import add_weighted_norms
 from gradscope.rollouts import TokenBatch
 
 HOSTILE = "</script><script>window.broken = 1</script><img src=x onerror='window.broken = 1'>{{ 7777 * 7 }}\u2028&amp;"

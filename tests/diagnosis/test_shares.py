@@ -11,7 +11,8 @@ from support.planted import LABELS, PROMPTS, numbers, plant_table, sample_some
 
 from gradscope.diagnosis import token_shares
 from gradscope.diagnosis.rows import pick_row
-from gradscope.diagnosis.shares import add_estimated_norms, add_weighted_norms, scaled_squares, sum_by_prompt
+from gradscope.diagnosis.shares import sum_by_prompt
+from gradscope.diagnosis.terms import add_estimated_norms, add_weighted_norms, scaled_squares
 
 
 def loop_shares(table: pd.DataFrame) -> dict[str, list[float]]:

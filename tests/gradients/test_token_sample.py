@@ -14,7 +14,8 @@ from gradscope.diagnosis import interval_summary, sampling_error, token_shares
 from gradscope.diagnosis.parts.layers import layer_norms
 from gradscope.diagnosis.parts.where import shares_by
 from gradscope.diagnosis.precision import FEWEST, design_variances
-from gradscope.diagnosis.shares import scaled_squares, sum_by_prompt
+from gradscope.diagnosis.shares import sum_by_prompt
+from gradscope.diagnosis.terms import scaled_squares
 from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, assign_intervals, interval_labels, summarize
 from gradscope.resampling import Resampling

@@ -23,7 +23,7 @@ from gradscope.diagnosis.page.sheets import DATA, Sheets
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.parts import gather
 from gradscope.diagnosis.result import TITLE, Diagnosis
-from gradscope.diagnosis.shares import add_estimated_norms, add_weighted_norms
+from gradscope.diagnosis.terms import add_estimated_norms, add_weighted_norms
 from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
 from gradscope.intervals import name_interval

@@ -11,6 +11,17 @@
     DEFINITIONS     term → definition
 
 Only TITLE, ASKS and rows are required. A part never asks J or the clock, and imports no other part.
+
+`m` has policy, batch (its row r is the table's response r), table, labels (of the intervals), settings, step, supply
+(prompts), weighted (whether there is an update; without one return `Rows()` if you need weights), made (the products by
+name), note(kind, text), and draws(name), a statistic's own random numbers. `found` has pick(statistic, metric,
+interval), frames, table, labels and scope; any may lack what another part makes. Say nothing of weighted numbers where
+`found.scope.supply.too_few`. Since norms may be of a sample of tokens, sum them by `shares.group_shares` (any groups),
+`terms.scaled_squares` or `shares.token_shares` (intervals). `Rows` says which bounds rest on all prompts; the others
+are struck where prompts are too few. Statistics have names of their own. `Finding.next` is what to do, `about` the
+numbers that diagnosis.json puts beside it.
+
+For a test, `support.planted.plant_table` plants a table; `rows` takes any object with the attributes that it asks for.
 """
 
 from __future__ import annotations

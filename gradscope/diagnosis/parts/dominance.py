@@ -19,7 +19,8 @@ from gradscope.diagnosis.page.sheets import OVER_PROMPTS, Sheets, define, series
 from gradscope.diagnosis.precision import sampling_error
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
-from gradscope.diagnosis.shares import sum_by_prompt, token_shares, total_squares, weighted_norms
+from gradscope.diagnosis.shares import sum_by_prompt, token_shares
+from gradscope.diagnosis.terms import total_squares, weighted_norms
 from gradscope.gradients import ADAMW
 from gradscope.intervals import name_interval
 from gradscope.plots import plot_series

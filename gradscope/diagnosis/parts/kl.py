@@ -9,7 +9,7 @@ from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.measured import Measured
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows
-from gradscope.diagnosis.shares import energy_factors
+from gradscope.diagnosis.terms import energy_factors
 from gradscope.gradients import PARAMETERS
 from gradscope.runs import digits
 

@@ -13,7 +13,7 @@ from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import Sheets, readable
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows
-from gradscope.diagnosis.shares import total_squares, weighted_norms
+from gradscope.diagnosis.terms import total_squares, weighted_norms
 from gradscope.gradients import PARAMETERS, sampling_probabilities
 from gradscope.runs import counted, digits
 

@@ -16,7 +16,7 @@ from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import Sheets
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows, join_rows, make_rows
-from gradscope.diagnosis.shares import add_estimated_norms, add_weighted_norms
+from gradscope.diagnosis.terms import add_estimated_norms, add_weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS
 from gradscope.intervals import summarize_cells
 from gradscope.resampling import Resampling, Seed, prompt_clusters

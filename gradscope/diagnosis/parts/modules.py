@@ -10,7 +10,7 @@ from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import Sheets, csv, redraw
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows
-from gradscope.diagnosis.shares import energy_factors
+from gradscope.diagnosis.terms import energy_factors
 from gradscope.gradients import PARAMETERS
 from gradscope.plots import plot_module_shares
 from gradscope.policy import Policy, float_parameters, module_groups

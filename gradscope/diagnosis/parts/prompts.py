@@ -14,8 +14,8 @@ from gradscope.diagnosis.page.page import Block, Paragraph
 from gradscope.diagnosis.page.sheets import Sheets
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows
-from gradscope.diagnosis.shares import scaled_squares
 from gradscope.diagnosis.sums import prompt_table
+from gradscope.diagnosis.terms import scaled_squares
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import counted

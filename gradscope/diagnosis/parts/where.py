@@ -14,11 +14,10 @@ from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import DATA, Sheets
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows
-from gradscope.diagnosis.shares import scaled_squares
-from gradscope.gradients import sampling_probabilities
-from gradscope.intervals import interval_shares
+from gradscope.diagnosis.shares import group_shares
+from gradscope.diagnosis.terms import scaled_squares
 from gradscope.plots import make_series
-from gradscope.resampling import Resampling, Seed
+from gradscope.resampling import Seed
 from gradscope.theory import add_drivers
 
 TITLE = "Kinds of tokens and positions"
@@ -58,12 +57,7 @@ def shares_by(
 
     A row has at least `PRINTABLE` measured tokens: rarer kinds become "other", and the number of classes is reduced.
     """
-    squares, drawn = scaled_squares(table), sampling_probabilities(table)
-    amounts = (table["weight"] * np.exp(table["log_one_minus_prob"])).to_numpy(np.float64) ** 2
-
-    def sample(known: np.ndarray) -> dict[str, np.ndarray]:
-        return {} if drawn is None else {"probabilities": drawn[known], "sizes": amounts[known]}
-
+    squares = scaled_squares(table)
     classes = max(1, min(classes, int(np.isfinite(squares).sum()) // PRINTABLE))
     table = add_drivers(table, classes=classes, special=special)
     parts = []
@@ -74,19 +68,9 @@ def shares_by(
         if driver == "token_class":
             few = column[np.isfinite(squares)].value_counts() < PRINTABLE
             column = column.astype(object).replace(dict.fromkeys(few.index[few], OTHER)).astype("category")
-        names, known = [str(name) for name in column.cat.categories], column.notna().to_numpy()
-        if not names:
-            continue
-        args = (column.cat.codes.to_numpy()[known], table["group"].to_numpy()[known])
-        resampling = Resampling(seed, 1 - 0.05 / len(names), resamples)
-        settings = {"resampling": resampling, "edges": range(len(names) + 1)}
-        tokens = interval_shares(*args, **settings)
-        square = interval_shares(*args, values=squares[known], **sample(known), **settings)
-        part = {"driver": driver, "value": names, "num_tokens": tokens["num_tokens"], "token_share": tokens["value"]}
-        part |= {"token_lower": tokens["lower"], "token_upper": tokens["upper"]}
-        part |= {"num_measured": square["num_measured"], "squared_share": square["value"]}
-        part |= {"squared_lower": square["lower"], "squared_upper": square["upper"]}
-        parts.append(pd.DataFrame(part))
+        if len(names := column.cat.categories):
+            shares = group_shares(table, column.cat.codes.to_numpy(), names, seed=seed, resamples=resamples)
+            parts.append(shares.assign(driver=driver)[["driver", *shares]])
     return pd.concat(parts, ignore_index=True)
 
 
