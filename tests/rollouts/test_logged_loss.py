@@ -206,7 +206,7 @@ def test_of_a_path_python_takes_the_logs_loss_too_unless_one_is_given(batch, che
     for given, loss in (({}, TRAINED), ({"loss": other}, other)):
         found = measure(policy, log, self_check=False, **given)
         assert np.array_equal(found["weight"], tables[loss]["weight"])
-        assert diagnose(policy, log, found, **given).settings.loss == loss
+        assert diagnose(policy, log, found, **given).scope.settings.loss == loss
         own = [audit(policy, one, 1.0, **known) for one, known in ((log, given), (read, {"loss": loss}))]
         assert own[0].readings.equals(own[1].readings)
     settings = {"log": (log, None), "given": (read, ComparisonSettings(loss=TRAINED)), "paper": (read, None)}

@@ -237,5 +237,5 @@ def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
     diagnose(*small, progress=(told := Listener()))
     outermost = [stage.name for stage in told.stages if not stage.within]
     assert set(told.costs) <= set(outermost) and outermost.count("measuring") == 1 and not told.unfinished
-    for part in ("summed gradients", "one optimizer step", "comparing token weightings"):
+    for part in ("summed gradients", "one predicted step", "comparing token weightings"):
         assert any(stage.within[:1] == (part,) for stage in told.stages), part

@@ -2,7 +2,8 @@
 
 A product is a module with
 
-    TITLE       its name in sentences and in the progress
+    TITLE       its name in sentences
+    STAGE       its name in the progress and in a plan
     asked(m)    whether the settings want it; may leave it out, with a reason
     cost(m)     the seconds that it takes at least
     make(m)     the product, on every process; None if nothing came of it
@@ -37,13 +38,13 @@ def make_products(m: Measured, names: Iterable[str]) -> None:
         price = m.attempt(name, product.TITLE, lambda product=product: product.cost(m))
         if price is None or not m.fits(name, product.TITLE, price):
             continue
-        with progress.stage(product.TITLE):
+        with progress.stage(product.STAGE):
             made = m.attempt(name, product.TITLE, lambda product=product: product.make(m))
         if made is not None:
             m.made[name] = made
 
 
 def plan_products(case: Case, names: Iterable[str]) -> dict[str, float]:
-    """Return the price of these products by title, in forward passes over the batch, in order of a run."""
+    """Return the price of these products by stage, in forward passes over the batch, in order of a run."""
     known = ((name, product) for name, product in PRODUCTS.items() if name in {*names} and hasattr(product, "passes"))
-    return {product.TITLE: price for _, product in known if (price := product.passes(case))}
+    return {product.STAGE: price for _, product in known if (price := product.passes(case))}

@@ -7,6 +7,7 @@ from gradscope.diagnosis.settings import LARGE
 from gradscope.updates import Comparison, ComparisonSettings, compare_cost, compare_rows, distinct_rows
 
 TITLE = "what each weighting would change"
+STAGE = "comparing token weightings"
 
 
 def asked(m: Measured) -> bool:

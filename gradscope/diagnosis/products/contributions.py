@@ -8,6 +8,7 @@ from gradscope.diagnosis.measured import Case, Measured
 from gradscope.gradients import Contributions
 
 TITLE = "every token's share of the summed gradient"
+STAGE = "tokens' shares"
 FOLDS = 8
 """Folds of prompts, for bounds of any grouping; fewer prompts are folds by themselves."""
 PASSES = 9.0 + 3 * (FOLDS - 1)

@@ -17,6 +17,7 @@ from gradscope.rollouts import TokenBatch, served_prompts
 from gradscope.updates import Influence, influence_cost, predict_step
 
 TITLE = "influence between probability intervals"
+STAGE = "one predicted step"
 
 
 @dataclass(frozen=True)

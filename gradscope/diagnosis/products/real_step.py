@@ -8,6 +8,7 @@ from gradscope.diagnosis.measured import Case, Measured
 from gradscope.updates import RealSteps, movement_table, update_cost
 
 TITLE = "the actual step"
+STAGE = "one real step"
 
 
 def asked(m: Measured) -> bool:

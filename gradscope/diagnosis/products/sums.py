@@ -14,6 +14,7 @@ from gradscope.diagnosis.update import seeds_of
 from gradscope.gradients import Gram, largest_share
 
 TITLE = "the summed gradient, even of a single prompt"
+STAGE = "summed gradients"
 ADAMW_TITLE = "the AdamW-preconditioned summed gradient"
 
 

@@ -19,6 +19,7 @@ from gradscope.rollouts import Note, TokenBatch
 from gradscope.runs import Progress
 
 TITLE = "other temperatures"
+STAGE = "other temperatures"
 TRIED = (0.6, 0.7, 1.0)
 """Usual sampling temperatures."""
 EACH = 100
