@@ -287,11 +287,16 @@ def test_what_is_left_out_is_not_there_and_a_note_names_each(name):
     assert ("sketches of" in text) == (d.sums_plan is not None and d.sums_plan.way == "sketches")
 
 
+def served_prompts(case: Setting) -> int:
+    """Prompts with a weight in the policy's part of the loss or, if none has, in KL's."""
+    return case.prompts - case.idle or case.prompts
+
+
 @by_setting
 def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
     d, text = found(name)
     case = SETTINGS[name]
-    served = case.prompts - case.idle
+    served = served_prompts(case)
     supply = d.scope.supply
     if supply.prompts < d.scope.of_prompts:  # minutes for one
         assert (supply.prompts, d.scope.of_prompts) == (1, case.prompts)
@@ -313,7 +318,7 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
 def test_of_few_prompts_nothing_weighted_has_an_interval_and_the_page_says_how_many_are_wanted(name):
     d, _ = found(name)
     case = SETTINGS[name]
-    if case.prompts - case.idle >= FEWEST:
+    if served_prompts(case) >= FEWEST:
         return
     weighted = d.statistics[d.statistics["metric"] != "none"]
     assert len(weighted) and weighted["lower"].isna().all()

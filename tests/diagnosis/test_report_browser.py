@@ -429,7 +429,7 @@ def test_the_viewer_opens_at_the_response_that_the_headline_rests_on(chromium, d
 
 def test_rows_about_tokens_lead_to_them_in_the_viewer(chromium, diagnosed):
     open_diagnosed(chromium, diagnosed, width=1300)
-    links = chromium.find_elements(By.CSS_SELECTOR, "a[href^='#token-']")
+    links = chromium.find_elements(By.CSS_SELECTOR, "#largest a[href^='#token-']")
     spikes = diagnosed[1].frames["spikes"]
     assert len(links) >= len(spikes)
     for place in (0, len(spikes) - 1):
