@@ -351,6 +351,12 @@ def test_signal_that_was_not_judged_is_not_called_noise():
     assert "noise" in decide(judged)[1]
 
 
+@pytest.mark.parametrize(("half", "value"), [(0.25, "none seen"), (0.8, "not known")])
+def test_a_bound_that_excludes_no_signal_is_not_printed(half, value):
+    found = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=half))
+    assert [tile.value for tile in make_tiles(found) if tile.label == "signal fraction"] == [value]
+
+
 @pytest.mark.parametrize(("large", "said"), [(1.0, False), (4.0, True)])
 @pytest.mark.parametrize("chance", [1.0, 0.25])
 def test_a_prompt_that_holds_much_of_the_energy_is_named(large, said, chance):

@@ -10,7 +10,7 @@ from math import isnan
 import pandas as pd
 
 from gradscope.diagnosis.findings import Findings, Verdict, judge, lack_words
-from gradscope.diagnosis.format import as_sentence, percent, says_nothing, share_words, step_words
+from gradscope.diagnosis.format import VACUOUS, as_sentence, percent, says_nothing, share_words, step_words
 from gradscope.diagnosis.page.page import Figure, Tile
 from gradscope.diagnosis.page.sheets import OVER_PROMPTS, Sheets, series_of
 from gradscope.diagnosis.result import Diagnosis
@@ -101,6 +101,8 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
     if signal is not None and not isnan(signal["lower"]):
         if judge(signal) is Verdict.MORE:
             tiles.append(_tile("signal fraction", signal, "of the summed gradient of all tokens"))
+        elif signal["upper"] >= VACUOUS:
+            tiles.append(Tile("signal fraction", "not known", "its 95 % bounds allow almost every share"))
         else:
             most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % bound)"
             tiles.append(Tile("signal fraction", "none seen", most))
