@@ -32,7 +32,7 @@ import tyro
 from tqdm import tqdm
 
 from analyses.common.script import exit_with
-from gradscope.gradients import TokenSample, token_sizes
+from gradscope.gradients import ThresholdSample, TokenSample, token_sizes
 from gradscope.resampling import (
     SHARE,
     SIZE,
@@ -52,6 +52,8 @@ STATISTICS = {"squared_share": 1, "dominance_index": [1, 0], "added_index": [1, 
 """Statistic → its place among what `statistics_of` evaluates, or the two shares that it compares."""
 BATCHES = 8
 """Draws of tokens from each batch, where its own truth is asked for."""
+SCOUTS = 3
+"""Prompts that set the chances of tokens, as in `gradients.timed`."""
 Columns = dict[str, np.ndarray]
 """Of the tokens: group, interval, logits (‖e − π‖), rest (1−π), weight, norm (‖g‖)."""
 
@@ -134,7 +136,9 @@ def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: 
     """Return values and bounds [3, 4·INTERVALS] from one sample of a batch: `after` and, with resamples, `before`."""
     design = "proportional" if cell.design == "all" else cell.design
     taken, chances = np.ones(len(own["norm"]), dtype=bool), np.ones(len(own["norm"]))
-    if cell.each is not None:
+    if cell.design == "by prompt":
+        taken, chances = _draw_by_prompt(own, cell, rng)
+    elif cell.each is not None:
         sizes = token_sizes(design, own["interval"], own["logits"], own["weight"])
         sample = TokenSample(own["interval"], INTERVALS, sizes, rng)
         taken, chances = sample.take(cell.each), sample.probabilities(cell.each)
@@ -163,6 +167,17 @@ def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: 
         bounds[:, np.tile((measured > 0).sum(0) < 2, len(STATISTICS))] = np.nan
         out["before"] = np.vstack([out["after"][:1], bounds])
     return out
+
+
+def _draw_by_prompt(own: Columns, cell: Cell, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw tokens as `--minutes` does: prompt by prompt, with chances set by the first ones."""
+    tokens = pd.DataFrame({name: own[name] for name in ("interval", "weight")} | {"logit_grad_norm": own["logits"]})
+    each = [tokens[own["group"] == prompt] for prompt in range(cell.prompts)]
+    sample = ThresholdSample(pd.concat(each[:SCOUTS]), SCOUTS, INTERVALS, "proportional", int(rng.integers(2**32)))
+    taken = np.zeros(len(tokens), dtype=bool)
+    for prompt, part in enumerate(each):
+        taken[part.index] = sample.take(part, prompt, cell.each)
+    return taken, sample.probabilities(tokens, cell.each)
 
 
 def cover(cell: Cell, world: Columns, draws: int, before: int, resamples: int, seed: int = 0) -> list[dict]:
@@ -216,8 +231,8 @@ def list_whole_cells(worlds: list[str]) -> Iterator[Cell]:
     """Yield the cells in which some of a batch's prompts are looked at, as `--minutes` does."""
     for world in worlds:
         for prompts in (6, 8, 12):
-            for each in (16, 32, 100):
-                yield Cell(world, "whole", "proportional", prompts, each)
+            for each in (3, 8, 25):
+                yield Cell(world, "whole", "by prompt", prompts, each)
 
 
 def list_cells(worlds: list[str]) -> Iterator[Cell]:

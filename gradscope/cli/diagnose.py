@@ -38,7 +38,15 @@ from gradscope.cli.run_folder import check_paths
 from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings, part_file
 from gradscope.errors import InputError
-from gradscope.gradients import AFTER, DEFAULT_MINUTES, MeasureSettings, check_settings, describe_seconds, read_table
+from gradscope.gradients import (
+    AFTER,
+    DEFAULT_MINUTES,
+    MeasureSettings,
+    SumsPlan,
+    check_settings,
+    describe_seconds,
+    read_table,
+)
 from gradscope.policy import (
     ADAPTER_CONFIG,
     EMBEDDED,
@@ -265,31 +273,32 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         given = plan | self.loading | self.reading | {"gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
         given |= {"max_grad_norm": self.max_grad_norm, "loss_flags": self.loss_flags}
+        given["later"] = lambda policy, sums: tuple(self._products(policy, sums).values())[1:]
         if not self.rollouts:
             given["chat_template_kwargs"] = None  # already applied when the rollouts were sampled
         return MeasureOwn(model, rollouts, folder, self.settings, **given)
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print the cost of measuring and everything after it."""
-        from gradscope.diagnosis import Case, asked_products, plan_products, settle_parts
-
         plan = self._measure(model, rollouts, None).make_plan()
-        policy, minutes, own = plan.policy, plan.minutes, sum(plan.seconds.values())
         print(plan)
-        if minutes is not None:
-            print(f"Time limit {minutes:g} min; steps and comparisons are made if time is left.")
+        if plan.minutes is not None:
+            print(f"Time limit {plan.minutes:g} min; steps and comparisons are made if time is left.")
             return
-        made = {}
-        if plan.sums is not None:
-            _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
-            size = sum(parameter.numel() for parameter in policy.model.parameters())
-            sums, settings = plan.sums.forward_passes, self._diagnosis_settings()
-            case = Case(settings, step or SGD, size, sums, metric=step is not None)
-            made = plan_products(case, asked_products(settle_parts(settings.parts)))
+        made = {} if plan.sums is None else self._products(plan.policy, plan.sums)
         told = {stage: plan.pass_seconds * passes for stage, passes in made.items()}
         for part, seconds in told.items():
             print(f"    {part:<28}{describe_seconds(seconds)}")
-        print(f"In all {describe_seconds(own + sum(told.values()))}, and loading.")
+        print(f"In all {describe_seconds(sum(plan.seconds.values()) + sum(told.values()))}, and loading.")
+
+    def _products(self, policy: Policy, sums: SumsPlan) -> dict[str, float]:
+        """Return the price of everything after the table by stage, sums first, in forward passes over the batch."""
+        from gradscope.diagnosis import Case, asked_products, plan_products, settle_parts
+
+        _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+        size, settings = sum(p.numel() for p in policy.model.parameters()), self._diagnosis_settings()
+        case = Case(settings, step or SGD, size, sums.forward_passes, metric=step is not None)
+        return plan_products(case, asked_products(settle_parts(settings.parts)))
 
     def _diagnosis_settings(self, measured: MeasuredRun | None = None) -> DiagnosisSettings:
         """Return the settings; measured: None to check only the flags."""

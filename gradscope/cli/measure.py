@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,18 +35,20 @@ from gradscope.gradients import (
     ADAMW,
     AFTER,
     TABLE,
+    Following,
     Hooks,
     MeasureSettings,
     Plan,
     Resources,
     Stopwatch,
     SumsPlan,
-    TableMeasurement,
     measure_folder,
     measure_into,
     plan_batch,
     plan_sums,
+    prepare_measurement,
     read_table,
+    settle_batch,
     settle_minutes,
 )
 from gradscope.policy import (
@@ -61,7 +64,7 @@ from gradscope.policy import (
 )
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import Dump, TokenBatch, rollouts_hash
-from gradscope.runs import RunFolder, launched
+from gradscope.runs import Processes, RunFolder, launched
 
 
 @dataclass(frozen=True)
@@ -167,11 +170,12 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
             settings = self.settle(policy, policy.device.type)
             settings = replace(settings, loss=self.own_loss(settings.loss, dump))
             state = self._read_state(policy, settings)
-            measurement = TableMeasurement(policy, dump.batch, settings, optimizer_state=state, resources=resources)
         # Free memory differs by process and moment: fix it once for all.
         resources = resources.settle(policy.device)
         with processes.together():
-            sums = self.plan_sums(policy, measurement.batch, resources.vectors)
+            following = self.following(policy, settle_batch(settings, dump.batch), resources)
+            known = {"optimizer_state": state, "resources": resources, "watch": watch, "following": following}
+            measurement = prepare_measurement(policy, dump.batch, settings, **known, tell=print)
             log, folder = rollouts_hash(self.rollouts), self._folder(policy, dump, measurement.settings)
             if processes.is_main:
                 if not self.overwrite:
@@ -182,10 +186,9 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
                     print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
         facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, log)}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
-        measurement.watch, measurement.follows, measurement.passes = watch, sums, self.passes_after()
         hooks = Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
-        if measurement.statistics is None and measurement.settings.minutes is not None:  # already finished
+        if measurement.pass_seconds is None and measurement.settings.minutes is not None:  # already finished
             watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
         return MeasuredRun(policy, measurement.whole, measurement.settings, folder, resources, watch)
 
@@ -218,9 +221,14 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         own = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
         return plan_sums(policy, batch, memory, **own) if self.figures else None
 
-    def passes_after(self) -> float | None:
-        """Return the forward passes of everything after the table; None: only summed gradients."""
-        return None
+    def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Following:
+        """Return what follows the table within the same minutes."""
+        sums = self.plan_sums(policy, batch, resources.vectors)
+        return Following() if sums is None else Following(self.passes(policy, sums, resources.processes), sums.groups)
+
+    def passes(self, policy: Policy, sums: SumsPlan, processes: Processes) -> tuple[float, ...]:
+        """Return the price of each step after the table, for a single process, in forward passes over the batch."""
+        return (sums.forward_passes / processes.count,)
 
     def make_plan(self) -> Plan:
         """Predict the cost here or, without loading weights, on a machine of a stated speed."""
@@ -255,6 +263,11 @@ class MeasureOwn(Measure):
 
     keeps_prompts: ClassVar[bool] = True
     prompts: ClassVar[int] = FEWEST
+    later: Callable[[Policy, SumsPlan], tuple[float, ...]] = lambda policy, sums: ()
+    """The price of whatever follows the sums, in forward passes over the batch."""
+
+    def passes(self, policy: Policy, sums: SumsPlan, processes: Processes) -> tuple[float, ...]:
+        return (*super().passes(policy, sums, processes), *self.later(policy, sums))
 
     def has_metric(self, policy: Policy) -> bool:
         return (self.optimizer_state or find_policy_state(policy)) is not None

@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from gradscope import __version__
-from gradscope.cli.measure import MeasuredRun
 from gradscope.diagnosis import Diagnosis
 from gradscope.gradients import SumsPlan
 from gradscope.policy import checkpoint_name, checkpoint_step
 from gradscope.resampling import Supply
 from gradscope.runs import MANIFEST, RunFolder, counted, digits, file_hash, provenance, read_json
 from gradscope.updates import StepSettings
+
+if TYPE_CHECKING:
+    from gradscope.cli.measure import MeasuredRun
 
 PAGE = "report.html"
 RESULTS = ("tokens.parquet", "figures", PAGE, "data", "diagnosis.json")
@@ -50,9 +52,7 @@ def make_facts(model: str, measured: MeasuredRun) -> dict[str, str]:
         f"{rollouts['sha256'][:16]}",
         "temperature": ", ".join(f"{value:g}" for value in measured.batch.temperature.unique().tolist()),
         "loss": describe_loss(manifest["settings"]["loss"]),
-        "tokens measured": sample
-        if isinstance(sample, str)
-        else f"{sample['tokens_per_interval']:,} of each interval at most",
+        "tokens measured": _describe_sample(sample),
         "precision, device": f"{manifest['dtype']}, {manifest['device']}",
         "self-check": check
         if isinstance(check, str)
@@ -60,6 +60,15 @@ def make_facts(model: str, measured: MeasuredRun) -> dict[str, str]:
         "gradscope": manifest["gradscope"],
         "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
     }
+
+
+def _describe_sample(sample: dict[str, Any] | str) -> str:
+    """Describe which tokens were measured."""
+    if isinstance(sample, str):
+        return sample
+    if (each := sample["tokens_per_interval"]) is None:
+        return "every token of these prompts"
+    return f"{each:,} of each interval {'of ' + sample['of'] if 'of' in sample else 'at most'}"
 
 
 def describe_loss(loss: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from gradscope.diagnosis.notes import WARNINGS, check_table, note_limits, tell_p
 from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.page.first_screen import advise
 from gradscope.diagnosis.parts import asked_products, settle_parts
-from gradscope.diagnosis.products import make_products, plan_products
+from gradscope.diagnosis.products import follow_table, make_products, plan_products
 from gradscope.diagnosis.products.table import measure_table
 from gradscope.diagnosis.result import Diagnosis, Scope
 from gradscope.diagnosis.rows import Rows
@@ -70,9 +70,9 @@ def diagnose(
     progress = settle_progress(progress) if processes.is_main else SILENT
     known = {"micro_batch": settings.micro_batch_size, "processes": processes, "progress": progress}
     resources = Resources(settings.gradient_memory, **known)
+    wanted = asked_products(chosen)
     given = {"table": table, "resources": resources, "verdict_minutes": verdict_minutes}
     m = look_at(policy, batch, settings, optimizer_state, own_loss=own_loss, **given)
-    wanted = asked_products(chosen)
     if settings.minutes is None and m.weighted:  # else planned by time
         progress.plan(plan_products(m.case, wanted))
     make_products(m, wanted)
@@ -105,6 +105,9 @@ def look_at(
     logged = None
     if table is None:
         known = {"metric": metric, "progress": resources.progress, "watch": watch}
+        if settings.minutes is not None:
+            names = asked_products(settle_parts(settings.parts))
+            known["following"] = follow_table(policy, batch, settings, step, metric=metric is not None, names=names)
         table, logged, verdict_minutes = measure_table(policy, batch, settings, **known)
     whole, batch = batch, batch.of_prompts(table["group"].unique()) if "group" in table else batch
     check_table(table, batch, settings)

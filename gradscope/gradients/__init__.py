@@ -1,5 +1,6 @@
 """Token gradients: the token Jacobian, exact norms in a table, summed gradients by interval and prompt, their cost."""
 
+from gradscope.gradients.budget.allot import AFTER, Following
 from gradscope.gradients.budget.cost import (
     ModelShape,
     Plan,
@@ -8,8 +9,7 @@ from gradscope.gradients.budget.cost import (
     plan_batch,
     plan_sums,
 )
-from gradscope.gradients.budget.shared_minutes import AFTER
-from gradscope.gradients.budget.timed_rounds import Stopwatch, describe_seconds
+from gradscope.gradients.budget.stopwatch import Stopwatch, describe_seconds
 from gradscope.gradients.columns import (
     ADAMW,
     LAYER,
@@ -26,7 +26,7 @@ from gradscope.gradients.engine.stack import SequenceTokens
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
 from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, sum_intervals
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
-from gradscope.gradients.measure import TABLE, Hooks, fill_table, measure, measure_folder, measure_into, read_table
+from gradscope.gradients.measure import TABLE, Hooks, measure, measure_folder, measure_into, read_table
 from gradscope.gradients.operator.contributions import Contributions, GroupSignals
 from gradscope.gradients.operator.forward_mode import (
     BACKWARD,
@@ -42,6 +42,7 @@ from gradscope.gradients.operator.vectors import Vectors, inner_products, vector
 from gradscope.gradients.resources import Resources, latest_end
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,
+    ThresholdSample,
     TokenSample,
     sampling_probabilities,
     sampling_weights,
@@ -49,19 +50,26 @@ from gradscope.gradients.sample import (
     token_sizes,
     weighted_quantiles,
 )
-from gradscope.gradients.settings import DEFAULT_MINUTES, MeasureSettings, check_settings, settle_minutes
-from gradscope.gradients.table import TableMeasurement
+from gradscope.gradients.settings import (
+    DEFAULT_MINUTES,
+    MeasureSettings,
+    check_settings,
+    settle_batch,
+    settle_minutes,
+)
+from gradscope.gradients.table import TableMeasurement, fill_table
+from gradscope.gradients.timed import prepare_measurement
 
 __all__ = [
     "ADAMW", "AFTER", "BACKWARD", "DEFAULT_MINUTES", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
-    "SAMPLING_PROBABILITY", "TABLE", "ContradictionWarning", "Contributions", "Derivative", "Gram", "GroupSignals",
-    "Hooks", "IntervalGradients", "MeasureSettings", "ModelShape", "Plan", "Resources", "SequenceTokens", "Sketcher",
-    "Stopwatch", "SumsPlan", "TableMeasurement", "TokenGradientMeter", "TokenJacobian", "TokenSample", "Vectors",
-    "Way", "block_products", "capture_activations", "capture_gradients", "check_engine", "check_settings",
-    "describe_reread", "describe_seconds", "fill_table", "first_tensor", "forward_flops", "forward_hooks",
-    "gradient_flops", "inner_products", "interval_gradients", "largest_share", "latest_end",
-    "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums", "read_table",
-    "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights", "refuse_other_loss",
-    "sampling_probabilities", "sampling_weights", "settle_minutes", "stands_for", "statistics_of", "sum_intervals",
-    "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "SAMPLING_PROBABILITY", "TABLE", "ContradictionWarning", "Contributions", "Derivative", "Following", "Gram",
+    "GroupSignals", "Hooks", "IntervalGradients", "MeasureSettings", "ModelShape", "Plan", "Resources",
+    "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement", "ThresholdSample", "TokenGradientMeter",
+    "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations", "capture_gradients",
+    "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table", "first_tensor",
+    "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "largest_share",
+    "latest_end", "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums",
+    "prepare_measurement", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
+    "refuse_other_loss", "sampling_probabilities", "sampling_weights", "settle_batch", "settle_minutes", "stands_for",
+    "statistics_of", "sum_intervals", "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

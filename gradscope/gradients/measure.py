@@ -1,7 +1,7 @@
 """Measure a batch into a token table, in memory or in a folder where an interrupted measurement resumes.
 
-DIR/.partial holds a part per response or, under a time limit, the choice of prompts and a part per round. Once all
-parts are there, tokens.parquet and manifest.json are published together.
+DIR/.partial holds a part per response or, within minutes, per prompt. Once all parts are there, tokens.parquet and
+manifest.json are published together.
 """
 
 from __future__ import annotations
@@ -11,10 +11,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from math import ceil
 from pathlib import Path
-from typing import Any, Protocol, Unpack, runtime_checkable
+from typing import Any, Unpack
 
 import pandas as pd
 import torch
@@ -23,17 +21,17 @@ from pyarrow import parquet
 from torch import Tensor
 
 from gradscope.errors import InputError, checked, make_settings
-from gradscope.gradients.budget.timed_rounds import Round, Stopwatch, join_rounds, measure_rounds
+from gradscope.gradients.budget.stopwatch import Stopwatch
 from gradscope.gradients.columns import LOGITS, PARAMETERS
 from gradscope.gradients.logged_logprobs import ContradictionWarning
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY
-from gradscope.gradients.settings import BUDGET, DEFAULT_MINUTES, EACH_PROMPT, MeasureKeywords, MeasureSettings
-from gradscope.gradients.table import TableMeasurement, join_responses
+from gradscope.gradients.settings import BUDGET, MeasureKeywords, MeasureSettings
+from gradscope.gradients.table import TableMeasurement, fill_table
+from gradscope.gradients.timed import TimedMeasurement, prepare_measurement
 from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
-from gradscope.resampling import FEWEST
 from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
 from gradscope.runs import RunFolder, counted, write_parquet_parts
 
@@ -45,8 +43,6 @@ SUMMARIZED = (
     *(LOGITS, SAMPLING_PROBABILITY, PARAMETERS),
 )
 """Columns that the manifest summarizes."""
-CHOICE = 0
-"""Number of the part that records, under a time limit, how many prompts are used and the seconds spent so far."""
 READING = ("format", "step", "reward_key", "chat_template_kwargs")
 """Settings for reading rollouts that are part of a run's key."""
 
@@ -104,14 +100,12 @@ def measure(
     state = optimizer_state
     if isinstance(state, str | Path):
         state = read_adamw_state(policy, state)
-    measurement = TableMeasurement(
-        policy, batch, asked, edges=edges, tokens=tokens, optimizer_state=state, resources=resources
-    )
-    measurement.watch = watch
+    known = {"edges": edges, "tokens": tokens, "optimizer_state": state, "resources": resources, "watch": watch}
+    measurement = prepare_measurement(policy, batch, asked, **known)
     if out is None:
-        with measurement:
-            _warn(measurement)
-            return fill_table(measurement)
+        table = fill_table(measurement)
+        _warn(measurement)
+        return table
     if not policy.path:
         raise InputError("a run is identified by its policy's files, and this policy has none; leave out `out`")
     known = dict.fromkeys(READING) | batch.key()
@@ -130,15 +124,6 @@ def measure(
     measure_into(measurement, folder, facts=facts)
     _warn(measurement)
     return read_table(folder)
-
-
-def fill_table(measurement: TableMeasurement) -> pd.DataFrame:
-    """Run an entered measurement; return the table of all processes."""
-    parts = Memory()
-    if rounds := _fill(measurement, parts):
-        return join_responses(join_rounds(measurement, rounds))
-    frames = dict(measurement.processes.gather([*parts.items()]))
-    return join_responses(frames[row] for row in range(len(measurement.batch)))
 
 
 def _warn(measurement: TableMeasurement) -> None:
@@ -180,23 +165,6 @@ def read_table(folder: RunFolder) -> pd.DataFrame:
     return pd.read_parquet(folder.folder / TABLE)
 
 
-@runtime_checkable
-class Parts(Protocol):
-    """A store for the parts of a table, such as a `RunFolder`."""
-
-    def has_part(self, index: int) -> bool: ...
-
-    def write_part(self, index: int, frame: pd.DataFrame) -> None: ...
-
-    def read_part(self, index: int) -> pd.DataFrame: ...
-
-
-class Memory(dict[int, pd.DataFrame]):
-    """Parts of a table in memory."""
-
-    has_part, write_part, read_part = dict.__contains__, dict.__setitem__, dict.__getitem__
-
-
 @dataclass(frozen=True)
 class Hooks:
     """Callbacks of a measurement into a folder; the default is silent."""
@@ -236,38 +204,23 @@ def measure_into(
         if processes.is_main:
             hooks.tell(f"already measured with these arguments: {folder.folder / TABLE}")
         return
-    timed = measurement.settings.minutes is not None
-    rounds = _take_up(measurement, folder) if timed and status == "unfinished" else []
-    with ExitStack() as held:
-
-        def begin() -> None:
-            with processes.together():
-                if processes.is_main:
-                    held.enter_context(folder.writing())
-                    if folder.begin(overwrite=overwrite):
-                        hooks.tell(f"resuming the unfinished run in {folder.folder}")
-                    if timed:
-                        choice = {"prompts": [measurement.num_prompts], "spent": [measurement.watch.seconds()]}
-                        folder.write_part(CHOICE, pd.DataFrame(choice))
-
-        measurement.when_chosen, measurement.when_short = begin, partial(_warn_of_minutes, measurement, hooks.tell)
-        try:
-            held.enter_context(measurement)
-        except Exception:  # a refused measurement leaves nothing behind
-            if timed and not rounds and processes.is_main:
-                folder.part(CHOICE).unlink(missing_ok=True)
-            raise
-        if not timed:  # entered, so the self-check has passed
-            begin()
+    if isinstance(measurement, TimedMeasurement) and status == "unfinished":
+        measurement.restore(folder)
+    with measurement, ExitStack() as held:  # entered, so the self-check has passed, and nothing is written before
+        with processes.together():
+            if processes.is_main:
+                held.enter_context(folder.writing())
+                if folder.begin(overwrite=overwrite):
+                    hooks.tell(f"resuming the unfinished run in {folder.folder}")
+                _announce(measurement, asked, hooks.tell)
+        told, parts = measurement.notes, measurement.fill(folder)
         if processes.is_main:
-            _announce(measurement, asked, hooks.tell)
-        rounds = _fill(measurement, folder, rounds)
-        if processes.is_main:
-            parts = join_rounds(measurement, rounds) if rounds else folder.read_parts(len(measurement.batch))
+            for note in measurement.notes[len(told) :]:  # within minutes, logged columns are read last
+                hooks.tell(f"note: {note}")
             write_parquet_parts(folder.staged / TABLE, parts)
             names = parquet.read_schema(folder.staged / TABLE).names
             table = pd.read_parquet(folder.staged / TABLE, columns=[name for name in SUMMARIZED if name in names])
-            sample = _describe_sample(measurement, asked, table, rounds, hooks)
+            sample = _describe_sample(measurement, table, hooks)
             folder.publish(_manifest(measurement, folder.key, table, **facts) | {"sample": sample})
             responses = table["response"].nunique()
             hooks.tell(f"{counted(len(table), 'token')} of {counted(responses, 'response')}: {folder.folder / TABLE}")
@@ -280,28 +233,13 @@ def _announce(measurement: TableMeasurement, asked: MeasureSettings, tell: Calla
     """Announce what will be measured."""
     for note in measurement.notes:
         tell(f"note: {note}")
-    settings, tokens, whole = (
-        measurement.settings,
-        measurement.num_tokens,
-        "--tokens-per-interval none measures them all",
-    )
-    if settings.minutes is not None:
-        limit = " (--minutes none: no limit)" if asked.minutes == DEFAULT_MINUTES else ""
-        part = (
-            f"all {tokens:,} of their tokens within"
-            if measurement.at_once
-            else f"as many of their {tokens:,} tokens as"
-        )
-        allow = "minutes" if measurement.at_once else "minutes allow"
-        tell(
-            f"using {measurement.num_prompts:,} of {measurement.all_prompts:,} prompts, and {part} "
-            f"{settings.minutes:g} {allow}, loading included{limit}"
-        )
+    settings, tokens = measurement.settings, measurement.num_tokens
     if settings.fast:
         tell(describe_speedup(measurement.meter.speedup))
     chosen, each = asked.tokens_per_interval, settings.tokens_per_interval
     if chosen in ("auto", "enough") and each:
         why = f"tokens are more than {BUDGET:,}" if chosen == "auto" else "tokens come from few prompts"
+        whole = "--tokens-per-interval none measures them all"
         tell(f"measuring a random sample of at most {each:,} tokens per interval: {tokens:,} {why} ({whole})")
 
 
@@ -313,65 +251,6 @@ def describe_speedup(speedup: float) -> str:
     """
     words = f"fast: rounded products are {speedup:.1f} times as fast as exact ones here".replace(" 0.", " .")
     return words if speedup > 1 else f"{words}; leave --fast out, exact norms take less time"
-
-
-def _warn_of_minutes(measurement: TableMeasurement, tell: Callable[[str], None], minutes: float, prompts: int) -> None:
-    """Say before anything slow that the time limit is too short, and which one would do."""
-    few = f"{measurement.settings.minutes:g} minutes are too few"
-    if prompts < FEWEST:
-        tell(f"{few} even for {counted(prompts, 'prompt')}, so this will take longer: about {ceil(minutes)}")
-    else:
-        tell(f"{few} for a verdict, for which {prompts} prompts must be looked at: give about {ceil(minutes)}")
-
-
-def _take_up(measurement: TableMeasurement, parts: RunFolder) -> list[Round]:
-    """Return the rounds of an interrupted timed run, and restore its prompts and elapsed seconds."""
-    processes, mine = measurement.processes, []
-    with processes.together():
-        if processes.is_main:
-            (prompts, spent), rounds = parts.read_part(CHOICE)[["prompts", "spent"]].iloc[0], []
-            while parts.has_part(1 + len(rounds)):
-                rounds.append(Round.of_part(parts.read_part(1 + len(rounds))))
-            mine = [(int(prompts), rounds[-1].spent if rounds else spent, rounds)]
-    measurement.num_prompts, measurement.watch.earlier, rounds = processes.gather(mine)[0]
-    return rounds
-
-
-def _fill(measurement: TableMeasurement, parts: Parts, rounds: Sequence[Round] = ()) -> list[Round]:
-    """Measure the missing parts; under a time limit, return all rounds, including those of an interrupted run."""
-    processes, missing = measurement.processes, []
-    if measurement.settings.minutes is not None:
-        return _fill_rounds(measurement, parts, list(rounds))
-    if processes.is_main:
-        missing = [row for row in range(len(measurement.batch)) if not parts.has_part(row)]
-    with processes.together():
-        _fill_share(measurement, parts, processes.gather(missing))
-    return []
-
-
-def _fill_share(measurement: TableMeasurement, parts: Parts, left: list[int]) -> None:
-    """Measure this process's share of the remaining parts; progress shows the main process's share."""
-    counts = [len(sequence.measured) for sequence in measurement.row_norms.sequences]
-    mine, missing = measurement.row_norms.share(left), set(left)
-    ours = sum(counts[row] for group in mine for row in group if row in missing)
-    total = sum(counts) if measurement.processes.count == 1 else ours
-    with measurement.progress.stage("measuring", total, "tokens", done=total - ours) as advance:
-        for group in mine:
-            # Measure the whole group even if only some parts are missing: results depend on the grouping by rounding.
-            for row, frame in zip(group, measurement.measure_responses(group), strict=True):
-                if row in missing:
-                    parts.write_part(row, frame)
-                    advance(counts[row])
-
-
-def _fill_rounds(measurement: TableMeasurement, parts: Parts, rounds: list[Round]) -> list[Round]:
-    """Measure the remaining rounds, write each as it ends, and return all."""
-    processes = measurement.processes
-    for done in measure_rounds(measurement, measurement.watch, tuple(rounds)):
-        if processes.is_main:
-            parts.write_part(1 + len(rounds), done.to_part())
-        rounds.append(done)
-    return rounds
 
 
 def _manifest(
@@ -403,27 +282,10 @@ def _manifest(
     return make_manifest(model, policy, key, facts | found)
 
 
-def _describe_sample(
-    measurement: TableMeasurement,
-    asked: MeasureSettings,
-    table: pd.DataFrame,
-    rounds: list[Round],
-    hooks: Hooks,
-) -> dict[str, Any] | str:
+def _describe_sample(measurement: TableMeasurement, table: pd.DataFrame, hooks: Hooks) -> dict[str, Any] | str:
     """Describe, for the manifest, which tokens were measured, why, and the sample's error."""
-    settings, times = measurement.settings, None
-    if (each := settings.tokens_per_interval) is None and not rounds:
-        return "every token"
-    if not rounds:
-        reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} per prompt"}
-        why = reasons.get(asked.tokens_per_interval, "requested")
-    else:
-        each, measuring = rounds[-1].each, sum(done.seconds for done in rounds)
-        times = {"preparing": measurement.watch.seconds() - measuring, "measuring": measuring}
-        why = "minutes, the default of a large policy" if asked.minutes == DEFAULT_MINUTES else "minutes"
-    sample = {"tokens_per_interval": each, "why": why, "drawn": settings.sample}
-    if times is not None:
-        told = [{"tokens_per_interval": done.each, "seconds": done.seconds} for done in rounds]
-        sample |= {"seconds": times, "rounds": told}
+    sample = measurement.describe_sample()
+    if isinstance(sample, str):
+        return sample
     error = hooks.judge(table)
     return sample if error is None else sample | {"error": error}

@@ -5,8 +5,7 @@ u / q are measured, so a larger sample contains every smaller one. Given the num
 the sample if and only if u < q·τ, where τ is the smallest u / q not taken. Its sampling probability is therefore
 p = min(1, q·τ), and Σ y / p over the sample is an unbiased estimate of Σ y over all tokens, for any y (Horvitz and
 Thompson; for this rule Duffield, Lund and Thorup, J. ACM 54(6), 2007, and Ohlsson, J. Off. Stat. 14, 1998, who calls it
-sequential Poisson sampling). It remains unbiased when the sample ends because time is up, since the time that a sample
-takes does not depend on the order in which its tokens were drawn.
+sequential Poisson sampling).
 
 Statistics use the ratio estimator (Cochran, Sampling Techniques, ch. 6): Σ y / p over the sample · Σ x over all tokens
 / (Σ x / p over the sample), with x a proxy of y that is known for every token: ‖e − π‖ for ‖g‖. Its variance is that of
@@ -66,6 +65,53 @@ class TokenSample:
                 equal = (sizes == sizes[0]).all()
                 out[own] = each / len(own) if equal else np.minimum(1.0, sizes * self._ranks[own[each]])
         return out
+
+
+class ThresholdSample:
+    """A sample of each prompt's tokens by itself: those with u < q·τ, where u is uniform on [0, 1).
+
+    Sizes q and thresholds τ are fixed by the tokens of a few prompts, so the sampling probability of a token is
+    p = min(1, q·τ) whatever other tokens there are (Poisson sampling). τ lets through `each` tokens per interval of π
+    of a prompt like these, on average; a prompt with larger sizes gets more. A larger sample contains every smaller
+    one.
+    """
+
+    def __init__(self, scouts: pd.DataFrame, prompts: int, num_intervals: int, design: Design, seed: int) -> None:
+        """scouts: `interval`, `logit_grad_norm` and `weight` of all tokens of so many prompts."""
+        self._design, self._seed = design, seed
+        interval, proxies = scouts["interval"].to_numpy(np.int64), _proxies(scouts)
+        counts = np.bincount(interval, minlength=num_intervals)
+        means = np.stack([np.bincount(interval, own, num_intervals) / np.maximum(1, counts) for own in proxies])
+        self._means = np.where(counts > 0, means, np.stack([own.mean() for own in proxies])[:, None])
+        self._tokens = np.maximum(1, counts) / prompts
+
+    def probabilities(self, tokens: pd.DataFrame, each: int | None) -> Float[np.ndarray, " n"]:
+        """Return the sampling probability of each token for `each` per interval and prompt; None: all are measured."""
+        if each is None:
+            return np.ones(len(tokens))
+        interval = tokens["interval"].to_numpy(np.int64)
+        return np.minimum(1.0, self._sizes(tokens, interval) * each / self._tokens[interval])
+
+    def take(self, tokens: pd.DataFrame, prompt: int, each: int | None) -> Bool[np.ndarray, " n"]:
+        """Return the mask of the tokens to measure. tokens: all of a prompt; prompt: its own number, for the seed."""
+        drawn = np.random.default_rng([self._seed, 2, prompt]).random(len(tokens))
+        return drawn < self.probabilities(tokens, each)
+
+    def _sizes(self, tokens: pd.DataFrame, interval: Int[np.ndarray, " n"]) -> Float[np.ndarray, " n"]:
+        """Return the size q of each token, with mean 1 over the scouts of each interval."""
+        if self._design == "stratified":
+            return np.ones(len(tokens))
+        means = self._means[:, interval]
+        known = means > 0
+        parts = np.divide(_proxies(tokens), means, out=np.zeros_like(means), where=known)
+        mean = parts.sum(0) / np.maximum(1, known.sum(0))
+        return np.where(known.any(0), EQUAL_PART + (1 - EQUAL_PART) * mean, 1.0)
+
+
+def _proxies(tokens: pd.DataFrame) -> Float[np.ndarray, "2 n"]:
+    """Return ‖e − π‖ and |w|·‖e − π‖, 0 where the weight is unknown."""
+    norms = tokens["logit_grad_norm"].to_numpy(np.float64)
+    return np.stack([norms, np.nan_to_num(np.abs(tokens["weight"].to_numpy(np.float64))) * norms])
 
 
 def token_sizes(

@@ -119,6 +119,14 @@ def _check_minutes(settings: MeasureSettings) -> None:
         )
 
 
+def settle(settings: MeasureSettings, policy: Policy, batch: TokenBatch, *, intervals: int) -> MeasureSettings:
+    """Check the settings, and resolve "auto", "enough" and "default" for this policy and batch."""
+    check_settings(settings)
+    limited = settle_minutes(settings, policy, policy.device.type)
+    prompts = len(batch.group_ids.unique())
+    return settle_sample(limited, batch.num_tokens, num_prompts=prompts, intervals=intervals)
+
+
 def settle_sample(
     settings: MeasureSettings, num_tokens: int, *, num_prompts: int = 0, intervals: int = len(EDGES) - 1
 ) -> MeasureSettings:

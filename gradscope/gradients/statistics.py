@@ -9,17 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.gradients.columns import describe_tokens, refuse_infinite_weights
-from gradscope.gradients.engine.grouping import POSITION_COST
 from gradscope.gradients.logged_logprobs import refuse_foreign_logprobs
 from gradscope.intervals import assign_intervals
 from gradscope.objective import LossSettings, TokenStatistics
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Processes, Progress, track
+from gradscope.runs import ALONE, Processes, Progress, track
 
 if TYPE_CHECKING:
     from gradscope.gradients.engine.meter import TokenGradientMeter
@@ -51,12 +50,6 @@ class BatchStatistics:
         """Row of each token's response [n]."""
         return np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))
 
-    def backward_cost(self, measured: Bool[np.ndarray, " n"]) -> float:
-        """Return the cost of measuring these tokens in positions × tokens, with each response's fixed cost."""
-        rows = np.unique(self.responses[measured])
-        reaches = self.prefixes[self.bounds[rows + 1] - 1].sum()
-        return float(self.prefixes[measured].sum() + POSITION_COST * reaches)
-
 
 def find_statistics(
     meter: TokenGradientMeter,
@@ -64,13 +57,14 @@ def find_statistics(
     loss: LossSettings,
     *,
     edges: Sequence[float],
-    processes: Processes,
+    processes: Processes = ALONE,
     progress: bool | Progress = False,
+    names: Sequence[int] | None = None,
 ) -> BatchStatistics:
     """Compute the statistics of a batch, with one forward pass per response that keeps a token, shared by processes.
 
-    Raises InputError if the policy gives a token probability 0, a weight is infinite, or logged log-probabilities
-    cannot belong to these tokens.
+    names: of the responses, in errors; None: their rows. Raises InputError if the policy gives a token probability 0, a
+    weight is infinite, or logged log-probabilities cannot belong to these tokens.
     """
     sizes, num_tokens = batch.response_mask.sum(1), batch.num_tokens
     bounds = np.cumsum([0, *sizes.tolist()])
@@ -79,7 +73,8 @@ def find_statistics(
         mine = kept[processes.rank :: processes.count]
         found, start = {}, 0
         for row in track(mine.tolist(), "scoring", progress, unit="responses"):
-            for name, values in _response_columns(meter, batch, row, loss, num_tokens).items():
+            named = row if names is None else names[row]
+            for name, values in _response_columns(meter, batch, row, loss, num_tokens, named).items():
                 # One preallocated tensor per column: thousands of small ones took three times the memory.
                 whole = found.setdefault(name, values.new_empty(int(sizes[mine].sum())))
                 whole[start : start + len(values)] = values
@@ -105,7 +100,7 @@ def find_statistics(
 
 
 def _response_columns(
-    meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings, num_tokens: int
+    meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings, num_tokens: int, named: int
 ) -> dict[str, Tensor]:
     """Compute one response's columns, in its own pass, so that the digits of π do not depend on other responses."""
     ids, targets = batch.sequence(row)
@@ -113,10 +108,10 @@ def _response_columns(
     statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
     *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
     statistics = TokenStatistics(*known)
-    _check_probabilities(statistics, one, row)
+    _check_probabilities(statistics, one, named)
     columns = describe_tokens(one, statistics, loss, num_tokens=num_tokens)
     positions = one.positions()[0][one.response_mask[0]]
-    refuse_infinite_weights(columns | {"response": torch.full_like(positions, row), "position": positions})
+    refuse_infinite_weights(columns | {"response": torch.full_like(positions, named), "position": positions})
     return columns | {"logit_grad_norm": norms}
 
 

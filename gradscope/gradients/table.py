@@ -6,11 +6,12 @@ one; J measures the norms of their rows, one group of responses at a time; the r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import cached_property
 from time import perf_counter
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, runtime_checkable
 
 import numpy as np
 import pandas as pd
@@ -19,15 +20,12 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients.budget.pilot import glance, run_pilot
-from gradscope.gradients.budget.shared_minutes import AFTER, Prices, Shares, share_seconds
-from gradscope.gradients.budget.timed_rounds import Stopwatch
+from gradscope.gradients.budget.stopwatch import Stopwatch
 from gradscope.gradients.checked_tokens import choose_checked
 from gradscope.gradients.columns import (
     ADAMW,
     LOGITS,
     PARAMETERS,
-    backward_columns,
     gradient_columns,
     identify_tokens,
     to_frame,
@@ -35,39 +33,64 @@ from gradscope.gradients.columns import (
 from gradscope.gradients.engine.results import SelfCheck, TokenGradients
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.logged_logprobs import note_logged
-from gradscope.gradients.operator.forward_mode import BACKWARD
-from gradscope.gradients.operator.gram import SumsPlan
 from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.gradients.sample import SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.gradients.settings import (
+    BUDGET,
+    EACH_PROMPT,
     MeasureSettings,
-    check_settings,
     fast_precision,
     no_fast_mode,
+    settle,
     settle_batch,
-    settle_minutes,
-    settle_sample,
 )
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.intervals import EDGES
 from gradscope.policy import AdamWState, Policy, module_groups, square_norm
-from gradscope.resampling import FEWEST
-from gradscope.rollouts import Note, TokenBatch, own_first, served_prompts
-from gradscope.runs import track
+from gradscope.rollouts import Note, TokenBatch
+
+if TYPE_CHECKING:
+    from gradscope.gradients.engine.meter import TokenGradientMeter
 
 Number = int | float
-MARGIN = 1.2
-"""Factor on the time that a verdict is estimated to take."""
 GRADIENT_RESPONSES = 4
 """Responses per forward pass for the whole batch's gradient."""
+
+
+@runtime_checkable
+class Parts(Protocol):
+    """A store for the parts of a table, such as a `RunFolder`."""
+
+    def has_part(self, index: int) -> bool: ...
+
+    def write_part(self, index: int, frame: pd.DataFrame) -> None: ...
+
+    def read_part(self, index: int) -> pd.DataFrame: ...
+
+
+class Memory(dict[int, pd.DataFrame]):
+    """Parts of a table in memory."""
+
+    has_part, write_part, read_part = dict.__contains__, dict.__setitem__, dict.__getitem__
+
+
+class Known(TypedDict, total=False):
+    """The keywords of `TableMeasurement`."""
+
+    edges: Sequence[Number]
+    tokens: Int[Tensor, " k"] | None
+    optimizer_state: AdamWState | None
+    resources: Resources
+    watch: Stopwatch | None
 
 
 class TableMeasurement:
     """A context manager that measures a token table, one group of responses at a time; `measure` does it in one call.
 
     Entering freezes the model, finds the rules for its modules, computes the statistics, draws the tokens to measure
-    and runs the self-check; leaving restores the model.
+    and runs the self-check; leaving restores the model. With a time limit it is a `timed.TimedMeasurement`: see
+    `timed.prepare_measurement`.
 
     With several processes, each holds the policy and the whole batch, and all enter together. Each may measure any
     group, since a response's rows do not depend on the process.
@@ -83,13 +106,10 @@ class TableMeasurement:
         tokens: Int[Tensor, " k"] | None = None,
         optimizer_state: AdamWState | None = None,
         resources: Resources = Resources(),  # noqa: B008  (frozen)
+        watch: Stopwatch | None = None,
     ) -> None:
-        check_settings(settings)
         self.policy, self.edges, self.processes = policy, [float(e) for e in edges], resources.processes
-        limited = settle_minutes(settings, policy, policy.device.type)
-        self.settings = settle_sample(
-            limited, batch.num_tokens, num_prompts=len(batch.group_ids.unique()), intervals=len(self.edges) - 1
-        )
+        self.settings = settle(settings, policy, batch, intervals=len(self.edges) - 1)
         """The settings, with "auto", "enough" and "default" resolved."""
         self.asked = settings
         self.batch = settle_batch(settings, batch)
@@ -104,176 +124,96 @@ class TableMeasurement:
         self.check: SelfCheck | None = None
         """Result of the self-check; None before entering, or if it is off."""
         self.pass_seconds: float | None = None
-        """Seconds of a forward pass over the batch in one process; None before entering."""
+        """Seconds of a forward pass over the batch in one process; None before it is known."""
         self.notes: tuple[Note, ...] = ()
-        """Logged columns that contradict the policy; set on entering, in the main process only."""
-        self._optimizer_state = optimizer_state if settings.metric == "adamw" else None
-        self.sample: TokenSample | None = None
-        """The order in which tokens are drawn, if not all are measured; set on entering."""
-        self.watch = Stopwatch()
-        """Measures the time against `minutes`."""
-        self.follows: SumsPlan | None = None
-        """How gradients will be summed after the table, within the same minutes."""
-        self.passes: float | None = None
-        """Forward passes of everything that follows the table; None: only the sums."""
+        """Logged columns that contradict the policy; in the main process only."""
         self.all_prompts = len(self.J.prompts)
         """Number of prompts in the batch."""
+        self._optimizer_state = optimizer_state if settings.metric == "adamw" else None
+        self.watch = watch or Stopwatch()
+        """Measures the time since the start, with that of earlier runs."""
         self.statistics: BatchStatistics | None = None
-        """Statistics of the tokens in use; None before entering."""
-        self.num_prompts: int | None = None
-        """Number of prompts in use, as many as the minutes allow; None before entering."""
-        self.when_chosen: Callable[[], None] = lambda: None
-        """Called on entering, once the prompts in use are known."""
-        self.reserve = 0.0
-        """Seconds reserved for everything after the table; set on entering."""
-        self.at_once = False
-        """Whether all tokens fit into the minutes, and are measured in one round; set on entering."""
+        """Statistics of the tokens in use; None before entering, and within minutes."""
         self.verdict_minutes: float | None = None
-        """Time limit that would give a verdict, if less is given; set on entering. None: it suffices, or none would."""
-        self.when_short: Callable[[float, int], None] = lambda minutes, prompts: None
-        """Called early on entering if the minutes are too few, with the number that would do, and for how many prompts:
-        those of a verdict, or the least if the batch has none."""
+        """Time limit that would give a verdict, if less is given. None: it suffices, or none would."""
+        self._probabilities: np.ndarray | None = None
+        self._scale: Float[Tensor, " P"] | None = None
 
     @property
     def num_tokens(self) -> int:
         """Number of kept response tokens."""
         return self.batch.num_tokens
 
+    @property
+    def meter(self) -> TokenGradientMeter:
+        """The engine."""
+        return self.J.meter
+
     def __enter__(self) -> TableMeasurement:
         with ExitStack() as stack:  # restores the model if it is refused or the self-check fails
             stack.enter_context(self.J.frozen())
-            self._probabilities: np.ndarray | None = None
-            self._scale: Float[Tensor, " P"] | None = None
-            self.meter = self.J.meter
             if self.settings.fast and self.meter.precision is None:
                 raise no_fast_mode(self.policy)
-            if self.settings.minutes is not None:
-                self._look_at_prompts()
-            start = perf_counter()
-            self.statistics = find_statistics(
-                self.meter,
-                self.batch,
-                self.settings.loss,
-                edges=self.edges,
-                processes=self.processes,
-                progress=self.progress,
-            )
-            seconds = self.processes.count * (perf_counter() - start)
-            if self.processes.is_main:
-                self.notes = note_logged(self.policy, self.batch, self.statistics.columns)
-            self.pass_seconds = self.processes.gather([seconds])[0]
-            generator = np.random.default_rng(self.settings.seed)
-            measured, self._scale = self._draw(generator), self._find_scale()
-            self._select(measured)
-            if self.settings.self_check and self.check is None:
-                self.check = self._self_check(self.J, self.statistics, generator)
+            self._prepare()
             self._stack = stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def _look_at_prompts(self) -> None:
-        """Keep a random subset of the prompts that fits into the minutes, with time left for what follows the table."""
-        order = torch.from_numpy(np.random.default_rng([self.settings.seed, 1]).permutation(self.J.prompts.numpy()))
-        order = own_first(self.batch, order)
-        with self.processes.together(), self.progress.stage("timing a few responses"):
-            mine = [self._share_minutes(order)] if self.processes.is_main else []
-        shares, self.reserve, self.at_once, self.verdict_minutes, self.check = self.processes.gather(mine)[0]
-        if self.num_prompts is None:
-            self.num_prompts = shares.scored
-        if self.num_prompts < len(order):
-            self.J = self.J.of_prompts(order[: self.num_prompts])
-            self.batch = self.J.batch
-        self.when_chosen()
+    def _prepare(self) -> None:
+        """Score all tokens, choose those to measure, and check the engine on some."""
+        start, known = perf_counter(), {"processes": self.processes, "progress": self.progress}
+        self.statistics = find_statistics(self.meter, self.batch, self.settings.loss, edges=self.edges, **known)
+        seconds = self.processes.count * (perf_counter() - start)
+        if self.processes.is_main:
+            self.notes = note_logged(self.policy, self.batch, self.statistics.columns)
+        self.pass_seconds = self.processes.gather([seconds])[0]
+        generator = np.random.default_rng(self.settings.seed)
+        measured, self._scale = self._draw(generator), self._find_scale(self.statistics.columns["weight"])
+        self._select(measured)
+        if self.settings.self_check:
+            self.check = self._self_check(self.J, self.statistics, generator)
 
-    def _share_minutes(self, order: Int[Tensor, " n"]) -> tuple[Shares, float, bool, float | None, SelfCheck | None]:
-        """Return what fits, the seconds kept for later, whether that is everything, the minutes of a verdict if fewer
-        are given, and a self-check.
-        """
-        total, check = 60 * self.settings.minutes, None
-        follows = self.follows if self._is_weighted() else None
-        after = AFTER if self.follows is not None else 0.0  # for the page
-        asked = (self.settings.loss, self.edges, follows)
-        rough, wanted = glance(self.J.alone(), self.edges, follows, passes=self.passes), self._wanted(order)
-        metric = 1 + BACKWARD if self._optimizer_state is not None else 0.0  # v̂ includes this gradient
-        rough = replace(rough, scoring=rough.scoring * (1 + metric))
-        summable = self.follows is None or self.follows.groups >= len(order)
-        left = total - self.watch.seconds() - after
-        if summable and MARGIN * rough.of_all(len(order)) <= left * self.processes.count:  # not worth a pilot
-            reserve = after + rough.summing * len(order) / self.processes.count
-            return Shares(len(order), self.num_tokens, len(order)), reserve, True, None, None
-        fewest = 1 if self.passes is None else min(2, len(order))  # a comparison needs the variation between prompts
-        if (needed := rough.of_verdict(wanted or fewest) / self.processes.count) > left:
-            self.when_short(MARGIN * (needed + total - left) / 60, wanted or fewest)
-        pilot = run_pilot(self.J.alone(), order, *asked, passes=self.passes)
-        if self.settings.self_check and self._optimizer_state is None:  # AdamW's metric is not known yet
-            check = self._self_check(pilot.J, pilot.statistics, np.random.default_rng(self.settings.seed))
-        spent, each = self.watch.seconds(), self.processes.count
-        prices = Prices(*(seconds / each for seconds in vars(pilot.prices).values()))
-        prices = replace(prices, scoring=prices.scoring + pilot.prices.scoring * metric)  # each makes all of it
-        most = {"tokens": self.num_tokens, "summable": None if self.follows is None else self.follows.groups}
-        left = total - spent - after
-        if summable and prices.of_all(len(order)) <= left:
-            shares = Shares(len(order), self.num_tokens, len(order))
-            return shares, after + prices.summing * len(order), True, None, check
-        least = {"least": fewest} if wanted is None else {"least": fewest, "fewest": wanted}
-        shares = share_seconds(left, prices, prompts=len(order), **most, **least)
-        needed = None if wanted is None else prices.of_verdict(wanted)
-        verdict = None if needed is None or needed <= left else MARGIN * (needed + total - left) / 60
-        return shares, after + prices.summing * shares.summed, False, verdict, check
+    def fill(self, parts: Parts) -> Iterator[pd.DataFrame]:
+        """Measure what `parts` lack; return the table, a DataFrame per response, which is read from it on iteration."""
+        missing = []
+        if self.processes.is_main:
+            missing = [row for row in range(len(self.batch)) if not parts.has_part(row)]
+        with self.processes.together():
+            self._fill_share(parts, self.processes.gather(missing))
+        return map(parts.read_part, range(len(self.batch)))
 
-    def _wanted(self, order: Int[Tensor, " n"]) -> int | None:
-        """Return how many prompts, in this order, include as many with a gradient as a verdict needs; None: not even
-        all."""
-        served = torch.isin(order, served_prompts(self.whole)).cumsum(0)
-        return int((served < FEWEST).sum()) + 1 if len(served) and served[-1] >= FEWEST else None
+    def _fill_share(self, parts: Parts, left: list[int]) -> None:
+        """Measure this process's share of the remaining parts; progress shows the main process's share."""
+        counts = [len(sequence.measured) for sequence in self.row_norms.sequences]
+        mine, missing = self.row_norms.share(left), set(left)
+        ours = sum(counts[row] for group in mine for row in group if row in missing)
+        total = sum(counts) if self.processes.count == 1 else ours
+        with self.progress.stage("measuring", total, "tokens", done=total - ours) as advance:
+            for group in mine:
+                # Measure the whole group even if only some parts are missing: results depend on the grouping by
+                # rounding.
+                for row, frame in zip(group, self.measure_responses(group), strict=True):
+                    if row in missing:
+                        parts.write_part(row, frame)
+                        advance(counts[row])
 
-    def _is_weighted(self) -> bool:
-        """Return whether any token can have a weight, by advantage or KL; otherwise there is nothing to sum."""
-        advantages, loss = self.whole.advantages, self.settings.loss
-        pulled = loss.kl_coef > 0 and self.whole.ref_logprobs is not None
-        return pulled or (advantages is not None and bool(advantages[self.whole.response_mask].any()))
+    def describe_sample(self) -> dict[str, Any] | str:
+        """Say, for a manifest, which tokens were measured, and why."""
+        if (each := self.settings.tokens_per_interval) is None:
+            return "every token"
+        reasons = {"auto": f"the default above {BUDGET:,} tokens", "enough": f"{EACH_PROMPT} per prompt"}
+        why = reasons.get(self.asked.tokens_per_interval, "requested")
+        return {"tokens_per_interval": each, "why": why, "drawn": self.settings.sample}
 
     def measure_responses(self, group: Sequence[int]) -> list[pd.DataFrame]:
         """Measure one group. Return a DataFrame per response, empty if it keeps no token."""
         found = self.row_norms.measure(group)
         return [self._frame(row, gradients) for row, gradients in zip(group, found, strict=True)]
 
-    def measure_more(self, previous: int, each: int) -> pd.DataFrame:
-        """Measure the tokens added when the sample grows from `previous` to `each` per interval (this process's share).
-
-        Returns the columns that need a backward pass, with a row per token indexed by its row in the table.
-        """
-        measured = self.sample.take(each) & ~self.sample.take(previous)
-        self._select(measured)
-        rows = np.unique(self.statistics.responses[measured]).tolist()
-        parts, name = [], f"measuring {each} tokens of each interval"
-        for group in track(self.row_norms.share(rows), name, self.progress, unit="passes"):
-            for row, frame in zip(group, self.measure_responses(group), strict=True):
-                own = measured[self.statistics.span(row)].nonzero()[0]
-                parts.append(frame[backward_columns(frame)].iloc[own].set_index(self.statistics.bounds[row] + own))
-        return pd.concat(parts) if parts else pd.DataFrame()
-
-    def cost_of_more(self, previous: int, each: int) -> float:
-        """Return the cost of `measure_more` over all processes, in positions × tokens carried by backward passes."""
-        return self.statistics.backward_cost(self.sample.take(each) & ~self.sample.take(previous))
-
-    def tabulate(self, norms: pd.DataFrame, each: int) -> Iterator[pd.DataFrame]:
-        """Yield the table of a sample of `each` per interval by response; norms: `measure_more` of all its tokens."""
-        self._select(np.zeros(self.num_tokens, dtype=bool))
-        self._probabilities = self._sampling_probabilities(each)
-        norms = norms.sort_index()
-        for row in range(len(self.batch)):
-            (frame,), mine = self.measure_responses([row]), self.statistics.span(row)
-            own = norms.loc[mine.start : mine.stop - 1]
-            if len(own):
-                frame.loc[own.index - mine.start, own.columns] = own.to_numpy()
-            yield frame
-
-    def _find_scale(self) -> Float[Tensor, " P"] | None:
+    def _find_scale(self, weights: Float[Tensor, " K"]) -> Float[Tensor, " P"] | None:
         """Return AdamW's 1 ⊘ (√v̂ + ε), v̂ after the step on the whole batch; None if not requested or unknown."""
-        weights = self.statistics.columns["weight"]
         if self._optimizer_state is None or weights.isnan().any():
             return None
         state, gradients = self._optimizer_state, self.J.alone().vjp(-weights[None] / self.num_tokens)
@@ -282,22 +222,18 @@ class TableMeasurement:
         return state.turn_into_scale(self.policy.model, gradient).div_(clip)
 
     def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
-        """Return the mask [n] of the tokens to measure; all False if minutes decide."""
+        """Return the mask [n] of the tokens to measure."""
         each = self.settings.tokens_per_interval
         if self._tokens is not None:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
-        if each is None and self.settings.minutes is None:
+        if each is None:
             return np.ones(self.num_tokens, dtype=bool)
         norms, weights = (self.statistics.columns[name].numpy() for name in ("logit_grad_norm", "weight"))
         sizes = token_sizes(self.settings.sample, self.statistics.intervals, norms, weights)
-        self.sample = TokenSample(self.statistics.intervals, len(self.edges) - 1, sizes, generator)
-        if each is not None:
-            self._probabilities = self._sampling_probabilities(each)
-        return self.sample.take(each or 0)
-
-    def _sampling_probabilities(self, each: int) -> np.ndarray | None:
-        """Return the sampling probabilities for `each` per interval; None if every token is measured."""
-        return self.sample.probabilities(each) if each < self.sample.largest else None
+        sample = TokenSample(self.statistics.intervals, len(self.edges) - 1, sizes, generator)
+        if each < sample.largest:
+            self._probabilities = sample.probabilities(each)
+        return sample.take(each)
 
     def _select(self, measured: Bool[np.ndarray, " n"]) -> None:
         """Select the kept tokens to measure from now on."""
@@ -325,18 +261,35 @@ class TableMeasurement:
 
     def _frame(self, row: int, gradients: TokenGradients) -> pd.DataFrame:
         """Return one response's rows of the table."""
-        mine, known = self.statistics.span(row), self.statistics.of(row)
-        if mine.start == mine.stop:
+        if not len(gradients.logit_grad_norm):
             return pd.DataFrame()
+        return to_frame(self._known(self.statistics, row, row) | self._norms(gradients))
+
+    def _known(self, statistics: BatchStatistics, place: int, row: int) -> dict[str, object]:
+        """Return the columns that need no backward pass. place: of a response in the statistics; row: in the batch."""
+        mine, known = statistics.span(place), statistics.of(place)
         logit_grad_norm = known.pop(LOGITS)
         columns = identify_tokens(self.policy, self.batch.select([row]), row) | known
-        columns["interval"] = self.statistics.intervals[mine]
+        columns["interval"] = statistics.intervals[mine]
         if self._probabilities is not None:
             columns[SAMPLING_PROBABILITY] = self._probabilities[mine].astype(np.float32)
-        columns |= {LOGITS: logit_grad_norm} | gradient_columns(gradients, self._modules)
+        return columns | {LOGITS: logit_grad_norm}
+
+    def _norms(self, gradients: TokenGradients) -> dict[str, Tensor]:
+        """Return the columns that need a backward pass."""
+        columns = gradient_columns(gradients, self._modules)
         if self.settings.metric is not None and ADAMW not in columns:
             columns[ADAMW] = torch.full_like(columns[PARAMETERS], float("nan"))
-        return to_frame(columns)
+        return columns
+
+
+def fill_table(measurement: TableMeasurement) -> pd.DataFrame:
+    """Run a measurement; return the table of all processes."""
+    parts = Memory()
+    with measurement:
+        frames = measurement.fill(parts)
+        parts.update(dict(measurement.processes.gather([*parts.items()])))  # which `frames` reads only now
+        return join_responses(frames)
 
 
 def join_responses(frames: Iterable[pd.DataFrame]) -> pd.DataFrame:

@@ -1,6 +1,6 @@
 """The effect of an optimizer step on every token: movements, directions, influence, and comparison of weightings."""
 
-from gradscope.updates.apply_update import RealSteps, apply_update, apply_updates, update_cost
+from gradscope.updates.apply_update import OptimizerStep, apply_update, apply_updates, update_cost
 from gradscope.updates.audit import Audit, audit, gradient_of_moments, undo_clip
 from gradscope.updates.comparison.compare import (
     Comparison,
@@ -36,7 +36,6 @@ from gradscope.updates.influence import (
     influence_cost,
     influence_table,
     moved_against,
-    predict_step,
 )
 from gradscope.updates.make_update import UPDATES, Update, make_update, old_intervals
 from gradscope.updates.measured_steps import measure_steps
@@ -45,10 +44,10 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, set
 
 __all__ = [
     "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonSettings",
-    "Influence", "RealSteps", "StepSettings", "Update", "apply_update", "apply_updates", "audit",
+    "Influence", "OptimizerStep", "StepSettings", "Update", "apply_update", "apply_updates", "audit",
     "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe", "distinct_rows", "gain_sentence",
     "gains_cost", "gradient_of_moments", "influence", "influence_cost", "influence_table", "log_odds_change",
     "make_update", "measure_steps", "moved_against", "movement_summary", "movement_table", "old_intervals",
-    "over_batches", "predict_step", "read_moments", "right_direction_shares", "settle_step", "signal_sentence",
-    "similarity", "state_step", "undo_clip", "update_cost", "weighting_sentences", "without_extremes",
+    "over_batches", "read_moments", "right_direction_shares", "settle_step", "signal_sentence", "similarity",
+    "state_step", "undo_clip", "update_cost", "weighting_sentences", "without_extremes",
 ]  # fmt: skip

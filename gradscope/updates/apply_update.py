@@ -14,13 +14,8 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import BACKWARD, Resources, TokenJacobian, Vectors, refuse_narrow_weights
-from gradscope.objective import (
-    PAPER,
-    LossSettings,
-    Updater,
-    Weighting,
-    fitting_size,
-)
+from gradscope.intervals import EDGES
+from gradscope.objective import PAPER, LossSettings, Updater, Weighting, fitting_size
 from gradscope.policy import (
     PART,
     PolicyLike,
@@ -32,9 +27,12 @@ from gradscope.policy import (
 )
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import track
+from gradscope.updates.influence import Influence, predict_step
 from gradscope.updates.make_update import Update, make_update
 from gradscope.updates.movement import Movement, resolve
 from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimizer, read_moments
+
+Number = int | float
 
 
 def update_cost(num_passes: int = 1) -> float:
@@ -42,11 +40,11 @@ def update_cost(num_passes: int = 1) -> float:
     return 2 + (1 + BACKWARD) * num_passes
 
 
-class RealSteps:
-    """Takes updates on one batch from the same weights, measures every token, and restores the policy each time.
+class OptimizerStep:
+    """A step on one batch from the current weights: predicted to first order, or taken and undone.
 
-    jacobian: of a Policy, without a table's statistics, which are scored differently from those after a step. Other
-    arguments are those of `apply_update`.
+    jacobian: of a Policy; to take steps, without a table's statistics, which are scored differently from those after a
+    step. Other arguments are those of `apply_update`.
     """
 
     def __init__(
@@ -60,20 +58,28 @@ class RealSteps:
         self.jacobian, model = jacobian, jacobian.model
         state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
         step.check()
-        refuse_narrow_weights(model)
-        self._step, self._loss = step, loss
-        self._moments, self._fits = read_moments(model, step, state), _fits(model, step, jacobian.resources.vectors)
+        loss.check()
+        self._step, self._loss, self._moments = step, loss, read_moments(model, step, state)
 
-    def on(self, batch: TokenBatch) -> RealSteps:
+    def on(self, batch: TokenBatch) -> OptimizerStep:
         """Return the same steps on another batch."""
         steps = copy.copy(self)
         steps.jacobian = TokenJacobian(self.jacobian.policy, batch, self.jacobian.resources)
         return steps
 
+    def predicted(self, *, edges: Sequence[Number] = EDGES, gradients: Float[Tensor, "A P"] | None = None) -> Influence:
+        """Predict the plain update's effect on each token's log π, by source; see `influence`."""
+        return predict_step(self.jacobian, self._loss, self._step, self._moments, edges=edges, gradients=gradients)
+
     def take(self, update: str | Weighting | Update = "all", *, displacement: bool = False) -> Movement:
-        """Take an update's optimizer steps, measure, and restore; see `apply_update`."""
-        J, step, memory = self.jacobian, self._step, None if self._fits else 0
-        model, size = J.model, fitting_size(J.model, J.batch, J.resources.micro_batch, copies=2)
+        """Take an update's optimizer steps, measure every token, and restore the policy; see `apply_update`."""
+        J, model, step = self.jacobian, self.jacobian.model, self._step
+        refuse_narrow_weights(model)
+        fits, size = (
+            _fits(model, step, J.resources.vectors),
+            fitting_size(model, J.batch, J.resources.micro_batch, copies=2),
+        )
+        memory = None if fits else 0
         # The caller may be in inference mode; gradients are needed all the same.
         with torch.inference_mode(False), torch.enable_grad(), restoring(model, memory=memory) as start:
             model.eval()
@@ -81,7 +87,7 @@ class RealSteps:
             batch = resolve(J.batch, before)
             if not isinstance(update, Update):
                 update = make_update(update, batch, loss=self._loss, entropy=before.entropy)
-            sliced_for = None if self._fits else len(update.steps)
+            sliced_for = None if fits else len(update.steps)
             optimizer = make_optimizer(model, step, self._moments, sliced_for=sliced_for)
             updater = Updater(model, optimizer, J.device, size, step.max_grad_norm)
             results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.steps]
@@ -128,7 +134,8 @@ def apply_update(
             exceeds the bytes, or the disk has no room for scratch files.
     """
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
-    return RealSteps(J, loss=loss, step=step, optimizer_state=optimizer_state).take(update, displacement=displacement)
+    known = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
+    return OptimizerStep(J, **known).take(update, displacement=displacement)
 
 
 @checked
@@ -144,7 +151,7 @@ def apply_updates(
 ) -> list[Movement]:
     """Call `apply_update` for each update, from the same weights and statistics."""
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
-    steps = RealSteps(J, loss=loss, step=step, optimizer_state=optimizer_state)
+    steps = OptimizerStep(J, loss=loss, step=step, optimizer_state=optimizer_state)
     told = track(updates, "taking steps", J.resources.progress, unit="updates")
     return [steps.take(update) for update in told]
 

@@ -116,24 +116,22 @@ def influence(
             file.
     """
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
-    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
-    return predict_step(J, edges=edges, gradients=gradients, **given)
+    state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
+    step.check()
+    loss.check()
+    return predict_step(J, loss, step, read_moments(J.model, step, state), edges=edges, gradients=gradients)
 
 
 def predict_step(
     J: TokenJacobian,
+    loss: LossSettings,
+    step: StepSettings,
+    moments: Moments | None,
     *,
-    loss: LossSettings = PAPER,
-    step: StepSettings = SGD,
-    optimizer_state: dict[str, Any] | str | Path | None = None,
-    edges: Sequence[Number] = EDGES,
-    gradients: Float[Tensor, "A P"] | None = None,
+    edges: Sequence[Number],
+    gradients: Float[Tensor, "A P"] | None,
 ) -> Influence:
-    """Compute `influence` for the tokens of a Jacobian."""
-    optimizer_state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
-    step.check()
-    loss.check()
-    moments = read_moments(J.model, step, optimizer_state)
+    """Compute `influence` for the tokens of a Jacobian. moments: `read_moments` of the optimizer's state."""
     names = [*map(str, range(len(interval_labels(edges)))), "kl", *["momentum"] * (step.optimizer == "adamw"), "decay"]
     J.check_room(len(names) + 2)  # before anything is measured
     refuse_narrow_arithmetic(J.model)

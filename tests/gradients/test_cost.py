@@ -38,7 +38,6 @@ from gradscope.gradients import (
 )
 from gradscope.gradients.budget import cost
 from gradscope.gradients.budget.cost import Responses, follows_rules, measure_bytes, measure_flops
-from gradscope.gradients.budget.shared_minutes import Shares
 from gradscope.policy import Policy, find_blocks, outline_policy
 
 FACTOR = 1.25
@@ -189,17 +188,17 @@ def test_a_plan_counts_the_tokens_that_the_table_will_have_measured(policy, batc
 
 @pytest.mark.parametrize("minutes", [1e-9, 0.5, 1e9])
 def test_a_plan_of_minutes_looks_at_what_fits(policy, batch, minutes):
-    speed = 1e8
-    plan = plan_batch(policy, batch, MeasureSettings(minutes=minutes), speed=speed)
+    whole = plan_batch(policy, batch, MeasureSettings(), speed=1e8)
+    speed = 1e8 * sum(whole.seconds.values()) / 60  # everything takes a minute
     whole = plan_batch(policy, batch, MeasureSettings(), speed=speed)
+    plan = plan_batch(policy, batch, MeasureSettings(minutes=minutes), speed=speed)
     prompts = len(batch.group_ids.unique())
     if minutes == 1e9:
-        assert plan.seconds == whole.seconds and plan.shares.scored == prompts
+        assert plan.seconds == whole.seconds and plan.prompts == prompts
     elif minutes == 1e-9:
-        assert plan.shares == Shares(1, 1, 1) and len(plan.responses.prefixes) <= 4
+        assert plan.prompts == 1 < prompts
     else:
-        assert sum(plan.seconds.values()) <= 60 * minutes
-        assert len(plan.responses.prefixes) <= 4 * plan.shares.measured
+        assert plan.prompts < prompts and sum(plan.seconds.values()) <= 1.25 * 60 * minutes
 
 
 MISTAKEN = {"granite_embedding", "granite_residual", "smollm3_without_angles", "helium", "ernie4_5"}
@@ -230,7 +229,7 @@ def test_a_pilots_seconds_are_those_of_its_clock(policy, batch, monkeypatch):
     monkeypatch.setattr(cost, "perf_counter", lambda: float(next(looks)))
     monkeypatch.setattr(cost, "FIRST", 1e15)  # all tokens at once
     seconds = plan_batch(policy, batch, MeasureSettings(self_check=False)).seconds
-    assert seconds.pop("preparation") + seconds.pop("statistics") == pytest.approx(1.0)
+    assert seconds.pop("preparation") == seconds.pop("statistics") == pytest.approx(1.0)
     assert sum(seconds.values()) == pytest.approx(1.0)
 
 

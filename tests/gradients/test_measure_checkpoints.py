@@ -98,7 +98,7 @@ def test_enough_is_so_many_tokens_for_each_prompt_between_a_least_and_a_most(pro
 def test_the_command_says_that_it_took_a_sample_and_how_to_measure_everything(job, tmp_path, capsys, monkeypatch):
     adapter, rollouts = job
     base = adapter.parent / "base"
-    for module in (measure_settings, sys.modules["gradscope.gradients.measure"]):
+    for module in (measure_settings, *(sys.modules[f"gradscope.gradients.{name}"] for name in ("measure", "table"))):
         monkeypatch.setattr(module, "BUDGET", 12)
     run("measure", base, rollouts, "--out", tmp_path / "sample", *QUICK)
     table, manifest = read(tmp_path / "sample")

@@ -15,7 +15,6 @@ from gradscope import load_policy, measure, read_rollouts
 from gradscope.cli.commands import main
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.gradients.budget.timed_rounds import PILOT
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWSettings, AdamWState, float_parameters
 from gradscope.runs import RunFolder
@@ -98,64 +97,17 @@ def test_python_goes_on_where_the_command_was_stopped_and_the_other_way_round(jo
         assert {*told} - {*found} <= {"device_map"}
 
 
-def test_a_sample_of_minutes_goes_on_after_its_last_round(job, tmp_path, monkeypatch):
-    # Slow enough, as it seems, that not all tokens fit at once, and fast enough for rounds of some.
-    monkeypatch.setattr("gradscope.gradients.budget.pilot.perf_counter", Steady(1000.0))
-    settings = {"minutes": 60.0, "self_check": False}
-    stop_after(2, monkeypatch, lambda: measure(*job, out=tmp_path, **settings))
-    first = RunFolder(tmp_path, {}).read_part(1)
-    table = measure(*job, out=tmp_path, **settings)
-    known = table["param_grad_norm"].iloc[first["place"]]
-    assert known.tolist() == first["param_grad_norm"].tolist()
-    sample = json.loads((tmp_path / "manifest.json").read_text())["sample"]
-    assert sample["why"] == "minutes" and sample["tokens_per_interval"] == sample["rounds"][-1]["tokens_per_interval"]
-
-
 class Interrupting(Listener):
-    """A Progress that raises an error when responses are scored."""
+    """A Progress that raises an error when the engine is checked."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
         self.error = error
 
     def stage(self, name: str, *args, **kwargs):
-        if name == "scoring":
+        if name == "self-check":
             raise self.error
         return super().stage(name, *args, **kwargs)
-
-
-class Steady:
-    """A clock that goes so many seconds at every look."""
-
-    def __init__(self, step: float) -> None:
-        self.now, self.step = 0.0, step
-
-    def __call__(self) -> float:
-        self.now += self.step
-        return self.now
-
-
-def test_prompts_and_minutes_are_kept_from_the_moment_they_are_chosen(job, tmp_path, monkeypatch):
-    def run(out: str, seconds: float, **resources: object) -> pd.DataFrame:
-        """Measure; a response seems to take so many seconds."""
-        monkeypatch.setattr("gradscope.gradients.budget.pilot.perf_counter", Steady(seconds))
-        settings = {"minutes": 1.0, "self_check": False, "resources": Resources(**resources)}
-        return measure(*job, out=tmp_path / out, **settings)
-
-    def manifest(out: str) -> dict:
-        return json.loads((tmp_path / out / "manifest.json").read_text())
-
-    assert run("fast", 0.0)["group"].nunique() > 1
-    with pytest.raises(KeyboardInterrupt):
-        run("slow", 1000.0, progress=Interrupting(KeyboardInterrupt()))
-    folder = RunFolder(tmp_path / "slow", manifest("fast")["key"])
-    assert folder.status() == "unfinished"
-    kept = folder.read_part(0)
-    folder.write_part(0, kept.assign(spent=1000.0))  # it had taken all its time
-    table, alone = run("slow", 0.0), run("alone", 1000.0)
-    assert table["group"].unique().tolist() == alone["group"].unique().tolist() and table["group"].nunique() == 1
-    sample = manifest("slow")["sample"]
-    assert sample["tokens_per_interval"] == PILOT and sample["seconds"]["preparing"] > 1000 > kept["spent"].item() > 0
 
 
 def test_a_run_of_minutes_that_is_refused_leaves_nothing(job, tmp_path):

@@ -222,7 +222,7 @@ def test_measuring_reports_all_that_takes_long(small):
     rounds = Listener()
     told_of = {"self_check": False, "resources": Resources(progress=rounds)}
     table = measure(*small, minutes=1e-6, tokens_per_interval=None, **told_of)
-    assert {"scoring"} < rounds.names and not rounds.unfinished
+    assert {"measuring prompt by prompt"} < rounds.names and not rounds.unfinished
     # Of the one prompt that is looked at, and of no other's responses.
     scored = next(stage.total for stage in rounds.stages if stage.name == "scoring")
     assert scored == table["response"].nunique() < len(small[1])

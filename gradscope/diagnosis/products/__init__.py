@@ -18,6 +18,11 @@ from types import ModuleType
 
 from gradscope.diagnosis.measured import Case, Measured
 from gradscope.diagnosis.products import comparison, contributions, predicted_step, real_step, sums, table
+from gradscope.diagnosis.settings import DiagnosisSettings
+from gradscope.gradients import Following, Resources, plan_sums
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch
+from gradscope.updates import StepSettings
 
 PRODUCTS: dict[str, ModuleType] = {
     "table": table,
@@ -42,6 +47,25 @@ def make_products(m: Measured, names: Iterable[str]) -> None:
             made = m.attempt(name, product.TITLE, lambda product=product: product.make(m))
         if made is not None:
             m.made[name] = made
+
+
+def follow_table(
+    policy: Policy,
+    batch: TokenBatch,
+    settings: DiagnosisSettings,
+    step: StepSettings,
+    *,
+    metric: bool,
+    names: Iterable[str],
+) -> Following:
+    """Return what these products take after a table; nothing if the batch gives no weights."""
+    memory = Resources(settings.gradient_memory).settle(policy.device).vectors
+    plan = plan_sums(policy, batch, memory, keeps_prompts=True, metric=metric)
+    if plan is None:
+        return Following()
+    size = sum(parameter.numel() for parameter in policy.model.parameters())
+    case = Case(settings, step, size, plan.forward_passes, metric)
+    return Following(tuple(plan_products(case, names).values()), plan.groups)
 
 
 def plan_products(case: Case, names: Iterable[str]) -> dict[str, float]:

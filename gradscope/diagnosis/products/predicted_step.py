@@ -14,7 +14,7 @@ from gradscope.diagnosis.measured import Case, Measured
 from gradscope.diagnosis.products import real_step
 from gradscope.intervals import assign_intervals
 from gradscope.rollouts import TokenBatch, served_prompts
-from gradscope.updates import Influence, influence_cost, predict_step
+from gradscope.updates import Influence, OptimizerStep, influence_cost
 
 TITLE = "influence between probability intervals"
 STAGE = "one predicted step"
@@ -71,7 +71,7 @@ def make(m: Measured) -> PredictedStep | None:
     plain = whole and not m.table["kl_weight"].any()
     totals = m.made["sums"].totals if "sums" in m.made and plain and same.all() else None
     J = m.jacobian.alone().select(rows)
-    found = predict_step(J, edges=m.settings.edges, gradients=totals, **m.step_keywords())
+    found = OptimizerStep(J, **m.step_keywords()).predicted(edges=m.settings.edges, gradients=totals)
     return PredictedStep(found, rows, found.entropy_slopes if plain else None)
 
 

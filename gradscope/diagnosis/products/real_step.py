@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from gradscope.diagnosis.measured import Case, Measured
-from gradscope.updates import RealSteps, movement_table, update_cost
+from gradscope.updates import OptimizerStep, movement_table, update_cost
 
 TITLE = "the actual step"
 STAGE = "one real step"
@@ -27,5 +27,5 @@ def make(m: Measured) -> pd.DataFrame | None:
     """Return `updates.movement_table` of the step, columns ending in .all."""
     if not m.processes.is_main:
         return None
-    moved = RealSteps(m.jacobian.alone().moved(), **m.step_keywords()).take()
+    moved = OptimizerStep(m.jacobian.alone().moved(), **m.step_keywords()).take()
     return movement_table([moved], edges=m.settings.edges)

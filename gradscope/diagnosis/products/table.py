@@ -7,12 +7,12 @@ import pandas as pd
 from gradscope.diagnosis.measured import Measured
 from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.gradients import (
+    Following,
     MeasureSettings,
     Resources,
     Stopwatch,
-    TableMeasurement,
     fill_table,
-    plan_sums,
+    prepare_measurement,
 )
 from gradscope.policy import AdamWState, Policy
 from gradscope.rollouts import Note, TokenBatch
@@ -34,19 +34,17 @@ def measure_table(
     metric: AdamWState | None,
     progress: Progress,
     watch: Stopwatch,
+    following: Following = Following(),  # noqa: B008  (frozen)
 ) -> tuple[pd.DataFrame, tuple[Note, ...], float | None]:
     """Measure the token table within the settings' minutes; return it, its notes, and the minutes of a verdict."""
     each = settings.tokens_per_interval if settings.minutes is None else None
     sample = {"tokens_per_interval": each, "minutes": settings.minutes, "seed": settings.seed}
     sample = MeasureSettings(**sample, loss=settings.loss, module_groups=True, metric=metric and "adamw")
     known = {"optimizer_state": metric, "resources": Resources(settings.gradient_memory, progress=progress)}
-    measurement = TableMeasurement(policy, batch, sample, edges=settings.edges, **known)
-    measurement.watch = watch
-    if settings.minutes is not None:
-        memory = Resources(settings.gradient_memory).settle(policy.device).vectors
-        measurement.follows = plan_sums(policy, batch, memory, keeps_prompts=True, metric=metric is not None)
-    with measurement:
-        return fill_table(measurement), measurement.notes, measurement.verdict_minutes
+    measurement = prepare_measurement(
+        policy, batch, sample, edges=settings.edges, watch=watch, following=following, **known
+    )
+    return fill_table(measurement), measurement.notes, measurement.verdict_minutes
 
 
 def asked(m: Measured) -> bool:
@@ -71,6 +69,5 @@ def make(m: Measured) -> dict[float, pd.DataFrame] | None:
         tables[temperature] = m.table
         if (m.batch.temperature != temperature).any():
             other = m.batch.at_temperature(temperature)
-            with TableMeasurement(m.policy, other, sample, edges=m.settings.edges) as measurement:
-                tables[temperature] = fill_table(measurement)
+            tables[temperature] = fill_table(prepare_measurement(m.policy, other, sample, edges=m.settings.edges))
     return tables

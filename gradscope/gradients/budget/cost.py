@@ -22,9 +22,9 @@ from jaxtyping import Bool
 from torch import nn
 
 from gradscope.errors import InputError
+from gradscope.gradients.budget.allot import AFTER, Following, Lengths, allot
 from gradscope.gradients.budget.graph_memory import norms_bytes
-from gradscope.gradients.budget.shared_minutes import AFTER, Prices, Shares, share_seconds
-from gradscope.gradients.budget.timed_rounds import describe_seconds
+from gradscope.gradients.budget.stopwatch import describe_seconds
 from gradscope.gradients.engine.decoder.body import (
     block_bytes,
     kept_bytes,
@@ -40,10 +40,17 @@ from gradscope.gradients.engine.norms import factor_pays
 from gradscope.gradients.operator.gram import SumsPlan
 from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
-from gradscope.gradients.settings import MeasureSettings, check_settings, settle_minutes, settle_sample
-from gradscope.gradients.table import TableMeasurement
+from gradscope.gradients.settings import (
+    MeasureSettings,
+    check_settings,
+    fast_precision,
+    settle_minutes,
+    settle_sample,
+)
+from gradscope.gradients.statistics import find_statistics
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.policy import Policy, find_blocks
+from gradscope.resampling import FEWEST
 from gradscope.rollouts import TokenBatch, check_batch
 from gradscope.runs import counted
 
@@ -258,34 +265,33 @@ def time_pilot(policy: Policy, batch: TokenBatch, chosen: Bool[np.ndarray, " n"]
 
     chosen: mask of the kept tokens with a backward pass, in table order. Returns the speed of the last round.
     """
-    shape, preparation, meter = ModelShape.of(policy.model), 0.0, None
-    settings = replace(settings, tokens_per_interval=None, minutes=None, self_check=False)
+    shape, precision = ModelShape.of(policy.model), "exact"
+    if settings.fast:
+        precision = fast_precision(policy.dtype, policy.device.type)
+    start = perf_counter()
+    J = TokenJacobian(policy, batch, Resources(), precision=precision)
+    rules, preparation = J.meter.decoder is not None, perf_counter() - start
     whole = sum(gradient_flops(shape, Responses.of(batch, chosen).prefixes).values())
     count = max(1, int(FIRST * chosen.sum() / whole))
     while True:
-        part, picks = _take(batch, chosen, count)
-        start = perf_counter()
-        measurement = TableMeasurement(policy, part, settings, tokens=torch.from_numpy(picks.nonzero()[0]))
-        if meter is not None:
-            measurement.J.meter = meter
-        with measurement:
-            entered = perf_counter()
-            for group in measurement.row_norms.groups:
-                measurement.measure_responses(group)
-            seconds = perf_counter() - entered
-        preparation, meter = max(preparation, entered - start - measurement.pass_seconds), measurement.meter
+        rows, picks = _take(batch, chosen, count)
+        part, start = J.select(rows), perf_counter()
+        find_statistics(part.meter, part.batch, settings.loss, edges=EDGES)
+        scoring, start = perf_counter() - start, perf_counter()
+        _ = [*part.row_norms(torch.from_numpy(picks))]
+        seconds = perf_counter() - start
         if seconds >= PILOT_SECONDS or picks.sum() == chosen.sum():
             break
         count *= GROWTH
-    work = measure_flops(shape, Responses.of(part, picks), rules=meter.decoder is not None)
+    work = measure_flops(shape, Responses.of(part.batch, picks), rules=rules)
     timed = counted(int(picks.sum()), "token")
     where = f"this machine ({policy.device.type}, {torch.get_num_threads()} threads), timed on {timed}"
-    forward = work.pop("statistics") / measurement.pass_seconds
+    forward = work.pop("statistics") / scoring
     return Speed(where, forward, sum(work.values()) / seconds, preparation)
 
 
-def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tuple[TokenBatch, Bool[np.ndarray, " k"]]:
-    """Draw responses with `count` of the chosen tokens (from the middle of the last one); return them and the mask."""
+def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tuple[list[int], Bool[np.ndarray, " k"]]:
+    """Draw responses with `count` of the chosen tokens (from the middle of the last one); return rows and the mask."""
     own = np.split(chosen, np.cumsum(batch.response_mask.sum(1).tolist())[:-1])
     rows, picks = [], []
     for row in np.random.default_rng(0).permutation(len(batch)).tolist():
@@ -296,7 +302,7 @@ def _take(batch: TokenBatch, chosen: Bool[np.ndarray, " n"], count: int) -> tupl
             rows.append(row)
             picks.append(np.isin(np.arange(len(own[row])), places[start : start + taken]))
             count -= taken
-    return batch.select(rows), np.concatenate(picks)
+    return rows, np.concatenate(picks)
 
 
 @dataclass(frozen=True)
@@ -321,8 +327,6 @@ class Plan:
     """How summed gradients are computed; None if the rollouts give no weights."""
     minutes: Number | None = None
     """Time limit; None: no limit."""
-    shares: Shares | None = None
-    """What fits into the time limit."""
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -342,8 +346,7 @@ class Plan:
         """Seconds of computing summed gradients once; 0 if there are none."""
         if self.sums is None:
             return 0.0
-        part = 1.0 if self.shares is None else self.shares.summed / self.shares.scored
-        return part * self.sums.forward_passes * self.pass_seconds
+        return self.sums.forward_passes * self.pass_seconds
 
     @property
     def floor(self) -> float:
@@ -372,8 +375,7 @@ class Plan:
             f"on {self.speed.machine}: {describe_seconds(whole)}, without loading, self-check, figures and summary.",
         ]
         if self.minutes is not None:
-            looked = f"{counted(self.shares.scored, 'prompt')} looked at, gradients of {self.shares.summed:,} summed"
-            lines.append(f"What fits into {self.minutes:g} min: {looked}.")
+            lines.append(f"What fits into {self.minutes:g} min: {counted(self.prompts, 'prompt')}.")
         if self.sums is not None:
             once, most = describe_seconds(self.sums_seconds), f"{self.sums.memory / 2**30:.1f} GiB"
             lines.append(f"{str(self.sums).capitalize()}: {once}; at most {most} beside the weights.")
@@ -427,18 +429,16 @@ def plan_batch(
         return plan(chosen, draw)
 
     whole = plan(np.ones(batch.num_tokens, dtype=bool), "every token")
-    scoring = whole.pass_seconds / prompts
-    measuring = sum(whole.seconds.values()) - whole.pass_seconds - speed.preparation
-    summing = 0.0 if sums is None else sums.forward_passes * scoring
-    prices = Prices(scoring, (len(EDGES) - 1) * measuring / batch.num_tokens, summing)
     left = 60 * minutes - speed.preparation - (AFTER if sums is not None else 0.0)
-    summable = None if sums is None else sums.groups
-    shares = share_seconds(left, prices, prompts=prompts, tokens=batch.num_tokens, summable=summable)
+    following = Following() if sums is None else Following((sums.forward_passes,))
+    known = {"prompts": prompts, "intervals": len(EDGES) - 1, "wanted": min(prompts, FEWEST)}
+    found = allot(left, whole.pass_seconds / prompts, Lengths.of(batch), following, **known)
     order = np.random.default_rng([settings.seed, 1]).permutation(ids.numpy())
-    batch = batch.of_prompts(order[: shares.scored])
-    chosen, draw = choose_tokens(batch, shares.measured, settings.seed)
-    looked = f"{shares.scored:,} of {prompts:,} prompts; of theirs {draw}"
-    return replace(plan(chosen, looked), minutes=minutes, shares=shares)
+    prompts = found.prompts
+    batch = batch.of_prompts(order[:prompts])
+    chosen, draw = choose_tokens(batch, found.each and found.each * prompts, settings.seed)
+    looked = f"{prompts:,} of {len(ids):,} prompts; of theirs {draw}"
+    return replace(plan(chosen, looked), minutes=minutes)
 
 
 def plan_sums(

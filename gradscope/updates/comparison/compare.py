@@ -27,11 +27,11 @@ from gradscope.gradients import (
     FORWARD_MODE,
     MeasureSettings,
     Resources,
-    TableMeasurement,
     TokenJacobian,
     describe_reread,
     fill_table,
     note_logged,
+    prepare_measurement,
     refuse_other_loss,
     statistics_of,
 )
@@ -52,7 +52,7 @@ from gradscope.policy import AdamWState, PolicyLike
 from gradscope.resampling import Supply, short_of
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.runs import counted
-from gradscope.updates.apply_update import RealSteps, update_cost
+from gradscope.updates.apply_update import OptimizerStep, update_cost
 from gradscope.updates.comparison.passes import Passes, find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_cost, gains_on_unseen_prompts, take_steps
 from gradscope.updates.comparison.statistics import BOUNDS, Judge, columns
@@ -259,8 +259,7 @@ def compare(
     if not given:
         sample = MeasureSettings(tokens_per_interval="enough", seed=s.seed, loss=s.loss, metric=metric and "adamw")
         known = {"optimizer_state": metric, "resources": Resources(progress=resources.progress)}
-        with TableMeasurement(policy, batch, sample, edges=s.edges, **known) as measurement:
-            table = fill_table(measurement)
+        table = fill_table(prepare_measurement(policy, batch, sample, edges=s.edges, **known))
     batch = batch.of_prompts(table["group"].unique()) if "group" in table else batch
     if told := describe_reread(table, batch):
         raise InputError(f"the given table {told}; give a table measured on this batch")
@@ -323,7 +322,7 @@ def compare_rows(
         notes.append(Note("Left out for lack of time: the change of entropy.", "late"))
     found, once, real = _join(sums, numbers), _trained_once(chosen, sums, J.batch), None
     if saved is not None or s.take_steps:
-        real = RealSteps(J.alone().moved(), loss=s.loss, step=s.step, optimizer_state=saved)
+        real = OptimizerStep(J.alone().moved(), loss=s.loss, step=s.step, optimizer_state=saved)
     taken: dict[str, Weighting | Masks] = {
         name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()
     }

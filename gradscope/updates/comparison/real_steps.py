@@ -14,7 +14,7 @@ from gradscope.objective import Weighting, split_steps
 from gradscope.policy import PART, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import track
-from gradscope.updates.apply_update import RealSteps, update_cost
+from gradscope.updates.apply_update import OptimizerStep, update_cost
 from gradscope.updates.directions import log_odds_change
 from gradscope.updates.make_update import Update
 from gradscope.updates.movement import Movement
@@ -24,7 +24,7 @@ Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
 
 
 def take_steps(
-    steps: RealSteps, weightings: Mapping[str, Weighting | Masks]
+    steps: OptimizerStep, weightings: Mapping[str, Weighting | Masks]
 ) -> tuple[Float[np.ndarray, "M K"], Float[np.ndarray, " M"]]:
     """Return Δ log odds of tokens by plain's step, then by each weighting's real steps, and cosines with plain's Δθ.
 
@@ -49,7 +49,7 @@ def gains_cost(rows: int) -> float:
 
 
 def gains_on_unseen_prompts(
-    steps: RealSteps, weightings: Sequence[Weighting], *, seed: int
+    steps: OptimizerStep, weightings: Sequence[Weighting], *, seed: int
 ) -> Float[np.ndarray, "M n"] | None:
     """Return the first-order gain in each prompt's expected reward by each weighting's own steps on other prompts.
 
