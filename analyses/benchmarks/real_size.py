@@ -165,7 +165,7 @@ class Plan:
             policy = outline_policy(str(folder), dtype=self.dtype)
             batch = read_rollouts(folder / "rollouts.jsonl", policy)
             settings = MeasureSettings(tokens_per_interval=self.tokens_per_interval)
-            sums = plan_sums(policy, batch, self.memory, keeps_prompts=True)
+            sums = plan_sums(policy, batch, self.memory)
             plan = plan_batch(policy, batch, settings, speed=self.flops, sums=sums)
         print(str(plan).replace(str(folder), self.size))
         rows = [{"stage": name, "seconds": seconds} for name, seconds in plan.seconds.items()]

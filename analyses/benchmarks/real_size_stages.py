@@ -25,7 +25,7 @@ STAGES = {
     "gradscope.gradients.table:find_statistics": "statistics",
     "gradscope.gradients.table:check_engine": "self-check",
     "gradscope.gradients.table:TableMeasurement.measure_responses": "tokens",
-    "gradscope.diagnosis.summarize:summarize_measurement": "summary",
+    "gradscope.diagnosis.summarize:summarize": "summary",
     "gradscope.diagnosis.summarize:write_figures": "figures",
     "gradscope.diagnosis.diagnose:statistics_of": "statistics",
     "gradscope.diagnosis.diagnose:note_logged": "logged log-probabilities",

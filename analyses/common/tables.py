@@ -11,6 +11,8 @@ import pandas as pd
 from gradscope.errors import InputError, first_line
 from gradscope.runs import replacing, write_text
 
+PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
+"""Fig. 1 (d) of the paper, read off the image: four intervals, then all tokens."""
 ABSENT = "–"
 """Markdown for a missing number."""
 

@@ -21,7 +21,7 @@ import numpy as np
 
 import gradscope
 from gradscope import plots
-from gradscope.diagnosis import summarize_measurement
+from gradscope.diagnosis import describe_summary, summarize
 from gradscope.gradients import MeasureSettings
 
 OUT = Path(tempfile.mkdtemp(prefix="gradscope-"))  # pictures and tables go here
@@ -73,8 +73,8 @@ ratio = table["logit_grad_norm"] / np.exp(table["log_one_minus_prob"])
 print(f"norm at the logits over 1 − π: {ratio.min():.4f} to {ratio.max():.4f}")
 
 # %%
-summary = summarize_measurement(policy, batch, table, MeasureSettings())
-print(summary.sentences())
+found = summarize(policy, batch, table, MeasureSettings())
+print(describe_summary(found))
 
 # %% [markdown]
 # ## Look
@@ -83,7 +83,8 @@ print(summary.sentences())
 # tokens have together. A sum is not the sum of its parts' sizes: tokens of one interval may point in many directions.
 
 # %%
-figure = plots.plot_figure_1(table, summary.gradients.table)
+sums = gradscope.interval_gradients(policy, batch)
+figure = plots.plot_figure_1(table, sums.table)
 plots.save_figure(figure, OUT / "figure_1.png")
 figure
 

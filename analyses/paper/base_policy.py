@@ -4,7 +4,7 @@
 
 The pictures of `gradscope demo`, from more prompts, drawn from the measurement `base_policy`
 (analyses/measure/base_policy.py): fig1_base.png, with means ± standard deviations of norms over batches,
-layers_by_interval.png, norm_against_one_minus_prob.png and cosines.png; base_policy.txt has the numbers in words,
+layers_by_interval.png, norm_against_one_minus_prob.png and cosines.png; base_policy.txt has them in words,
 base_policy_intervals.csv, _gradients.csv and _theory.csv in columns. Fig. 2 is drawn by analyses/paper/fig2.py.
 
 Differs from the paper: the policy (0.8 M parameters instead of 3 B), its puzzles (2–5 people, compact wording), and the
@@ -23,9 +23,10 @@ from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import Options, exit_with
-from analyses.common.tables import write_csv
-from gradscope.diagnosis import PAPER_NORMS, Summary, interval_summary
-from gradscope.gradients import LAYER, PARAMETERS, IntervalGradients
+from analyses.common.tables import PAPER_NORMS, write_csv
+from gradscope.diagnosis import theory_words
+from gradscope.gradients import LAYER, LOGITS, PARAMETERS, IntervalGradients, sampling_probabilities
+from gradscope.intervals import summarize
 from gradscope.objective import PAPER
 from gradscope.plots import (
     plot_cosines,
@@ -34,19 +35,43 @@ from gradscope.plots import (
     plot_norm_against_one_minus_prob,
     save_figure,
 )
+from gradscope.resampling import Resampling
 from gradscope.runs import write_text
 from gradscope.theory import TheoryReport, theory_report
 
 
-def table(options: Options) -> tuple[pd.DataFrame, Summary]:
-    """Return the token tables of all batches, concatenated, and their summary."""
+def table(options: Options) -> tuple[pd.DataFrame, IntervalGradients, TheoryReport, pd.DataFrame]:
+    """Return the token tables of all batches, concatenated; their sums, Prop. 4.2 on them, and a row per interval."""
     names = ("tokens.parquet", "gradients.csv", "cosines.csv")
     tokens, sums, cosines = (read_table("base_policy", name, scale=options.scale) for name in names)
     cosines.columns = cosines.index
     rng = np.random.default_rng(0)
     theory = read_theory(tokens, read_facts("base_policy", scale=options.scale)["vocab_size"], rng=rng)
     gradients = IntervalGradients(sums, cosines, num_prompts=int(tokens["group"].nunique()), settings=PAPER)
-    return tokens, Summary(interval_summary(tokens, gradients, seed=rng), gradients, theory)
+    return tokens, gradients, theory, by_interval(tokens, sums, rng)
+
+
+def by_interval(tokens: pd.DataFrame, sums: pd.DataFrame, rng: np.random.Generator) -> pd.DataFrame:
+    """Return each interval's shares of tokens, energy and summed gradient, and mean norms with bounds over prompts."""
+    drawn = {"resampling": Resampling(rng), "probabilities": sampling_probabilities(tokens)}
+    args, weight = (tokens["interval"], tokens["group"]), tokens["weight"]
+    mean = summarize(tokens[PARAMETERS], *args, sizes=tokens[LOGITS], **drawn)
+    squares = summarize(weight * tokens[PARAMETERS], *args, statistic="rms", sizes=weight * tokens[LOGITS], **drawn)
+    energy, intervals = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"], sums.iloc[:-1]
+    columns = {
+        "interval": mean["label"],
+        "tokens": mean["num_tokens"],
+        "measured": mean["num_measured"],
+        "token_share": mean["num_tokens"] / mean["num_tokens"].sum(),
+        "mean_norm": mean["value"],
+        "norm_lower": mean["lower"],
+        "norm_upper": mean["upper"],
+        "squared_share": energy / energy.sum(),
+        "gradient_norm": intervals["norm"] / sums["norm"].iloc[-1],
+        "gradient_share": intervals["share"],
+        "half_cosine": intervals["half_cosine"],
+    }
+    return pd.DataFrame(columns).assign(advantage_median=tokens.groupby("interval")["advantage"].median().to_numpy())
 
 
 def read_theory(tokens: pd.DataFrame, vocab_size: int, *, rng: np.random.Generator | None = None) -> TheoryReport:
@@ -67,28 +92,26 @@ def tabulate(theory: TheoryReport) -> pd.DataFrame:
     return theory.powers.merge(variance, on="quantity", how="left").merge(gains, on="quantity", how="left")
 
 
-def draw(tokens: pd.DataFrame, summary: Summary) -> Iterator[tuple[str, Figure | Axes]]:
+def draw(
+    tokens: pd.DataFrame, gradients: IntervalGradients, theory: TheoryReport
+) -> Iterator[tuple[str, Figure | Axes]]:
     """Draw the pictures; returns them by name."""
-    yield "fig1_base", plot_figure_1(tokens, summary.gradients.table.assign(paper=PAPER_NORMS))
-    yield "cosines", plot_cosines(summary.gradients.cosines)
+    yield "fig1_base", plot_figure_1(tokens, gradients.table.assign(paper=PAPER_NORMS))
+    yield "cosines", plot_cosines(gradients.cosines)
     yield "layers_by_interval", plot_layers_by_interval(tokens)
-    powers = summary.theory.powers
-    powers = powers[powers["quantity"].isin([*shown_layers(tokens), PARAMETERS])]
+    powers = theory.powers[theory.powers["quantity"].isin([*shown_layers(tokens), PARAMETERS])]
     yield "norm_against_one_minus_prob", plot_norm_against_one_minus_prob(tokens, powers)
 
 
 def main(options: Options) -> None:
-    tokens, summary = table(options)
-    for name, figure in draw(tokens, summary):
+    tokens, gradients, theory, intervals = table(options)
+    for name, figure in draw(tokens, gradients, theory):
         save_figure(figure, options.out / f"{name}.png")
-    words = f"{summary}\n\n{summary.theory_words()}\n"
+    words = f"{intervals.to_string(index=False, float_format='{:.3g}'.format)}\n\n{theory_words(theory)}\n"
     write_text(options.out / "base_policy.txt", words)
-    medians = tokens.groupby("interval")["advantage"].median().to_numpy()
-    intervals = summary.intervals.assign(advantage_median=medians)
-    tables = {"intervals": intervals, "gradients": summary.gradients.table, "theory": tabulate(summary.theory)}
+    tables = {"intervals": intervals, "gradients": gradients.table, "theory": tabulate(theory)}
     for name, numbers in tables.items():
         write_csv(numbers, options.out / f"base_policy_{name}.csv")
-    print(words)
 
 
 if __name__ == "__main__":

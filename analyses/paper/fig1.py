@@ -29,8 +29,7 @@ from scipy import stats
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
-from analyses.common.tables import write_csv
-from gradscope.diagnosis import PAPER_NORMS
+from analyses.common.tables import PAPER_NORMS, write_csv
 from gradscope.plots import (
     drawn_numbers,
     finish,

@@ -20,8 +20,8 @@ from matplotlib.figure import Figure
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
+from analyses.common.tables import PAPER_NORMS
 from analyses.recipes.hasty_analysis import KINDS
-from gradscope.diagnosis import PAPER_NORMS
 from gradscope.intervals import interval_labels
 from gradscope.plots import NEUTRAL, paper_style, save_figure
 

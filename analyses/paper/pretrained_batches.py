@@ -22,9 +22,8 @@ from scipy.stats import t as student
 
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import WordsOptions as Options, exit_with
-from analyses.common.tables import write_csv
+from analyses.common.tables import PAPER_NORMS, write_csv
 from analyses.paper import fig1
-from gradscope.diagnosis import PAPER_NORMS
 from gradscope.intervals import interval_labels
 from gradscope.plots import paper_style, save_figure
 from gradscope.theory import theory_report

@@ -30,12 +30,11 @@ from matplotlib.figure import Figure
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_facts, read_table
 from analyses.common.script import Options, exit_with
-from analyses.common.tables import write_csv
+from analyses.common.tables import PAPER_NORMS, write_csv
 from analyses.measure.real_language import EMBEDDING, MODELS, ROLLOUTS
 from analyses.paper.base_policy import shown_layers, tabulate
 from analyses.paper.fig1 import PAPER_SHARES
 from analyses.paper.words import CATEGORIES
-from gradscope.diagnosis import PAPER_NORMS
 from gradscope.gradients import LAYER, PARAMETERS, sampling_weights
 from gradscope.intervals import interval_labels
 from gradscope.plots import (

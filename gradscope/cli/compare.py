@@ -37,7 +37,7 @@ class MeasureCompared(MeasureOwn):
     take_steps: bool = False
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
-        return plan_sums(policy, batch, memory, keeps_prompts=True)
+        return plan_sums(policy, batch, memory)
 
     def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Following:
         passes = compare_cost(self.rows, metric=self.has_metric(policy), take_steps=self.take_steps)

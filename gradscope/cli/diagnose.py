@@ -39,7 +39,6 @@ from gradscope.cli.sample import Sample
 from gradscope.diagnosis import DiagnosisSettings, part_file
 from gradscope.errors import InputError
 from gradscope.gradients import (
-    AFTER,
     DEFAULT_MINUTES,
     MeasureSettings,
     SumsPlan,
@@ -341,8 +340,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         if step is not None:
             step = replace(step, max_grad_norm=self.max_grad_norm)
         own = {"gradient_memory": measured.resources.vectors}
-        if measured.left is not None:
-            own["minutes"] = max(1.0, measured.left - AFTER) / 60
+        if measured.minutes_left is not None:
+            own["minutes"] = measured.minutes_left
         found = diagnose(
             policy,
             batch,

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import Annotated, ClassVar
 
 import torch
@@ -87,6 +86,11 @@ class MeasuredRun:
         """Seconds left; None without a time limit."""
         return None if self.settings.minutes is None else max(1.0, 60 * self.settings.minutes - self.watch.seconds())
 
+    @property
+    def minutes_left(self) -> float | None:
+        """Minutes left for everything before the page is written; None without a time limit."""
+        return None if self.left is None else max(1.0, self.left - AFTER) / 60
+
 
 @dataclass(frozen=True)
 class Measure(ReadingFlags, MeasuredPolicyFlags):
@@ -122,8 +126,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
     max_grad_norm: float | None = 1.0
     """For --metric adamw: the run's gradient clipping threshold; none: no clipping."""
 
-    keeps_prompts: ClassVar[bool] = False
-    """Whether summed gradients are kept per prompt, rather than for two halves of the prompts."""
     prompts: ClassVar[int] = 0
     """Least number of prompts with an advantage; below it, earlier steps are added to the checkpoint's."""
 
@@ -137,10 +139,8 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
         measured = self.measure()
         if self.figures:
             known, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
-            deadline = None if measured.left is None else monotonic() + measured.left - AFTER
-            resources = replace(measured.resources, deadline=deadline)
-            asked = {"resources": resources, "gradient_memory": self.gradient_memory}
-            add_summary(*known, table, measured.settings, **asked)
+            asked = {"resources": measured.resources, "gradient_memory": self.gradient_memory}
+            add_summary(*known, table, measured.settings, **asked, minutes=measured.minutes_left)
         if self.figures and measured.resources.processes.is_main:
             texts = [SUMMARY, *([THEORY] if self.theory and (self.out / THEORY).is_file() else [])]
             print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
@@ -218,8 +218,7 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
         """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
-        own = {"keeps_prompts": self.keeps_prompts, "metric": self.has_metric(policy)}
-        return plan_sums(policy, batch, memory, **own) if self.figures else None
+        return plan_sums(policy, batch, memory, metric=self.has_metric(policy)) if self.figures else None
 
     def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Following:
         """Return what follows the table within the same minutes."""
@@ -261,7 +260,6 @@ class Measure(ReadingFlags, MeasuredPolicyFlags):
 class MeasureOwn(Measure):
     """Measure a checkpoint on its own rollouts: those of the step it sampled, plus earlier ones if prompts are few."""
 
-    keeps_prompts: ClassVar[bool] = True
     prompts: ClassVar[int] = FEWEST
     later: Callable[[Policy, SumsPlan], tuple[float, ...]] = lambda policy, sums: ()
     """The price of whatever follows the sums, in forward passes over the batch."""

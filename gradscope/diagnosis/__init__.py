@@ -18,24 +18,21 @@ from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
 from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.diagnosis.shares import PromptSums, group_shares, sum_by_prompt, token_shares
 from gradscope.diagnosis.summarize import (
-    PAPER_NORMS,
     SUMMARY,
     THEORY,
     add_summary,
-    interval_summary,
-    summarize_measurement,
-    write_figures,
+    describe_summary,
+    summarize,
+    theory_words,
 )
-from gradscope.diagnosis.summary import Summary
 from gradscope.diagnosis.sums import Pairs, cosine_matrix, gradient_rows
 from gradscope.diagnosis.update import supply_of
 
 __all__ = [
-    "CERTAIN", "PAPER_NORMS", "PARTS", "SUMMARY", "THEORY", "Block", "Case", "Diagnosis", "DiagnosisSettings",
-    "Finding", "Measured", "Pairs", "Paragraph", "PromptSums", "Rows", "Scope", "Sheets", "Summary", "TokenViewer",
-    "Verdict", "add_summary", "asked_products", "cosine_matrix", "decide", "diagnose", "gradient_rows", "group_shares",
-    "interval_summary", "join_rows", "judge_dominance", "judge_sample", "make_live_report", "make_report", "make_rows",
-    "make_trend_report", "one_row", "part_file", "plan_products", "sampling_error", "say", "settle_parts",
-    "sum_by_prompt", "summarize_measurement", "supply_of", "token_shares", "trend_changes", "viewer", "write_figures",
-    "write_report",
+    "CERTAIN", "PARTS", "SUMMARY", "THEORY", "Block", "Case", "Diagnosis", "DiagnosisSettings", "Finding", "Measured",
+    "Pairs", "Paragraph", "PromptSums", "Rows", "Scope", "Sheets", "TokenViewer", "Verdict", "add_summary",
+    "asked_products", "cosine_matrix", "decide", "describe_summary", "diagnose", "gradient_rows", "group_shares",
+    "join_rows", "judge_dominance", "judge_sample", "make_live_report", "make_report", "make_rows", "make_trend_report",
+    "one_row", "part_file", "plan_products", "sampling_error", "say", "settle_parts", "sum_by_prompt", "summarize",
+    "supply_of", "theory_words", "token_shares", "trend_changes", "viewer", "write_report",
 ]  # fmt: skip

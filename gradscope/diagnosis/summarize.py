@@ -1,118 +1,109 @@
-"""Sum up a measurement: its summary, and the paper's first figures."""
+"""What `gradscope measure` prints and draws: a view of the parts that need a table and its summed gradients alone."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
-import torch
 
-from gradscope.diagnosis.summary import Summary
-from gradscope.diagnosis.update import supply_of
+from gradscope.diagnosis.diagnose import assemble, look_at, say
+from gradscope.diagnosis.format import number_words, share_words
+from gradscope.diagnosis.page.page import Figure
+from gradscope.diagnosis.page.sheets import Sheets
+from gradscope.diagnosis.parts import PARTS
+from gradscope.diagnosis.products import make_products
+from gradscope.diagnosis.result import Diagnosis
+from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.errors import InputError
-from gradscope.gradients import (
-    LAYER,
-    LOGITS,
-    PARAMETERS,
-    IntervalGradients,
-    MeasureSettings,
-    Resources,
-    TokenJacobian,
-    sampling_probabilities,
-    statistics_of,
-    sum_intervals,
-)
-from gradscope.intervals import summarize
-from gradscope.objective import resolve_advantages
+from gradscope.gradients import LOGITS, PARAMETERS, MeasureSettings, Resources
+from gradscope.intervals import name_interval
 from gradscope.policy import Policy
-from gradscope.resampling import Resampling, Seed
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import Progress, RunFolder, track, write_text
-from gradscope.theory import measured_cones, theory_report
+from gradscope.runs import RunFolder, track, write_text
+from gradscope.theory import TheoryReport, theory_report
 
 FIGURES, SUMMARY, THEORY = "figures", "figures/summary.txt", "figures/theory.txt"
 """Paths in a run's folder of its figures, the printed summary, and the check of Prop. 4.2 on its tokens."""
-PAPER_NORMS = (0.71, 0.36, 0.24, 0.15, 0.82)
-"""Fig. 1 (d) of the paper, read off the image: four intervals, then all tokens."""
+VIEWED = ("layers", "dominance", "summed", "signal", "theory", "modules")
+"""Parts, in the order of the sentences."""
+COLUMNS = (
+    ("tokens", "token_share", "none"),
+    ("energy", "squared_share", "raw"),
+    ("summed gradient", "gradient_share", "raw"),
+)
+"""Columns of the printed table: words, statistic and metric."""
+ENOUGH = 30
+"""Minimum number of tokens to report a fitted power."""
 
 
-def summarize_measurement(
+def summarize(
     policy: Policy,
     batch: TokenBatch,
     table: pd.DataFrame,
     settings: MeasureSettings,
     *,
     resources: Resources | None = None,
+    minutes: float | None = None,
     verdict_minutes: float | None = None,
-) -> Summary:
-    """Compute the summed gradients, which the table lacks, and collect everything for the summary.
+) -> Diagnosis | None:
+    """Diagnose a measured table by its sums alone: no step is predicted or taken, and nothing is compared.
 
-    table: from `measure(policy, batch, settings)`, at the batch's temperatures. resources: for the summed gradients;
-    with a deadline, they cover the prompts that are summed by then. verdict_minutes: the time limit that would give a
-    verdict, if a shorter one left prompts out.
+    table: from `measure(policy, batch, settings)`. minutes: limit for the summed gradients. Other arguments are those
+    of `diagnose`; all but the main process get None.
     """
-    supply = supply_of(table, batch, verdict_minutes)
-    resources, batch = (resources or Resources()).settle(policy.device), batch.of_prompts(table["group"].unique())
-    over, gradients = policy.parameters_in_words, None
-    if table["weight"].notna().all():
-        # The table's own intervals (by π), so that shares of tokens and of the gradient refer to the same tokens.
-        intervals = torch.zeros(batch.input_ids.shape, dtype=torch.long)
-        intervals[batch.response_mask] = torch.tensor(table["interval"].tolist())
-        known = replace(batch, advantages=resolve_advantages(batch))
-        J = TokenJacobian(policy, known, resources, statistics=statistics_of(table, policy, batch, resources.processes))
-        gradients = sum_intervals(J, settings.loss, intervals=intervals)
-    rng = np.random.default_rng(settings.seed)
-    try:
-        theory = theory_report(table, vocab_size=policy.vocab_size, seed=rng)
-    except InputError:  # too few measured tokens for a fit; the rest of the summary is valid
-        theory = None
-    return Summary(interval_summary(table, gradients, seed=rng), gradients, theory, over, supply.of_prompts, supply)
+    resources = (resources or Resources()).settle(policy.device)
+    own = {"gradient_memory": resources.vectors, "minutes": minutes, "seed": settings.seed}
+    given = {"table": table, "resources": resources, "verdict_minutes": verdict_minutes}
+    m = look_at(policy, batch, DiagnosisSettings(loss=settings.loss, **own), None, own_loss=True, **given)
+    make_products(m, ["sums"])
+    return say(assemble(m, {name: PARTS[name] for name in VIEWED})) if m.processes.is_main else None
 
 
-def interval_summary(table: pd.DataFrame, gradients: IntervalGradients | None, *, seed: Seed = 0) -> pd.DataFrame:
-    """Return tokens, token_share, mean_norm with its 95 % interval over prompts, squared_share, … for each interval.
-
-    squared_share: share of Σ‖w_t g_t‖². If an interval was measured in part, mean_norm and squared_share are estimates
-    for all of its tokens (`intervals.summarize`). gradient_norm, gradient_share: ‖G_a‖/‖G‖ and ⟨G_a, G⟩/‖G‖², which
-    are different quantities.
-    """
-    out = _mean_norms(table, seed)
-    if gradients is not None:
-        drawn = {"resampling": Resampling(seed), "probabilities": sampling_probabilities(table)}
-        args = (table["interval"], table["group"])
-        sizes = table["weight"] * table[LOGITS]
-        squares = summarize(table["weight"] * table[PARAMETERS], *args, statistic="rms", sizes=sizes, **drawn)
-        total = squares["value"].fillna(0.0) ** 2 * squares["num_tokens"]
-        out["squared_share"] = total / total.sum()
-        out = out.join(_gradient_columns(gradients))
-    return out
+def describe_summary(found: Diagnosis) -> str:
+    """Return the parts' sentences, and a table of the intervals."""
+    few = found.scope.supply.too_few
+    said = [finding.statement for finding in found.findings]
+    notes = [str(note) for note in found.notes if note.kind in ("sampled-norms", "inexact", "fewer-sums")]
+    lines = [few, *said] if few and few not in "".join(said) else said
+    return "\n\n".join(["\n".join(lines), _tabulate(found).to_string(index=False), *notes])
 
 
-def _mean_norms(table: pd.DataFrame, seed: Seed) -> pd.DataFrame:
-    drawn = {"resampling": Resampling(seed), "probabilities": sampling_probabilities(table)}
-    mean = summarize(table[PARAMETERS], table["interval"], table["group"], sizes=table[LOGITS], **drawn)
-    return pd.DataFrame(
-        {
-            "interval": mean["label"],
-            "tokens": mean["num_tokens"],
-            "measured": mean["num_measured"],
-            "token_share": mean["num_tokens"] / mean["num_tokens"].sum(),
-            "mean_norm": mean["value"],
-            "norm_lower": mean["lower"],
-            "norm_upper": mean["upper"],
-        }
-    )
+def _tabulate(found: Diagnosis) -> pd.DataFrame:
+    """Return a row per interval: shares, and mean norms of single tokens."""
+    rows: dict[str, list[str]] = {"interval": [name_interval(label) for label in found.labels]}
+    for words, statistic, metric in COLUMNS:
+        picked = [found.pick(statistic, metric, label) for label in found.labels]
+        if all(row is not None for row in picked):
+            rows[words] = [share_words(row) for row in picked]
+    layers = found.frames["layers"]
+    norms = layers[layers["quantity"] == PARAMETERS]
+    rows["mean ‖g‖"] = [number_words(row) for _, row in norms.iterrows()]
+    return pd.DataFrame(rows)
 
 
-def _gradient_columns(gradients: IntervalGradients) -> pd.DataFrame:
-    sums = gradients.table.iloc[:-1]
-    columns = {"gradient_norm": sums["norm"] / gradients.table["norm"].iloc[-1], "gradient_share": sums["share"]}
-    if "share_error" in sums:
-        columns["gradient_share_error"] = sums["share_error"]
-    return pd.DataFrame(columns | {"half_cosine": sums["half_cosine"]})
+def theory_words(theory: TheoryReport) -> str:
+    """Report how Prop. 4.2 and powers of 1−π fit these tokens."""
+    powers, words = theory.powers, []
+    fits = powers[(powers["quantity"] != LOGITS) & (powers["tokens"] >= ENOUGH)].dropna(subset="slope")
+    if len(fits):
+        fits = fits.sort_values("slope")
+        least, most = _power(fits.iloc[0]), _power(fits.iloc[-1])
+        words.append(
+            f"Below the logits, norms grow like (1−π)^s with s from {least} to {most} by layer (theory: 1, √ law: ½; "
+            f"[95 %]), fitted on the {int(powers['tokens'].max()):,} tokens that are not nearly certain; Prop. 4.2 "
+            "bounds norms and does not fix s."
+        )
+    return "\n\n".join([*words, "Prop. 4.2 on these tokens:", str(theory)])
+
+
+def _power(fit: pd.Series) -> str:
+    """Format a power, with its interval if there is one."""
+    between = f" [{fit['slope_lower']:.2f}, {fit['slope_upper']:.2f}]" if np.isfinite(fit["slope_lower"]) else ""
+    return f"{fit['slope']:.2f}{between}"
 
 
 def add_summary(
@@ -122,21 +113,20 @@ def add_summary(
     table: pd.DataFrame,
     settings: MeasureSettings,
     *,
-    resources: Resources,
     gradient_memory: int | None = None,
+    **known: Any,
 ) -> None:
     """Add figures and summary to the folder of a finished measurement, unless they exist.
 
     With several processes, all call this: all sum gradients, then the main process draws and writes.
 
-    Args:
-        resources: Resolved resources for the summed gradients.
-        gradient_memory: Bytes for vectors as requested; existing figures are reused only if it agrees.
+    gradient_memory: bytes for vectors as requested; existing figures are reused only if it agrees. known: resolved
+    `resources` and `minutes`, as for `summarize`.
     """
-    drawn, processes = {"gradient_memory": gradient_memory}, resources.processes
+    drawn, processes = {"gradient_memory": gradient_memory}, known["resources"].processes
     # Earlier versions wrote more settings there.
-    known = processes.is_main and drawn.items() <= ((folder.manifest or {}).get("figures") or {}).items()
-    if processes.gather([known and (folder.folder / SUMMARY).is_file()])[0]:
+    had = processes.is_main and drawn.items() <= ((folder.manifest or {}).get("figures") or {}).items()
+    if processes.gather([had and (folder.folder / SUMMARY).is_file()])[0]:
         return
     with ExitStack() as held:
         with processes.together():
@@ -144,43 +134,32 @@ def add_summary(
                 held.enter_context(folder.writing())
                 folder.stage()
         minutes = folder.manifest.get("verdict_minutes")
-        summary = summarize_measurement(policy, batch, table, settings, resources=resources, verdict_minutes=minutes)
-        if not processes.is_main:
+        found = summarize(policy, batch, table, settings, verdict_minutes=minutes, **known)
+        if found is None:
             return
-        write_figures(folder.staged / FIGURES, policy, table, summary, progress=resources.progress)
-        told = {} if summary.gradients is None else {"summed_gradients": asdict(summary.gradients.plan)}
+        write_figures(folder.staged / FIGURES, found)
+        told = {} if found.sums_plan is None else {"summed_gradients": asdict(found.sums_plan)}
         folder.publish(folder.manifest | {"figures": drawn, **told})
 
 
-def write_figures(
-    folder: Path, policy: Policy, table: pd.DataFrame, summary: Summary, *, progress: bool | Progress = False
-) -> None:
-    """Write Fig. 1 (a, b, d), Fig. 2, norms by layer, interval and 1−π, cosines, the summary and theory."""
+def write_figures(folder: Path, found: Diagnosis) -> None:
+    """Write the parts' figures, the summary and, if enough tokens were measured, theory.txt."""
     from gradscope import plots
 
     folder.mkdir(parents=True, exist_ok=True)
-    over = {"parameters": summary.parameters}
-    draw = {"layers_by_interval": lambda: plots.plot_layers_by_interval(table, **over)}
-    if summary.gradients is not None:
-        norms = summary.gradients.table.assign(paper=PAPER_NORMS)
-        draw["figure_1"] = lambda: plots.plot_figure_1(table, norms)
-        draw["cosines"] = lambda: plots.plot_cosines(summary.gradients.cosines)
+    sheets, progress = Sheets(), found.measured.jacobian.resources.progress
+    parts = [part for name, part in found.parts.items() if name in found.rows and hasattr(part, "show")]
+    for part in track(parts, "drawing", progress, unit="parts"):
+        for block in part.show(found, sheets):
+            if isinstance(block, Figure):
+                plots.save_figure(block.drawing, folder / f"{Path(block.csv).stem}.png")
+    if any(name.startswith(f"{PARAMETERS}.") for name in found.table):
+        plots.save_figure(plots.plot_modules(found.table), folder / "modules.png")
+    rng = np.random.default_rng(found.scope.settings.seed)
+    try:
+        theory = theory_report(found.table, vocab_size=found.measured.policy.vocab_size, seed=rng)
+    except InputError:  # too few measured tokens for a fit
+        pass
     else:
-        draw["token_shares"] = lambda: plots.plot_token_shares(table)
-    if summary.theory is not None:
-        depth = sum(name.startswith(LAYER) for name in table.columns) - 1
-        shown = [f"{LAYER}{layer}" for layer in sorted({0, depth // 2, depth})]
-        powers = summary.theory.powers
-        draw["figure_2"] = lambda: plots.plot_figure_2(
-            table, measured_cones(summary.theory, shown), vocab_size=policy.vocab_size
-        )
-        draw["norm_against_one_minus_prob"] = lambda: plots.plot_norm_against_one_minus_prob(
-            table, powers[powers["quantity"].isin([*shown, PARAMETERS])], **over
-        )
-    if any(name.startswith(f"{PARAMETERS}.") for name in table):
-        draw["modules"] = lambda: plots.plot_modules(table)
-    for name, make in track(draw.items(), "drawing", progress, unit="figures"):
-        plots.save_figure(make(), folder / f"{name}.png")
-    if words := summary.theory_words():
-        write_text(folder / Path(THEORY).name, f"{words}\n")
-    write_text(folder / Path(SUMMARY).name, f"{summary}\n")
+        write_text(folder / Path(THEORY).name, f"{theory_words(theory)}\n")
+    write_text(folder / Path(SUMMARY).name, f"{describe_summary(found)}\n")

@@ -24,7 +24,7 @@ from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.engine.stack import SequenceTokens
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
-from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients, sum_intervals
+from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
 from gradscope.gradients.measure import TABLE, Hooks, measure, measure_folder, measure_into, read_table
 from gradscope.gradients.operator.contributions import Contributions, GroupSignals
@@ -71,5 +71,5 @@ __all__ = [
     "latest_end", "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums",
     "prepare_measurement", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
     "refuse_other_loss", "sampling_probabilities", "sampling_weights", "settle_batch", "settle_minutes", "stands_for",
-    "statistics_of", "sum_intervals", "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
+    "statistics_of", "token_sizes", "vector_bytes", "weighted_quantiles", "zero_vectors",
 ]  # fmt: skip

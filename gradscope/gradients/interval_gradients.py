@@ -106,21 +106,6 @@ def interval_gradients(
     """
     policy, batch = read_inputs(policy, batch)
     J = TokenJacobian(policy, replace(batch, advantages=resolve_advantages(batch)), resources)
-    return sum_intervals(
-        J, loss, intervals=intervals, edges=edges, generator=generator, optimizer_state=optimizer_state
-    )
-
-
-def sum_intervals(
-    J: TokenJacobian,
-    loss: LossSettings = PAPER,
-    *,
-    intervals: Int[Tensor, "B S"] | None = None,
-    edges: Sequence[Number] = EDGES,
-    generator: torch.Generator | None = None,
-    optimizer_state: AdamWState | None = None,
-) -> IntervalGradients:
-    """Compute `interval_gradients` for a Jacobian with known advantages, over the prompts that meet its deadline."""
     edges = [float(edge) for edge in edges]
     _check(J.batch, intervals, edges)
     size, batch = len(edges) - 1, J.batch

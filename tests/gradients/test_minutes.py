@@ -277,7 +277,7 @@ def test_time_is_kept_for_sums_where_a_token_can_have_a_weight(policy, advantage
     known = {"advantages": torch.full(batch.input_ids.shape, advantage)}
     known |= {"old_logprobs": None, "ref_logprobs": torch.full(batch.input_ids.shape, -1.0) if referred else None}
     batch = replace(batch, **known)
-    following = Following((plan_sums(policy, batch, 1 << 34, keeps_prompts=True).forward_passes,))
+    following = Following((plan_sums(policy, batch, 1 << 34).forward_passes,))
     with prepare_measurement(policy, batch, MeasureSettings(minutes=5.0), following=following) as measurement:
         assert (measurement.allotment.reserved > 0) == (advantage != 0 or referred)
 

@@ -10,7 +10,7 @@ import scipy.stats
 from support.policies import make_batch, make_policy
 
 from gradscope import measure
-from gradscope.diagnosis import interval_summary, sampling_error, token_shares
+from gradscope.diagnosis import sampling_error, token_shares
 from gradscope.diagnosis.parts.layers import layer_norms
 from gradscope.diagnosis.parts.where import shares_by
 from gradscope.diagnosis.precision import FEWEST, design_variances
@@ -163,8 +163,6 @@ def test_statistics_are_those_of_a_loop_that_counts_each_token_for_one_over_its_
     assert layers["logit_grad_norm"].tolist() == pytest.approx(
         table.groupby("interval")["logit_grad_norm"].mean().tolist()
     )
-    summary = interval_summary(table, None, seed=np.random.default_rng(0))
-    assert summary["mean_norm"].tolist() == pytest.approx((norms / counts).tolist())
     args = (table["interval"], table["group"])
     settings = {"resampling": Resampling(resamples=2), "probabilities": table[SAMPLING_PROBABILITY]}
     weight = table["weight"]

@@ -60,7 +60,7 @@ def follow_table(
 ) -> Following:
     """Return what these products take after a table; nothing if the batch gives no weights."""
     memory = Resources(settings.gradient_memory).settle(policy.device).vectors
-    plan = plan_sums(policy, batch, memory, keeps_prompts=True, metric=metric)
+    plan = plan_sums(policy, batch, memory, metric=metric)
     if plan is None:
         return Following()
     size = sum(parameter.numel() for parameter in policy.model.parameters())

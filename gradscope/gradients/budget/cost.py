@@ -441,19 +441,14 @@ def plan_batch(
     return replace(plan(chosen, looked), minutes=minutes)
 
 
-def plan_sums(
-    policy: Policy, batch: TokenBatch, memory: int, *, keeps_prompts: bool, metric: bool = False
-) -> SumsPlan | None:
-    """Plan the summed gradients that follow a table, by prompt or by half of the prompts; None without weights.
+def plan_sums(policy: Policy, batch: TokenBatch, memory: int, *, metric: bool = False) -> SumsPlan | None:
+    """Plan the summed gradients by prompt that follow a table; None without weights.
 
     Raises InputError if they do not fit into `memory` bytes.
     """
     if batch.advantages is None and batch.rewards is None:
         return None
-    J, size = TokenJacobian(policy, batch, Resources(memory)), len(EDGES) - 1
-    if keeps_prompts:
-        return J.plan_gram(size, metric=metric)
-    return J.plan_gram(2 * size, pairs="within", metric=metric)
+    return TokenJacobian(policy, batch, Resources(memory)).plan_gram(len(EDGES) - 1, metric=metric)
 
 
 def follows_rules(policy: Policy) -> bool:
