@@ -18,9 +18,9 @@ from typing import Any
 
 IMPORTS, REST = "imports", "rest"
 STAGES = {
-    "gradscope.cli.measure:load_quietly": "loading",
+    "gradscope.cli.measuring:load_quietly": "loading",
     "gradscope.rollouts:read_dump": "reading",
-    "gradscope.cli.measure:Measure._key": "hashing",
+    "gradscope.cli.measuring:Measuring._folder": "hashing",
     "gradscope.gradients.operator.jacobian:TokenGradientMeter.__init__": "structure",
     "gradscope.gradients.table:find_statistics": "statistics",
     "gradscope.gradients.table:check_engine": "self-check",

@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from gradscope.cli.flags import Many, MeasuredPolicyFlags, MemoryFlag, ReadingFlags
-from gradscope.cli.measure import MeasuredRun, MeasureOwn
+from gradscope.cli.measuring import MeasuredRun, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import supply_of
 from gradscope.errors import InputError

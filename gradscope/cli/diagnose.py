@@ -22,7 +22,7 @@ from gradscope.cli.flags import (
     command_progress,
 )
 from gradscope.cli.follow import Following
-from gradscope.cli.measure import MeasuredRun, MeasureOwn
+from gradscope.cli.measuring import MeasuredRun, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.cli.pages import (
     PAGE,
@@ -40,6 +40,7 @@ from gradscope.diagnosis import DiagnosisSettings, part_file
 from gradscope.errors import InputError
 from gradscope.gradients import (
     DEFAULT_MINUTES,
+    TABLE,
     MeasureSettings,
     SumsPlan,
     check_settings,
@@ -61,7 +62,7 @@ from gradscope.policy import (
     weights_hash,
 )
 from gradscope.rollouts import find_reader
-from gradscope.runs import check_is_folder, file_hash, launched, plain_json
+from gradscope.runs import check_is_folder, file_hash, launched, plain_json, write_parquet
 from gradscope.updates import SGD
 
 
@@ -363,6 +364,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             with folder.writing():
                 folder.stage()
                 write_report(folder.staged, report)
+                write_parquet(folder.staged / TABLE, found.table)  # with every token's share
                 sums, scope = None if plan is None else asdict(plan), found.scope
                 told = {"summed_gradients": sums, "summed_prompts": scope.summed}
                 told |= {"supply": asdict(scope.supply), "own_responses": scope.own_responses}

@@ -18,7 +18,7 @@ from gradscope.runs import MANIFEST, RunFolder, counted, digits, file_hash, prov
 from gradscope.updates import StepSettings
 
 if TYPE_CHECKING:
-    from gradscope.cli.measure import MeasuredRun
+    from gradscope.cli.measuring import MeasuredRun
 
 PAGE = "report.html"
 RESULTS = ("tokens.parquet", "figures", PAGE, "data", "diagnosis.json")

@@ -18,17 +18,26 @@ from gradscope.diagnosis.notes import WARNINGS, check_table, note_limits, tell_p
 from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.page.first_screen import advise
 from gradscope.diagnosis.parts import asked_products, settle_parts
-from gradscope.diagnosis.products import follow_table, make_products, plan_products
-from gradscope.diagnosis.products.table import measure_table
+from gradscope.diagnosis.products import contributions, follow_table, make_products, plan_products
 from gradscope.diagnosis.result import Diagnosis, Scope
 from gradscope.diagnosis.rows import Rows
 from gradscope.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from gradscope.diagnosis.update import has_gradient, with_advantages
 from gradscope.errors import checked, make_settings
-from gradscope.gradients import Resources, Stopwatch, TokenJacobian, note_logged, statistics_of
+from gradscope.gradients import (
+    Following,
+    MeasureSettings,
+    Resources,
+    Stopwatch,
+    TokenJacobian,
+    fill_table,
+    note_logged,
+    prepare_measurement,
+    statistics_of,
+)
 from gradscope.objective import LossSettings
-from gradscope.policy import AdamWState, PolicyLike
-from gradscope.rollouts import BatchLike, Note, own_responses, read_logged
+from gradscope.policy import AdamWState, Policy, PolicyLike
+from gradscope.rollouts import BatchLike, Note, TokenBatch, own_responses, read_logged
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
 from gradscope.updates import settle_step
 
@@ -108,7 +117,8 @@ def look_at(
         if settings.minutes is not None:
             names = asked_products(settle_parts(settings.parts))
             known["following"] = follow_table(policy, batch, settings, step, metric=metric is not None, names=names)
-        table, logged, verdict_minutes = measure_table(policy, batch, settings, **known)
+        table, logged, verdict_minutes = _measure_table(policy, batch, settings, **known)
+    table = table.drop(columns=[*contributions.COLUMNS], errors="ignore")  # of whatever loss and prompts
     whole, batch = batch, batch.of_prompts(table["group"].unique()) if "group" in table else batch
     check_table(table, batch, settings)
     batch = with_advantages(batch, table)
@@ -119,6 +129,27 @@ def look_at(
     m = Measured(J, table, settings, step, whole, saved, metric, clock, verdict_minutes)
     m.notes.extend(_first_notes(m, logged or ()))
     return m
+
+
+def _measure_table(
+    policy: Policy,
+    batch: TokenBatch,
+    settings: DiagnosisSettings,
+    *,
+    metric: AdamWState | None,
+    progress: Progress,
+    watch: Stopwatch,
+    following: Following = Following(),  # noqa: B008  (frozen)
+) -> tuple[pd.DataFrame, tuple[Note, ...], float | None]:
+    """Measure the token table within the settings' minutes; return it, its notes, and the minutes of a verdict."""
+    each = settings.tokens_per_interval if settings.minutes is None else None
+    sample = {"tokens_per_interval": each, "minutes": settings.minutes, "seed": settings.seed}
+    sample = MeasureSettings(**sample, loss=settings.loss, module_groups=True, metric=metric and "adamw")
+    known = {"optimizer_state": metric, "resources": Resources(settings.gradient_memory, progress=progress)}
+    measurement = prepare_measurement(
+        policy, batch, sample, edges=settings.edges, watch=watch, following=following, **known
+    )
+    return fill_table(measurement), measurement.notes, measurement.verdict_minutes
 
 
 def _start_clock(J: TokenJacobian, settings: DiagnosisSettings, watch: Stopwatch) -> Clock:
@@ -162,7 +193,7 @@ def assemble(m: Measured, parts: Mapping[str, ModuleType]) -> Diagnosis:
     scope = Scope(
         m.labels,
         m.supply,
-        m.table,
+        contributions.add_columns(m.table, m.made.get("contributions")),
         of_tokens=m.whole.num_tokens,
         settings=m.settings,
         step=m.step,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -69,6 +68,7 @@ def describe_summary(found: Diagnosis) -> str:
     said = [finding.statement for finding in found.findings]
     notes = [str(note) for note in found.notes if note.kind in ("sampled-norms", "inexact", "fewer-sums")]
     lines = [few, *said] if few and few not in "".join(said) else said
+    lines.append(f"Norms and sums are over {found.scope.parameters}.")
     return "\n\n".join(["\n".join(lines), _tabulate(found).to_string(index=False), *notes])
 
 
@@ -113,17 +113,18 @@ def add_summary(
     table: pd.DataFrame,
     settings: MeasureSettings,
     *,
+    resources: Resources,
+    minutes: float | None = None,
     gradient_memory: int | None = None,
-    **known: Any,
 ) -> None:
     """Add figures and summary to the folder of a finished measurement, unless they exist.
 
     With several processes, all call this: all sum gradients, then the main process draws and writes.
 
-    gradient_memory: bytes for vectors as requested; existing figures are reused only if it agrees. known: resolved
-    `resources` and `minutes`, as for `summarize`.
+    gradient_memory: bytes for vectors as requested; existing figures are reused only if it agrees. resources: resolved;
+    other arguments are those of `summarize`.
     """
-    drawn, processes = {"gradient_memory": gradient_memory}, known["resources"].processes
+    drawn, processes = {"gradient_memory": gradient_memory}, resources.processes
     # Earlier versions wrote more settings there.
     had = processes.is_main and drawn.items() <= ((folder.manifest or {}).get("figures") or {}).items()
     if processes.gather([had and (folder.folder / SUMMARY).is_file()])[0]:
@@ -133,8 +134,8 @@ def add_summary(
             if processes.is_main:
                 held.enter_context(folder.writing())
                 folder.stage()
-        minutes = folder.manifest.get("verdict_minutes")
-        found = summarize(policy, batch, table, settings, verdict_minutes=minutes, **known)
+        known = {"minutes": minutes, "verdict_minutes": folder.manifest.get("verdict_minutes")}
+        found = summarize(policy, batch, table, settings, resources=resources, **known)
         if found is None:
             return
         write_figures(folder.staged / FIGURES, found)

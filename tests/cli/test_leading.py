@@ -6,7 +6,7 @@ import pytest
 from support.cli import refusal
 from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
 
-from gradscope.cli import measure as measuring
+from gradscope.cli import measuring
 
 FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward")
 

@@ -221,11 +221,8 @@ def test_measuring_reports_all_that_takes_long(small):
     assert whole.total == sum(parts) < small[1].num_tokens and not told.unfinished
     rounds = Listener()
     told_of = {"self_check": False, "resources": Resources(progress=rounds)}
-    table = measure(*small, minutes=1e-6, tokens_per_interval=None, **told_of)
-    assert {"measuring prompt by prompt"} < rounds.names and not rounds.unfinished
-    # Of the one prompt that is looked at, and of no other's responses.
-    scored = next(stage.total for stage in rounds.stages if stage.name == "scoring")
-    assert scored == table["response"].nunique() < len(small[1])
+    measure(*small, minutes=1e-6, tokens_per_interval=None, **told_of)
+    assert {"timing a few responses", "measuring prompt by prompt"} <= rounds.names and not rounds.unfinished
 
 
 def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):

@@ -23,7 +23,7 @@ from gradscope.diagnosis.page.sheets import DATA, Sheets
 from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.parts import gather
 from gradscope.diagnosis.result import TITLE, Diagnosis
-from gradscope.diagnosis.terms import add_estimated_norms, add_weighted_norms
+from gradscope.diagnosis.terms import add_weighted_norms
 from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
 from gradscope.intervals import name_interval
@@ -183,8 +183,11 @@ def viewer(
     first = None
     if "squared_share" in shown and (energy := shown.groupby("response")["squared_share"].sum()).max() > 0:
         first = int(energy.idxmax())
-    shown, shade = add_estimated_norms(shown), "weighted_norm"
-    shade = "weighted_norm_estimate" if "weighted_norm_estimate" in shown else shade
+    shade = "weighted_norm"
+    if "gradient_share" in shown:
+        percents = {"gradient_percent": 100 * shown["gradient_share"], "own_percent": 100 * shown["own_share"]}
+        shown, shade = shown.assign(**percents), "gradient_percent"
+        first = int(shown["gradient_share"].groupby(shown["response"]).sum().abs().idxmax())
     made = Viewer(shown, prompts=prompts, rewards=rewards, reward_parts=parts, shade=shade, first=first)
     viewer_data(made)  # raise errors now, not when it is shown
     return TokenViewer(Page(title, viewer=made))

@@ -23,11 +23,14 @@ HEADLINE = "dominance_raw"
 """Kind of the finding that is stated first."""
 NEXT = (HEADLINE, "spikes", "added", "signal")
 """Kinds of the findings that ask for something, most urgent first; others come last."""
-DRAWN = (
-    ("token_share", "none", "of the tokens", 0), ("squared_share", "raw", "of the gradient energy", 2),
-    ("gradient_share", "raw", "of the summed gradient", 3),
-)  # fmt: skip
-"""Series of the figure: statistic, metric, words and look."""
+DRAWN = (("token_share", "none", "of the tokens", 0), ("squared_share", "raw", "of the gradient energy", 2))
+"""Series of the figure: statistic, metric, words and look; then those of the summed gradient."""
+SUMMED = (("gradient_share", "raw", "of the summed gradient", 3),)
+PARTED = (
+    ("own_share", "raw", "of the gradient, with own prompts", 3),
+    ("others_share", "raw", "of the gradient, with other prompts", 4),
+)
+"""The same, parted, where it is known."""
 
 
 def advise(findings: Findings) -> tuple[str, ...]:
@@ -67,6 +70,8 @@ def _summed(d: Diagnosis, *, brief: bool) -> str:
         return f"{TOO_FEW} whose the summed gradient is: {why}."
     if says_nothing(share):
         words = f"How much of {of} tokens with {low} account for cannot be told"
+    if wanted := next((finding for finding in d.findings if finding.kind == "wanted"), None):
+        return f"{words}. {wanted.statement}"
     if signal is None or isnan(signal["lower"]):
         why = "" if signal is None else lack_words(signal)
         return f"{words}; its signal was not judged ({why})." if why else f"{words}."
@@ -146,7 +151,8 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
     if prompts < of_prompts:
         caption += f" These are {prompts:,} of the {of_prompts:,} prompts; four times as many would halve the "
         caption += "bounds' distance, and take four times the minutes."
-    series = series_of(d.statistics, d.labels, DRAWN, factor=100.0)
+    summed = SUMMED if d.pick("own_share", "raw", d.scope.low) is None else PARTED
+    series = series_of(d.statistics, d.labels, DRAWN + summed, factor=100.0)
     look = {"ylabel": "share (%)", "size": (4.6, 2.5), "limits": (None, 100.0)}
     drawn = sheets.series("shares", series, caption, bars=OVER_PROMPTS, **look)
     return drawn if isinstance(drawn, Figure) else None

@@ -12,8 +12,8 @@ class Quantity:
 
     column: str
     label: str
-    scale: Literal["linear", "log", "diverging"] = "linear"
-    """diverging: symmetric around 0."""
+    scale: Literal["linear", "log", "diverging", "ranked"] = "linear"
+    """diverging: symmetric around 0; ranked: so, too, by the rank of the size among all tokens, largest marked."""
     unit: str = ""
     definition: str = ""
     reverse: bool = False
@@ -22,11 +22,18 @@ class Quantity:
     """Ends of the scale; None: from the table."""
     missing: str = "not measured"
     """Text for tokens whose value is NaN."""
-    exact: str | None = None
-    """For estimates: a column that is known for the tokens whose value is exact; those are marked."""
 
 
 QUANTITIES = (
+    Quantity(
+        "gradient_percent", "share of the gradient", "ranked", "%",
+        definition="This token's part of the batch's summed gradient, w⟨g, G⟩/‖G‖², in percent: with the update, or "
+        "against it. Shares of all tokens add up to 100 %.",
+    ),
+    Quantity(
+        "own_percent", "of it with its own prompt", "ranked", "%",
+        definition="The part of that share which is a product with its own prompt's tokens, itself among them.",
+    ),
     Quantity(
         "prob", "probability π", reverse=True, limits=(0.0, 1.0),
         definition="Probability of the sampled token at the sampling temperature. Improbable tokens are shaded.",
@@ -40,11 +47,6 @@ QUANTITIES = (
         "weighted_norm", "size of its term |w|·‖g‖", "log",
         definition="The gradient norm times |w|, the magnitude of the factor on this token's ∇ log π in the loss, "
         "without the 1/num_tokens of the mean.",
-    ),
-    Quantity(
-        "weighted_norm_estimate", "size of its term, estimated", "log", exact="weighted_norm",
-        definition="|w|·‖g‖ if measured (underlined), else estimated as |w| times the norm at the logits, times the "
-        "ratio of their sums in the token's probability interval.",
     ),
     Quantity(
         "squared_share", "share of the gradient energy", "log", "%",

@@ -22,6 +22,10 @@ EXTREME = 0.002
 """Share of tokens that may exceed a scale, so that outliers do not wash out the rest."""
 
 
+RANKS, MARKED = 100, 0.05
+"""Steps of a ranked scale, and the share of the tokens, the largest, that it marks."""
+
+
 @dataclass(frozen=True)
 class Viewer:
     table: pd.DataFrame
@@ -115,9 +119,8 @@ def viewer_data(viewer: Viewer) -> ViewerData:
         if shown and budget < 0 and response not in needed:
             break
         shown[response] = encoded
-    places = {quantity.column: place for place, quantity in enumerate(quantities)}
     head = {
-        "quantities": [_describe(q, table[q.column], places.get(q.exact)) for q in quantities],
+        "quantities": [_describe(quantity, table[quantity.column]) for quantity in quantities],
         "orders": _orders(viewer, quantities),
         "shade": next((place for place, q in enumerate(quantities) if q.column == viewer.shade), 0),
         "first": viewer.first,
@@ -177,18 +180,23 @@ def _encode_response(
     return encoded
 
 
-def _describe(quantity: Quantity, column: pd.Series, exact: int | None) -> dict[str, Any]:
-    """Describe a quantity and its scale; exact: index of the quantity that is known where this one is exact."""
-    low, high = quantity.limits or _limits(quantity, column.to_numpy(dtype=np.float64))
+def _describe(quantity: Quantity, column: pd.Series) -> dict[str, Any]:
+    """Describe a quantity and its scale. ranks: quantiles of its size, from the smallest to the largest."""
+    values = column.to_numpy(dtype=np.float64)
+    low, high = quantity.limits or _limits(quantity, values)
     names = ("column", "label", "scale", "unit", "definition", "reverse", "missing")
-    return {name: getattr(quantity, name) for name in names} | {"low": low, "high": high, "exact": exact}
+    known, ranks = {name: getattr(quantity, name) for name in names} | {"low": low, "high": high}, None
+    if quantity.scale == "ranked":
+        ranks = np.quantile(np.abs(values[np.isfinite(values)]), np.linspace(0, 1, RANKS + 1)).tolist()
+    return known | {"ranks": ranks, "mark": None if ranks is None else ranks[-1 - round(RANKS * MARKED)]}
 
 
 def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
     """Return a scale's ends, beyond which at most EXTREME of the tokens lie; a linear scale contains 0."""
     values = values[np.isfinite(values)]
-    if quantity.scale == "diverging":
-        reach = float(np.quantile(np.abs(values), 1 - EXTREME, method="higher")) or 1.0
+    if quantity.scale in ("diverging", "ranked"):
+        level = 1 - EXTREME if quantity.scale == "diverging" else 1.0
+        reach = float(np.quantile(np.abs(values), level, method="higher")) or 1.0
         return -reach, reach
     if quantity.scale == "log":
         values = values[values > 0] if (values > 0).any() else np.ones(1)

@@ -47,6 +47,7 @@ from gradscope.diagnosis.parts import (
     summed,
     temperatures,
     theory,
+    wanted,
     weightings,
     where,
 )
@@ -57,7 +58,7 @@ from gradscope.runs import run_file
 PARTS: dict[str, ModuleType] = {
     part.__name__.rpartition(".")[2]: part
     for part in (
-        *(dominance, summed, signal, prompts, influence, directions, entropy, where, largest, kl, mismatch),
+        *(wanted, dominance, summed, signal, prompts, influence, directions, entropy, where, largest, kl, mismatch),
         *(off_policy, temperatures, weightings, theory, layers, modules, drivers),
     )
 }

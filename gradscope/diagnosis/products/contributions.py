@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pandas as pd
 import torch
 
 from gradscope.diagnosis.measured import Case, Measured
@@ -13,6 +14,9 @@ FOLDS = 8
 """Folds of prompts, for bounds of any grouping; fewer prompts are folds by themselves."""
 PASSES = 9.0 + 3 * (FOLDS - 1)
 """Forward passes over the batch, at most."""
+
+COLUMNS = ("gradient_share", "own_share", "signal")
+"""Columns of the token table."""
 
 
 def asked(m: Measured) -> bool:
@@ -33,3 +37,10 @@ def make(m: Measured) -> Contributions:
     folds = min(FOLDS, prompts) if prompts >= 3 else None
     generator = torch.Generator().manual_seed(m.settings.seed)
     return m.jacobian.contributions(weights, folds=folds, generator=generator)
+
+
+def add_columns(table: pd.DataFrame, found: Contributions | None) -> pd.DataFrame:
+    """Add gradient_share, own_share and signal, float32: c_t, o_t/‖G‖² and s_t; unchanged if they are unknown."""
+    if found is None or not found.square_norm > 0:
+        return table
+    return table.assign(**{name: getattr(found, name).float().numpy() for name in COLUMNS})

@@ -5,18 +5,11 @@ from __future__ import annotations
 import pandas as pd
 
 from gradscope.diagnosis.measured import Measured
-from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.gradients import (
-    Following,
     MeasureSettings,
-    Resources,
-    Stopwatch,
     fill_table,
     prepare_measurement,
 )
-from gradscope.policy import AdamWState, Policy
-from gradscope.rollouts import Note, TokenBatch
-from gradscope.runs import Progress
 
 TITLE = "other temperatures"
 STAGE = "other temperatures"
@@ -24,27 +17,6 @@ TRIED = (0.6, 0.7, 1.0)
 """Usual sampling temperatures."""
 EACH = 100
 """Tokens measured per interval at each temperature."""
-
-
-def measure_table(
-    policy: Policy,
-    batch: TokenBatch,
-    settings: DiagnosisSettings,
-    *,
-    metric: AdamWState | None,
-    progress: Progress,
-    watch: Stopwatch,
-    following: Following = Following(),  # noqa: B008  (frozen)
-) -> tuple[pd.DataFrame, tuple[Note, ...], float | None]:
-    """Measure the token table within the settings' minutes; return it, its notes, and the minutes of a verdict."""
-    each = settings.tokens_per_interval if settings.minutes is None else None
-    sample = {"tokens_per_interval": each, "minutes": settings.minutes, "seed": settings.seed}
-    sample = MeasureSettings(**sample, loss=settings.loss, module_groups=True, metric=metric and "adamw")
-    known = {"optimizer_state": metric, "resources": Resources(settings.gradient_memory, progress=progress)}
-    measurement = prepare_measurement(
-        policy, batch, sample, edges=settings.edges, watch=watch, following=following, **known
-    )
-    return fill_table(measurement), measurement.notes, measurement.verdict_minutes
 
 
 def asked(m: Measured) -> bool:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.gradients.engine.head import HeadPass
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.norms import embedding_square_norms, tied_cross_terms
 from gradscope.gradients.engine.ownership import Ownership
+
+if TYPE_CHECKING:
+    from gradscope.gradients.engine.head import HeadPass
 
 
 @dataclass(frozen=True)

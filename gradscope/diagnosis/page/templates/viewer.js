@@ -20,7 +20,7 @@
             diverging: ["#ffb26b", "#b9651c", "#5a3413", "#15181c", "#173f63", "#2f7fbd", "#9fd2f5"] },
   };
   const toRgb = (hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16));
-  const inks = (scale) => INKS[dark.matches && !state.printing ? "dark" : "light"][scale === "diverging" ? scale : "sequential"];
+  const inks = (scale) => INKS[dark.matches && !state.printing ? "dark" : "light"][["diverging", "ranked"].includes(scale) ? "diverging" : "sequential"];
 
   function mix(stops, fraction) {
     const at = Math.min(Math.max(fraction, 0), 1) * (stops.length - 1);
@@ -36,9 +36,23 @@
   }
 
   function fractionOf(quantity, value) {
-    const { low, high, scale, reverse } = quantity;
+    const { low, high, scale, reverse, ranks } = quantity;
+    if (scale === "ranked") return 0.5 + (Math.sign(value) * Math.max(0, rankOf(ranks, Math.abs(value)) - 0.5));
     const place = scale === "log" ? Math.log(Math.max(value, low) / low) / Math.log(high / low) : (value - low) / (high - low);
     return reverse ? 1 - place : place;
+  }
+
+  // The share of the tokens whose size is at most this one's; half of them stay unshaded.
+  function rankOf(ranks, size) {
+    let [below, above] = [0, ranks.length - 1];
+    while (above - below > 1) {
+      const middle = (below + above) >> 1;
+      if (ranks[middle] <= size) below = middle;
+      else above = middle;
+    }
+    const width = ranks[above] - ranks[below];
+    const inside = width > 0 ? Math.min(1, Math.max(0, (size - ranks[below]) / width)) : size >= ranks[above] ? 1 : 0;
+    return (below + inside) / (ranks.length - 1);
   }
 
   function show(value, digits = 7) {
@@ -178,7 +192,7 @@
       const unknown = Number.isNaN(value);
       const rgb = unknown ? null : mix(stops, fractionOf(quantity, value));
       span.classList.toggle("unknown", unknown);
-      span.classList.toggle("exact", quantity.exact !== null && !Number.isNaN(response.values[quantity.exact][span.dataset.index]));
+      span.classList.toggle("marked", quantity.mark !== null && Math.abs(value) >= quantity.mark && value !== 0);
       span.style.backgroundColor = unknown ? "" : `rgb(${rgb})`;
       span.style.color = unknown ? "" : textOn(rgb);
     }
@@ -241,17 +255,21 @@
       tick.style.left = `${100 * at}%`;
       ticks.append(tick);
     });
-    const caption = make("p", "caption", `${quantity.label}${unit ? ` (${unit})` : ""}${scale === "log" ? ", log scale" : ""}`);
+    const caption = make("p", "caption", `${quantity.label}${unit ? ` (${unit})` : ""}${{ log: ", log scale", ranked: ", by rank of its size" }[scale] ?? ""}`);
     const unknown = make("span", "token unknown", quantity.missing);
     const some = responses.some((response) => response.values[state.quantity].some(Number.isNaN));
-    const exact = quantity.exact === null ? [] : [make("span", "token exact", "measured")];
-    element("legend").replaceChildren(caption, bar, ticks, ...exact, ...(some ? [unknown] : []));
+    const marked = quantity.mark === null ? [] : [make("span", "token marked", "largest 5 % of the tokens")];
+    element("legend").replaceChildren(caption, bar, ticks, ...marked, ...(some ? [unknown] : []));
     element("meaning").textContent = quantity.definition;
     const beyond = responses.flatMap(({ values }) => Array.from(values[state.quantity].filter((value) => value < low || value > high)));
     if (beyond.length) element("meaning").textContent += ` ${beyond.length.toLocaleString("en")} ${beyond.length === 1 ? "token lies" : "tokens lie"} outside the scale.`;
   }
 
-  function ticksOf({ low, high, scale }) {
+  function ticksOf({ low, high, scale, ranks }) {
+    if (scale === "ranked") {
+      const quarter = ranks[Math.round(0.75 * (ranks.length - 1))];
+      return [[low, 0], [-quarter, 0.25], [0, 0.5], [quarter, 0.75], [high, 1]];
+    }
     if (scale !== "log") return [0, 0.25, 0.5, 0.75, 1].map((at) => [low + at * (high - low), at]);
     const decades = Math.log10(high / low);
     const count = decades < 1 ? 2 : decades < 3 ? 3 : 5;
