@@ -23,7 +23,8 @@ from gradscope.gradients.columns import (
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.self_check import check_engine
 from gradscope.gradients.engine.stack import SequenceTokens
-from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks, measuring
+from gradscope.gradients.frozen import measuring
+from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks
 from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
 from gradscope.gradients.measure import TABLE, Hooks, measure, measure_folder, measure_into, read_table

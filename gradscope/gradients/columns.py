@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.results import TokenGradients
-from gradscope.gradients.hooks import measuring
+from gradscope.gradients.frozen import measuring
 from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights
 from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.rollouts import TokenBatch

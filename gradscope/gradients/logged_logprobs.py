@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.engine.head import logits_at
-from gradscope.gradients.hooks import measuring
+from gradscope.gradients.frozen import measuring
 from gradscope.objective import widen
 from gradscope.policy import Policy
 from gradscope.rollouts import Note, TokenBatch

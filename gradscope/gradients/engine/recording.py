@@ -11,16 +11,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from gradscope.errors import InputError
-from gradscope.gradients.engine.ownership import Ownership
 from gradscope.gradients.hooks import first_tensor, forward_hooks
 from gradscope.policy import is_subset, takes
+
+if TYPE_CHECKING:
+    from gradscope.gradients.engine.ownership import Ownership
 
 
 @dataclass(frozen=True)

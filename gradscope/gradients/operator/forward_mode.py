@@ -16,7 +16,7 @@ from torch.autograd.forward_ad import dual_level, make_dual, unpack_dual
 from torch.func import functional_call
 
 from gradscope.errors import InputError, first_line
-from gradscope.gradients.hooks import measuring
+from gradscope.gradients.frozen import measuring
 from gradscope.gradients.operator.vectors import Vectors, vector_bytes
 from gradscope.objective import Quantity, kept_numbers, most_logits
 from gradscope.policy import is_upcast, moving

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from gradscope.errors import InputError, normal_tensors
 from gradscope.gradients.engine.meter import TokenGradientMeter
 from gradscope.gradients.engine.products import Precision
-from gradscope.gradients.hooks import measuring
+from gradscope.gradients.frozen import measuring
 from gradscope.gradients.operator.contributions import Contributions
 from gradscope.gradients.operator.forward_mode import Changes, KeptNumbers, changes_along, refuse_narrow_arithmetic
 from gradscope.gradients.operator.gram import Gram, GroupSums, Pairs, Piece, SumsPlan, Way

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from gradscope.gradients.hooks import measuring
+from gradscope.gradients.frozen import measuring
 from gradscope.gradients.operator.forward_mode import KeptNumbers
 from gradscope.gradients.operator.vectors import Take
 from gradscope.objective import Quantity

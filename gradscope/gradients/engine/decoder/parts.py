@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from gradscope.gradients.engine.ownership import Ownership
 from gradscope.policy import arithmetic_dtype
+
+if TYPE_CHECKING:
+    from gradscope.gradients.engine.ownership import Ownership
 
 PLAIN = ("input_layernorm", None, "post_attention_layernorm", None)
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
