@@ -16,7 +16,7 @@ from gradscope.cli.measuring import MeasuredRun, MeasureOwn
 from gradscope.cli.optimizer import read_step
 from gradscope.diagnosis import supply_of
 from gradscope.errors import InputError
-from gradscope.gradients import DEFAULT_MINUTES, Following, MeasureSettings, Resources, SumsPlan, plan_sums, read_table
+from gradscope.gradients import DEFAULT_MINUTES, Afterwards, MeasureSettings, Resources, SumsPlan, plan_sums, read_table
 from gradscope.objective import COMPARED, make_weighting, spell_out
 from gradscope.policy import Policy, find_optimizer_file, find_policy_state, optimizer_hash
 from gradscope.rollouts import TokenBatch, own_first
@@ -39,7 +39,7 @@ class MeasureCompared(MeasureOwn):
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
         return plan_sums(policy, batch, memory)
 
-    def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Following:
+    def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Afterwards:
         passes = compare_cost(self.rows, metric=self.has_metric(policy), take_steps=self.take_steps)
         return replace(super().following(policy, batch, resources), passes=(passes,), least=2)
 

@@ -36,11 +36,12 @@ from gradscope.cli.pages import (
 )
 from gradscope.cli.run_folder import check_paths
 from gradscope.cli.sample import Sample
-from gradscope.diagnosis import DiagnosisSettings, part_file
+from gradscope.diagnosis import Case, DiagnosisSettings, part_file
 from gradscope.errors import InputError
 from gradscope.gradients import (
     DEFAULT_MINUTES,
     TABLE,
+    Afterwards,
     MeasureSettings,
     SumsPlan,
     check_settings,
@@ -62,7 +63,7 @@ from gradscope.policy import (
     weights_hash,
 )
 from gradscope.rollouts import find_reader
-from gradscope.runs import check_is_folder, file_hash, launched, plain_json, write_parquet
+from gradscope.runs import Processes, check_is_folder, file_hash, launched, plain_json, write_parquet
 from gradscope.updates import SGD
 
 
@@ -273,32 +274,40 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         given = plan | self.loading | self.reading | {"gradient_memory": self.gradient_memory}
         given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
         given |= {"max_grad_norm": self.max_grad_norm, "loss_flags": self.loss_flags}
-        given["later"] = lambda policy, sums: tuple(self._products(policy, sums).values())[1:]
+        given["later"] = self._follow_table
         if not self.rollouts:
             given["chat_template_kwargs"] = None  # already applied when the rollouts were sampled
         return MeasureOwn(model, rollouts, folder, self.settings, **given)
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print the cost of measuring and everything after it."""
+        from gradscope.diagnosis import plan_products
+
         plan = self._measure(model, rollouts, None).make_plan()
         print(plan)
         if plan.minutes is not None:
             print(f"Time limit {plan.minutes:g} min; steps and comparisons are made if time is left.")
             return
-        made = {} if plan.sums is None else self._products(plan.policy, plan.sums)
+        made = {} if plan.sums is None else plan_products(*self._case(plan.policy, plan.sums))
         told = {stage: plan.pass_seconds * passes for stage, passes in made.items()}
         for part, seconds in told.items():
             print(f"    {part:<28}{describe_seconds(seconds)}")
         print(f"In all {describe_seconds(sum(plan.seconds.values()) + sum(told.values()))}, and loading.")
 
-    def _products(self, policy: Policy, sums: SumsPlan) -> dict[str, float]:
-        """Return the price of everything after the table by stage, sums first, in forward passes over the batch."""
-        from gradscope.diagnosis import Case, asked_products, plan_products, settle_parts
+    def _follow_table(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
+        """Return what the products take after the table."""
+        from gradscope.diagnosis import follow
+
+        return follow(*self._case(policy, sums), sums, processes.count)
+
+    def _case(self, policy: Policy, sums: SumsPlan) -> tuple[Case, set[str]]:
+        """Return what prices depend on, and the names of the products."""
+        from gradscope.diagnosis import asked_products, settle_parts
 
         _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
         size, settings = sum(p.numel() for p in policy.model.parameters()), self._diagnosis_settings()
         case = Case(settings, step or SGD, size, sums.forward_passes, metric=step is not None)
-        return plan_products(case, asked_products(settle_parts(settings.parts)))
+        return case, asked_products(settle_parts(settings.parts))
 
     def _diagnosis_settings(self, measured: MeasuredRun | None = None) -> DiagnosisSettings:
         """Return the settings; measured: None to check only the flags."""

@@ -28,7 +28,7 @@ from gradscope.gradients import (
     ADAMW,
     AFTER,
     TABLE,
-    Following,
+    Afterwards,
     Hooks,
     MeasureSettings,
     Plan,
@@ -191,14 +191,14 @@ class Measuring(ReadingFlags, MeasuredPolicyFlags):
         """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
         return plan_sums(policy, batch, memory, metric=self.has_metric(policy)) if self.figures else None
 
-    def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Following:
+    def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Afterwards:
         """Return what follows the table within the same minutes."""
         sums = self.plan_sums(policy, batch, resources.vectors)
-        return Following() if sums is None else Following(self.passes(policy, sums, resources.processes), sums.groups)
+        return Afterwards() if sums is None else self.price(policy, sums, resources.processes)
 
-    def passes(self, policy: Policy, sums: SumsPlan, processes: Processes) -> tuple[float, ...]:
-        """Return the price of each step after the table, for a single process, in forward passes over the batch."""
-        return (sums.forward_passes / processes.count,)
+    def price(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
+        """Return what follows the table, if these sums are a part of it."""
+        return Afterwards((sums.forward_passes / processes.count,), prompts=sums.groups)
 
     def make_plan(self) -> Plan:
         """Predict the cost here or, without loading weights, on a machine of a stated speed."""
@@ -232,11 +232,11 @@ class MeasureOwn(Measuring):
     """Measure a checkpoint on its own rollouts: those of the step it sampled, plus earlier ones if prompts are few."""
 
     prompts: ClassVar[int] = FEWEST
-    later: Callable[[Policy, SumsPlan], tuple[float, ...]] = lambda policy, sums: ()
-    """The price of whatever follows the sums, in forward passes over the batch."""
+    later: Callable[[Policy, SumsPlan, Processes], Afterwards] | None = None
+    """What follows the table; None: only sums."""
 
-    def passes(self, policy: Policy, sums: SumsPlan, processes: Processes) -> tuple[float, ...]:
-        return (*super().passes(policy, sums, processes), *self.later(policy, sums))
+    def price(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
+        return (self.later or super().price)(policy, sums, processes)
 
     def has_metric(self, policy: Policy) -> bool:
         return (self.optimizer_state or find_policy_state(policy)) is not None

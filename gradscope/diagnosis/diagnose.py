@@ -25,7 +25,7 @@ from gradscope.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from gradscope.diagnosis.update import has_gradient, with_advantages
 from gradscope.errors import checked, make_settings
 from gradscope.gradients import (
-    Following,
+    Afterwards,
     MeasureSettings,
     Resources,
     Stopwatch,
@@ -139,7 +139,7 @@ def _measure_table(
     metric: AdamWState | None,
     progress: Progress,
     watch: Stopwatch,
-    following: Following = Following(),  # noqa: B008  (frozen)
+    following: Afterwards = Afterwards(),  # noqa: B008  (frozen)
 ) -> tuple[pd.DataFrame, tuple[Note, ...], float | None]:
     """Measure the token table within the settings' minutes; return it, its notes, and the minutes of a verdict."""
     each = settings.tokens_per_interval if settings.minutes is None else None

@@ -1,6 +1,6 @@
 """Token gradients: the token Jacobian, exact norms in a table, summed gradients by interval and prompt, their cost."""
 
-from gradscope.gradients.budget.allot import AFTER, Following
+from gradscope.gradients.budget.allot import AFTER, Afterwards
 from gradscope.gradients.budget.cost import (
     ModelShape,
     Plan,
@@ -63,7 +63,7 @@ from gradscope.gradients.timed import prepare_measurement
 
 __all__ = [
     "ADAMW", "AFTER", "BACKWARD", "DEFAULT_MINUTES", "FORWARD_MODE", "LAYER", "LOGITS", "PARAMETERS",
-    "SAMPLING_PROBABILITY", "TABLE", "ContradictionWarning", "Contributions", "Derivative", "Following", "Gram",
+    "SAMPLING_PROBABILITY", "TABLE", "Afterwards", "ContradictionWarning", "Contributions", "Derivative", "Gram",
     "GroupSignals", "Hooks", "IntervalGradients", "MeasureSettings", "ModelShape", "Plan", "Resources",
     "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement", "ThresholdSample", "TokenGradientMeter",
     "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations", "capture_gradients",

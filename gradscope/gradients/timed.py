@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from gradscope.gradients.budget.allot import AFTER, MARGIN, Allotment, Following, Lengths, allot, time_position
+from gradscope.gradients.budget.allot import AFTER, MARGIN, Afterwards, Allotment, Lengths, allot, time_position
 from gradscope.gradients.columns import ADAMW, LOGITS, PARAMETERS, to_frame
 from gradscope.gradients.engine.grouping import POSITION_COST
 from gradscope.gradients.logged_logprobs import note_logged
@@ -61,13 +61,13 @@ class TimedMeasurement(TableMeasurement):
         policy: Policy,
         batch: TokenBatch,
         settings: MeasureSettings,
-        following: Following = Following(),  # noqa: B008  (frozen)
+        following: Afterwards = Afterwards(),  # noqa: B008  (frozen)
         tell: Callable[[str], None] = lambda text: None,
         **known: Unpack[Known],
     ) -> None:
         super().__init__(policy, batch, settings, **known)
         self._tell, self._finishing = tell, AFTER * bool(following.passes)
-        self.following = following if self._is_weighted() else Following(least=following.least)
+        self.following = following if self._is_weighted() else Afterwards(least=following.least)
         """What is computed after the table: no sums if no token has a weight."""
         self.allotment: Allotment | None = None
         """How the minutes are used; None before entering."""
@@ -165,7 +165,7 @@ class TimedMeasurement(TableMeasurement):
         told = f"{told} about {found.prompts:,} of {prompts} and {found.each} of the tokens of each in each interval"
         if self.verdict_minutes is None:
             return told
-        few = "too few for summed gradients"
+        few = "too few for all that a verdict rests on"
         if found.prompts < found.needed:
             few = f"too few for a verdict, for which {found.needed} prompts must be looked at"
         return f"{told}: {few}; give about {ceil(self.verdict_minutes)}"
@@ -371,7 +371,7 @@ def prepare_measurement(
     batch: TokenBatch,
     settings: MeasureSettings,
     *,
-    following: Following = Following(),  # noqa: B008  (frozen)
+    following: Afterwards = Afterwards(),  # noqa: B008  (frozen)
     tell: Callable[[str], None] = lambda text: None,
     **known: Unpack[Known],
 ) -> TableMeasurement:

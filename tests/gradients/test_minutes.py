@@ -15,7 +15,7 @@ from gradscope import measure
 from gradscope.cli import commands as cli
 from gradscope.gradients import (
     DEFAULT_MINUTES,
-    Following,
+    Afterwards,
     MeasureSettings,
     Stopwatch,
     ThresholdSample,
@@ -49,7 +49,7 @@ def price(each: float, reserved: float, *, again: bool = False) -> float:
 def test_no_other_number_of_tokens_makes_the_variance_smaller(prompts, reserved, again):
     """(1 + APART/k)/m, in the time for m prompts of k tokens of each interval."""
     seconds, known = 20.0 * prompts, {"intervals": 4, "wanted": 7, "again": again}
-    found = allot(seconds, 1.0, LENGTHS, Following((reserved,)), prompts=prompts, **known)
+    found = allot(seconds, 1.0, LENGTHS, Afterwards((reserved,)), prompts=prompts, **known)
     each = np.arange(2, 86)  # fewer share no passes of a response
     variances = (1 + APART / each) * np.array([price(k, reserved, again=again) for k in each])
     own = (1 + APART / found.each) * price(found.each, reserved, again=again)
@@ -60,7 +60,7 @@ def test_no_other_number_of_tokens_makes_the_variance_smaller(prompts, reserved,
 def test_everything_is_measured_if_it_fits_with_a_fifth_to_spare():
     known = {"prompts": 16, "intervals": 4, "wanted": 7}
     whole = 16 * price(inf, 38.0)
-    following = Following((10.0, 28.0))
+    following = Afterwards((10.0, 28.0))
     assert allot(1.21 * whole, 1.0, LENGTHS, following, **known) == Allotment(16, None, 38.0, None, 7)
     assert allot(1.19 * whole, 1.0, LENGTHS, following, **known).each is not None
     fewer = replace(following, prompts=15)  # memory suffices for the sums of 15
@@ -73,7 +73,7 @@ def test_time_is_kept_for_what_fits_beside_the_prompts_of_a_verdict(prompts):
     least = -(-ENOUGH // 7)
 
     def reserved(seconds: float) -> float:
-        return allot(seconds, 1.0, LENGTHS, Following((10.0, 28.0, 5.0)), **known).reserved
+        return allot(seconds, 1.0, LENGTHS, Afterwards((10.0, 28.0, 5.0)), **known).reserved
 
     assert reserved(7 * price(least, 10.0) - 1) == 0.0
     assert reserved(7 * price(least, 10.0) + 1) == 10.0
@@ -85,11 +85,11 @@ def test_time_is_kept_for_what_fits_beside_the_prompts_of_a_verdict(prompts):
 def test_short_minutes_give_fewer_tokens_before_fewer_prompts_and_say_what_a_verdict_takes():
     known = {"prompts": 100, "intervals": 4, "wanted": 7}
     least = -(-ENOUGH // 7)
-    enough = allot(7 * price(least, 10.0) + 1, 1.0, LENGTHS, Following((10.0,)), **known)
+    enough = allot(7 * price(least, 10.0) + 1, 1.0, LENGTHS, Afterwards((10.0,)), **known)
     assert (enough.each, enough.prompts, enough.verdict) == (least, 7, None)
-    short = allot(7 * price(least, 10.0) - 1, 1.0, LENGTHS, Following((10.0,)), **known)
+    short = allot(7 * price(least, 10.0) - 1, 1.0, LENGTHS, Afterwards((10.0,)), **known)
     assert short.verdict == pytest.approx(1.2 * 7 * price(least, 10.0)) and short.needed == 7
-    none = allot(1.0, 1.0, LENGTHS, Following((10.0,), least=2), **known | {"wanted": None})
+    none = allot(1.0, 1.0, LENGTHS, Afterwards((10.0,), least=2), **known | {"wanted": None})
     assert (none.verdict, none.needed, none.prompts) == (None, 2, 2)
 
 
@@ -207,7 +207,7 @@ def run_by_clock(policy, monkeypatch):
         clock.slower_at, clock.slower = clock.now + 60 * slower[0], slower[1]
         settings = MeasureSettings(minutes=minutes, self_check=False, **settings)
         told = []
-        known = {"watch": Stopwatch(clock), "following": Following(passes), "tell": told.append}
+        known = {"watch": Stopwatch(clock), "following": Afterwards(passes), "tell": told.append}
         measurement = prepare_measurement(policy, batch, settings, **known)
         table = fill_table(measurement)
         following = measurement.allotment.reserved * measurement.pass_seconds
@@ -277,7 +277,7 @@ def test_time_is_kept_for_sums_where_a_token_can_have_a_weight(policy, advantage
     known = {"advantages": torch.full(batch.input_ids.shape, advantage)}
     known |= {"old_logprobs": None, "ref_logprobs": torch.full(batch.input_ids.shape, -1.0) if referred else None}
     batch = replace(batch, **known)
-    following = Following((plan_sums(policy, batch, 1 << 34).forward_passes,))
+    following = Afterwards((plan_sums(policy, batch, 1 << 34).forward_passes,))
     with prepare_measurement(policy, batch, MeasureSettings(minutes=5.0), following=following) as measurement:
         assert (measurement.allotment.reserved > 0) == (advantage != 0 or referred)
 

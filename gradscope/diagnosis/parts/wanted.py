@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import ceil, inf, isnan
+from math import ceil, isnan
 
 import numpy as np
 import pandas as pd
@@ -19,7 +19,7 @@ from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
 from gradscope.gradients import Contributions, GroupSignals
 from gradscope.intervals import name_interval
 from gradscope.plots import make_series
-from gradscope.resampling import in_brackets, short_of
+from gradscope.resampling import bound_by_folds, in_brackets, short_of
 from gradscope.runs import counted
 from gradscope.theory import add_drivers
 
@@ -86,8 +86,7 @@ def rows(m: Measured) -> Rows:
     counts = np.append(np.bincount(table["interval"], minlength=len(m.labels)), len(table))
     known = {"unit": "share", "metric": "raw", "intervals": names, "short": [short] * len(names)}
     parts = [make_rows("own_share", _bare(own), counts, **known), make_rows("others_share", others, counts, **known)]
-    told = not isnan(error) and short is None and others[0, -1] >= TOLD * error
-    if told:
+    if found.folds is not None and short is None and others[0, -1] >= TOLD * error:
         known |= {"intervals": m.labels, "short": ()}
         parts.append(make_rows("signal_share", signals.share_bounds(), counts[:-1], **known))
     sizes = np.sort(found.gradient_share.numpy())[::-1]
@@ -137,12 +136,28 @@ def _parts(found: Contributions, signals: GroupSignals) -> tuple[np.ndarray, np.
     """Return own parts [A + 1] and other prompts' parts with bounds [3, A + 1] over ‖G‖², and the last one's error."""
     n, square = found.num_prompts, found.square_norm
     own = signals.own * n / square
-    if found.folds is None or n < 2:
-        values = np.nan_to_num(signals.signal) * n * (n - 1) / square
-        return own, _bare(values), inf
-    others = signals.signal_bounds() * n * (n - 1) / square
-    reach = stats.t.ppf(0.975, len(found.by_fold) - 1)
+    if found.folds is None:
+        others, count = _bare(np.nan_to_num(signals.signal)), n
+        others[:, -1:] = _bound_by_prompts(found)
+    else:
+        others, count = signals.signal_bounds(), len(found.by_fold)
+    others = others * n * (n - 1) / square
+    reach = stats.t.ppf(0.975, count - 1) if count > 1 else np.nan
     return own, others, float((others[2, -1] - others[1, -1]) / (2 * reach))
+
+
+def _bound_by_prompts(found: Contributions) -> np.ndarray:
+    """Return the whole signal [3, 1] with bounds that leave out each prompt; NaN for fewer than three.
+
+    With A_p and O_p the sums of `along` and `own` over prompt p, U without p is ‖G − G_p‖² − Σ_{q≠p}‖G_q‖², which is
+    U − 2(A_p − O_p).
+    """
+    n, prompts = found.num_prompts, found.prompts.numpy()
+    parts = np.bincount(prompts, (found.along - found.own).numpy(), minlength=n)
+    if n < 3:
+        return np.array([[parts.sum() / (n * (n - 1)) if n > 1 else 0.0], [np.nan], [np.nan]])
+    left = (parts.sum() - 2 * parts)[:, None] / ((n - 1) * (n - 2))
+    return bound_by_folds(np.array([parts.sum() / (n * (n - 1))]), left)
 
 
 def _bare(values: np.ndarray) -> np.ndarray:
@@ -169,17 +184,18 @@ def _others(d: Diagnosis) -> Finding:
     each = f"products of prompts with themselves are {_exactly(own)}, with each other {_exactly(others)}"
     each = f"Of the squared norm of this gradient, {each}"
     known = {"about": (("own_share", "raw", "all"), ("others_share", "raw", "all"))}
-    shares = [d.pick("signal_share", "raw", label) for label in d.labels]
-    if all(row is not None for row in shares):
-        told = "; ".join(f"{name_interval(n)} {share_words(row)}" for n, row in zip(d.labels, shares, strict=True))
-        statement = f"{each}: other prompts want part of this update."
-        return Finding("wanted", Verdict.MORE, statement, f"Their part by interval: {told}.", **known)
+    errors = d.pick("signal_errors")["value"]
     if isnan(others["lower"]):
         prompts = d.pick("effective_prompts")["value"]
         few = f"{each}. {prompts:.1f} effective prompts are too few to say what other prompts want."
         return Finding("wanted", Verdict.UNDECIDED, few, **known)
-    statement = f"{each}: what other prompts want is not told from 0."
-    detail, errors = "", d.pick("signal_errors")["value"]
+    if errors >= TOLD:
+        shares = [d.pick("signal_share", "raw", label) for label in d.labels]
+        told = [f"{name_interval(n)} {share_words(r)}" for n, r in zip(d.labels, shares, strict=True) if r is not None]
+        statement = f"{each}: other prompts want part of this update."
+        detail = f"Their part by interval: {'; '.join(told)}." if told else ""
+        return Finding("wanted", Verdict.MORE, statement, detail, **known)
+    statement, detail = f"{each}: what other prompts want is not told from 0.", ""
     if errors > 0:
         prompts = ceil(d.scope.supply.prompts * TOLD / errors)
         detail = f"At this strength it would take about {counted(prompts, 'prompt')} to tell it."
@@ -224,12 +240,13 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
     if (groups := found.frames.get("groups")) is None:
         return []
     series = series_of(found.statistics, [*found.labels], DRAWN, factor=100.0)
+    bars = "95 % over folds of prompts" if groups["others_lower"].notna().any() else ""
     caption = (
         "Each probability interval's share of the tokens, of the gradient energy (how large its terms are), and of the "
         "summed gradient: its products with its own prompts' sums, and with the other prompts'."
     )
     look = {"ylabel": "share (%)"}
-    blocks = [sheets.series("update_shares", series, caption, bars="95 % over folds of prompts", **look)]
+    blocks = [sheets.series("update_shares", series, caption, bars=bars, **look)]
     kinds = groups[groups["driver"] != "token"]
     blocks += [_draw_kinds(kinds, sheets)]
     shown = groups[groups["driver"] == "token"].head(MOST).drop(columns="driver").rename(columns={"value": "token"})

@@ -13,25 +13,28 @@ and, if a plan counts it, `passes(case)`, its price in forward passes over the b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import ModuleType
 
 from gradscope.diagnosis.measured import Case, Measured
 from gradscope.diagnosis.products import comparison, contributions, predicted_step, real_step, sums, table
 from gradscope.diagnosis.settings import DiagnosisSettings
-from gradscope.gradients import Following, Resources, plan_sums
+from gradscope.gradients import Afterwards, Resources, SumsPlan, plan_sums
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import StepSettings
 
 PRODUCTS: dict[str, ModuleType] = {
     "table": table,
-    "sums": sums,
     "contributions": contributions,
+    "sums": sums,
     "predicted_step": predicted_step,
     "real_step": real_step,
     "comparison": comparison,
 }
+
+ESSENTIAL = ("contributions", "sums")
+"""Products that belong to a verdict beside the table, for which minutes are kept first."""
 
 
 def make_products(m: Measured, names: Iterable[str]) -> None:
@@ -57,15 +60,22 @@ def follow_table(
     *,
     metric: bool,
     names: Iterable[str],
-) -> Following:
+) -> Afterwards:
     """Return what these products take after a table; nothing if the batch gives no weights."""
     memory = Resources(settings.gradient_memory).settle(policy.device).vectors
     plan = plan_sums(policy, batch, memory, metric=metric)
     if plan is None:
-        return Following()
+        return Afterwards()
     size = sum(parameter.numel() for parameter in policy.model.parameters())
     case = Case(settings, step, size, plan.forward_passes, metric)
-    return Following(tuple(plan_products(case, names).values()), plan.groups)
+    return follow(case, names, plan)
+
+
+def follow(case: Case, names: Collection[str], plan: SumsPlan, processes: int = 1) -> Afterwards:
+    """Return what these products take after a table, on processes that share those of ESSENTIAL."""
+    shared = [PRODUCTS[name].passes(case) / processes for name in ESSENTIAL if name in names]
+    others = plan_products(case, {*names} - {*ESSENTIAL}).values()
+    return Afterwards((*shared, *others), len(shared), plan.groups)
 
 
 def plan_products(case: Case, names: Iterable[str]) -> dict[str, float]:

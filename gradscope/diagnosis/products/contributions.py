@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 import pandas as pd
 import torch
 
@@ -10,11 +12,10 @@ from gradscope.gradients import Contributions
 
 TITLE = "every token's share of the summed gradient"
 STAGE = "tokens' shares"
-FOLDS = 8
-"""Folds of prompts, for bounds of any grouping; fewer prompts are folds by themselves."""
-PASSES = 9.0 + 3 * (FOLDS - 1)
-"""Forward passes over the batch, at most."""
-
+FOLDS, FEWEST_FOLDS = 8, 3
+"""Folds of prompts, for bounds of any grouping, as many as the time allows; fewer prompts are folds by themselves."""
+PASSES, EACH_FOLD = 9.0, 3.0
+"""Forward passes over the batch, at most: in all, and for each fold but one."""
 COLUMNS = ("gradient_share", "own_share", "signal")
 """Columns of the token table."""
 
@@ -32,11 +33,18 @@ def cost(m: Measured) -> float:
 
 
 def make(m: Measured) -> Contributions:
-    """Compute c_t, o_t and s_t of every token under the loss's weights, with folds of prompts if there are three."""
+    """Compute c_t, o_t and s_t of every token under the loss's weights, with the folds of prompts that fit."""
     prompts, weights = len(m.jacobian.prompts), torch.tensor(m.table["weight"].to_numpy())
-    folds = min(FOLDS, prompts) if prompts >= 3 else None
     generator = torch.Generator().manual_seed(m.settings.seed)
-    return m.jacobian.contributions(weights, folds=folds, generator=generator)
+    folds = min(FOLDS, prompts, _fitting_folds(m))
+    return m.jacobian.contributions(weights, folds=folds if folds >= FEWEST_FOLDS else None, generator=generator)
+
+
+def _fitting_folds(m: Measured) -> int:
+    """Return how many folds fit into half of the time that is left beside the shares themselves, on every process."""
+    spare = (m.clock.left - m.seconds(PASSES)) / 2
+    mine = FOLDS if spare == inf else 1 + int(spare / m.seconds(EACH_FOLD))
+    return m.processes.gather([mine])[0]
 
 
 def add_columns(table: pd.DataFrame, found: Contributions | None) -> pd.DataFrame:

@@ -34,15 +34,18 @@ AFTER = 8.0
 MARGIN = 1.2
 """Factor on the time that everything, or a verdict, is estimated to take."""
 ROOM = 2 * FEWEST
-"""Prompts that must fit beside whatever follows the sums, for time to be kept for it."""
+"""Prompts that must fit beside whatever does not belong to a verdict, for time to be kept for it."""
 
 
 @dataclass(frozen=True)
-class Following:
+class Afterwards:
     """What follows the table within the same minutes."""
 
     passes: tuple[float, ...] = ()
     """Price of each step in forward passes over the batch, in order; time is kept for the first ones that fit."""
+    essential: int = 1
+    """How many of them belong to a verdict: time is kept for these if they fit beside the prompts that it needs, and
+    for others beside ROOM."""
     prompts: int | None = None
     """Most prompts that it takes in; None: all."""
     least: int = 1
@@ -103,7 +106,7 @@ def allot(
     seconds: float,
     scoring: float,
     lengths: Lengths,
-    following: Following,
+    following: Afterwards,
     *,
     prompts: int,
     intervals: int,
@@ -121,7 +124,7 @@ def allot(
         again: tokens are measured once more after the sum, in AdamW's metric.
 
     >>> lengths = Lengths(positions=1200, responses=8, reach=150, prefix=110, tokens=340)
-    >>> allot(600.0, 2.0, lengths, Following((10.0, 28.0)), prompts=16, intervals=4, wanted=7)
+    >>> allot(600.0, 2.0, lengths, Afterwards((10.0, 28.0)), prompts=16, intervals=4, wanted=7)
     Allotment(prompts=11, each=31, reserved=10.0, verdict=None, needed=7)
     """
 
@@ -137,7 +140,7 @@ def allot(
         return Allotment(prompts, None, whole, needed=needed)
     least, reserved = ceil(ENOUGH / needed), 0.0
     for place, passes in enumerate(following.passes):
-        room = needed if place == 0 else min(prompts, max(needed, ROOM))
+        room = needed if place < following.essential else min(prompts, max(needed, ROOM))
         if not fits(room, least, reserved + passes):
             break
         reserved += passes
@@ -147,7 +150,7 @@ def allot(
     while each > least and not fits(needed, each, reserved):
         each = max(least, each // 2)
     expected = int(min(prompts, max(following.least, seconds / price(each, reserved))))
-    verdict = needed * price(least, sum(following.passes[:1]))
+    verdict = needed * price(least, sum(following.passes[: following.essential]))
     short = wanted is not None and verdict > seconds
     return Allotment(expected, each, reserved, MARGIN * verdict if short else None, needed)
 

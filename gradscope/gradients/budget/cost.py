@@ -22,7 +22,7 @@ from jaxtyping import Bool
 from torch import nn
 
 from gradscope.errors import InputError
-from gradscope.gradients.budget.allot import AFTER, Following, Lengths, allot
+from gradscope.gradients.budget.allot import AFTER, Afterwards, Lengths, allot
 from gradscope.gradients.budget.graph_memory import norms_bytes
 from gradscope.gradients.budget.stopwatch import describe_seconds
 from gradscope.gradients.engine.decoder.body import (
@@ -430,7 +430,7 @@ def plan_batch(
 
     whole = plan(np.ones(batch.num_tokens, dtype=bool), "every token")
     left = 60 * minutes - speed.preparation - (AFTER if sums is not None else 0.0)
-    following = Following() if sums is None else Following((sums.forward_passes,))
+    following = Afterwards() if sums is None else Afterwards((sums.forward_passes,))
     known = {"prompts": prompts, "intervals": len(EDGES) - 1, "wanted": min(prompts, FEWEST)}
     found = allot(left, whole.pass_seconds / prompts, Lengths.of(batch), following, **known)
     order = np.random.default_rng([settings.seed, 1]).permutation(ids.numpy())

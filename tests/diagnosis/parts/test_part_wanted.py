@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 from support.planted import LABELS, numbers, plant_table
 
 from gradscope.diagnosis import Diagnosis, Scope
@@ -128,3 +129,23 @@ def test_sentences_name_the_strings_and_the_tokens_that_hold_half():
     top = found.frames["groups"].query("driver == 'token'")["value"].tolist()
     assert all(repr(value) in words.statement for value in top[:3])
     assert isinstance(found.statistics, pd.DataFrame) and wanted.rows(SimpleNamespace(made={})).rows.empty
+
+
+def test_without_folds_the_whole_has_the_bounds_of_leaving_out_each_prompt():
+    m, terms = plant(0.3, prompts=9, each=20)
+    found, group = m.made["contributions"], m.table["group"].to_numpy()
+    m.made["contributions"] = Contributions(found.along, found.own, found.prompts, 9, 0.0)
+    rows = wanted.rows(m)
+    sums = np.stack([terms[group == prompt].sum(0) for prompt in range(9)])
+
+    def signal(kept: np.ndarray) -> float:
+        return (np.square(kept.sum(0)).sum() - np.square(kept).sum()) / (len(kept) * (len(kept) - 1))
+
+    left = np.array([signal(np.delete(sums, prompt, axis=0)) for prompt in range(9)])
+    reach = stats.t.ppf(0.975, 8) * np.sqrt(8 / 9 * np.square(left - left.mean()).sum())
+    whole = np.square(terms.sum(0)).sum()
+    expected = np.array([signal(sums), signal(sums) - reach, signal(sums) + reach]) * 9 * 8 / whole
+    all_of_them = rows.rows[(rows.rows["statistic"] == "others_share") & (rows.rows["interval"] == "all")]
+    assert all_of_them[["value", "lower", "upper"]].to_numpy()[0] == pytest.approx(expected)
+    assert rows.rows.query("statistic == 'others_share' and interval != 'all'")["lower"].isna().all()
+    assert "signal_share" not in {*rows.rows["statistic"]}
