@@ -118,7 +118,7 @@ def look_at(
             names = asked_products(settle_parts(settings.parts))
             known["following"] = follow_table(policy, batch, settings, step, metric=metric is not None, names=names)
         table, logged, verdict_minutes = _measure_table(policy, batch, settings, **known)
-    table = table.drop(columns=[*contributions.COLUMNS], errors="ignore")  # of whatever loss and prompts
+    table = contributions.drop_columns(table)  # of whatever loss and prompts
     whole, batch = batch, batch.of_prompts(table["group"].unique()) if "group" in table else batch
     check_table(table, batch, settings)
     batch = with_advantages(batch, table)

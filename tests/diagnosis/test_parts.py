@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 ROOM = Path(__file__).resolve().parents[2] / "gradscope"
-LOOKING = {"dominance": {"summed_raw", "summed_adamw"}}
+LOOKING = {"dominance": {"summed_raw", "summed_adamw", "holders"}}
 """Part → kinds of others' findings that look at its rows."""
 
 

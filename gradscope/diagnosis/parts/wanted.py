@@ -78,28 +78,37 @@ def rows(m: Measured) -> Rows:
     found: Contributions | None = m.made.get("contributions")
     if found is None or not found.square_norm > 0:
         return Rows()
-    table, names = m.table, [*m.labels, "all"]
-    prompts = _effective_prompts(found)
+    parts = _rows_of(found, m, "raw")
+    if found.scaled is not None and found.scaled.square_norm > 0:
+        parts += _rows_of(found.scaled, m, "adamw")
+    special = frozenset(getattr(m.policy.tokenizer, "all_special_tokens", ()))
+    groups = group_table(found, describe(m.table, m.settings.classes, special))
+    if short_of(int(_effective_prompts(found))) is not None:
+        groups = groups.assign(others_lower=np.nan, others_upper=np.nan)
+    return Rows(join_rows(parts), {"groups": groups})
+
+
+def _rows_of(found: Contributions, m: Measured, metric: str) -> list[pd.DataFrame]:
+    """Return the rows of one metric."""
+    table, names, prompts = m.table, [*m.labels, "all"], _effective_prompts(found)
     short = short_of(int(prompts))
     signals = found.grouped(table["interval"].to_numpy(), len(m.labels))
     own, others, error = _parts(found, signals)
     counts = np.append(np.bincount(table["interval"], minlength=len(m.labels)), len(table))
-    known = {"unit": "share", "metric": "raw", "intervals": names, "short": [short] * len(names)}
+    known = {"unit": "share", "metric": metric, "intervals": names, "short": [short] * len(names)}
     parts = [make_rows("own_share", _bare(own), counts, **known), make_rows("others_share", others, counts, **known)]
     if found.folds is not None and short is None and others[0, -1] >= TOLD * error:
         known |= {"intervals": m.labels, "short": ()}
         parts.append(make_rows("signal_share", signals.share_bounds(), counts[:-1], **known))
     sizes = np.sort(found.gradient_share.numpy())[::-1]
     half = (np.cumsum(sizes) < 0.5).sum() + 1
-    errors = others[0, -1] / error if error > 0 else np.nan
-    parts.append(one_row("signal_errors", errors, len(table), unit="ratio"))
-    parts.append(one_row("largest_half", half / len(table), len(table), unit="share"))
-    parts.append(one_row("effective_prompts", prompts, len(table), unit="prompts"))
-    special = frozenset(getattr(m.policy.tokenizer, "all_special_tokens", ()))
-    groups = group_table(found, describe(table, m.settings.classes, special))
-    if short is not None:
-        groups = groups.assign(others_lower=np.nan, others_upper=np.nan)
-    return Rows(join_rows(parts), {"groups": groups}, kept={"largest": int(half)})
+    single = {
+        "signal_errors": (others[0, -1] / error if error > 0 else np.nan, "ratio"),
+        "largest_half": (half / len(table), "share"),
+        "effective_prompts": (prompts, "prompts"),
+    }
+    singles = [one_row(name, value, len(table), unit=unit) for name, (value, unit) in single.items()]
+    return [*parts, *(row.assign(metric=metric) for row in singles)]
 
 
 def describe(table: pd.DataFrame, classes: int, special: frozenset[str]) -> pd.DataFrame:
@@ -184,9 +193,9 @@ def _others(d: Diagnosis) -> Finding:
     each = f"products of prompts with themselves are {_exactly(own)}, with each other {_exactly(others)}"
     each = f"Of the squared norm of this gradient, {each}"
     known = {"about": (("own_share", "raw", "all"), ("others_share", "raw", "all"))}
-    errors = d.pick("signal_errors")["value"]
+    errors = d.pick("signal_errors", "raw")["value"]
     if isnan(others["lower"]):
-        prompts = d.pick("effective_prompts")["value"]
+        prompts = d.pick("effective_prompts", "raw")["value"]
         few = f"{each}. {prompts:.1f} effective prompts are too few to say what other prompts want."
         return Finding("wanted", Verdict.UNDECIDED, few, **known)
     if errors >= TOLD:
@@ -208,8 +217,8 @@ def _exactly(row: pd.Series) -> str:
 
 
 def _holders(d: Diagnosis) -> Finding:
-    half, low = d.pick("largest_half"), d.scope.low
-    count, detail = d.rows["wanted"].kept["largest"], ""
+    half, low = d.pick("largest_half", "raw"), d.scope.low
+    count, detail = round(half["value"] * half["n"]), ""
     tokens, energy = d.pick("token_share", "none", low), d.pick("squared_share", "raw", low)
     own, others = (d.pick(name, "raw", low)["value"] for name in ("own_share", "others_share"))
     if tokens is not None and energy is not None:
@@ -219,7 +228,7 @@ def _holders(d: Diagnosis) -> Finding:
             f"is left in the sum), of which {percent(others)} with other prompts."
         )
     statement = f"{counted(count, 'token')}, {percent(half['value'])} % of all, hold half of this gradient."
-    return Finding("holders", Verdict.FACT, statement, detail, about=(("largest_half", "none", ""),))
+    return Finding("holders", Verdict.FACT, statement, detail, about=(("largest_half", "raw", ""),))
 
 
 def _words(d: Diagnosis) -> Iterator[Finding]:

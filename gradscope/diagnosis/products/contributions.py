@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pandas as pd
 import torch
 
 from gradscope.diagnosis.measured import Case, Measured
-from gradscope.gradients import Contributions
+from gradscope.gradients import Contributions, zero_vectors
 
 TITLE = "every token's share of the summed gradient"
+ADAMW_TITLE = "the same in AdamW's metric"
 STAGE = "tokens' shares"
 FOLDS, FEWEST_FOLDS = 8, 3
 """Folds of prompts, for bounds of any grouping, as many as the time allows; fewer prompts are folds by themselves."""
@@ -25,7 +27,7 @@ def asked(m: Measured) -> bool:
 
 
 def passes(case: Case) -> float:
-    return PASSES
+    return PASSES * (1 + case.metric)
 
 
 def cost(m: Measured) -> float:
@@ -33,11 +35,23 @@ def cost(m: Measured) -> float:
 
 
 def make(m: Measured) -> Contributions:
-    """Compute c_t, o_t and s_t of every token under the loss's weights, with the folds of prompts that fit."""
+    """Compute c_t, o_t and s_t of every token under the loss's weights, with the folds of prompts that fit.
+
+    In AdamW's metric, too, if its state is known: with v as saved, without this batch's square, so that tokens of
+    different prompts stay independent.
+    """
+    found = _contribute(m)
+    if m.metric is None or not m.fits("adamw_shares", ADAMW_TITLE, m.seconds(PASSES)):
+        return found
+    saved = zero_vectors(m.jacobian.model, 1)[0]
+    return replace(found, scaled=_contribute(m, m.metric.turn_into_scale(m.jacobian.model, saved)))
+
+
+def _contribute(m: Measured, scale: torch.Tensor | None = None) -> Contributions:
     prompts, weights = len(m.jacobian.prompts), torch.tensor(m.table["weight"].to_numpy())
-    generator = torch.Generator().manual_seed(m.settings.seed)
     folds = min(FOLDS, prompts, _fitting_folds(m))
-    return m.jacobian.contributions(weights, folds=folds if folds >= FEWEST_FOLDS else None, generator=generator)
+    known = {"folds": folds if folds >= FEWEST_FOLDS else None, "scale": scale}
+    return m.jacobian.contributions(weights, **known, generator=torch.Generator().manual_seed(m.settings.seed))
 
 
 def _fitting_folds(m: Measured) -> int:
@@ -48,7 +62,13 @@ def _fitting_folds(m: Measured) -> int:
 
 
 def add_columns(table: pd.DataFrame, found: Contributions | None) -> pd.DataFrame:
-    """Add gradient_share, own_share and signal, float32: c_t, o_t/‖G‖² and s_t; unchanged if they are unknown."""
-    if found is None or not found.square_norm > 0:
-        return table
-    return table.assign(**{name: getattr(found, name).float().numpy() for name in COLUMNS})
+    """Add c_t, o_t/‖G‖² and s_t as COLUMNS, float32, and with _adamw in AdamW's metric; unchanged if unknown."""
+    for metric, own in (("", found), ("_adamw", found and found.scaled)):
+        if own is not None and own.square_norm > 0:
+            table = table.assign(**{f"{name}{metric}": getattr(own, name).float().numpy() for name in COLUMNS})
+    return table
+
+
+def drop_columns(table: pd.DataFrame) -> pd.DataFrame:
+    """Drop what `add_columns` adds, which belongs to one loss and its prompts."""
+    return table.drop(columns=[f"{name}{metric}" for name in COLUMNS for metric in ("", "_adamw")], errors="ignore")

@@ -48,6 +48,8 @@ class Contributions:
     """f_tj = w_t⟨g_t, G_{F_j}⟩ for each fold j; they sum to `along`."""
     folds: Int[Tensor, " n"] | None = None
     """Fold of each prompt."""
+    scaled: Contributions | None = None
+    """The same in AdamW's metric, if it was asked for beside."""
 
     @property
     def square_norm(self) -> float:

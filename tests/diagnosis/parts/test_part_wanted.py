@@ -75,7 +75,7 @@ def test_shares_of_groups_are_those_of_a_double_loop_over_prompts():
     squares = (sums**2).sum(1)
     assert numbers(rows.rows, "effective_prompts") == [pytest.approx(squares.sum() ** 2 / (squares**2).sum())]
     shares = np.sort(terms @ whole / (whole @ whole))[::-1]
-    count = rows.kept["largest"]
+    count = round(numbers(rows.rows, "largest_half")[0] * len(m.table))
     assert shares[:count].sum() >= 0.5 > shares[: count - 1].sum()
 
 
@@ -114,7 +114,7 @@ def test_few_effective_prompts_have_no_bounds():
     own, by_fold = found.own * scale**2, found.by_fold * scale
     m.made["contributions"] = Contributions(by_fold.sum(0), own, found.prompts, 8, 0.0, by_fold, found.folds)
     few = diagnose(m)
-    assert few.pick("effective_prompts")["value"] < 6
+    assert few.pick("effective_prompts", "raw")["value"] < 6
     others = few.pick("others_share", "raw", "all")
     assert np.isnan(others["lower"]) and others["lacks"] == "prompts"
     assert few.frames["groups"]["others_lower"].isna().all()
@@ -125,7 +125,8 @@ def test_sentences_name_the_strings_and_the_tokens_that_hold_half():
     m, _ = plant(0.0)
     found = diagnose(m)
     _, holders, words = wanted.say(found)
-    assert f"{found.rows['wanted'].kept['largest']} tokens" in holders.statement
+    half = found.pick("largest_half", "raw")
+    assert holders.statement.startswith(f"{round(half['value'] * half['n'])} tokens")
     top = found.frames["groups"].query("driver == 'token'")["value"].tolist()
     assert all(repr(value) in words.statement for value in top[:3])
     assert isinstance(found.statistics, pd.DataFrame) and wanted.rows(SimpleNamespace(made={})).rows.empty
