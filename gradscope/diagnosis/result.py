@@ -142,6 +142,23 @@ class Diagnosis:
         """Return a row of `statistics`, or None if it was not computed."""
         return pick_row(self.statistics, statistic, metric, interval)
 
+    def plot(self, name: str) -> Any:
+        """Return a figure of the page by its name, that of its CSV: `found.plot("update_shares")`.
+
+        Raises InputError, with all names, if the page has none of this name.
+        """
+        from gradscope.diagnosis.page.page import Figure
+        from gradscope.diagnosis.page.sheets import Sheets
+
+        drawn = {}
+        for part_name, part in self.parts.items():
+            if part_name in self.rows and hasattr(part, "show"):
+                blocks = part.show(self, Sheets())
+                drawn |= {Path(block.csv).stem: block.drawing for block in blocks if isinstance(block, Figure)}
+        if name not in drawn:
+            raise InputError(f"the page has no figure {name!r}; it has {', '.join(sorted(drawn)) or 'none'}")
+        return drawn[name]
+
     def to_html(
         self, path: str | Path, *, title: str = TITLE, facts: Mapping[str, str] | None = None, notes: Sequence[str] = ()
     ) -> Path:

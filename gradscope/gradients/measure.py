@@ -32,7 +32,7 @@ from gradscope.gradients.timed import TimedMeasurement, prepare_measurement
 from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
-from gradscope.rollouts import BatchLike, TokenBatch, read_logged, rollouts_hash
+from gradscope.rollouts import BatchLike, read_logged, rollouts_hash
 from gradscope.runs import RunFolder, counted, write_parquet_parts
 
 Number = int | float
@@ -93,7 +93,7 @@ def measure(
     batch itself are in `batch.notes` (kinds `rollouts.CAVEATS`).
     """
     watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
-    given, path = isinstance(policy, Policy), None if isinstance(batch, TokenBatch) else Path(batch)
+    given, path = isinstance(policy, Policy), Path(batch) if isinstance(batch, str | Path) else None
     policy, batch, told = read_logged(policy, batch)
     if told and "loss" not in settings:
         asked = replace(asked, loss=LossSettings.from_log(told))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -135,6 +136,18 @@ def rollouts_hash(path: Path) -> str:
         return file_hash(path)
     root = path if path.is_dir() else path.parent
     return hashlib.sha256("".join(f"{f.relative_to(root)} {file_hash(f)}\n" for f in files).encode()).hexdigest()
+
+
+def write_rows(rows: Any, folder: Path) -> Path:
+    """Write rows, a DataFrame or mappings, into a file of this folder, and return its path."""
+    if hasattr(rows, "to_parquet"):
+        file = folder / "rows.parquet"
+        rows.to_parquet(file, index=False)
+        return file
+    file = folder / "rows.jsonl"
+    lines = (json.dumps(dict(row), default=lambda value: value.tolist()) for row in rows)
+    file.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return file
 
 
 def read_records(path: Path, *, step: int | None = None) -> Iterator[Record]:

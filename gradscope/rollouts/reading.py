@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
+
+import pandas as pd
 
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
@@ -13,7 +16,7 @@ from gradscope.rollouts.batch import Note, TokenBatch
 from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
 from gradscope.rollouts.check_batch import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
-from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run
+from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run, write_rows
 from gradscope.rollouts.formats.areal import AREAL
 from gradscope.rollouts.formats.base import TORN, Format, ReadingOptions, Row
 from gradscope.rollouts.formats.columns import read_rows
@@ -65,8 +68,10 @@ class ReadingKeywords(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-BatchLike = TokenBatch | str | Path
-"""A batch, or the path that `read_rollouts` reads it from."""
+Rows = pd.DataFrame | Sequence[Mapping[str, Any]]
+"""Rows of a rollout file, in any known format: a DataFrame, or a mapping each."""
+BatchLike = TokenBatch | str | Path | Rows
+"""A batch, or what `read_rollouts` reads it from."""
 
 
 def read_inputs(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatch]:
@@ -88,7 +93,7 @@ def read_logged(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatc
 
 @checked
 def read_rollouts(
-    path: str | Path,
+    path: str | Path | Rows,
     policy: PolicyLike | None = None,
     *,
     format: str | None = None,
@@ -99,17 +104,24 @@ def read_rollouts(
 ) -> TokenBatch:
     """Read rollouts into a TokenBatch whose `notes` list what reading assumed; for the arguments see `read_dump`.
 
-    step: training step whose responses to keep, or "all". Steps were sampled by different policies, so if the log
-    holds several and `step` is None, InputError is raised.
+    path: a file or folder, or its rows. step: training step whose responses to keep, or "all". Steps were sampled by
+    different policies, so if the log holds several and `step` is None, InputError is raised.
     """
     how = {"temperature": temperature, "reward_key": reward_key, "chat_template_kwargs": chat_template_kwargs}
     return _read_one(path, policy, step, format=format, **how).batch
 
 
 def _read_one(
-    path: str | Path, policy: PolicyLike | None, step: int | Literal["all"] | None = None, **how: Any
+    path: str | Path | Rows, policy: PolicyLike | None, step: int | Literal["all"] | None = None, **how: Any
 ) -> Dump:
     """Read the responses of one training step; see `read_rollouts`."""
+    if not isinstance(path, str | Path):
+        with tempfile.TemporaryDirectory() as folder:
+            file = write_rows(path, Path(folder))
+            try:
+                return _read_one(file, policy, step, **how)
+            except InputError as error:
+                raise InputError(str(error).replace(str(file), "the given rows")) from None
     dump = read_dump(path, policy, step=None if step == "all" else step, **how)
     steps = [] if dump.steps is None else dump.steps.unique().tolist()
     if step is None and len(steps) > 1:

@@ -99,6 +99,13 @@ def test_without_a_part_the_page_lacks_its_section_alone(measured, whole, name):
     assert sections == [own for own in shown if own != name]
 
 
+def test_a_figure_of_the_page_is_drawn_by_its_name(whole):
+    drawn = whole.plot("update_shares")
+    assert drawn.get_axes() if hasattr(drawn, "get_axes") else drawn.figure
+    with refused("no figure 'update_share'", "update_shares"):
+        whole.plot("update_share")
+
+
 def test_no_part_imports_another_and_none_outside_names_what_one_counts(whole):
     statistics = {row for own in whole.rows.values() for row in own.rows["statistic"]}
     columns = {*whole.table, *whole.frames["weightings"], *whole.frames["by_prompt"]}

@@ -9,7 +9,8 @@ import pandas as pd
 import torch
 
 from gradscope.diagnosis.measured import Case, Measured
-from gradscope.gradients import Contributions, zero_vectors
+from gradscope.gradients import Contributions
+from gradscope.policy import AdamWState
 
 TITLE = "every token's share of the summed gradient"
 ADAMW_TITLE = "the same in AdamW's metric"
@@ -43,11 +44,10 @@ def make(m: Measured) -> Contributions:
     found = _contribute(m)
     if m.metric is None or not m.fits("adamw_shares", ADAMW_TITLE, m.seconds(PASSES)):
         return found
-    saved = zero_vectors(m.jacobian.model, 1)[0]
-    return replace(found, scaled=_contribute(m, m.metric.turn_into_scale(m.jacobian.model, saved)))
+    return replace(found, scaled=_contribute(m, m.metric))
 
 
-def _contribute(m: Measured, scale: torch.Tensor | None = None) -> Contributions:
+def _contribute(m: Measured, scale: AdamWState | None = None) -> Contributions:
     prompts, weights = len(m.jacobian.prompts), torch.tensor(m.table["weight"].to_numpy())
     folds = min(FOLDS, prompts, _fitting_folds(m))
     known = {"folds": folds if folds >= FEWEST_FOLDS else None, "scale": scale}

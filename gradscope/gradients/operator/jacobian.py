@@ -305,7 +305,7 @@ class TokenJacobian:
         weights: Float[Tensor, " K"],
         *,
         groups: Int[Tensor, " B"] | None = None,
-        scale: Float[Tensor, " P"] | None = None,
+        scale: Float[Tensor, " P"] | AdamWState | None = None,
         folds: int | None = None,
         generator: torch.Generator | None = None,
     ) -> Contributions:
@@ -320,7 +320,8 @@ class TokenJacobian:
         Args:
             weights: w_t of each kept token.
             groups: id of each response's prompt; None: the batch's. Prompts without kept tokens are dropped.
-            scale: factor D on each entry of g_t, such as AdamW's metric: all products are ⟨D ∘ g_t, D ∘ G⟩.
+            scale: factor D on each entry of g_t: all products are ⟨D ∘ g_t, D ∘ G⟩. An AdamWState: its metric, with v
+                as saved, without this batch's square.
             folds: number of folds for bounds of any grouping; None: no bounds. Eight give bounds about a fifth wider
                 than leaving out every prompt.
             generator: deals the prompts to folds.
@@ -333,6 +334,8 @@ class TokenJacobian:
         weights = self._check(weights[None])[0].double().cpu()
         if not weights.isfinite().all():
             raise InputError("weights hold NaN or infinity; give every kept token a finite weight, such as 0")
+        if isinstance(scale, AdamWState):
+            scale = scale.turn_into_scale(self.model, zero_vectors(self.model, 1)[0])
         parts = PromptParts(self, weights, self.batch.group_ids if groups is None else groups, scale)
         return parts.contribute(folds, generator or torch.Generator().manual_seed(0))
 
