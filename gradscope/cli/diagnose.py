@@ -352,10 +352,11 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         own = {"gradient_memory": measured.resources.vectors}
         if measured.minutes_left is not None:
             own["minutes"] = measured.minutes_left
+        table = read_table(measured.folder)
         found = diagnose(
             policy,
             batch,
-            read_table(measured.folder),
+            table,
             settings=replace(self._diagnosis_settings(measured), step=step, **own),
             optimizer_state=state,
             processes=measured.resources.processes,
@@ -373,7 +374,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             with folder.writing():
                 folder.stage()
                 write_report(folder.staged, report)
-                write_parquet(folder.staged / TABLE, found.table)  # with every token's share
+                if not found.table.equals(table):  # it has every token's share now
+                    write_parquet(folder.staged / TABLE, found.table)
                 sums, scope = None if plan is None else asdict(plan), found.scope
                 told = {"summed_gradients": sums, "summed_prompts": scope.summed}
                 told |= {"supply": asdict(scope.supply), "own_responses": scope.own_responses}

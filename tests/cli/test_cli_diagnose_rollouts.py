@@ -16,6 +16,7 @@ from support.cli import refusal, run
 from support.pages import BRIEF, native_rows, read_page, read_statistics, write_rows
 from support.policies import save_checkpoint
 
+from gradscope.diagnosis.products.contributions import drop_columns
 from gradscope.gradients import measure
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_dump, read_rollouts, write_rollouts
@@ -41,7 +42,7 @@ def test_of_a_dump_of_several_steps_each_checkpoint_gets_what_it_sampled(model, 
     batch = read_dump(tmp_path / "token_exports", policy, step=4).batch
     wanted = measure(policy, batch, self_check=False, module_groups=True)
     assert table["response"].nunique() == len(dumps.SAMPLES)
-    pd.testing.assert_frame_equal(table.drop(columns="group"), wanted.drop(columns="group"))
+    pd.testing.assert_frame_equal(drop_columns(table).drop(columns="group"), wanted.drop(columns="group"))
     assert "has no step 9" in refusal(capsys, "diagnose", *command, "--out", tmp_path / "none", "--step", "9")
     assert not (tmp_path / "none").exists()
 
@@ -107,7 +108,7 @@ def test_without_rollouts_a_task_is_sampled_once_and_diagnosed(model, tmp_path, 
     table = pd.read_parquet(tmp_path / "out" / "tokens.parquet")
     policy = load_policy(model)
     batch = read_dump(rollouts, policy).batch
-    pd.testing.assert_frame_equal(table, measure(policy, batch, self_check=False, module_groups=True))
+    pd.testing.assert_frame_equal(drop_columns(table), measure(policy, batch, self_check=False, module_groups=True))
     assert (table["weight"] != 0).any() and "squared_share" in {*read_statistics(tmp_path / "out")["statistic"]}
     written = rollouts.stat().st_mtime_ns
     run(*command)

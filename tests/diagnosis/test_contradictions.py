@@ -309,7 +309,7 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
         assert int(number) == served
     for number in re.findall(r"(\d+) of them with an advantage", own):
         assert int(number) == served
-    wanted = {int(number) for number in re.findall(r"about (\d+) prompts would decide", own)}
+    wanted = {int(number) for number in re.findall(r"about (\d+) prompts (?:would decide|to tell it)", own)}
     for number in re.findall(r"(?<![\d.,])(\d+) prompts?\b(?! with)", own):
         assert int(number) in {case.prompts, FEWEST, MANY} | wanted  # MANY: what an interval is
 

@@ -105,7 +105,7 @@ def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):
     assert linked and linked <= {response["response"] for response in shown}
     assert plt.get_fignums() == before
     titles = [section.title for section in report.page.sections]
-    assert titles[0] == "Shares by probability interval" and titles[-1] == "All numbers"
+    assert titles[0] == "What this update is made of, and what other prompts want" and titles[-1] == "All numbers"
     # No step, no influence: no empty sections of them.
     assert not {"What one step does", "Influence between intervals"} & {*titles}
     assert sorted(report.page.notes) == sorted(("Of <mine>.", *found.notes))

@@ -38,7 +38,7 @@ LEFT_OUT = {
     "docs/audit.md": 2,
     "docs/checkpoints.md": 3,
     "docs/named-beforehand.md": 2,
-    "docs/report.md": 2,
+    "docs/report.md": 3,
     "docs/reproduction.md": 1,
     "docs/start.md": 1,
     "docs/theory.md": 1,

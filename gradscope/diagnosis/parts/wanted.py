@@ -192,23 +192,27 @@ def _others(d: Diagnosis) -> Finding:
     own, others = d.pick("own_share", "raw", "all"), d.pick("others_share", "raw", "all")
     each = f"products of prompts with themselves are {_exactly(own)}, with each other {_exactly(others)}"
     each = f"Of the squared norm of this gradient, {each}"
-    known = {"about": (("own_share", "raw", "all"), ("others_share", "raw", "all"))}
+    about = (("own_share", "raw", "all"), ("others_share", "raw", "all"))
+
+    def tell(verdict: Verdict, words: str, detail: str = "") -> Finding:
+        """Return the finding; on the page, its numbers are on the first screen."""
+        brief = words[:1].upper() + words[1:]
+        return Finding("wanted", verdict, f"{each}: {words}", detail, brief=brief, about=about)
+
     errors = d.pick("signal_errors", "raw")["value"]
     if isnan(others["lower"]):
         prompts = d.pick("effective_prompts", "raw")["value"]
-        few = f"{each}. {prompts:.1f} effective prompts are too few to say what other prompts want."
-        return Finding("wanted", Verdict.UNDECIDED, few, **known)
+        return tell(Verdict.UNDECIDED, f"{prompts:.1f} effective prompts are too few to say what other prompts want.")
     if errors >= TOLD:
         shares = [d.pick("signal_share", "raw", label) for label in d.labels]
         told = [f"{name_interval(n)} {share_words(r)}" for n, r in zip(d.labels, shares, strict=True) if r is not None]
-        statement = f"{each}: other prompts want part of this update."
         detail = f"Their part by interval: {'; '.join(told)}." if told else ""
-        return Finding("wanted", Verdict.MORE, statement, detail, **known)
-    statement, detail = f"{each}: what other prompts want is not told from 0.", ""
+        return tell(Verdict.MORE, "other prompts want part of this update.", detail)
+    detail = ""
     if errors > 0:
         prompts = ceil(d.scope.supply.prompts * TOLD / errors)
         detail = f"At this strength it would take about {counted(prompts, 'prompt')} to tell it."
-    return Finding("wanted", Verdict.UNDECIDED, statement, detail, **known)
+    return tell(Verdict.UNDECIDED, "what other prompts want is not told from 0.", detail)
 
 
 def _exactly(row: pd.Series) -> str:
