@@ -162,7 +162,7 @@ class TimedMeasurement(TableMeasurement):
         told = f"{self.settings.minutes:g} minutes, loading included{limit}, should do for"
         if found.each is None:
             return f"{told} all {prompts} and every one of their {counted(self.whole.num_tokens, 'token')}"
-        told = f"{told} about {found.prompts:,} of {prompts}, {found.each} tokens of each interval of π measured in each"
+        told = f"{told} about {found.prompts:,} of {prompts}, {found.each} tokens of each interval measured in each"
         if self.verdict_minutes is None:
             return told
         few = "too few for all that a verdict rests on"

@@ -12,14 +12,20 @@
 
 Only TITLE, ASKS and rows are required. A part never asks J or the clock, and imports no other part.
 
-`m` has policy, batch (its row r is the table's response r), table, labels (of the intervals), settings, step, supply
-(prompts), weighted (whether there is an update; without one return `Rows()` if you need weights), made (the products by
-name), note(kind, text), and draws(name), a statistic's own random numbers. `found` has pick(statistic, metric,
-interval), frames, table, labels and scope; any may lack what another part makes. Say nothing of weighted numbers where
-`found.scope.supply.too_few`. Since norms may be of a sample of tokens, sum them by `shares.group_shares` (any groups),
-`terms.scaled_squares` or `shares.token_shares` (intervals). `Rows` says which bounds rest on all prompts; the others
-are struck where prompts are too few. Statistics have names of their own. `Finding.next` is what to do, `about` the
-numbers that diagnosis.json puts beside it.
+`m` has policy, batch (its row r is the table's response r; `batch.steps` are steps as the log numbers them), whole (the
+batch with the prompts that minutes left out), table, labels (of the intervals), settings, step (the optimizer's
+settings), supply (prompts), weighted (whether there is an update; without one return `Rows()` if you need weights),
+made (the products by name), note(kind, text), and draws(name), a statistic's own random numbers. `found` has
+pick(statistic, metric, interval), frames, table, labels and scope; any may lack what another part makes. Say nothing of
+weighted numbers where `found.scope.supply.too_few`, nor of any whose bounds are NaN. Since norms may be of a sample of
+tokens, sum them by `shares.group_shares` (any groups; a negative code is no group), `terms.scaled_squares` or
+`shares.token_shares` (intervals).
+
+`Rows(rows, frames, unweighted, kept)`: `rows` are headline numbers, by `rows.make_rows` from values with bounds [3, k]
+and joined by `rows.join_rows`, which `pick` and `Finding.about` find; `frames` are further tables by name; `unweighted`
+names those whose bounds rest on all prompts, while the others' are struck where prompts are too few; `kept` is for
+`say` and `show`. Statistics and frames have names of their own. `Finding.next` is what to do, `about` the numbers that
+diagnosis.json puts beside it. A part's place in PARTS is its place on the page; `docs/report.md` lists them.
 
 For a test, `support.planted.plant_table` plants a table; `rows` takes any object with the attributes that it asks for.
 """
