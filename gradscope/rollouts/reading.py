@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
@@ -68,8 +68,11 @@ class ReadingKeywords(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any] | None
 
 
-Rows = pd.DataFrame | Sequence[Mapping[str, Any]]
-"""Rows of a rollout file, in any known format: a DataFrame, or a mapping each."""
+Rows = pd.DataFrame | list | tuple
+"""Rows of a rollout file, in any known format: a DataFrame, or a mapping each.
+
+Not a `Sequence[Mapping]`: to check an item, `@checked` would draw one from the caller's random numbers.
+"""
 BatchLike = TokenBatch | str | Path | Rows
 """A batch, or what `read_rollouts` reads it from."""
 

@@ -16,7 +16,6 @@ from gradscope.diagnosis import DiagnosisSettings, diagnose, make_report, viewer
 from gradscope.diagnosis.page.page import Definition, Figure, Finding, Page, Section, Table
 from gradscope.diagnosis.page.render import write_page
 from gradscope.diagnosis.page.viewer import Viewer
-from gradscope.intervals import assign_intervals
 from gradscope.rollouts import Note
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
@@ -275,17 +274,25 @@ def test_tokens_that_were_not_measured_are_hatched_and_say_so(opened):
     assert "not measured" in opened.find_element(By.ID, "legend").text
 
 
-def test_where_norms_are_estimated_every_token_is_shaded_and_the_measured_ones_are_marked(chromium, tmp_path):
-    table = TABLE.assign(logit_grad_norm=1.2 * (1 - TABLE["prob"]), interval=assign_intervals(TABLE["prob"]))
+def test_shares_of_the_gradient_are_shaded_by_rank_and_the_largest_are_marked(chromium, tmp_path):
+    rng = np.random.default_rng(0)
+    shares = rng.standard_t(2, len(TABLE))
+    table = TABLE.assign(gradient_share=shares / shares.sum(), own_share=shares / (2 * shares.sum()))
     emulate(chromium)
     chromium.get(viewer(table).to_html(tmp_path / "viewer.html").as_uri())
     chromium.execute_script("document.querySelectorAll('#list button')[1].click()")
-    assert "estimated" in Select(chromium.find_element(By.ID, "quantity")).first_selected_option.text
-    assert not chromium.find_elements(By.CSS_SELECTOR, "#responses .unknown")
-    marked = [int(s.get_attribute("data-index")) for s in chromium.find_elements(By.CSS_SELECTOR, "#responses .exact")]
-    assert marked == [place for place in range(30) if place % 3]
-    chromium.execute_script("arguments[0].focus()", tokens(chromium)[3])
-    assert told(chromium)["weighted_norm"] == "not measured" and told(chromium)["weighted_norm_estimate"] > 0
+    assert "share of the gradient" in Select(chromium.find_element(By.ID, "quantity")).first_selected_option.text
+    own = table[table["response"] == 1]["gradient_share"].to_numpy()
+    limit = np.quantile(table["gradient_share"].abs(), 0.95)
+    marked = [int(s.get_attribute("data-index")) for s in chromium.find_elements(By.CSS_SELECTOR, "#responses .marked")]
+    clear = abs(abs(own) - limit) > 1e-3 * limit
+    assert {*marked} & {*np.flatnonzero(clear)} == {*np.flatnonzero((abs(own) > limit) & clear)}
+    shades, size = np.array(backgrounds(chromium)), abs(own)
+    small = size < np.quantile(table["gradient_share"].abs(), 0.45)
+    assert (np.ptp(shades[small], axis=0) <= 2).all()  # the smaller half is left unshaded
+    against, along = shades[own.argmin()], shades[own.argmax()]
+    assert against[0] > against[2] and along[2] > along[0]  # orange and blue
+    assert "largest 5 %" in chromium.find_element(By.ID, "legend").text
 
 
 def test_each_part_of_a_reward_is_shown_with_its_response_where_it_is_known(opened):
@@ -420,10 +427,10 @@ def test_the_first_screen_holds_the_decision_four_numbers_and_the_way_to_the_tok
 
 def test_the_viewer_opens_at_the_response_that_the_headline_rests_on(chromium, diagnosed):
     table = diagnosed[1].table
-    energy = ((table["weight"] * table["param_grad_norm"]) ** 2).groupby(table["response"]).sum()
+    shares = table["gradient_share"].groupby(table["response"]).sum().abs()
     open_diagnosed(chromium, diagnosed, width=1300)
-    assert current(chromium) == energy.idxmax()
-    assert Select(chromium.find_element(By.ID, "quantity")).first_selected_option.text == "size of its term |w|·‖g‖"
+    assert current(chromium) == shares.idxmax()
+    assert Select(chromium.find_element(By.ID, "quantity")).first_selected_option.text == "share of the gradient"
     assert "reward" in chromium.find_element(By.CSS_SELECTOR, "#list .outcome").get_attribute("textContent")
 
 

@@ -22,6 +22,7 @@ from gradscope.theory import add_drivers
 
 TITLE = "Kinds of tokens and positions"
 ASKS = ("table",)
+FOLDED = True
 PRINTABLE = 10
 """Fewest measured tokens for a kind of token to have its own row."""
 OTHER = "other"
