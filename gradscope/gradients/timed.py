@@ -45,6 +45,8 @@ CHOICE = 0
 """Number of the part that records what was allotted, and the seconds spent so far."""
 GROWTH = (2.0, 1.5, 1.25)
 """Factors by which a sample grows, of which the first that fits is taken."""
+LATER = 1.1
+"""Factor on the price of what follows, so that it starts even on a machine that gets a little slower."""
 RECENT = 3
 """Prompts whose speed predicts that of the next one."""
 
@@ -241,7 +243,7 @@ class TimedMeasurement(TableMeasurement):
         scoring, measuring = self._pace(RECENT)
         own, mine = self._size(place), sum(map(self._size, [*self._frames, place]))
         later = self._later_passes() * scoring * mine * self.processes.count + self._again * measuring * mine
-        return own * (scoring + measuring) + later <= self.left
+        return own * (scoring + measuring) + LATER * later <= self.left
 
     def _pace(self, recent: int = 0) -> tuple[float, float]:
         """Return the seconds of scoring and of measuring, for a position of the last prompts booked; 0: of all."""

@@ -32,7 +32,8 @@ def passes(case: Case) -> float:
 
 
 def cost(m: Measured) -> float:
-    return m.seconds(PASSES)
+    """The price of the responses with a weight; the others have no part in the gradient."""
+    return m.seconds(PASSES) * _live(m)
 
 
 def make(m: Measured) -> Contributions:
@@ -42,7 +43,7 @@ def make(m: Measured) -> Contributions:
     different prompts stay independent.
     """
     found = _contribute(m)
-    if m.metric is None or not m.fits("adamw_shares", ADAMW_TITLE, m.seconds(PASSES)):
+    if m.metric is None or not m.fits("adamw_shares", ADAMW_TITLE, cost(m)):
         return found
     return replace(found, scaled=_contribute(m, m.metric))
 
@@ -56,9 +57,17 @@ def _contribute(m: Measured, scale: AdamWState | None = None) -> Contributions:
 
 def _fitting_folds(m: Measured) -> int:
     """Return how many folds fit into half of the time that is left beside the shares themselves, on every process."""
-    spare = (m.clock.left - m.seconds(PASSES)) / 2
-    mine = FOLDS if spare == inf else 1 + int(spare / m.seconds(EACH_FOLD))
+    spare = (m.clock.left - cost(m)) / 2
+    mine = FOLDS if spare == inf else 1 + int(spare / (m.seconds(EACH_FOLD) * _live(m)))
     return m.processes.gather([mine])[0]
+
+
+def _live(m: Measured) -> float:
+    """Return the share of the batch's positions that are in responses with a weight."""
+    lengths = m.batch.attention_mask.sum(1)
+    weights = m.table["weight"].abs().groupby(m.table["response"]).sum()
+    live = torch.tensor(weights.index[weights > 0].to_numpy())
+    return float(lengths[live].sum() / lengths[m.batch.response_mask.any(1)].sum())
 
 
 def add_columns(table: pd.DataFrame, found: Contributions | None) -> pd.DataFrame:
