@@ -9,9 +9,9 @@
 # %% [markdown]
 # # Who moves my model?
 #
-# A token can be large without being left in the sum, and left in the sum without any other prompt wanting it. `gradscope
-# diagnose` writes all three of every token into `tokens.parquet`, so each question is a sum over rows. The table here is
-# SmolLM2-135M-Instruct's on word problems, as the following command wrote it (ten minutes on two cores):
+# A token can be large without being left in the sum, and left in the sum without any other prompt wanting it.
+# `gradscope diagnose` writes all three of every token into `tokens.parquet`, so each question is a sum over rows. The
+# table here is SmolLM2-135M-Instruct's on word problems, as the following command wrote it (ten minutes on two cores):
 #
 #     gradscope diagnose smollm2 --rollouts rollouts.jsonl --minutes 10 --out report
 
@@ -28,8 +28,8 @@ print(f"{len(table):,} tokens of {table['response'].nunique()} responses to {tab
 table[["token", "prob", "weight", "gradient_share", "own_share", "signal"]].head()
 
 # %% [markdown]
-# `gradient_share` is c_t = w_t⟨g_t, G⟩/‖G‖²: the token's product with the whole gradient G. The shares add up to 1, and a
-# negative one works against the update.
+# `gradient_share` is c_t = w_t⟨g_t, G⟩/‖G‖²: the token's product with the whole gradient G. The shares add up to 1, and
+# a negative one works against the update.
 
 # %%
 shares = table["gradient_share"].sort_values(ascending=False)
@@ -38,9 +38,10 @@ print(f"{(shares.cumsum() < 0.5).sum() + 1} of {len(shares):,} tokens hold half 
 table.loc[shares.index[:8], ["response", "token", "prob", "advantage", "gradient_share", "own_share"]]
 
 # %% [markdown]
-# `own_share` is the part of it that is a product with the token's own prompt, among it the product with itself. What is left
-# is a product with the other prompts. Over all tokens that is what the prompts share; the page gives it bounds, and of these
-# thirteen prompts it is not told from 0: this update is, as far as can be seen, what each prompt wants for itself.
+# `own_share` is the part of it that is a product with the token's own prompt, among it the product with itself. What is
+# left is a product with the other prompts. Over all tokens that is what the prompts share; the page gives it bounds,
+# and of these thirteen prompts it is not told from 0: this update is, as far as can be seen, what each prompt wants for
+# itself.
 
 # %%
 own, others = table["own_share"].sum(), (table["gradient_share"] - table["own_share"]).sum()
@@ -63,7 +64,7 @@ words[words["tokens"] >= 3].sort_values("gradient", key=np.abs, ascending=False)
 
 # %%
 by = table.groupby("interval")
-chance = table["sampling_probability"] if "sampling_probability" in table else 1.0
+chance = table.get("sampling_probability", 1.0)
 energy = (table["weight"] * table["param_grad_norm"]) ** 2 / chance
 pd.DataFrame(
     {
@@ -77,8 +78,8 @@ pd.DataFrame(
 # %% [markdown]
 # ## Which prompts?
 #
-# A prompt's own part is ‖G_p‖²/‖G‖². A few prompts with long gradients make the update; the effective number of prompts says
-# how few.
+# A prompt's own part is ‖G_p‖²/‖G‖². A few prompts with long gradients make the update; the effective number of prompts
+# says how few.
 
 # %%
 prompts = table.groupby("group")["own_share"].sum().sort_values(ascending=False)
