@@ -21,8 +21,11 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+import gradscope
+
 KEPT = "docs/notebooks/who_moves_my_model.parquet"
-here = next(folder for folder in (Path.cwd(), *Path.cwd().parents) if (folder / KEPT).is_file())
+places = (Path.cwd(), *Path.cwd().parents, Path(gradscope.__file__).parents[1])
+here = next(folder for folder in places if (folder / KEPT).is_file())
 table = pd.read_parquet(here / KEPT)
 print(f"{len(table):,} tokens of {table['response'].nunique()} responses to {table['group'].nunique()} prompts")
 table[["token", "prob", "weight", "gradient_share", "own_share", "signal"]].head()

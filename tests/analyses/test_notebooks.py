@@ -15,6 +15,7 @@ from gradscope.updates import describe
 SHOWN = {
     "first_look": ("batch", "table", "by_interval", "largest"),
     "custom_weighting": ("rows", "table", "found"),
+    "who_moves_my_model": ("table", "words", "prompts"),
     "your_checkpoint": ("batch", "diagnosis"),
 }
 """Notebook → the variables that are looked at."""
@@ -121,3 +122,13 @@ def test_your_checkpoint_is_diagnosed_on_the_dump_that_was_read(executed):
     # The dump keeps the sampler's π, the table its own: a token may lie on the other side of ¼ by a rounding.
     assert share == pytest.approx(np.mean(probs < 0.25), abs=1.5 / len(probs))
     assert "okens with π < ¼" in repr(diagnosis)
+
+
+def test_words_and_prompts_have_the_shares_of_their_tokens(executed):
+    found = executed("who_moves_my_model")
+    table, words, prompts = (found[name] for name in ("table", "words", "prompts"))
+    assert table["gradient_share"].sum() == pytest.approx(1.0, rel=1e-4) == words["gradient"].sum()
+    for token in words.index[:5]:
+        own = table[table["token"] == token]
+        assert words.loc[token, "others"] == pytest.approx((own["gradient_share"] - own["own_share"]).sum(), abs=1e-6)
+    assert f"{prompts.sum() ** 2 / (prompts**2).sum():.1f} effective prompts" in found["printed"]
