@@ -15,7 +15,8 @@ bootstrap over prompts, for at least two prompts. Probability intervals that a b
 figures/verdicts_coverage.csv is of 1,000 draws a cell, without `before`, and of two tables of 60 prompts: the embedded
 policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 909 rows with intervals (a cell has one per
 statistic), 22 are below .93: 18 have an interval in fewer than 3 % of the draws; four (.87 to .93) are from the planted
-world in which one token of each prompt dominates.
+world in which one token of each prompt dominates. figures/verdicts_coverage_whole.csv
+(--whole) is of 1,000 draws a cell of the planted worlds: of 108 rows none is below .96.
 """
 
 from __future__ import annotations
