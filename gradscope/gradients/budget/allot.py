@@ -26,9 +26,9 @@ APART = 25.0
 """Variance of a share of Σ‖w·g‖² from measuring one token per interval, relative to that from one prompt. Measured for
 [0, ¼): 14 for the embedded policy (ten prompts, 300 tokens per interval), 39 to 52 for SmolLM2-135M-Instruct (16
 prompts, 76 tokens per interval)."""
-ENOUGH = 20
+ENOUGH = 30
 """Measured tokens per interval of π that usually give a confidence interval: an effective sample of six. SmolLM2 needs
-19."""
+19 to 24; how many a sample by prompt has is random."""
 AFTER = 8.0
 """Seconds for everything else: the self-check, the page."""
 MARGIN = 1.2
