@@ -206,7 +206,12 @@ class TimedMeasurement(TableMeasurement):
 
     def _size(self, place: int) -> float:
         """Return the positions of a forward pass over a prompt's responses."""
-        return float(self.whole.attention_mask[self._rows[place]].sum())
+        return self._sizes[place]
+
+    @cached_property
+    def _sizes(self) -> list[float]:
+        lengths = self.whole.attention_mask.sum(1)
+        return [float(lengths[rows].sum()) for rows in self._rows]
 
     def _cost(self, place: int, tokens: Bool[np.ndarray, " n"]) -> float:
         """Return the positions that backward passes carry for these tokens, with each response's fixed cost."""
@@ -302,16 +307,15 @@ class TimedMeasurement(TableMeasurement):
         each = self.allotment.each
         if each is None or not self._speeds or all(frame[PARAMETERS].notna().all() for frame in self._frames.values()):
             return None
-        positions, scoring, _ = np.sum(self._speeds, axis=0)
         size = sum(map(self._size, self._frames)) * self.processes.count
-        rate, later = self._measuring / self._carried, self._later_passes() * scoring / positions * size
-        again = rate * sum(
-            self._cost(place, frame[PARAMETERS].notna().to_numpy()) for place, frame in self._frames.items()
-        )
+        left, rate = self.left - LATER * self._later_passes() * self._pace()[0] * size, self._measuring / self._carried
+        if self._again:
+            known = {place: frame[PARAMETERS].notna().to_numpy() for place, frame in self._frames.items()}
+            left -= rate * sum(self._cost(*measured) for measured in known.items())
         for factor in GROWTH:
             more = ceil(each * factor)
-            seconds = rate * sum(self._cost(place, self._more(place, more)) for place in self._frames)
-            if (1 + self._again) * seconds + self._again * again + later <= self.left:
+            cost = sum(self._cost(place, self._more(place, more)) for place in self._frames)
+            if (1 + self._again) * rate * cost <= left:
                 return more
         return None
 
