@@ -258,7 +258,7 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
         "Each probability interval's share of the tokens, of the gradient energy (how large its terms are), and of the "
         "summed gradient: its products with its own prompts' sums, and with the other prompts'."
     )
-    look = {"ylabel": "share (%)"}
+    look = {"ylabel": "share (%)", "size": (4.8, 2.6)}
     blocks = [sheets.series("update_shares", series, caption, bars=bars, **look)]
     kinds = groups[groups["driver"] != "token"]
     blocks += [_draw_kinds(kinds, sheets)]
@@ -284,5 +284,5 @@ def _draw_kinds(kinds: pd.DataFrame, sheets: Sheets) -> Block:
         for frame, words, look in ((own, "with own prompt", 3), (others, "with other prompts", 4))
     ]
     caption = "Shares of the summed gradient by kind of token, position, entropy and sign of the weight."
-    look = {"ylabel": "share (%)", "lying": True, "size": (4.6, 0.9 + 0.24 * len(places))}
+    look = {"ylabel": "share (%)", "lying": True, "size": (4.6, 0.9 + 0.2 * len(places))}
     return sheets.series("update_groups", pd.concat(series), caption, bars="95 % over folds of prompts", **look)
