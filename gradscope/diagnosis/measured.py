@@ -25,6 +25,8 @@ from gradscope.runs import Processes
 from gradscope.updates import StepSettings
 
 Made = TypeVar("Made")
+REWARD_PART = "reward."
+"""Prefix of the columns with a part of the rewards."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,14 @@ class Measured:
     @cached_property
     def labels(self) -> tuple[str, ...]:
         return tuple(interval_labels(self.settings.edges))
+
+    @cached_property
+    def rewards(self) -> pd.DataFrame:
+        """The reward of each response of the batch, if known, and its parts: REWARD_PART and their name."""
+        batch = self.batch
+        known = {} if batch.rewards is None else {"reward": batch.rewards}
+        known |= {f"{REWARD_PART}{name}": part for name, part in (batch.reward_parts or {}).items()}
+        return pd.DataFrame({name: own.numpy() for name, own in known.items()}, index=range(len(batch)))
 
     @cached_property
     def weighted(self) -> bool:

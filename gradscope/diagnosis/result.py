@@ -143,7 +143,7 @@ class Diagnosis:
         return pick_row(self.statistics, statistic, metric, interval)
 
     def plot(self, name: str) -> Any:
-        """Return a figure of the page by its name, that of its CSV: `found.plot("update_shares")`.
+        """Return a figure of the page by its name, that of its CSV: `found.plot("update_groups")`.
 
         Raises InputError, with all names, if the page has none of this name.
         """

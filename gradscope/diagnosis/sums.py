@@ -113,33 +113,6 @@ def _shortages(pairs: Pairs) -> list[Shortage | None]:
     return [short_of(prompts) for prompts in (np.einsum("kpp->kp", _own_blocks(pairs)) > 0).sum(1)]
 
 
-def prompt_table(gram: Gram) -> pd.DataFrame:
-    """Return a row per prompt p on its part G_p of the summed gradient G, by descending share.
-
-    Columns: group; gradient_norm, ‖G_p‖; gradient_share, ⟨G_p, G⟩/‖G‖², which sums to 1 and may be negative;
-    share_error, its standard error from sketches (0 for whole vectors); cosine_with_rest, of G_p and G − G_p. NaN
-    without a gradient.
-    """
-
-    def shares(pairs: Pairs, _: object) -> np.ndarray:
-        products = pairs.sum((1, 3))
-        return products.sum(1) / products.sum()
-
-    products, pairs = gram.products.sum((1, 3)), gram.products
-    along, own, whole = products.sum(1), np.diag(products), products.sum()
-    with np.errstate(invalid="ignore", divide="ignore"):
-        rest = np.maximum(whole - 2 * along + own, 0.0)
-        columns = {
-            "group": gram.groups,
-            "gradient_norm": np.sqrt(np.maximum(own, 0.0)),
-            "gradient_share": shares(pairs, None),
-            "share_error": gram.error(shares),
-            "cosine_with_rest": np.clip((along - own) / np.sqrt(own * rest), -1.0, 1.0),
-        }
-    found = pd.DataFrame(columns).replace([np.inf, -np.inf], np.nan)
-    return found.sort_values("gradient_share", ascending=False, kind="stable", ignore_index=True)
-
-
 def signal_and_noise(
     grams: Float[np.ndarray, "k n n"], *, confidence: float = 0.95
 ) -> dict[str, Float[np.ndarray, "3 k"]]:

@@ -24,11 +24,9 @@ LABELS = {
     # Statistics.
     "token_share": "share of the tokens",
     "squared_share": "share of the gradient energy",
-    "gradient_norm": "norm of the summed gradient",
     "gradient_share": "share of the summed gradient",
     "norm_ratio": "norm over the whole's",
     "group": "prompt",
-    "cosine_with_rest": "cosine with the rest",
     # Steps.
     "predicted": "predicted Δ log π",
     "mover": "pushed most by",

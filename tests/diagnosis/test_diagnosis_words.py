@@ -343,14 +343,6 @@ def test_tokens_with_a_reward_conflict_are_what_is_read_next():
     assert not any("conflict" in words for words in plant(spikes=SPIKES).advice)
 
 
-def test_signal_that_was_not_judged_is_not_called_noise():
-    unknown = rows("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], metric="raw", half=np.nan)
-    said = decide(plant({"signal_fraction": unknown}))[1]
-    assert "not judged" in said and "noise" not in said
-    judged = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=0.25))
-    assert "noise" in decide(judged)[1]
-
-
 @pytest.mark.parametrize(("half", "value"), [(0.25, "none seen"), (0.8, "not known")])
 def test_a_bound_that_excludes_no_signal_is_not_printed(half, value):
     found = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=half))

@@ -100,15 +100,15 @@ def test_without_a_part_the_page_lacks_its_section_alone(measured, whole, name):
 
 
 def test_a_figure_of_the_page_is_drawn_by_its_name(whole):
-    drawn = whole.plot("update_shares")
+    drawn = whole.plot("update_groups")
     assert drawn.get_axes() if hasattr(drawn, "get_axes") else drawn.figure
-    with refused("no figure 'update_share'", "update_shares"):
-        whole.plot("update_share")
+    with refused("no figure 'update_group'", "update_groups"):
+        whole.plot("update_group")
 
 
 def test_no_part_imports_another_and_none_outside_names_what_one_counts(whole):
     statistics = {row for own in whole.rows.values() for row in own.rows["statistic"]}
-    columns = {*whole.table, *whole.frames["weightings"], *whole.frames["by_prompt"]}
+    columns = {*whole.table, *whole.frames["weightings"], *whole.frames["groups"]}
     columns |= OTHERS
     inside = ("parts/", "shares.py", "sums.py", "page/first_screen.py")
     for path in sorted(ROOM.rglob("*.py")):

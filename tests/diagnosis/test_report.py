@@ -100,11 +100,7 @@ def test_responses_that_are_linked_are_shown_however_few_fit():
     ("settings", "words"),
     [
         ({}, "All 3 responses, 11 tokens."),
-        ({"responses": [2, 0], "chosen": "by lot"}, "2 of 3 responses, by lot: 7 tokens."),
-        (
-            {"budget": 0},
-            "1 of 3 responses, in the order of the rollouts: 3 tokens; more would make this page too large.",
-        ),
+        ({"budget": 0}, "1 of 3 responses, 3 tokens; more would make this page too large."),
     ],
 )
 def test_the_page_says_how_many_responses_it_shows_of_how_many(settings, words):
@@ -150,7 +146,6 @@ def test_a_scale_spans_its_values_a_linear_one_0_too_and_a_logarithmic_one_four_
         lambda table: Viewer(table[["response", "position", "token"]]),
         lambda table: Viewer(table, prompts=["a", "b"]),
         lambda table: Viewer(table, rewards=[1.0]),
-        lambda table: Viewer(table, responses=[7]),
     ],
 )
 def test_a_viewer_that_cannot_be_shown_is_refused(viewer):
@@ -204,9 +199,9 @@ def full_page() -> Page:
     return Page(
         title=HOSTILE,
         subtitle=HOSTILE,
-        findings=tuple(Finding(HOSTILE, HOSTILE, tone, HOSTILE) for tone in ("plain", "good", "warn", "bad")),
+        findings=tuple(Finding(HOSTILE, HOSTILE, tone) for tone in ("plain", "good", "warn", "bad")),
         sections=(Section("one", HOSTILE, blocks),),
-        viewer=Viewer(token_table().assign(token=HOSTILE), prompts=[HOSTILE] * 3, chosen=HOSTILE, budget=0),
+        viewer=Viewer(token_table().assign(token=HOSTILE), prompts=[HOSTILE] * 3, budget=0),
         facts={HOSTILE: HOSTILE},
         notes=(HOSTILE,),
     )

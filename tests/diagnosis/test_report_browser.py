@@ -82,7 +82,7 @@ def page(tmp_path_factory):
         {"interval": ["[0, ¼)", HOSTILE[1]], **{f"column {number}": [0.5, 1.5] for number in range(12)}}
     )
     blocks = (Definition("a term", HOSTILE[0]), Figure(figure, HOSTILE[1], "numbers.csv"), Table(frame, HOSTILE[2]))
-    findings = tuple(Finding(f"A {tone} finding.", HOSTILE[1], tone, HOSTILE[2]) for tone in ("good", "warn", "bad"))
+    findings = tuple(Finding(f"A {tone} finding.", HOSTILE[1], tone) for tone in ("good", "warn", "bad"))
     rewards = {"rewards": [1.0, -1.0, 3.0, 0.0], "reward_parts": {"form": [0.2, np.nan, 0.5, 0.0]}}
     viewer = Viewer(TABLE, prompts=["prompt <b>one</b>", "two", "three", "four"], **rewards)
     whole = Page(
@@ -138,9 +138,10 @@ def tokens(driver):
 
 
 def told(driver) -> dict[str, float | str]:
-    """The numbers of the tooltip, by column; words where there is no number. Empty if it is hidden."""
+    """The numbers of a token, by column; words where there is no number. Empty if they are hidden."""
     cells = driver.execute_script(
-        "return tooltip.hidden ? [] : [...tooltip.querySelectorAll('td')].map((c) => [c.dataset.column, c.textContent])"
+        "const numbers = document.getElementById('token-numbers');"
+        "return numbers.hidden ? [] : [...numbers.querySelectorAll('td')].map((c) => [c.dataset.column, c.textContent])"
     )
     return {column: number_in(text) for column, text in cells}
 
@@ -162,7 +163,7 @@ def expected(response, place) -> dict[str, float]:
 
 
 def current(driver) -> int:
-    return int(driver.find_element(By.CSS_SELECTOR, "#responses article").get_attribute("data-response"))
+    return int(driver.find_element(By.CSS_SELECTOR, "#responses article[aria-current]").get_attribute("data-response"))
 
 
 def luminance(rgb):
@@ -210,6 +211,8 @@ def test_pointing_at_a_token_tells_its_exact_numbers(opened):
         # Seven digits are shown of a float32.
         assert told(opened) == pytest.approx(expected(0, place), rel=1e-6)
     ActionChains(opened).move_to_element(opened.find_element(By.CSS_SELECTOR, "#tokens h2")).perform()
+    assert told(opened) == pytest.approx(expected(0, 12), rel=1e-6)  # until they are put away
+    opened.find_element(By.CSS_SELECTOR, "#token-numbers button").click()
     assert told(opened) == {}
 
 
@@ -226,7 +229,7 @@ def test_the_arrow_keys_move_from_token_to_token_and_tell_the_same_numbers(opene
         opened.switch_to.active_element.send_keys(key)
         focused = opened.switch_to.active_element
         assert focused.get_attribute("data-index") == str(place)
-        assert focused.get_attribute("aria-describedby") == "tooltip"
+        assert focused.get_attribute("aria-describedby") == "token-numbers"
         assert told(opened) == pytest.approx(expected(3, place), rel=1e-6)
         assert len(opened.find_elements(By.CSS_SELECTOR, "#responses [tabindex='0'][role=option]")) == 1
     opened.switch_to.active_element.send_keys(Keys.ESCAPE)
@@ -305,16 +308,15 @@ def test_each_part_of_a_reward_is_shown_with_its_response_where_it_is_known(open
 def test_responses_are_sorted_by_what_is_asked_for(opened):
     by = TABLE.groupby("response")
     wanted = {
-        "reward": [2, 0, 3, 1],
-        "advantage": by["advantage"].mean().sort_values(ascending=False).index.tolist(),
-        "mean gradient norm": by["param_grad_norm"].mean().sort_values(ascending=False).index.tolist(),
-        "largest share of the energy": by["squared_share"].max().sort_values(ascending=False).index.tolist(),
-        "mean entropy": by["entropy"].mean().sort_values(ascending=False).index.tolist(),
-        "length": by.size().sort_values(ascending=False).index.tolist(),
-        "as in the rollouts": [0, 1, 2, 3],
+        ("reward", "entropy"): [2, 0, 3, 1],
+        ("what shades", "entropy"): by["entropy"].mean().sort_values(ascending=False).index.tolist(),
+        ("length", "entropy"): by.size().sort_values(ascending=False).index.tolist(),
+        ("what shades", "share of the gradient energy"): by["squared_share"].sum().sort_values()[::-1].index.tolist(),
+        ("place in the rollouts", "entropy"): [0, 1, 2, 3],
     }
-    assert {option.text for option in Select(opened.find_element(By.ID, "order")).options} == set(wanted)
-    for label, order in wanted.items():
+    assert {o.text for o in Select(opened.find_element(By.ID, "order")).options} == {label for label, _ in wanted}
+    for (label, quantity), order in wanted.items():
+        select(opened, "quantity", quantity)
         select(opened, "order", label)
         assert listed(opened) == order and current(opened) == order[0]
     opened.find_element(By.ID, "reversed").click()
@@ -366,13 +368,9 @@ def test_a_narrow_screen_scrolls_in_one_direction_only(opened):
     emulate(opened, width=400)
     assert opened.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     opened.execute_script("document.querySelectorAll('#list button')[2].click()")
-    for place in (np.argmax, np.argmin):  # the tokens furthest right and left
-        opened.execute_script("arguments[0].focus()", tokens(opened)[place([t.rect["x"] for t in tokens(opened)])])
-        token, box = opened.execute_script(
-            "return [document.activeElement, tooltip].map((element) => element.getBoundingClientRect().toJSON())"
-        )
-        assert box["left"] >= 0 and box["right"] <= 400
-        assert box["top"] - token["bottom"] == pytest.approx(8) or token["top"] - box["bottom"] == pytest.approx(8)
+    opened.execute_script("arguments[0].focus()", tokens(opened)[-1])
+    box = opened.execute_script("return document.getElementById('token-numbers').getBoundingClientRect().toJSON()")
+    assert box["left"] >= 0 and box["right"] <= 400 and 500 < box["bottom"] <= 900  # at the bottom of the screen
 
 
 def test_headings_landmarks_and_names_are_there(opened):
@@ -417,7 +415,7 @@ def test_the_first_screen_holds_the_decision_four_numbers_and_the_way_to_the_tok
     for part in (".warnings", ".decision", ".tiles", ".next"):
         assert 0 < chromium.execute_script(bottom, part) < 900
     assert chromium.find_element(By.CSS_SELECTOR, ".warnings").text.startswith("A temperature was assumed")
-    assert 1 <= len(chromium.find_elements(By.CSS_SELECTOR, ".decision p")) <= 3
+    assert 1 <= len(chromium.find_elements(By.CSS_SELECTOR, ".decision p:not(.next)")) <= 3
     assert len(chromium.find_elements(By.CSS_SELECTOR, ".tile")) == 4
     caveats = chromium.find_element(By.CSS_SELECTOR, "#verdict details.notes")
     count = len(diagnosed[1].notes) - len(diagnosed[1].warnings)
@@ -445,15 +443,82 @@ def test_rows_about_tokens_lead_to_them_in_the_viewer(chromium, diagnosed):
         WebDriverWait(chromium, 5).until(lambda driver, row=row: current(driver) == row["response"])
         told_of = WebDriverWait(chromium, 5).until(lambda driver: told(driver))
         assert told_of["weighted_norm"] == pytest.approx(row["weighted_norm"], rel=1e-5)
+    for link in chromium.find_elements(By.CSS_SELECTOR, "a[href^='#token-']"):  # of every table
+        _, response, position = link.get_attribute("href").rpartition("#")[2].split("-")
+        chromium.execute_script("arguments[0].click()", link)
+        WebDriverWait(chromium, 5).until(lambda driver, wanted=int(response): current(driver) == wanted)
+        (here,) = chromium.find_elements(By.CSS_SELECTOR, "#responses .here")
+        assert f"position {position} of response {response}" in chromium.find_element(By.ID, "token-numbers").text
+        assert here.is_displayed() and chromium.switch_to.active_element == here
 
 
 def test_numbers_stand_beside_the_text_on_a_wide_screen(chromium, diagnosed):
     open_diagnosed(chromium, diagnosed, width=1300)
     chromium.execute_script("document.querySelector('#responses .token').focus()")
-    words, box = chromium.execute_script(
-        "return [document.querySelector('.words'), tooltip].map((e) => e.getBoundingClientRect().toJSON())"
+    boxes = "return [...arguments].map((one) => document.querySelector(one).getBoundingClientRect().toJSON())"
+    words, box = chromium.execute_script(boxes, "#responses .words", "#token-numbers")
+    assert box["left"] >= 0 and box["right"] <= words["left"] and box["bottom"] <= 900
+
+
+def shown(driver) -> list[int]:
+    articles = "return [...document.querySelectorAll('#responses article')].map((one) => Number(one.dataset.response))"
+    return driver.execute_script(articles)
+
+
+@pytest.mark.parametrize(("width", "columns"), [(1300, 2), (390, 1)])
+def test_the_responses_to_a_prompt_stand_side_by_side_and_one_prompt_can_be_chosen(chromium, diagnosed, width, columns):
+    open_diagnosed(chromium, diagnosed, width=width)
+    groups = diagnosed[1].table.groupby("response")["group"].first()
+    siblings = groups.index[groups == groups[current(chromium)]].tolist()
+    assert shown(chromium) == siblings and len(siblings) == 2
+    lefts = "return [...document.querySelectorAll('#responses article')].map((one) => one.getBoundingClientRect().left)"
+    assert len({*chromium.execute_script(lefts)}) == columns
+    assert len(chromium.find_elements(By.CSS_SELECTOR, "#responses .prompt")) == 1
+    other = next(group for group in groups.unique() if group != groups[siblings[0]])
+    Select(chromium.find_element(By.ID, "prompt")).select_by_value(str(other))
+    assert listed(chromium) == shown(chromium) == groups.index[groups == other].tolist()
+    chromium.execute_script("document.getElementById('beside').click()")
+    assert shown(chromium) == [current(chromium)]
+    chromium.execute_script(f"location.hash = '#token-{siblings[1]}-0'")  # a link leads out of the filter
+    WebDriverWait(chromium, 5).until(lambda driver: current(driver) == siblings[1])
+    assert len(listed(chromium)) == len(groups)
+
+
+def test_the_window_is_used_at_its_full_width(chromium, diagnosed):
+    open_diagnosed(chromium, diagnosed, width=1900)
+    box, width = chromium.execute_script(
+        "return [document.querySelector('.reading').getBoundingClientRect(), document.documentElement.clientWidth]"
     )
-    assert box["left"] >= words["right"] and box["right"] <= 1300
+    assert box["left"] <= 32 and box["right"] >= width - 32
+
+
+def test_text_is_searched_across_tokens_and_responses(opened):
+    assert len(tokens(opened)) == LENGTHS[0]
+    field = opened.find_element(By.ID, "find")
+    whole = TABLE.groupby("response", sort=False)["token"].agg("".join).str.lower()
+    for text in ("D1", "rd20 word21 ", "x" * 40, "nowhere"):
+        field.clear()
+        field.send_keys(text)
+        wanted = [(response, at.start()) for response, own in whole.items() for at in re.finditer(text.lower(), own)]
+        found = opened.find_element(By.ID, "found").text
+        if not wanted:
+            assert found == "no match"
+            continue
+        place, count = map(int, found.split(" of "))
+        assert count == len(wanted)
+        for _ in range(min(3, count)):
+            response, at = wanted[(place - 1) % count]
+            assert current(opened) == response
+            here = opened.execute_script("return [...document.querySelectorAll('.here')].map((s) => s.dataset.index)")
+            own = TABLE[TABLE["response"] == response]["token"].reset_index(drop=True)
+            ends = own.str.len().cumsum()
+            covered = own.index[(ends > at) & (ends - own.str.len() < at + len(text))]
+            assert [*map(int, here)] == covered.tolist()
+            field.send_keys(Keys.ENTER)
+            place += 1
+    field.clear()
+    field.send_keys(Keys.ESCAPE)
+    assert not opened.find_elements(By.CSS_SELECTOR, "#responses .found")
 
 
 @pytest.mark.parametrize(("width", "media"), [(1300, ""), (390, ""), (718, "print")])

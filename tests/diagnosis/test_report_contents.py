@@ -20,11 +20,10 @@ from gradscope.diagnosis import (
     write_report,
 )
 from gradscope.diagnosis.notes import CAVEATS
-from gradscope.diagnosis.page.page import Paragraph, Table
+from gradscope.diagnosis.page.page import Table
 from gradscope.diagnosis.page.trend import SAID
 from gradscope.diagnosis.page.viewer import viewer_data
-from gradscope.diagnosis.parts.prompts import EXTREMES
-from gradscope.diagnosis.rows import COLUMNS, Rows
+from gradscope.diagnosis.rows import COLUMNS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -65,27 +64,6 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
     said = [finding.statement for finding in alone.page.findings]
     assert len(said) == 4 and all("at step 5." in statement for statement in said)  # of those with an interval
     assert not any(word in statement for word in SAID.values() for statement in said)
-
-
-def test_prompt_by_prompt_leaves_out_those_without_a_gradient_and_names_those_that_oppose_the_rest():
-    policy = make_policy("qwen2", tokenizer=True)
-    batch = make_batch(policy)
-    settings = DiagnosisSettings(influence_tokens=None, actual_step=False, resamples=50)
-    found = diagnose(policy, batch, settings=settings)
-    # Of twelve prompts four have no gradient; the three that oppose the rest have not the smallest shares.
-    norms = [3.0, 2.0, 2.0, 1.0, 1.0, 0.5, 0.4, 0.3, 0.0, 0.0, 0.0, 0.0]
-    shares = [0.4, 0.2, 0.15, 0.1, 0.08, 0.04, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0]
-    cosines = [0.5, 0.3, 0.2, -0.3, -0.1, 0.1, -0.2, 0.05, *[np.nan] * 4]
-    prompts = pd.DataFrame({"group": range(12), "gradient_norm": norms, "gradient_share": shares, "share_error": 0.0})
-    prompts = prompts.assign(cosine_with_rest=cosines, responses=2, tokens=9, response=0, position=0)
-    page = make_report(
-        replace(found, rows={**found.rows, "prompts": Rows(frames={"by_prompt": prompts})}), policy, batch
-    ).page
-    (section,) = [section for section in page.sections if section.id == "prompts"]
-    words, table = section.blocks
-    assert isinstance(words, Paragraph) and isinstance(table, Table)
-    assert "(3, 6, 4)" in words.text and "4 more have none" in words.text
-    assert table.frame.iloc[:, 0].tolist() == [0, 1, 2, 4, 6, 3] and len(table.frame) == 2 * EXTREMES
 
 
 def test_a_checkpoints_page_holds_its_statistics_and_its_notes(tmp_path):

@@ -77,16 +77,17 @@ def make_report(
     reader = viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=moved).page.viewer
     linked = [token[0] for s in sections for block in s.blocks if isinstance(block, Table) for token in block.tokens]
     reader = replace(reader, needed=[*linked, *([] if reader.first is None else [reader.first])])
+    decision = decide(d, brief=True)
     page = Page(
         title=title,
         subtitle=describe_rollouts(d, batch),
-        findings=tuple(filter(None, map(_as_evidence, d.findings))),
+        findings=tuple(filter(None, (_as_evidence(finding, decision) for finding in d.findings))),
         sections=sections,
         viewer=reader,
         facts=dict(facts or {}),
         notes=tuple(as_sentence(note) for note in by_weight((*notes, *d.notes)) if note not in d.warnings),
         warnings=tuple(map(as_sentence, d.warnings)),
-        decision=decide(d, brief=True),
+        decision=decision,
         tiles=make_tiles(d),
         lead=make_lead(d, sheets),
         next=d.advice,
@@ -120,9 +121,9 @@ def _list_numbers(d: Diagnosis, sheets: Sheets) -> Table:
     return Table(pd.DataFrame(shown), caption, folded=True, csv=f"{DATA}/statistics.csv")
 
 
-def _as_evidence(finding: Told) -> Finding | None:
-    """Return a finding for the page; for the one stated on the first screen, only its basis."""
-    if finding.kind == HEADLINE:
+def _as_evidence(finding: Told, decision: Sequence[str]) -> Finding | None:
+    """Return a finding for the page; for one that the first screen states, only its basis."""
+    if finding.kind == HEADLINE or any(finding.statement in words for words in decision):
         return Finding(finding.detail) if finding.detail else None
     return Finding(finding.brief or finding.statement, finding.detail, finding.tone)
 

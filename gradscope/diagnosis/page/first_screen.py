@@ -9,7 +9,7 @@ from math import isnan
 
 import pandas as pd
 
-from gradscope.diagnosis.findings import Findings, Verdict, judge, lack_words
+from gradscope.diagnosis.findings import Findings, Verdict, judge
 from gradscope.diagnosis.format import VACUOUS, as_sentence, percent, says_nothing, share_words, step_words
 from gradscope.diagnosis.page.page import Figure, Tile
 from gradscope.diagnosis.page.sheets import OVER_PROMPTS, Sheets, series_of
@@ -21,7 +21,9 @@ from gradscope.runs import counted
 
 HEADLINE = "dominance_raw"
 """Kind of the finding that is stated first."""
-NEXT = (HEADLINE, "spikes", "added", "signal")
+HOLDERS, WANTED = "holders", "wanted"
+"""Kinds of the findings that say which tokens the summed gradient is made of, and whether other prompts want it."""
+NEXT = (HEADLINE, "spikes", WANTED, "added")
 """Kinds of the findings that ask for something, most urgent first; others come last."""
 DRAWN = (("token_share", "none", "of the tokens", 0), ("squared_share", "raw", "of the gradient energy", 2))
 """Series of the figure: statistic, metric, words and look; then those of the summed gradient."""
@@ -43,23 +45,24 @@ def advise(findings: Findings) -> tuple[str, ...]:
 def decide(d: Diagnosis, *, brief: bool = False) -> tuple[str, ...]:
     """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
 
-    Too few prompts or tokens for a verdict are the only sentence. brief: omit the numbers that `make_tiles` shows
-    beside them.
+    Too few prompts or tokens for a verdict are the only sentence. brief: omit the numbers that `make_tiles` shows.
     """
     first = next((finding for finding in d.findings if finding.kind == HEADLINE), None)
     statement = "" if first is None else (brief and first.brief) or first.statement
     if d.scope.supply.too_few and first is not None and first.verdict is Verdict.UNDECIDED:
         return (statement,)
     todo = f"Next: {_lower(d.advice[0])}" if d.advice else ""
-    return tuple(filter(None, (statement, _summed(d, brief=brief), todo)))
+    holders = (finding.statement for finding in d.findings if finding.kind == HOLDERS)
+    summed = " ".join(filter(None, (*holders, _summed(d))))
+    return tuple(filter(None, (statement, summed, todo)))
 
 
 def _lower(words: str) -> str:
     return words[:1].lower() + words[1:]
 
 
-def _summed(d: Diagnosis, *, brief: bool) -> str:
-    share, signal = d.pick("gradient_share", "raw", d.scope.low), d.pick("signal_fraction", "raw", "all")
+def _summed(d: Diagnosis) -> str:
+    share = d.pick("gradient_share", "raw", d.scope.low)
     if share is None or isnan(share["value"]):
         return ""
     low, summed = name_interval(d.scope.low), d.scope.summed_prompts
@@ -70,17 +73,8 @@ def _summed(d: Diagnosis, *, brief: bool) -> str:
         return f"{TOO_FEW} whose the summed gradient is: {why}."
     if says_nothing(share):
         words = f"How much of {of} tokens with {low} account for cannot be told"
-    if wanted := next((finding for finding in d.findings if finding.kind == "wanted"), None):
-        return f"{words}. {wanted.statement}"
-    if signal is None or isnan(signal["lower"]):
-        why = "" if signal is None else lack_words(signal)
-        return f"{words}; its signal was not judged ({why})." if why else f"{words}."
-    if judge(signal) is Verdict.MORE and brief:
-        return f"{words}. The whole summed gradient has signal, which other prompts would share."
-    if judge(signal) is Verdict.MORE:
-        return f"{words}. {share_words(signal)} of the whole summed gradient is signal that other prompts would share."
-    few = f"{summed[:1].upper()}{summed[1:]} are too few to separate it from noise"
-    return f"{words}. {few}."
+    wanted = [finding.statement for finding in d.findings if finding.kind == WANTED]
+    return " ".join((f"{words}.", *wanted))
 
 
 def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:

@@ -21,8 +21,6 @@ class Finding:
     detail: str = ""
     """Its basis: numbers, intervals, token counts."""
     tone: Literal["plain", "good", "warn", "bad"] = "plain"
-    definition: str = ""
-    """Definition of its terms, folded."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,6 @@ DECADES = 4
 """Decades of a logarithmic scale; smaller values are shown as its lower end."""
 EXTREME = 0.002
 """Share of tokens that may exceed a scale, so that outliers do not wash out the rest."""
-
-
 RANKS, MARKED = 100, 0.05
 """Steps of a ranked scale, and the share of the tokens, the largest, that it marks."""
 
@@ -29,7 +27,7 @@ RANKS, MARKED = 100, 0.05
 @dataclass(frozen=True)
 class Viewer:
     table: pd.DataFrame
-    """A token table, with any further columns that `quantities` names."""
+    """A token table, with any further columns that `quantities` names; responses of one `group` are siblings."""
     prompts: Sequence[str] | None = None
     """The prompt of each row of the rollouts (the table's `response` counts them), as `prompt_texts` gives them."""
     rewards: Sequence[int | float] | None = None
@@ -38,17 +36,13 @@ class Viewer:
     """Further numbers of each row, such as each reward function's."""
     quantities: tuple[Quantity, ...] = QUANTITIES
     """Quantities whose column is absent or all NaN are left out."""
-    responses: Sequence[int] | None = None
-    """Responses to show, in order; None: as in the table."""
-    chosen: str = "in the order of the rollouts"
-    """How `responses` were chosen; shown on the page."""
     shade: str = "prob"
     """Column to shade by initially, if the table has it."""
     first: int | None = None
     """Response to open initially; None: the first one."""
     needed: Sequence[int] = ()
     """Responses to show even beyond the budget, such as those that the page links to."""
-    budget: int = 2_000_000
+    budget: int = 12_000_000
     """Bytes of data in the page; as many responses as fit are shown, at least one."""
 
     @property
@@ -68,30 +62,18 @@ class ViewerData:
     quantities: tuple[Quantity, ...]
     shown: int
     """Number of responses in `json`: those needed, and the first of the others."""
-    wanted: int
-    """Number of requested responses."""
     responses: int
     """Number of responses in the table."""
     tokens: int
     """Number of tokens in `json`."""
 
-    def sentence(self, chosen: str) -> str:
-        """State how many of the responses are shown, and why not more."""
-        tokens = counted(self.tokens, "token")
+    @property
+    def sentence(self) -> str:
+        """How many of the responses are shown, and why not more."""
+        tokens, responses = counted(self.tokens, "token"), counted(self.responses, "response")
         if self.shown == self.responses:
-            return f"All {counted(self.shown, 'response')}, {tokens}."
-        more = "; more would make this page too large" if self.shown < self.wanted else ""
-        return f"{self.shown:,} of {counted(self.responses, 'response')}, {chosen}: {tokens}{more}."
-
-
-@dataclass
-class _Texts:
-    """Distinct texts, numbered."""
-
-    numbers: dict[str, int] = field(default_factory=dict)
-
-    def number(self, text: str) -> int:
-        return self.numbers.setdefault(text, len(self.numbers))
+            return f"All {responses}, {tokens}."
+        return f"{self.shown:,} of {responses}, {tokens}; more would make this page too large."
 
 
 def viewer_data(viewer: Viewer) -> ViewerData:
@@ -99,38 +81,36 @@ def viewer_data(viewer: Viewer) -> ViewerData:
 
     Numbers are float32, as in a token table. Scales span the whole table, so that a shade means the same in every
     response. Raises InputError if the table lacks `response`, `position` or `token`, has no row, or has none of the
-    quantities, and for prompts, rewards or responses that do not fit it.
+    quantities, and for prompts or rewards that do not fit it.
     """
     table = _checked(viewer)
     quantities = tuple(q for q in viewer.quantities if q.column in table and np.isfinite(table[q.column]).any())
     if not quantities:
         raise InputError("the token table has no column to shade tokens by; measure it, or name other quantities")
     parts = {int(response): part for response, part in table.groupby("response", sort=False)}
-    wanted = list(parts) if viewer.responses is None else [int(response) for response in viewer.responses]
-    if absent := [response for response in wanted if response not in parts]:
-        raise InputError(f"responses names {absent[0]}, which has no row in the token table; leave it out")
-    tokens, prompts, shown = _Texts(), _Texts(), {}
-    needed, budget = [response for response in dict.fromkeys(viewer.needed) if response in wanted], viewer.budget
-    for response in dict.fromkeys((*needed, *wanted)):
-        known = len(tokens.numbers), len(prompts.numbers)
+    tokens: dict[str, int] = {}  # distinct texts, numbered
+    prompts: dict[str, int] = {}
+    shown: dict[int, str] = {}
+    needed, budget = [response for response in dict.fromkeys(viewer.needed) if response in parts], viewer.budget
+    for response in dict.fromkeys((*needed, *parts)):
+        known = len(tokens), len(prompts)
         encoded = json.dumps(_encode_response(viewer, parts[response], response, quantities, tokens, prompts))
-        new = [*tokens.numbers][known[0] :] + [*prompts.numbers][known[1] :]
+        new = [*tokens][known[0] :] + [*prompts][known[1] :]
         budget -= len(encoded) + len(json.dumps(new))
         if shown and budget < 0 and response not in needed:
             break
         shown[response] = encoded
     head = {
         "quantities": [_describe(quantity, table[quantity.column]) for quantity in quantities],
-        "orders": _orders(viewer, quantities),
         "shade": next((place for place, q in enumerate(quantities) if q.column == viewer.shade), 0),
         "first": viewer.first,
-        "tokens": [*tokens.numbers],
-        "prompts": [*prompts.numbers],
+        "tokens": [*tokens],
+        "prompts": [*prompts],
     }
-    listed = ", ".join(shown[response] for response in wanted if response in shown)
+    listed = ", ".join(shown[response] for response in parts if response in shown)
     text = f'{json.dumps(head)[:-1]}, "responses": [{listed}]}}'
     count = sum(len(parts[response]) for response in shown)
-    return ViewerData(_for_script(text), quantities, len(shown), len(wanted), len(parts), count)
+    return ViewerData(_for_script(text), quantities, len(shown), len(parts), count)
 
 
 def prompt_texts(batch: TokenBatch, tokenizer: Any) -> list[str]:
@@ -159,19 +139,24 @@ def _checked(viewer: Viewer) -> pd.DataFrame:
 
 
 def _encode_response(
-    viewer: Viewer, part: pd.DataFrame, response: int, quantities: Sequence[Quantity], tokens: _Texts, prompts: _Texts
+    viewer: Viewer, part: pd.DataFrame, response: int, quantities: Sequence[Quantity], *texts: dict[str, int]
 ) -> dict[str, Any]:
-    """Encode one response: its tokens' numbers, where positions jump, and each quantity as base64 of float32."""
-    positions = part["position"].to_numpy(dtype=np.int64)
+    """Encode one response: its tokens' numbers, where positions jump, and each quantity as base64 of float32.
+
+    texts: the numbers of distinct tokens and prompts, to which new ones are added.
+    """
+    (tokens, prompts), positions = texts, part["position"].to_numpy(dtype=np.int64)
     jumps = np.flatnonzero(np.diff(positions, prepend=-1) != 1)
     encoded: dict[str, Any] = {
         "response": response,
-        "tokens": [tokens.number(str(token)) for token in part["token"]],
+        "tokens": [tokens.setdefault(str(token), len(tokens)) for token in part["token"]],
         "jumps": [[int(at), int(positions[at])] for at in jumps],
         "values": [base64.b64encode(part[q.column].to_numpy("<f4").tobytes()).decode("ascii") for q in quantities],
     }
+    if "group" in part:
+        encoded["group"] = int(part["group"].iat[0])
     if viewer.prompts is not None:
-        encoded["prompt"] = prompts.number(str(viewer.prompts[response]))
+        encoded["prompt"] = prompts.setdefault(str(viewer.prompts[response]), len(prompts))
     if viewer.rewards is not None and np.isfinite(viewer.rewards[response]):
         encoded["reward"] = float(viewer.rewards[response])
     parts = {name: float(values[response]) for name, values in viewer.reward_parts.items()}
@@ -205,22 +190,6 @@ def _limits(quantity: Quantity, values: np.ndarray) -> tuple[float, float]:
     low, high = map(float, np.quantile(values, [EXTREME, 1 - EXTREME]))
     low, high = min(low, 0.0), max(high, 0.0)
     return low, high if low < high else 1.0
-
-
-def _orders(viewer: Viewer, quantities: Sequence[Quantity]) -> list[dict[str, Any]]:
-    """Return ways to sort the responses: `by` is "place", "reward", "length", or how to sum up a quantity."""
-    names = [quantity.column for quantity in quantities]
-    orders: list[dict[str, Any]] = [{"label": "as in the rollouts", "by": "place"}]
-    if viewer.rewards is not None:
-        orders.append({"label": "reward", "by": "reward"})
-    size = next((name for name in ("param_grad_norm", "logit_grad_norm") if name in names), None)
-    summed = [("advantage", "mean", "advantage"), (size, "mean", "mean gradient norm"),
-              ("squared_share", "max", "largest share of the energy"), ("entropy", "mean", "mean entropy")]  # fmt: skip
-    for name, by, label in summed:
-        if name in names:
-            number = names.index(name)
-            orders.append({"label": label, "by": by, "quantity": number, "unit": quantities[number].unit})
-    return [*orders, {"label": "length", "by": "length"}]
 
 
 def _for_script(text: str) -> str:

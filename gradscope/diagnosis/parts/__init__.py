@@ -13,12 +13,12 @@
 Only TITLE, ASKS and rows are required. A part never asks J or the clock, and imports no other part.
 
 `m` has policy, batch (its row r is the table's response r; `batch.steps` are steps as the log numbers them), whole (the
-batch with the prompts that minutes left out), table, labels (of the intervals), settings, step (the optimizer's
-settings), supply (prompts), weighted (whether there is an update; without one return `Rows()` if you need weights),
-made (the products by name), note(kind, text), and draws(name), a statistic's own random numbers. `found` has
-pick(statistic, metric, interval), frames, table, labels and scope; any may lack what another part makes. Say nothing of
-weighted numbers where `found.scope.supply.too_few`, nor of any whose bounds are NaN. Since norms may be of a sample of
-tokens, sum them by `shares.group_shares` (any groups; a negative code is no group), `terms.scaled_squares` or
+batch with the prompts that minutes left out), table, rewards (of responses), labels (of the intervals), settings, step
+(the optimizer's settings), supply (prompts), weighted (whether there is an update; without one return `Rows()` if you
+need weights), made (the products by name), note(kind, text), and draws(name), a statistic's own random numbers. `found`
+has pick(statistic, metric, interval), frames, table, labels and scope; any may lack what another part makes. Say
+nothing of weighted numbers where `found.scope.supply.too_few`, nor of any whose bounds are NaN. Since norms may be of a
+sample of tokens, sum them by `shares.group_shares` (any groups; a negative code is no group), `terms.scaled_squares` or
 `shares.token_shares` (intervals).
 
 `Rows(rows, frames, unweighted, kept)`: `rows` are headline numbers, by `rows.make_rows` from values with bounds [3, k]
@@ -48,7 +48,6 @@ from gradscope.diagnosis.parts import (
     mismatch,
     modules,
     off_policy,
-    prompts,
     signal,
     summed,
     temperatures,
@@ -64,7 +63,7 @@ from gradscope.runs import run_file
 PARTS: dict[str, ModuleType] = {
     part.__name__.rpartition(".")[2]: part
     for part in (
-        *(wanted, dominance, summed, signal, prompts, influence, directions, entropy, where, largest, kl, mismatch),
+        *(wanted, dominance, summed, signal, influence, directions, entropy, where, largest, kl, mismatch),
         *(off_policy, temperatures, weightings, theory, layers, modules, drivers),
     )
 }

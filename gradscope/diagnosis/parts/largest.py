@@ -8,7 +8,7 @@ import pandas as pd
 
 from gradscope.diagnosis.findings import Finding, Verdict
 from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.measured import Measured
+from gradscope.diagnosis.measured import REWARD_PART, Measured
 from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import Sheets, readable
 from gradscope.diagnosis.result import Diagnosis
@@ -21,18 +21,13 @@ TITLE = "The largest single tokens"
 ASKS = ("table",)
 NAMED = 5
 """Number of the largest tokens to name."""
-REWARD_PART = "reward."
-"""Prefix of the columns with a response's `reward_parts`."""
 
 
 def rows(m: Measured) -> Rows:
     """spikes: the tokens of `largest_tokens`, with their response's reward and its parts (REWARD_PART + name)."""
     if not m.weighted:
         return Rows()
-    spikes, batch = largest_tokens(m.table, m.settings.top), m.batch
-    known = {} if batch.rewards is None else {"reward": batch.rewards}
-    known |= {f"{REWARD_PART}{name}": part for name, part in (batch.reward_parts or {}).items()}
-    return Rows(frames={"spikes": spikes.assign(**{n: own.numpy()[spikes["response"]] for n, own in known.items()})})
+    return Rows(frames={"spikes": largest_tokens(m.table, m.settings.top).join(m.rewards, on="response")})
 
 
 def largest_tokens(table: pd.DataFrame, n: int) -> pd.DataFrame:

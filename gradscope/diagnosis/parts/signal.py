@@ -48,27 +48,16 @@ def say(found: Diagnosis) -> list[Finding]:
     summed, low = found.scope.summed_prompts, found.scope.low
     each = "; ".join(f"{_group(name)}: {share_words(row)}" for name, row in known if name != "all")
     detail = f"Signal fraction of ‖G_a‖², over {summed}: {each}. Negative estimates arise by chance."
-    clear, todo = [name for name, row in known if judge(row) is Verdict.MORE], _separate(found, dict(known).get("all"))
+    clear = [name for name, row in known if judge(row) is Verdict.MORE]
     about = tuple(("signal_fraction", "raw", name) for name, _ in known)
     if not clear:
         words = f"{summed[:1].upper()}{summed[1:]} are too few to separate any interval's summed gradient from noise."
-        return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn", next=todo, about=about)]
+        return [Finding("signal", Verdict.UNDECIDED, words, detail, "warn", about=about)]
     statement = f"The summed gradient has detectable signal in: {', '.join(map(_group, clear))}"
     missing = low not in clear and low in dict(known)
     statement += f". For {name_interval(low)} none is detectable." if missing else "."
     tone, verdict = ("warn", Verdict.UNDECIDED) if missing else ("plain", Verdict.MORE)
-    return [Finding("signal", verdict, statement, detail, tone, next=todo, about=about)]
-
-
-def _separate(found: Diagnosis, signal: object) -> str:
-    """Say what separates the summed gradient from noise, where it was judged not to be."""
-    if signal is None or judge(signal) is Verdict.MORE:
-        return ""
-    summed = found.scope.summed_prompts
-    more = "give more minutes"
-    if found.scope.summed in (None, found.scope.of_prompts):
-        more = "sample more prompts from this checkpoint"
-    return f"Before comparing weightings, {more}: {summed} do not separate the summed gradient from noise."
+    return [Finding("signal", verdict, statement, detail, tone, about=about)]
 
 
 def _group(label: str) -> str:

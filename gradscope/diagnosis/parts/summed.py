@@ -24,6 +24,7 @@ FOLLOWED = {
     ("gradient_share", "raw"): ("share of summed gradient", "The share of the summed gradient of tokens with {}"),
 }
 LABELS = {
+    "gradient_norm": "norm of the summed gradient",
     "gradient_index": "index of the summed gradients",
     "cosine_with_all": "cosine with the whole gradient",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import ceil, isnan
 
 import numpy as np
@@ -11,9 +11,9 @@ from scipy import stats
 
 from gradscope.diagnosis.findings import Finding, Verdict
 from gradscope.diagnosis.format import percent, share_words
-from gradscope.diagnosis.measured import Measured
-from gradscope.diagnosis.page.page import Block
-from gradscope.diagnosis.page.sheets import Sheets, define, series_of
+from gradscope.diagnosis.measured import REWARD_PART, Measured
+from gradscope.diagnosis.page.page import KEYS, Block
+from gradscope.diagnosis.page.sheets import Sheets, define, readable
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
 from gradscope.gradients import Contributions, GroupSignals
@@ -50,20 +50,17 @@ DRIVERS = {
     "position_class": "position",
     "entropy_class": "entropy",
     "sign": "sign of the weight",
-    "reward_class": "reward",
+    "reward": "reward",
 }
-"""Groupings, in order: column, and words."""
-DRAWN = (
-    ("token_share", "none", "of the tokens", 0),
-    ("squared_share", "raw", "of the gradient energy", 2),
-    ("own_share", "raw", "of the gradient, with own prompt", 3),
-    ("others_share", "raw", "of the gradient, with other prompts", 4),
-)
-"""Series of the figure: statistic, metric, words and look."""
+"""Groupings that are drawn, in order: column, and words; then the parts of the reward."""
+RANKED = {
+    "prompt": ("prompts", 8, ("reward", "num_tokens", "gradient_share", "own_share", "others_share")),
+    "response": ("responses", 8, ("prompt", "reward", "num_tokens", "gradient_share")),
+    "token": ("token strings", 12, ("num_tokens", "gradient_share", "own_share", "others_share")),
+}
+"""Groupings of which the largest are listed: their name, how many, and columns."""
 TOLD = 3.0
 """Standard errors from which on what other prompts want is told from 0, and divided among tokens."""
-MOST = 20
-"""Token strings in the table."""
 SURE = 5
 """Fewest tokens of a token string that is named in a sentence."""
 
@@ -73,7 +70,8 @@ def rows(m: Measured) -> Rows:
     where the whole signal is TOLD standard errors from 0; signal_errors, how many it is; largest_half, the smallest
     share of the tokens that holds half of the gradient; effective_prompts.
 
-    groups: the same shares by value of each driver, and by token string ("token").
+    groups: `group_table` of the groupings of `describe`; prompts and responses with their mean reward and its parts,
+    responses with their prompt.
     """
     found: Contributions | None = m.made.get("contributions")
     if found is None or not found.square_norm > 0:
@@ -82,10 +80,8 @@ def rows(m: Measured) -> Rows:
     if found.scaled is not None and found.scaled.square_norm > 0:
         parts += _rows_of(found.scaled, m, "adamw")
     special = frozenset(getattr(m.policy.tokenizer, "all_special_tokens", ()))
-    groups = group_table(found, describe(m.table, m.settings.classes, special))
-    if short_of(int(_effective_prompts(found))) is not None:
-        groups = groups.assign(others_lower=np.nan, others_upper=np.nan)
-    return Rows(join_rows(parts), {"groups": groups})
+    groups = group_table(found, describe(m.table, m.rewards, m.settings.classes, special), m.table)
+    return Rows(join_rows(parts), {"groups": _with_rewards(groups, m.table, m.rewards)})
 
 
 def _rows_of(found: Contributions, m: Measured, metric: str) -> list[pd.DataFrame]:
@@ -93,15 +89,14 @@ def _rows_of(found: Contributions, m: Measured, metric: str) -> list[pd.DataFram
     table, names, prompts = m.table, [*m.labels, "all"], _effective_prompts(found)
     short = short_of(int(prompts))
     signals = found.grouped(table["interval"].to_numpy(), len(m.labels))
-    own, others, error = _parts(found, signals)
+    own, others, error = group_parts(found, signals)
     counts = np.append(np.bincount(table["interval"], minlength=len(m.labels)), len(table))
     known = {"unit": "share", "metric": metric, "intervals": names, "short": [short] * len(names)}
     parts = [make_rows("own_share", _bare(own), counts, **known), make_rows("others_share", others, counts, **known)]
     if found.folds is not None and short is None and others[0, -1] >= TOLD * error:
         known |= {"intervals": m.labels, "short": ()}
         parts.append(make_rows("signal_share", signals.share_bounds(), counts[:-1], **known))
-    sizes = np.sort(found.gradient_share.numpy())[::-1]
-    half = (np.cumsum(sizes) < 0.5).sum() + 1
+    half = carriers(found.gradient_share.numpy())
     single = {
         "signal_errors": (others[0, -1] / error if error > 0 else np.nan, "ratio"),
         "largest_half": (half / len(table), "share"),
@@ -111,38 +106,66 @@ def _rows_of(found: Contributions, m: Measured, metric: str) -> list[pd.DataFram
     return [*parts, *(row.assign(metric=metric) for row in singles)]
 
 
-def describe(table: pd.DataFrame, classes: int, special: frozenset[str]) -> pd.DataFrame:
-    """Return the groupings of the tokens, a column each."""
-    driven = add_drivers(table, classes=classes, special=special)
-    signs = pd.Series(np.sign(table["weight"].to_numpy()), table.index).map({-1: "negative", 0: "zero", 1: "positive"})
-    columns = {name: driven[name] for name in DRIVERS if name in driven} | {"sign": signs, "token": table["token"]}
-    return pd.DataFrame(columns)
+def carriers(shares: np.ndarray) -> int:
+    """Return the least number of shares, which sum to 1, that sum to at least a half.
 
-
-def group_table(found: Contributions, groups: pd.DataFrame) -> pd.DataFrame:
-    """Return a row per value of each grouping: driver, value, num_tokens, gradient_share, own_share, others_share with
-    others_lower and others_upper (NaN without folds); token strings by size, the largest share first.
+    >>> carriers(np.array([0.4, 0.3, 0.3, 0.2, -0.2]))
+    2
     """
-    parts = []
+    return int((np.cumsum(np.sort(shares)[::-1]) < 0.5).sum()) + 1
+
+
+def describe(table: pd.DataFrame, rewards: pd.DataFrame, classes: int, special: frozenset[str]) -> pd.DataFrame:
+    """Return the groupings of the tokens, a column each. rewards: as in `Measured`."""
+    driven = add_drivers(table, classes=classes, special=special)
+    columns = {name: driven[name] for name in DRIVERS if name in driven}
+    columns["sign"] = np.sign(table["weight"]).map({-1: "negative", 0: "zero", 1: "positive"})
+    for name, values in rewards.items():
+        # As many responses in each class, where a class for each value would be too many.
+        values = values if values.nunique() <= classes else pd.qcut(values, classes, duplicates="drop")
+        named = values.cat.rename_categories(str) if values.dtype == "category" else values
+        columns[name] = table["response"].map(named)
+    return pd.DataFrame(columns | {"prompt": table["group"], "response": table["response"], "token": table["token"]})
+
+
+def group_table(found: Contributions, groups: pd.DataFrame, table: pd.DataFrame) -> pd.DataFrame:
+    """Return a row per value of each grouping: driver, value, num_tokens, gradient_share, own_share, others_share with
+    others_lower and others_upper (NaN without folds, or with fewer than six prompts); and response and position of the
+    token with the largest share, positive or negative. Values of RANKED groupings are in the order of their shares.
+    """
+    parts, sizes = [], found.gradient_share.abs().numpy()
     for driver in groups:
         column = groups[driver].astype("category").cat.remove_unused_categories()
         codes, values = column.cat.codes.to_numpy(np.int64), [*column.cat.categories]
         if (codes < 0).any():
             codes, values = np.where(codes < 0, len(values), codes), [*values, "unknown"]
-        own, others, _ = _parts(found, found.grouped(codes, len(values)))
-        columns = {"driver": driver, "value": [*map(str, values)]}
-        columns |= {"num_tokens": np.bincount(codes, minlength=len(values))}
+        own, others, _ = group_parts(found, found.grouped(codes, len(values)))
+        named = [f"{value:g}" if isinstance(value, float) else str(value) for value in values]
+        columns = {"driver": driver, "value": named, "num_tokens": np.bincount(codes, minlength=len(values))}
         columns |= {"gradient_share": (own + others[0])[:-1], "own_share": own[:-1], "others_share": others[0, :-1]}
         columns |= {"others_lower": others[1, :-1], "others_upper": others[2, :-1]}
-        part = pd.DataFrame(columns)
-        if driver == "token":
+        largest = table[KEYS].iloc[pd.Series(sizes).groupby(codes).idxmax()]
+        part = pd.DataFrame(columns).assign(**{key: largest[key].to_numpy() for key in KEYS})
+        if driver in RANKED:
             part = part.sort_values("gradient_share", key=abs, ascending=False, kind="stable")
         parts.append(part)
     return pd.concat(parts, ignore_index=True)
 
 
-def _parts(found: Contributions, signals: GroupSignals) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return own parts [A + 1] and other prompts' parts with bounds [3, A + 1] over ‖G‖², and the last one's error."""
+def _with_rewards(groups: pd.DataFrame, table: pd.DataFrame, rewards: pd.DataFrame) -> pd.DataFrame:
+    """Add what responses and, on average, prompts were rewarded with, and each response's prompt."""
+    prompts = table.groupby("response")["group"].first()
+    known = rewards.reindex(prompts.index)
+    each = {"response": known.assign(prompt=prompts), "prompt": known.groupby(prompts).mean()}
+    told = [own.rename_axis("value").rename(index=str).assign(driver=name).reset_index() for name, own in each.items()]
+    return groups.merge(pd.concat(told), on=["driver", "value"], how="left").astype({"prompt": "Int64"})
+
+
+def group_parts(found: Contributions, signals: GroupSignals) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return own parts [A + 1] and other prompts' parts with bounds [3, A + 1] over ‖G‖², and the last one's error.
+
+    Bounds and error are NaN where fewer than six effective prompts have the gradient.
+    """
     n, square = found.num_prompts, found.square_norm
     own = signals.own * n / square
     if found.folds is None:
@@ -151,6 +174,8 @@ def _parts(found: Contributions, signals: GroupSignals) -> tuple[np.ndarray, np.
     else:
         others, count = signals.signal_bounds(), len(found.by_fold)
     others = others * n * (n - 1) / square
+    if short_of(int(_effective_prompts(found))) is not None:
+        others[1:] = np.nan
     reach = stats.t.ppf(0.975, count - 1) if count > 1 else np.nan
     return own, others, float((others[2, -1] - others[1, -1]) / (2 * reach))
 
@@ -181,11 +206,10 @@ def _effective_prompts(found: Contributions) -> float:
 
 
 def say(found: Diagnosis) -> list[Finding]:
-    """Say what other prompts want of this update, whose gradient it is, and which token strings move it most."""
+    """Say what other prompts want of this update, and which tokens, token strings and prompts hold it."""
     if found.pick("own_share", "raw", "all") is None:
         return []
-    said = [_others(found), _holders(found)]
-    return [*said, *_words(found)]
+    return [_others(found), _holders(found)]
 
 
 def _others(d: Diagnosis) -> Finding:
@@ -194,25 +218,25 @@ def _others(d: Diagnosis) -> Finding:
     each = f"Of the squared norm of this gradient, {each}"
     about = (("own_share", "raw", "all"), ("others_share", "raw", "all"))
 
-    def tell(verdict: Verdict, words: str, detail: str = "") -> Finding:
-        """Return the finding; on the page, its numbers are on the first screen."""
-        brief = words[:1].upper() + words[1:]
-        return Finding("wanted", verdict, f"{each}: {words}", detail, brief=brief, about=about)
+    def tell(verdict: Verdict, words: str, detail: str = "", todo: str = "") -> Finding:
+        return Finding("wanted", verdict, f"{each}: {words}", detail, next=todo, about=about)
 
-    errors = d.pick("signal_errors", "raw")["value"]
+    errors, prompts = d.pick("signal_errors", "raw")["value"], counted(d.scope.supply.prompts, "prompt")
+    left_out = d.scope.supply.prompts < d.scope.of_prompts
+    more = "Give more minutes" if left_out else "Sample more prompts from this checkpoint"
     if isnan(others["lower"]):
-        prompts = d.pick("effective_prompts", "raw")["value"]
-        return tell(Verdict.UNDECIDED, f"{prompts:.1f} effective prompts are too few to say what other prompts want.")
+        few = f"{d.pick('effective_prompts', 'raw')['value']:.1f} effective prompts are too few to say what others want"
+        return tell(Verdict.UNDECIDED, f"{few}.", todo=f"{more}: {few}.")
     if errors >= TOLD:
         shares = [d.pick("signal_share", "raw", label) for label in d.labels]
         told = [f"{name_interval(n)} {share_words(r)}" for n, r in zip(d.labels, shares, strict=True) if r is not None]
         detail = f"Their part by interval: {'; '.join(told)}." if told else ""
         return tell(Verdict.MORE, "other prompts want part of this update.", detail)
-    detail = ""
+    enough = "four times as many would show a signal a quarter as strong"
     if errors > 0:
-        prompts = ceil(d.scope.supply.prompts * TOLD / errors)
-        detail = f"At this strength it would take about {counted(prompts, 'prompt')} to tell it."
-    return tell(Verdict.UNDECIDED, "what other prompts want is not told from 0.", detail)
+        enough = f"at this strength it would take about {ceil(d.scope.supply.prompts * TOLD / errors):,}"
+    few = f"{prompts} do not tell whether other prompts want any of this update"
+    return tell(Verdict.UNDECIDED, f"{few}.", todo=f"{more} before comparing weightings; {enough}.")
 
 
 def _exactly(row: pd.Series) -> str:
@@ -221,7 +245,7 @@ def _exactly(row: pd.Series) -> str:
 
 
 def _holders(d: Diagnosis) -> Finding:
-    half, low = d.pick("largest_half", "raw"), d.scope.low
+    half, low, groups = d.pick("largest_half", "raw"), d.scope.low, d.frames["groups"]
     count, detail = round(half["value"] * half["n"]), ""
     tokens, energy = d.pick("token_share", "none", low), d.pick("squared_share", "raw", low)
     own, others = (d.pick(name, "raw", low)["value"] for name in ("own_share", "others_share"))
@@ -231,58 +255,65 @@ def _holders(d: Diagnosis) -> Finding:
             f"{percent(energy['value'])} % of the energy (how large), {percent(own + others)} % of the gradient (what "
             f"is left in the sum), of which {percent(others)} with other prompts."
         )
-    statement = f"{counted(count, 'token')}, {percent(half['value'])} % of all, hold half of this gradient."
+    prompts, kinds = groups[groups["driver"] == "prompt"], groups[_drawn(groups)]
+    most = kinds.loc[(kinds["gradient_share"] - kinds["num_tokens"] / half["n"]).idxmax()]
+    few = f"{carriers(prompts['gradient_share'].to_numpy()):,} of {counted(len(prompts), 'prompt')}"
+    statement = (
+        f"Half of this gradient is held by {counted(count, 'token')}, {percent(half['value'])} % of all, and by {few}; "
+        f"{percent(most['gradient_share'])} % of it by the {percent(most['num_tokens'] / half['n'])} % of the tokens "
+        f"with {_name(most['driver'])} {most['value']}."
+    )
+    (response, *_) = groups[groups["driver"] == "response"].itertuples()
+    statement += f" Response {response.value} alone holds {percent(response.gradient_share)} %."
+    words = groups[(groups["driver"] == "token") & (groups["num_tokens"] >= SURE)].head(3)
+    if len(words):
+        each = ", ".join(f"{row.value!r} ({percent(row.gradient_share)} %)" for row in words.itertuples())
+        statement += f" The token strings with the largest parts are {each}."
     return Finding("holders", Verdict.FACT, statement, detail, about=(("largest_half", "raw", ""),))
 
 
-def _words(d: Diagnosis) -> Iterator[Finding]:
-    groups = d.frames["groups"]
-    words = groups[(groups["driver"] == "token") & (groups["num_tokens"] >= SURE)].head(3)
-    if len(words) < 3:
-        return
-    each = "; ".join(
-        f"{row.value!r}, {row.num_tokens:,} times, {percent(row.gradient_share)} % (own prompts "
-        f"{percent(row.own_share)}, others {percent(row.others_share)})"
-        for row in words.itertuples()
-    )
-    yield Finding("words", Verdict.FACT, f"The token strings with the largest part of this gradient: {each}.")
+def _drawn(groups: pd.DataFrame) -> pd.Series:
+    return ~groups["driver"].isin([*RANKED])
+
+
+def _name(driver: str) -> str:
+    return DRIVERS.get(driver) or driver.replace(REWARD_PART, "reward ")
 
 
 def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
-    """The figure by interval, tables by kind and by token string."""
+    """The figure of all groupings by few values, and the largest prompts, responses and token strings."""
     if (groups := found.frames.get("groups")) is None:
         return []
-    series = series_of(found.statistics, [*found.labels], DRAWN, factor=100.0)
-    bars = "95 % over folds of prompts" if groups["others_lower"].notna().any() else ""
-    caption = (
-        "Each probability interval's share of the tokens, of the gradient energy (how large its terms are), and of the "
-        "summed gradient: its products with its own prompts' sums, and with the other prompts'."
-    )
-    look = {"ylabel": "share (%)", "size": (4.8, 2.6)}
-    blocks = [sheets.series("update_shares", series, caption, bars=bars, **look)]
-    kinds = groups[groups["driver"] != "token"]
-    blocks += [_draw_kinds(kinds, sheets)]
-    shown = groups[groups["driver"] == "token"].head(MOST).drop(columns="driver").rename(columns={"value": "token"})
-    shown = shown.assign(token=[repr(token) for token in shown["token"]])
-    told = "Token strings by their part of this gradient, positive or negative; all of them are in groups.csv."
-    columns = ["token", "num_tokens", "gradient_share", "own_share", "others_share"]
-    blocks.append(sheets.table("token_strings", shown, told, columns))
+    blocks = [_draw_kinds(groups[_drawn(groups)], sheets)]
+    for driver, (what, count, columns) in RANKED.items():
+        ranked = groups[groups["driver"] == driver].drop(columns=driver, errors="ignore").dropna(axis=1, how="all")
+        ends = {f"others_{end}": f"others_share_{end}" for end in ("lower", "upper")}  # as `Sheets.table` merges them
+        ranked = ranked.rename(columns=ends | {"value": driver})
+        columns = [driver, *(name for stem in columns for name in ranked if name.startswith(stem))]
+        few = f"the {count} largest of {len(ranked):,}" if count < len(ranked) else f"all {len(ranked):,}"
+        told = f"By their part of this gradient, positive or negative, {few} {what}, linked to their largest token."
+        if driver == "prompt":
+            live, against = int((ranked["own_share"] > 0).sum()), int((ranked["others_share"] < 0).sum())
+            told += f" {against:,} of {live:,} with a gradient go against the others; if all were noise, half would."
+        table = sheets.table(what.replace(" ", "_"), readable(ranked.head(count)), told, columns, links=True)
+        sheets.tables[table.csv] = ranked
+        blocks.append(table)
     sheets.keep("groups", groups)
     return [*blocks, *define(DEFINITIONS)]
 
 
 def _draw_kinds(kinds: pd.DataFrame, sheets: Sheets) -> Block:
-    """Draw own and other prompts' shares by every grouping but token strings."""
-    kinds = kinds.assign(at=[f"{DRIVERS[r.driver]}: {r.value} ({r.num_tokens:,})" for r in kinds.itertuples()])
-    own = kinds.rename(columns={"own_share": "own"})[["at", "own"]].rename(columns={"own": "value"})
-    own = own.assign(lower=np.nan, upper=np.nan)
+    """Draw own and other prompts' shares by every grouping but those that are ranked."""
+    kinds = kinds.assign(at=[f"{_name(r.driver)}: {r.value} ({r.num_tokens:,})" for r in kinds.itertuples()])
+    kinds = kinds.drop(columns="value")
+    own = kinds.rename(columns={"own_share": "value"}).assign(lower=np.nan, upper=np.nan)
     names = {"others_share": "value", "others_lower": "lower", "others_upper": "upper"}
-    others = kinds.drop(columns="value").rename(columns=names)[["at", *names.values()]]
     places: Sequence[str] = kinds["at"].tolist()
     series = [
         make_series(frame, places, words, look, factor=100.0)
-        for frame, words, look in ((own, "with own prompt", 3), (others, "with other prompts", 4))
+        for frame, words, look in ((own, "with own prompt", 3), (kinds.rename(columns=names), "with other prompts", 4))
     ]
-    caption = "Shares of the summed gradient by kind of token, position, entropy and sign of the weight."
+    caption = "Shares of the summed gradient by kind of token, position, entropy, sign of the weight and reward."
     look = {"ylabel": "share (%)", "lying": True, "size": (4.6, 0.9 + 0.2 * len(places))}
-    return sheets.series("update_groups", pd.concat(series), caption, bars="95 % over folds of prompts", **look)
+    bars = "95 % over folds of prompts" if kinds["others_lower"].notna().any() else ""
+    return sheets.series("update_groups", pd.concat(series), caption, bars=bars, **look)

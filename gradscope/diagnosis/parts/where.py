@@ -1,14 +1,15 @@
-"""Where the gradient energy is: by kind of token, position in the response and the response's length."""
+"""Where the gradient energy is: by kind of token, position and length of the response, and whether in one prompt."""
 
 from __future__ import annotations
 
 from collections.abc import Set
+from math import nan
 
 import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.findings import Finding, Verdict, judge
-from gradscope.diagnosis.format import share_bounds, share_words
+from gradscope.diagnosis.format import percent, share_bounds, share_words
 from gradscope.diagnosis.measured import Measured
 from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import DATA, Sheets
@@ -17,7 +18,7 @@ from gradscope.diagnosis.rows import Rows
 from gradscope.diagnosis.shares import group_shares
 from gradscope.diagnosis.terms import scaled_squares
 from gradscope.plots import make_series
-from gradscope.resampling import Seed
+from gradscope.resampling import FEWEST, Seed
 from gradscope.theory import add_drivers
 
 TITLE = "Kinds of tokens and positions"
@@ -29,6 +30,8 @@ OTHER = "other"
 KINDS = {"token_class": "kind of token", "position_class": "position", "length_class": "response length"}
 """Drivers that are drawn."""
 JUDGED = {"token_class": "kind of token", "position_class": "position in the response"}
+CONCENTRATED = 0.25
+"""Share of the gradient energy above which a single prompt is mentioned."""
 SERIES = (("token", "of the tokens", 0), ("squared", "of the gradient energy", 2))
 """Prefix of the columns, words and look."""
 
@@ -77,9 +80,11 @@ def shares_by(
 
 def say(found: Diagnosis) -> list[Finding]:
     """Say which kinds of tokens and positions have more gradient energy than in proportion to their tokens."""
-    where, said = found.frames.get("where"), []
-    if where is None or found.scope.supply.too_few:
+    if found.table is None or found.scope.supply.too_few:
         return []
+    where, said = found.frames.get("where"), _concentration(found)
+    if where is None:
+        return said
     for driver, words in JUDGED.items():
         rows = where[(where["driver"] == driver) & where["squared_share"].notna()]
         if len(rows) < 2 or rows["squared_lower"].isna().all():
@@ -100,6 +105,20 @@ def say(found: Diagnosis) -> list[Finding]:
         detail = f"Share of the gradient energy, with joint 95 % bounds for all {len(told)}: {each}."
         said.append(Finding(f"where_{driver}", Verdict.MORE if over else Verdict.UNDECIDED, statement, detail))
     return said
+
+
+def _concentration(d: Diagnosis) -> list[Finding]:
+    """Say if one prompt holds much of the energy, in which case resampling prompts says little."""
+    by_prompt = pd.Series(scaled_squares(d.table)).groupby(d.table["group"].to_numpy()).sum()
+    share = by_prompt.max() / by_prompt.sum() if by_prompt.sum() > 0 else nan
+    if not (share >= CONCENTRATED and len(by_prompt) >= FEWEST):
+        return []
+    statement = f"One of {len(by_prompt):,} prompts holds {percent(share)} % of the gradient energy."
+    detail = (
+        f"Prompt {by_prompt.idxmax()}. This makes bounds over prompts wide: whether another batch has such a prompt "
+        "cannot be seen from this one."
+    )
+    return [Finding("concentration", Verdict.FACT, statement, detail, "warn")]
 
 
 def _one_of(row: pd.Series, of: str) -> pd.Series:

@@ -43,8 +43,9 @@ def plant(
         SimpleNamespace(tokenizer=SimpleNamespace(all_special_tokens=["</s>"])),
         SimpleNamespace(classes=4),
     )
+    rewards = pd.DataFrame({"reward": np.arange(prompts) % 2, "reward.form": rng.normal(size=prompts)})
     known = {"table": table, "labels": LABELS, "made": {"contributions": found}, "policy": policy, "settings": settings}
-    return SimpleNamespace(**known), terms
+    return SimpleNamespace(**known, rewards=rewards), terms
 
 
 def diagnose(m: SimpleNamespace) -> Diagnosis:
@@ -70,6 +71,19 @@ def test_shares_of_groups_are_those_of_a_double_loop_over_prompts():
         assert part["num_tokens"].sum() == len(m.table)
         assert part["gradient_share"].to_numpy() == pytest.approx((part["own_share"] + part["others_share"]).to_numpy())
     strings = rows.frames["groups"].query("driver == 'token'").set_index("value")
+    # A prompt, a response and a part of the reward are groups as any other; each row names its largest token.
+    groups, shares = rows.frames["groups"], terms @ whole / (whole @ whole)
+    for driver, codes in (("prompt", group), ("response", m.table["response"]), ("reward", m.rewards["reward"][group])):
+        for row in groups[groups["driver"] == driver].itertuples():
+            inside = np.asarray(codes).astype(str) == row.value
+            assert row.gradient_share == pytest.approx(shares[inside].sum())
+            place = np.flatnonzero(inside)[abs(shares[inside]).argmax()]
+            assert (row.response, row.position) == tuple(m.table.loc[place, ["response", "position"]])
+    ranked = groups[groups["driver"] == "prompt"]
+    assert ranked["gradient_share"].abs().is_monotonic_decreasing and ranked["others_lower"].isna().all()
+    assert ranked["reward.form"].tolist() == m.rewards["reward.form"][ranked["value"].astype(int)].tolist()
+    classes = groups[groups["driver"] == "reward.form"]
+    assert len(classes) == 4 and classes["num_tokens"].sum() == len(m.table)
     commas = (m.table["token"] == ",").to_numpy()
     assert strings.loc[",", "gradient_share"] == pytest.approx((terms[commas] @ whole).sum() / (whole @ whole))
     squares = (sums**2).sum(1)
@@ -96,7 +110,7 @@ def test_without_signal_no_share_of_it_is_printed_and_with_much_it_is():
     said = [diagnose(plant(0.0, seed)[0]) for seed in range(200)]
     silent = sum(found.pick("signal_share", "raw", LABELS[0]) is None for found in said)
     assert silent >= 190
-    assert all("not told from 0" in wanted._others(found).statement for found in said[:3])
+    assert all("do not tell whether other prompts want any" in wanted._others(found).statement for found in said[:3])
     loud = [diagnose(plant(0.3, seed)[0]) for seed in range(40)]
     shares = [found.pick("signal_share", "raw", LABELS[0]) for found in loud]
     assert all(share is not None for share in shares)
@@ -118,17 +132,20 @@ def test_few_effective_prompts_have_no_bounds():
     others = few.pick("others_share", "raw", "all")
     assert np.isnan(others["lower"]) and others["lacks"] == "prompts"
     assert few.frames["groups"]["others_lower"].isna().all()
-    assert "too few to say what other prompts want" in wanted._others(few).statement
+    assert "too few to say what others want" in wanted._others(few).statement
 
 
 def test_sentences_name_the_strings_and_the_tokens_that_hold_half():
-    m, _ = plant(0.0)
+    m, terms = plant(0.0)
     found = diagnose(m)
-    _, holders, words = wanted.say(found)
+    _, holders = wanted.say(found)
     half = found.pick("largest_half", "raw")
-    assert holders.statement.startswith(f"{round(half['value'] * half['n'])} tokens")
+    assert f"held by {round(half['value'] * half['n'])} tokens" in holders.statement
+    whole, group = terms.sum(0), m.table["group"].to_numpy()
+    prompts = np.sort(np.bincount(group, terms @ whole / (whole @ whole)))[::-1]
+    assert f"by {np.searchsorted(prompts.cumsum(), 0.5) + 1} of 24 prompts" in holders.statement
     top = found.frames["groups"].query("driver == 'token'")["value"].tolist()
-    assert all(repr(value) in words.statement for value in top[:3])
+    assert all(repr(value) in holders.statement for value in top[:3])
     assert isinstance(found.statistics, pd.DataFrame) and wanted.rows(SimpleNamespace(made={})).rows.empty
 
 

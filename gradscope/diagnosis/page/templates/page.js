@@ -20,6 +20,14 @@
   };
   addEventListener("hashchange", arrive);
   arrive();
+  // The contents mark the section that is read.
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const reading = new IntersectionObserver((entries) => {
+    const entered = entries.find(({ isIntersecting }) => isIntersecting);
+    if (!entered) return;
+    for (const [id, link] of links) link.toggleAttribute("aria-current", id === entered.target.id);
+  }, { rootMargin: "-20% 0px -79% 0px" });
+  for (const id of links.keys()) reading.observe(document.getElementById(id));
   // A drawing that is wider than a phone is scrolled, by keys too.
   const reach = () => {
     for (const drawing of document.querySelectorAll(".drawing")) {

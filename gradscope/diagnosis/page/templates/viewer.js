@@ -5,8 +5,9 @@
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const paper = matchMedia("print");
   const element = (id) => document.getElementById(id);
-  const make = (tag, className, text) => {
+  const make = (tag, className, text, attributes = {}) => {
     const made = document.createElement(tag);
+    for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
     if (className) made.className = className;
     if (text !== undefined) made.textContent = text;
     return made;
@@ -43,17 +44,7 @@
   }
 
   // The share of the tokens whose size is at most this one's; half of them stay unshaded.
-  function rankOf(ranks, size) {
-    let [below, above] = [0, ranks.length - 1];
-    while (above - below > 1) {
-      const middle = (below + above) >> 1;
-      if (ranks[middle] <= size) below = middle;
-      else above = middle;
-    }
-    const width = ranks[above] - ranks[below];
-    const inside = width > 0 ? Math.min(1, Math.max(0, (size - ranks[below]) / width)) : size >= ranks[above] ? 1 : 0;
-    return (below + inside) / (ranks.length - 1);
-  }
+  const rankOf = (ranks, size) => Math.max(0, ranks.findLastIndex((limit) => limit <= size)) / (ranks.length - 1);
 
   function show(value, digits = 7) {
     if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -85,53 +76,51 @@
     return marked.length > 60 ? `${marked.slice(0, 60)}…` : marked;
   };
 
-  function decode(text) {
-    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-    const view = new DataView(bytes.buffer);
-    return Float32Array.from({ length: bytes.length / 4 }, (_, index) => view.getFloat32(4 * index, true));
+  // A quantity's numbers of a response, decoded once they are asked for.
+  function valuesOf(response, number) {
+    const { values } = response;
+    if (typeof values[number] === "string") {
+      values[number] = new Float32Array(Uint8Array.from(atob(values[number]), (character) => character.charCodeAt(0)).buffer);
+    }
+    return values[number];
   }
 
   const responses = data.responses.map((entry, place) => {
     const starts = new Map(entry.jumps);
     let position = -1;
     return {
-      ...entry, place, starts, values: entry.values.map(decode), article: null,
+      ...entry, place, starts, article: null, key: entry.group ?? entry.prompt ?? place,
       positions: entry.tokens.map((_, index) => (position = starts.get(index) ?? position + 1)),
     };
   });
+  const numbered = new Map(responses.map((response) => [String(response.response), response]));
+  const firsts = new Map([...responses].reverse().map((response) => [response.key, response])); // of each prompt
 
+  const none = [];
   const opened = responses.find(({ response }) => response === data.first) ?? responses[0];
-  const state = { quantity: data.shade, sorted: responses, current: opened, printing: paper.matches };
+  const state = { quantity: data.shade, sorted: responses, current: opened, printing: paper.matches, shown: [], matches: new Map(), found: [], at: 0, here: null };
 
   // ---- one response ----
 
-  function summarize(response, { by, quantity }) {
-    if (by === "place") return response.place;
-    if (by === "reward") return response.reward ?? NaN;
-    if (by === "length") return response.tokens.length;
-    const known = response.values[quantity].filter((value) => !Number.isNaN(value));
-    if (!known.length) return NaN;
-    return by === "max" ? known.reduce((a, b) => Math.max(a, b)) : known.reduce((a, b) => a + b, 0) / known.length;
+  // What shades, of a response: the sum of shares, the mean of anything else.
+  function summarize(response, number) {
+    const known = valuesOf(response, number).filter((value) => !Number.isNaN(value));
+    const sum = known.reduce((a, b) => a + b, 0);
+    return known.length && data.quantities[number].unit !== "%" ? sum / known.length : known.length ? sum : NaN;
   }
 
+  // What the response was rewarded with, and what it holds of the gradient.
+  const columnOf = (name) => data.quantities.findIndex(({ column }) => column === name);
+  const told = [["Â", columnOf("advantage"), ""], ["share", columnOf("gradient_percent"), "%"]].filter(([, number]) => number >= 0);
   function describe(response) {
-    const parts = data.orders.filter(({ by }) => by !== "place").map((order) => [order, summarize(response, order)]);
-    parts.splice(parts[0][0].by === "reward" ? 1 : 0, 0, ...Object.entries(response.parts ?? {}).map(([label, value]) => [{ label, unit: "" }, value]));
-    return parts.filter(([, value]) => !Number.isNaN(value)).map(([{ label, unit }, value]) => `${label} ${withUnit(value, unit, 3)}`).join(" · ");
-  }
-
-  // What the response was rewarded with, for the list.
-  const advantage = data.quantities.findIndex(({ column }) => column === "advantage");
-  function outcomeOf(response) {
-    const mean = advantage < 0 ? NaN : summarize(response, { by: "mean", quantity: advantage });
-    const numbers = [["reward", response.reward ?? NaN], ...Object.entries(response.parts ?? {}), ["Â", mean]];
-    const parts = numbers.filter(([, value]) => !Number.isNaN(value));
-    return parts.map(([name, value]) => `${name} ${show(value, 3)}`).join(" · ");
+    const numbers = [["reward", response.reward ?? NaN, ""], ...Object.entries(response.parts ?? {}).map(([name, value]) => [name, value, ""])];
+    numbers.push(...told.map(([name, number, unit]) => [name, summarize(response, number), unit]));
+    return numbers.filter(([, value]) => !Number.isNaN(value)).map(([name, value, unit]) => `${name} ${withUnit(value, unit, 3)}`).join(" · ");
   }
 
   function makeToken(response, index) {
     const text = data.tokens[response.tokens[index]];
-    const span = make("span", "token");
+    const span = make("span", "token", "", { role: "option", tabindex: index ? -1 : 0, "data-index": index });
     for (const piece of text.split(/([\n\r\t])/)) {
       if (!(piece in MARKS)) {
         span.append(visible(piece));
@@ -143,24 +132,17 @@
     }
     if (text === "") span.dataset.mark = "∅";
     if (!text.trim()) span.setAttribute("aria-label", spelled(text));
-    span.dataset.index = index;
-    span.tabIndex = index ? -1 : 0;
-    span.setAttribute("role", "option");
     return span;
   }
 
   function makeTokens(response) {
-    const list = make("div", "words");
-    list.setAttribute("role", "listbox");
-    list.setAttribute("aria-orientation", "horizontal");
-    list.setAttribute("aria-label", `Tokens of response ${response.response}`);
+    const name = `Tokens of response ${response.response}`;
+    const list = make("div", "words", "", { role: "listbox", "aria-orientation": "horizontal", "aria-label": name });
     response.tokens.forEach((_, index) => {
       const missing = response.starts.has(index) ? response.positions[index] - (index ? response.positions[index - 1] : -1) - 1 : 0;
       if (missing) {
-        const gap = make("span", "gap", `⋯${missing}⋯`);
-        gap.title = `${missing} tokens that the table does not have, such as a tool's output`;
-        gap.setAttribute("role", "presentation");
-        list.append(gap);
+        const title = `${missing} tokens that the table does not have, such as a tool's output`;
+        list.append(make("span", "gap", `⋯${missing}⋯`, { title, role: "presentation" }));
       }
       list.append(makeToken(response, index));
     });
@@ -169,45 +151,77 @@
 
   function open(response) {
     if (response.article) return response.article;
-    const article = make("article", "response");
-    article.dataset.response = response.response;
-    article.append(make("h3", "", `Response ${response.response}`), make("p", "summary", describe(response)));
-    if (response.prompt !== undefined) {
-      const prompt = make("details", "prompt");
-      prompt.append(make("summary", "", "Prompt"), make("pre", "", visible(data.prompts[response.prompt])));
-      article.append(prompt);
-    }
+    const article = make("article", "response", "", { "data-response": response.response });
+    article.append(make("h3", "", `Response ${response.response}`));
+    article.append(make("p", "summary", [describe(response), `${response.tokens.length} tokens`].filter(Boolean).join(" · ")));
     article.append(makeTokens(response));
     response.article = article;
-    shade(response);
+    response.spans = [...article.querySelectorAll(".token")];
     return article;
   }
+
+  // The prompt, once above the responses to it.
+  const texts = new Map();
+  function promptOf({ key, prompt }) {
+    if (prompt === undefined) return [];
+    if (!texts.has(key)) {
+      const details = make("details", "prompt");
+      details.append(make("summary", "", nameOf(key)), make("pre", "", visible(data.prompts[prompt])));
+      texts.set(key, details);
+    }
+    return [texts.get(key)];
+  }
+  const nameOf = (key) => {
+    const { prompt } = firsts.get(key);
+    const text = prompt === undefined ? "" : visible(data.prompts[prompt]).replace(/\s+/g, " ").trim();
+    return `Prompt ${key}${text ? `: ${text.length > 70 ? `${text.slice(0, 70)}…` : text}` : ""}`;
+  };
 
   function shade(response) {
     const quantity = data.quantities[state.quantity];
     const stops = inks(quantity.scale);
-    const values = response.values[state.quantity];
-    for (const span of response.article.querySelectorAll(".token")) {
-      const value = values[span.dataset.index];
+    const look = [state.quantity, ...stops].join();
+    if (response.look === look) return;
+    response.look = look;
+    const values = valuesOf(response, state.quantity);
+    response.spans.forEach((span, index) => {
+      const value = values[index];
       const unknown = Number.isNaN(value);
       const rgb = unknown ? null : mix(stops, fractionOf(quantity, value));
       span.classList.toggle("unknown", unknown);
       span.classList.toggle("marked", quantity.mark !== null && Math.abs(value) >= quantity.mark && value !== 0);
       span.style.backgroundColor = unknown ? "" : `rgb(${rgb})`;
       span.style.color = unknown ? "" : textOn(rgb);
+    });
+  }
+
+  // Matches of the search, and the one place that a link or the search has led to.
+  function mark(response) {
+    const matches = state.matches.get(response) ?? none;
+    const here = state.here?.response === response ? [state.here] : [];
+    if (response.matches === matches && !here.length && !response.wasHere) return;
+    Object.assign(response, { matches, wasHere: here.length > 0 });
+    for (const span of response.article.querySelectorAll(".found, .here")) span.classList.remove("found", "here");
+    for (const [ranges, name] of [[matches, "found"], [here, "here"]]) {
+      for (const { from, to } of ranges) for (const span of response.spans.slice(from, to + 1)) span.classList.add(name);
     }
   }
 
   // ---- all of them ----
 
   function showResponses() {
-    const shown = state.printing ? state.sorted : [state.current];
-    element("responses").replaceChildren(...shown.map(open));
+    const beside = element("beside").checked && !state.printing;
+    const shown = state.printing ? state.sorted : beside ? state.sorted.filter(({ key }) => key === state.current.key) : [state.current];
+    const nodes = shown.flatMap((response, place) => (response.key === shown[place - 1]?.key ? [] : promptOf(response)).concat(open(response)));
+    if (nodes.length !== state.shown.length || nodes.some((node, place) => node !== state.shown[place])) element("responses").replaceChildren(...nodes);
+    state.shown = nodes;
     shown.forEach(shade);
+    shown.forEach(mark);
+    for (const { article, place } of shown) article.toggleAttribute("aria-current", place === state.current.place);
     const at = state.sorted.indexOf(state.current);
-    element("place").textContent = `${at + 1} of ${responses.length}`;
+    element("place").textContent = `${at + 1} of ${state.sorted.length}`;
     element("previous").disabled = at === 0;
-    element("next").disabled = at === responses.length - 1;
+    element("next").disabled = at === state.sorted.length - 1;
     for (const button of element("list").querySelectorAll("button")) {
       const here = Number(button.dataset.place) === state.current.place;
       button.setAttribute("aria-current", String(here));
@@ -222,25 +236,74 @@
   }
 
   function showList() {
-    const order = data.orders[element("order").value];
-    const direction = (order.by === "place" ? 1 : -1) * (element("reversed").checked ? -1 : 1);
-    const keys = new Map(responses.map((response) => [response, summarize(response, order)]));
+    const by = element("order").value;
+    const { unit } = data.quantities[state.quantity];
+    const keyOf = { place: ({ place }) => -place, reward: ({ reward }) => reward ?? NaN, length: ({ tokens }) => tokens.length, shade: (one) => summarize(one, state.quantity) }[by];
+    const direction = element("reversed").checked ? 1 : -1;
+    const kept = responses.filter(({ key }) => element("prompt").value === "" || String(key) === element("prompt").value);
+    const keys = new Map(kept.map((response) => [response, keyOf(response)]));
     // Where the value is unknown: last, either way round.
     const rank = (a, b) => Number.isNaN(keys.get(a)) - Number.isNaN(keys.get(b)) || direction * (keys.get(a) - keys.get(b)) || a.place - b.place;
-    state.sorted = [...responses].sort((a, b) => rank(a, b));
+    state.sorted = kept.sort(rank);
     element("list").replaceChildren(...state.sorted.map((response) => {
       const item = make("li");
-      const button = make("button", "", `Response ${response.response}`);
+      const button = make("button", "", `Response ${response.response}`, { type: "button", "data-place": response.place });
       const value = keys.get(response);
-      const key = order.by === "place" ? `${response.tokens.length} tokens` : Number.isNaN(value) ? "–" : withUnit(value, order.unit, 3);
-      button.type = "button";
-      button.dataset.place = response.place;
+      const key = by !== "shade" ? `${response.tokens.length} tokens` : Number.isNaN(value) ? "–" : withUnit(value, unit, 3);
       button.append(make("span", "key", key));
-      const outcome = outcomeOf(response);
+      const outcome = describe(response);
       if (outcome) button.append(make("span", "outcome", outcome));
       item.append(button);
       return item;
     }));
+  }
+
+  // ---- search ----
+
+  const lowered = data.tokens.map((token) => token.toLowerCase());
+  function matchesIn(response, text) {
+    const pieces = response.tokens.map((token) => lowered[token]);
+    const whole = pieces.join("");
+    const found = [];
+    let [index, end] = [0, pieces[0].length]; // of the token that the match begins in
+    for (let at = whole.indexOf(text); at >= 0; at = whole.indexOf(text, at + text.length)) {
+      while (end <= at) end += pieces[++index].length;
+      let [to, reach] = [index, end];
+      while (reach < at + text.length) reach += pieces[++to].length;
+      found.push({ response, from: index, to });
+    }
+    return found;
+  }
+
+  function search() {
+    const text = element("find").value.toLowerCase().replaceAll("↵", "\n").replaceAll("␣", " ");
+    const found = state.sorted.map((response) => [response, text ? matchesIn(response, text) : none]);
+    state.matches = new Map(found);
+    state.found = found.flatMap(([, matches]) => matches);
+    for (const id of ["earlier", "later"]) element(id).disabled = !state.found.length;
+    element("found").textContent = text ? "no match" : "";
+    const from = state.sorted.indexOf(state.current);
+    state.at = Math.max(0, state.found.findIndex(({ response }) => state.sorted.indexOf(response) >= from));
+    if (state.found.length) visit(0);
+    else showResponses();
+  }
+
+  function visit(by) {
+    const count = state.found.length;
+    if (!count) return;
+    state.at = (state.at + by + count) % count;
+    element("found").textContent = `${(state.at + 1).toLocaleString("en")} of ${count.toLocaleString("en")}`;
+    arrive(state.found[state.at]);
+  }
+
+  // Show these tokens of a response, highlighted.
+  function arrive(here, { focus = false } = {}) {
+    state.here = here;
+    goTo(here.response);
+    const span = here.response.spans[here.from];
+    if (focus) span.focus({ preventScroll: true });
+    tell(span);
+    span.scrollIntoView({ block: "center" });
   }
 
   function showLegend() {
@@ -257,12 +320,13 @@
     });
     const caption = make("p", "caption", `${quantity.label}${unit ? ` (${unit})` : ""}${{ log: ", log scale", ranked: ", by rank of its size" }[scale] ?? ""}`);
     const unknown = make("span", "token unknown", quantity.missing);
-    const some = responses.some((response) => response.values[state.quantity].some(Number.isNaN));
+    const all = responses.map((response) => valuesOf(response, state.quantity));
+    const some = all.some((values) => values.some(Number.isNaN));
     const marked = quantity.mark === null ? [] : [make("span", "token marked", "largest 5 % of the tokens")];
     element("legend").replaceChildren(caption, bar, ticks, ...marked, ...(some ? [unknown] : []));
     element("meaning").textContent = quantity.definition;
-    const beyond = responses.flatMap(({ values }) => Array.from(values[state.quantity].filter((value) => value < low || value > high)));
-    if (beyond.length) element("meaning").textContent += ` ${beyond.length.toLocaleString("en")} ${beyond.length === 1 ? "token lies" : "tokens lie"} outside the scale.`;
+    const beyond = all.reduce((count, values) => count + values.filter((value) => value < low || value > high).length, 0);
+    if (beyond) element("meaning").textContent += ` ${beyond.toLocaleString("en")} ${beyond === 1 ? "token lies" : "tokens lie"} outside the scale.`;
   }
 
   function ticksOf({ low, high, scale, ranks }) {
@@ -278,49 +342,34 @@
 
   // ---- the numbers of one token ----
 
-  const tooltip = element("tooltip");
-  const hide = () => {
-    tooltip.hidden = true;
-  };
+  const numbers = element("token-numbers");
+  const hide = () => numbers.toggleAttribute("hidden", true);
+  const describing = () => document.querySelector("[aria-describedby=token-numbers]");
 
   function tell(span) {
-    const response = responses.find(({ article }) => article?.contains(span));
+    const response = numbered.get(span.closest("article").dataset.response);
     const index = Number(span.dataset.index);
-    const id = response.tokens[index];
     const rows = make("table");
     data.quantities.forEach((quantity, number) => {
       const row = make("tr", number === state.quantity ? "chosen" : "");
-      const value = response.values[number][index];
-      const text = Number.isNaN(value) ? quantity.missing : withUnit(value, quantity.unit);
-      const cell = make("td", "", text);
-      cell.dataset.column = quantity.column;
-      row.append(make("th", "", quantity.label), cell);
-      row.firstChild.scope = "row";
+      const value = valuesOf(response, number)[index];
+      const told = Number.isNaN(value) ? quantity.missing : withUnit(value, quantity.unit);
+      row.append(make("th", "", quantity.label, { scope: "row" }), make("td", "", told, { "data-column": quantity.column }));
       rows.append(row);
     });
     const where = `position ${response.positions[index]} of response ${response.response}`;
-    tooltip.replaceChildren(make("p", "name", spelled(data.tokens[id])), make("p", "where", where), rows);
-    for (const earlier of document.querySelectorAll("[aria-describedby=tooltip]")) earlier.removeAttribute("aria-describedby");
-    span.setAttribute("aria-describedby", "tooltip");
-    tooltip.hidden = false;
-    const box = span.getClientRects()[span.getClientRects().length - 1];
-    const { offsetWidth: width, offsetHeight: height } = tooltip;
-    const words = span.parentElement.getBoundingClientRect();
-    if (innerWidth - words.right > width + 16) {
-      // Beside the text, which stays readable.
-      tooltip.style.left = `${words.right + 12}px`;
-      tooltip.style.top = `${Math.max(8, Math.min(box.top, innerHeight - height - 8))}px`;
-      return;
-    }
-    const below = box.bottom + 8 + height < innerHeight || box.top < height + 8;
-    tooltip.style.left = `${Math.max(8, Math.min(box.left, document.documentElement.clientWidth - width - 8))}px`;
-    tooltip.style.top = `${below ? box.bottom + 8 : box.top - height - 8}px`;
+    const close = make("button", "close", "×", { type: "button", "aria-label": "Put the numbers away" });
+    close.addEventListener("click", hide);
+    numbers.replaceChildren(close, make("p", "name", spelled(data.tokens[response.tokens[index]])), make("p", "where", where), rows);
+    describing()?.removeAttribute("aria-describedby");
+    span.setAttribute("aria-describedby", "token-numbers");
+    numbers.hidden = false;
   }
 
   // ---- keys and pointer ----
 
   function move(span, key) {
-    const all = [...span.parentElement.querySelectorAll(".token")];
+    const all = numbered.get(span.closest("article").dataset.response).spans;
     const at = all.indexOf(span);
     const here = span.getBoundingClientRect();
     const middle = (box) => box.left + box.width / 2;
@@ -343,27 +392,33 @@
     if (!response) return;
     state.current = response;
     showResponses();
-    if (focus) response.article.querySelector(".token[tabindex='0']").focus({ preventScroll: false });
+    const { top, bottom } = response.article.getBoundingClientRect();
+    if (bottom < 0 || top > innerHeight) response.article.scrollIntoView();
+    if (focus) response.article.querySelector(".token[tabindex='0']").focus();
   }
 
   function shadeBy(number) {
     state.quantity = number;
     element("quantity").value = number;
     showLegend();
-    responses.filter(({ article }) => article).forEach(shade);
-    const told = document.querySelector("[aria-describedby=tooltip]");
-    if (!tooltip.hidden && told) tell(told);
+    const told = numbers.hidden ? null : describing();
+    if (element("order").value === "shade") showList();
+    showResponses();
+    if (told?.isConnected) tell(told);
   }
 
   const step = (by, settings) => goTo(state.sorted[state.sorted.indexOf(state.current) + by], settings);
 
   element("viewer").addEventListener("keydown", (event) => {
-    if (event.altKey || event.ctrlKey || event.metaKey || event.target.matches("select")) return;
+    if (event.altKey || event.ctrlKey || event.metaKey || event.target.matches("select, input")) return;
     const span = event.target.closest(".token[data-index]");
     const next = span && move(span, event.key);
     if (next) {
       event.preventDefault();
       next.focus();
+    } else if (event.key === "/") {
+      event.preventDefault();
+      element("find").focus();
     } else if (event.key === "n" || event.key === "p") step(event.key === "n" ? 1 : -1, { focus: Boolean(span) });
     else if (/^[1-9]$/.test(event.key) && event.key <= data.quantities.length) shadeBy(event.key - 1);
   });
@@ -381,20 +436,20 @@
     span.setAttribute("aria-selected", "true");
     tell(span);
   });
-  element("responses").addEventListener("focusout", hide);
   element("responses").addEventListener("mouseover", (event) => {
     const span = event.target.closest(".token");
     if (span) tell(span);
   });
-  element("responses").addEventListener("mouseout", () => {
+  element("responses").addEventListener("mouseleave", () => {
     const focused = document.activeElement?.closest(".token[data-index]");
     if (focused) tell(focused);
-    else hide();
   });
-  addEventListener("scroll", () => {
-    const told = document.querySelector("[aria-describedby=tooltip]");
-    if (!tooltip.hidden && told) tell(told);
-  }, { passive: true });
+  element("find").addEventListener("input", search);
+  element("find").addEventListener("keydown", (event) => {
+    if (event.key === "Enter") visit(event.shiftKey ? -1 : 1);
+  });
+  element("earlier").addEventListener("click", () => visit(-1));
+  element("later").addEventListener("click", () => visit(1));
   element("previous").addEventListener("click", () => step(-1));
   element("next").addEventListener("click", () => step(1));
   element("list").addEventListener("click", (event) => {
@@ -402,12 +457,14 @@
     if (button) goTo(responses[button.dataset.place]);
   });
   element("quantity").addEventListener("change", (event) => shadeBy(Number(event.target.value)));
-  for (const id of ["order", "reversed"]) {
+  for (const id of ["order", "reversed", "prompt"]) {
     element(id).addEventListener("change", () => {
       showList();
       goTo(state.sorted[0]);
+      search();
     });
   }
+  element("beside").addEventListener("change", showResponses);
   const repaint = (printing) => {
     state.printing = printing;
     showLegend();
@@ -417,16 +474,21 @@
   addEventListener("beforeprint", () => repaint(true));
   addEventListener("afterprint", () => repaint(false));
 
-  data.orders.forEach(({ label }, number) => element("order").append(new Option(label, number)));
-  // A link to #token-RESPONSE-POSITION opens that token.
+  for (const key of [...firsts.keys()].sort((a, b) => a - b)) element("prompt").append(new Option(nameOf(key), key));
+  element("prompt").parentElement.hidden = (opened.group ?? opened.prompt) === undefined || firsts.size < 2;
+  element("beside").parentElement.hidden = firsts.size === responses.length;
+  if (responses.every(({ reward }) => reward === undefined)) element("order").querySelector("[value=reward]").remove();
+  // A link to #token-RESPONSE-POSITION opens that token, whatever was looked at.
   const follow = () => {
-    const [, response, position] = location.hash.match(/^#token-(\d+)-(\d+)$/)?.map(Number) ?? [];
-    const wanted = responses.find((one) => one.response === response);
-    if (!wanted) return;
-    goTo(wanted);
-    const span = wanted.article.querySelector(`[data-index="${wanted.positions.indexOf(position)}"]`);
-    span?.focus();
-    span?.scrollIntoView({ block: "center" });
+    const [, response, position] = location.hash.match(/^#token-(\d+)-(\d+)$/) ?? [];
+    const wanted = numbered.get(response);
+    const index = wanted ? wanted.positions.indexOf(Number(position)) : -1;
+    if (index < 0) return;
+    if (!state.sorted.includes(wanted)) {
+      element("prompt").value = "";
+      showList();
+    }
+    arrive({ response: wanted, from: index, to: index }, { focus: true });
   };
   addEventListener("hashchange", follow);
   addEventListener("click", (event) => {
