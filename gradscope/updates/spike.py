@@ -62,12 +62,15 @@ class SpikedStep:
 
     @property
     def weights(self) -> Float[np.ndarray, " N"]:
-        return self.table["weight"].to_numpy(np.float64)
+        return self.table["weight"].to_numpy(np.float64, copy=True)
 
     def gradient(self, weights: Float[np.ndarray, " N"]) -> Vectors:
-        """Return −(1/N) Σ_t w_t·g_t over all processes' tokens."""
-        own = torch.from_numpy(weights[self.own] / -len(weights))[None]
-        sums = self.jacobian.vjp(own)
+        """Return −(1/N) Σ_t w_t·g_t over all processes' tokens; responses without a weight are not passed through."""
+        J, sums = self.jacobian.alone(), Vectors.zeros(self.jacobian.model, 1)
+        spread = J.spread(torch.from_numpy(weights[self.own] / -len(weights)))
+        if len(live := spread.any(1).nonzero()[:, 0]):
+            part = J.select(live)
+            sums = part.vjp(part.kept(spread[live])[None])
         self.processes.sum(sums.rows)
         return sums
 
@@ -252,8 +255,9 @@ def try_weightings(step: SpikedStep, culprits: Mask) -> pd.DataFrame:
     Those that split a step in two, controls, and those that need a column that the step lacks, are not tried.
     """
     table = step.table
-    whole, before = table["weight"].to_numpy(np.float64), np.abs(table["weight"].to_numpy(np.float64))[culprits].sum()
-    kl = np.nan_to_num(whole - table["policy_weight"].to_numpy(np.float64))
+    before = np.abs(step.weights[culprits]).sum()
+    with np.errstate(invalid="ignore"):
+        kl = np.nan_to_num(step.weights - table["policy_weight"].to_numpy(np.float64))
     tried: dict[str, Float[np.ndarray, " N"]] = {}
     for name, policy in _weightings(table):
         weights = policy + kl
