@@ -203,7 +203,7 @@ def test_a_response_whose_gradient_alone_overflows_is_found():
     only = next(i for i in own.tolist() if i not in others)
 
     def break_derivative(_module, ids, embedded):
-        there, broken = ids == only, embedded.clone()
+        there, broken = ids[0] == only, embedded.clone()
         broken[there] = embedded[there] + (0 * embedded[there]).abs().sqrt()  # adds 0, whose derivative is 0 · ∞
         return broken
 
