@@ -130,14 +130,7 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
     return PromptSums(tokens, measured, scaled[0], predicted, total(proxies), scaled[1], worth)
 
 
-def token_shares(
-    sums: PromptSums,
-    labels: Sequence[str],
-    *,
-    seed: Seed = 0,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-) -> pd.DataFrame:
+def token_shares(sums: PromptSums, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
     """Compute by interval token_share, squared_share (of Σ‖w·g‖²) and predicted_share (of Σ(w·(1−π))²).
 
     Also dominance_index, predicted_index and their difference added_index (bits; see the module), and largest_share:
@@ -162,28 +155,21 @@ def token_shares(
     counts = {"tokens": sums.tokens.sum(0), "predicted": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
     parts, found = [], {}
     for name, metric, of, over, under in STATISTICS:
-        settings = {"confidence": confidence, "measured": sums.drawn() if of == "measured" else None}
+        measured = sums.drawn() if of == "measured" else None
         if under is None:
-            numbers = bound(lambda w, n=over: evaluate(w)[:, n], prompts, draws[:, over], scale=SHARE, **settings)
+            args = (lambda w, n=over: evaluate(w)[:, n], prompts, draws[:, over])
+            numbers = bound(*args, scale=SHARE, measured=measured)
             found[over] = numbers
         else:
             pair = [over, under]
             args = (lambda w, pair=pair: evaluate(w)[:, pair], prompts, draws[:, pair], [found[n] for n in pair])
-            numbers = bound_bits(*args, **settings)
+            numbers = bound_bits(*args, measured=measured)
         unit = "share" if under is None else "bits"
         named = {"unit": unit, "metric": metric, "intervals": labels, "short": () if seed is None else short[of]}
         parts.append(make_rows(name, numbers, counts[of], **named))
     alone = np.vstack([largest, np.full((2, len(labels)), np.nan)])
     odds = make_rows("largest_share", alone, counts["measured"], unit="share", metric="raw", intervals=labels)
     return join_rows([*parts, odds])
-
-
-def energy_shares(
-    sums: PromptSums, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
-) -> pd.DataFrame:
-    """Return the rows of `token_shares` that hold each interval's share of Σ‖w·g‖²."""
-    rows = token_shares(sums, labels, seed=seed, resamples=resamples)
-    return rows[rows["statistic"] == "squared_share"]
 
 
 def group_shares(

@@ -4,6 +4,7 @@ from gradscope.updates.apply_update import OptimizerStep, apply_update, apply_up
 from gradscope.updates.audit import Audit, audit, gradient_of_moments, undo_clip
 from gradscope.updates.comparison.compare import (
     Comparison,
+    ComparisonChoices,
     ComparisonSettings,
     compare,
     compare_cost,
@@ -44,12 +45,12 @@ from gradscope.updates.spike import Spike, SpikedStep, explain_spike, tabulate_s
 from gradscope.updates.step_settings import SGD, StepSettings, read_moments, settle_step, state_step
 
 __all__ = [
-    "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonSettings",
-    "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepSettings", "Update", "apply_update", "apply_updates",
-    "audit", "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe", "distinct_rows",
-    "explain_spike", "gain_sentence", "gains_cost", "gradient_of_moments", "influence", "influence_cost",
-    "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against", "movement_summary",
-    "movement_table", "old_intervals", "over_batches", "read_moments", "right_direction_shares", "settle_step",
-    "signal_sentence", "similarity", "state_step", "tabulate_step", "undo_clip", "update_cost", "weighting_sentences",
-    "without_extremes",
+    "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonChoices",
+    "ComparisonSettings", "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepSettings", "Update", "apply_update",
+    "apply_updates", "audit", "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe",
+    "distinct_rows", "explain_spike", "gain_sentence", "gains_cost", "gradient_of_moments", "influence",
+    "influence_cost", "influence_table", "log_odds_change", "make_update", "measure_steps", "moved_against",
+    "movement_summary", "movement_table", "old_intervals", "over_batches", "read_moments", "right_direction_shares",
+    "settle_step", "signal_sentence", "similarity", "state_step", "tabulate_step", "undo_clip", "update_cost",
+    "weighting_sentences", "without_extremes",
 ]  # fmt: skip

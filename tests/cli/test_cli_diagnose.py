@@ -16,7 +16,7 @@ from support.pages import BRIEF, read_page, read_statistics, value, write_rows
 from support.policies import make_model, make_tokenizer, save_checkpoint
 from support.training import train
 
-from gradscope.cli.optimizer import read_step
+from gradscope.cli.measuring import read_step
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.diagnosis.products.contributions import drop_columns
 from gradscope.gradients import measure
@@ -129,7 +129,7 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
     out = tmp_path / "out"
     command = ("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr("gradscope.diagnosis.diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("gradscope.cli.diagnose.diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*command)
     assert stopped.value.code == 130
     assert capsys.readouterr().err.endswith("gradscope: interrupted; run the same command to continue\n")

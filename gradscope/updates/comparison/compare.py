@@ -64,19 +64,25 @@ SAME = 1e-4
 """Weights that differ by at most this fraction of the largest are the same: log π of sampler and trainer is rounded."""
 
 
-@dataclass(frozen=True)
-class ComparisonSettings:
+@dataclass(frozen=True, kw_only=True)
+class ComparisonChoices:
+    """Settings of a comparison that are flags of `gradscope compare`, too."""
+
+    take_steps: bool = False
+    """Also take each weighting's real optimizer step and undo it; with the saved optimizer, or else SGD. Otherwise only
+    weightings of two steps take them, if there is a saved optimizer."""
+    aggregation: Literal["token-mean", "sequence"] = "token-mean"
+    """How losses are averaged: over all tokens, or over responses after averaging each response's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparisonSettings(ComparisonChoices):
     """Everything that affects a comparison's numbers, apart from the policy, the batch and the weightings."""
 
     loss: LossSettings = PAPER
     """The plain loss. Its KL part is ignored, since no weighting changes it."""
-    aggregation: Literal["token-mean", "sequence"] = "token-mean"
-    """Mean over all tokens, or mean over responses of the mean over their tokens."""
     edges: Sequence[int | float] = EDGES
     """Edges of the intervals of π, as in the table."""
-    take_steps: bool = False
-    """Take each weighting's real steps, and undo them. Otherwise, only weightings of two optimizer steps take them, and
-    only with a saved optimizer state."""
     step: StepSettings | None = None
     """Settings of real steps; None: those of the saved optimizer, or else the paper's SGD."""
     seed: int = 0

@@ -11,6 +11,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 import pytest
 import torch
+from support.cli import outcome_of
 from support.refusals import refused
 from support.trl_runs import make_trainer, needs_trl, save_policy, train, weights
 
@@ -116,3 +117,26 @@ def test_what_cannot_be_explained_is_refused_with_its_reason(checkpoint, tmp_pat
         SpikeRecorder(trainer)
     with refused("every and spike are both None"):
         GradScopeCallback(make_trainer(checkpoint, tmp_path), every=None)
+
+
+def test_the_written_step_is_explained_again_from_its_file(checkpoint, tmp_path, capsys):
+    trainer = make_trainer(checkpoint, tmp_path / "run", **QUIET)
+    plant(trainer, a_whole_response)
+    trainer.add_callback(SpikeRecorder(trainer, weights=True))
+    train(trainer)
+    folder, name = tmp_path / "run" / "gradscope", f"step_{STEP:06d}"
+    before, rows = folder / "spikes" / name, folder / "rollouts" / f"{name}.parquet"
+    done = outcome_of(capsys, "diagnose", before, "--spike", rows, "--out", tmp_path / "again")
+    assert done.status == 0 and "response" in done.out and (tmp_path / "again" / "spike.html").is_file()
+    ours, again = pd.read_parquet(before.with_suffix(".parquet")), pd.read_parquet(tmp_path / "again" / "spike.parquet")
+    assert again["gradient_share"].to_numpy() == pytest.approx(ours["gradient_share"].to_numpy(), abs=1e-4)
+    assert again["weight"].to_numpy() == pytest.approx(ours["weight"].to_numpy(), rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("more", [("--plan",), ("--rollouts", "x.jsonl")], ids=lambda more: more[0])
+def test_a_step_file_with_flags_that_say_otherwise_is_refused(tmp_path, capsys, more):
+    asked = ("diagnose", "embedded", "--spike", tmp_path / "step_000001.parquet", "--out", tmp_path / "out")
+    done = outcome_of(capsys, *asked, *more)
+    assert done.status == 2 and more[0] in done.err
+    missing = outcome_of(capsys, *asked)
+    assert missing.status == 2 and "step_000001.parquet" in missing.err and not (tmp_path / "out").exists()
