@@ -200,6 +200,7 @@ def test_folds_give_every_groupings_signal_without_each_of_them_exactly(policy, 
     assert grouped.touched[-1] == 5 and grouped.touched[3] == 0
 
 
+@pytest.mark.all
 def test_bounds_need_folds_and_six_prompts_with_a_gradient(policy):
     batch = make_rollouts(policy)
     J = TokenJacobian(policy, batch)
@@ -216,6 +217,7 @@ def test_bounds_need_folds_and_six_prompts_with_a_gradient(policy):
             J.contributions(weights).grouped(wrong, size=2)
 
 
+@pytest.mark.all
 def test_nine_forward_passes_are_the_most_and_idle_prompts_cost_none(policy, monkeypatch):
     """A derivative counts three forward passes, a backward pass two; each is counted where it happens."""
     counts = {"part": 0.0, "passes": 0.0}

@@ -299,7 +299,7 @@ MERGED = {
 }
 
 
-@pytest.mark.parametrize("kind", [*UNMERGED, *MERGED])
+@pytest.mark.parametrize("kind", every(2, [*UNMERGED, *MERGED]))
 def test_other_kinds_of_adapter_are_refused_with_what_can_be_done(kind, tmp_path):
     base = save_checkpoint(tmp_path / "base", "llama")
     settings = peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind](**(UNMERGED | MERGED)[kind])

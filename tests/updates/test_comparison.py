@@ -169,6 +169,7 @@ def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, a
     assert snapshot(case.policy.model)["model"] == before
 
 
+@pytest.mark.all
 def test_weightings_that_would_end_after_the_deadline_are_named_and_left_out(case, found):
     size = vector_bytes(case.policy.model)
     resources = Resources(5 * size, micro_batch=4, deadline=0.0)  # long past: plain and another one, one at a time
@@ -545,6 +546,7 @@ def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
     assert np.isfinite(gains["grpo"]) and np.isnan(gains["by-position"]) and "minus GRPO's" not in describe(found)
 
 
+@pytest.mark.all
 def test_a_sample_of_norms_stands_for_all(case):
     known = case.table.copy()
     found = compare(case.policy, case.batch, ["reweight"], table=known, settings=settle())
@@ -611,6 +613,7 @@ def products_of(parts: np.ndarray) -> Products:
     return Products(own, along, kernel, own, along, along)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("n", [16, 32, 64])
 @pytest.mark.parametrize("signal", [0.0, 0.05, 1.0], ids=["no", "weak", "strong"])
 @pytest.mark.parametrize("kind", every(2, ["heavy tails", "one direction", "isotropic"]))
