@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 CASES = [(scale, name) for scale, names in read()["drawn"].items() for name in names]
 
 
-@pytest.mark.parametrize(("scale", "name"), every(14, CASES))
+@pytest.mark.parametrize(("scale", "name"), every(20, CASES))
 def test_its_numbers_are_those_of_the_kept_runs(scale, name, tmp_path, repository):
     assert figures.draw_one(name, scale, tmp_path) is None
     kept = repository / "figures" / ("" if scale == figures.MAIN_SCALE else scale)

@@ -79,6 +79,7 @@ def test_math_is_judged_as_in_table_1():
         }
 
 
+@pytest.mark.all
 def test_the_papers_tests_read_every_row_of_the_data(data_folder):
     rows = {"puzzles": {"all": 500}}
     rows["math"] = {"olympiad_bench": 675, "minerva": 272, "math500": 500, "amc": 83, "aime24": 30}

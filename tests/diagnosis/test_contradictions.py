@@ -16,6 +16,7 @@ import torch
 from support.pages import Reader
 from support.policies import make_batch, make_policy
 from support.steps import warm_state
+from support.tiers import every
 
 from gradscope.diagnosis import (
     PARTS,
@@ -73,8 +74,8 @@ def setting(prompts: int, idle: int = 0, responses: int = 2, sampled=None, state
 NO_TIME = {"minutes": 1e-9}
 SETTINGS = {
     "nine prompts": setting(9),
-    "one prompt": setting(1),
     "three prompts": setting(3, state="whole"),
+    "one prompt": setting(1),
     "a sample": setting(9, sampled=4),
     "most prompts idle": setting(12, 9),
     "no time": setting(9, state="whole", **NO_TIME),
@@ -145,7 +146,7 @@ def found(name: str) -> tuple[Diagnosis, str]:
     return diagnosis, Reader(render(report.page)).text
 
 
-OFTEN = 3
+OFTEN = 2
 """So many settings, the first ones, are in `make test`."""
 NAMES = [*[*SETTINGS][:OFTEN], *(pytest.param(name, marks=pytest.mark.all) for name in [*SETTINGS][OFTEN:])]
 by_setting = pytest.mark.parametrize("name", NAMES)
@@ -235,7 +236,7 @@ def near(unit: str, low: float, high: float, bounds: np.ndarray) -> bool:
     return bool((off <= 0.06 * np.abs(scaled) + 0.006).all(1).any())
 
 
-@pytest.mark.parametrize("name", ["every part", pytest.param("nine prompts", marks=pytest.mark.all)])
+@pytest.mark.parametrize("name", every(2, ["nine prompts", "every part"]))
 def test_two_lines_of_python_draw_each_figure_again_from_the_files_beside_the_page(name, tmp_path, monkeypatch):
     d, report = made(name)
     write_report(tmp_path, report)

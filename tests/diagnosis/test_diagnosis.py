@@ -204,6 +204,7 @@ def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, b
             assert value(diagnosis, "gradient_norm", metric, interval) == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.all
 def test_a_real_step_is_told_by_scores_of_one_kind_in_float32_too():
     """A table's log π is rounded otherwise for some tokens: a step that moves them by no more would be lost in that."""
     policy = make_policy("mixtral")
@@ -304,6 +305,7 @@ def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batc
     assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None
 
 
+@pytest.mark.all
 def test_unknown_old_logprobs_are_a_caveat_unless_the_log_has_the_loss_that_used_none(policy, batch):
     equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None, old_logprobs=None)
     for notes, assumed in (((), True), ((Note("the log records the training loss", "loss"),), False)):

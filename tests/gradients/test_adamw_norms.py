@@ -100,6 +100,7 @@ def test_an_adapters_own_parameters_are_scaled(tmp_path):
     np.testing.assert_allclose(table[ADAMW], expected(policy, jacobian, table["weight"].to_numpy(), state), rtol=1e-5)
 
 
+@pytest.mark.all
 def test_tokens_that_are_not_measured_have_none_and_unknown_metrics_are_nan():
     policy = make_policy("qwen2")
     batch = make_batch(policy)

@@ -137,6 +137,7 @@ def test_in_adamws_metric_every_entry_is_scaled_on_both_sides(policy):
     assert_products(found, terms * scale, prompts_of(batch), EXACT)
 
 
+@pytest.mark.all
 def test_their_signal_is_that_of_the_diagnosis(policy):
     batch = make_rollouts(policy)
     J = TokenJacobian(policy, batch)
@@ -167,6 +168,7 @@ def test_idle_prompts_count_as_drawn_and_one_prompt_has_no_signal(policy):
     assert not nothing.along.any() and nothing.self_check == 0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("folds", every(3, [3, 4, 7]))
 def test_folds_give_every_groupings_signal_without_each_of_them_exactly(policy, folds):
     batch = make_rollouts(policy, idle=True)

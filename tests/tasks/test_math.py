@@ -131,6 +131,7 @@ def test_an_answer_that_cannot_be_read_is_wrong(answer):
     assert agrees("5.0", ("5",))  # and the next one is read
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "answer", every(3, ["10^{10^{10}}", r"\binom{100000000}{50000000}", "(" * 2000 + "1" + ")" * 2000])
 )

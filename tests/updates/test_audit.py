@@ -345,7 +345,7 @@ def test_advantages_per_response_leave_a_shift_and_a_missing_end_the_same():
 
 
 @pytest.mark.parametrize("beta", every(2, [0.2, 0.02]))
-@pytest.mark.parametrize(("fault", "sign"), [("kl-sign", -1.0), ("no-kl", 0.0), (None, 1.0)])
+@pytest.mark.parametrize(("fault", "sign"), every(2, [("kl-sign", -1.0), ("no-kl", 0.0), (None, 1.0)]))
 @pytest.mark.parametrize("aggregation", every(2, ["token-mean", "sequence-mean"]))
 def test_kl_left_out_or_of_the_wrong_sign_is_named(aggregation, fault, sign, beta):
     policy, batch = make_step()

@@ -251,6 +251,7 @@ def test_the_cosine_from_energies_is_that_of_orthogonal_token_gradients(case):
     )  # of both steps there is no sum
 
 
+@pytest.mark.all
 def test_the_cosine_from_energies_of_a_sample_of_norms_is_near_that_of_all(case):
     rng, own = np.random.default_rng(0), make_weighting("reweight:alpha=0.5").weights(case.table)["all"]
     weights, found = np.stack([case.table["policy_weight"].to_numpy(np.float64), own]), []
@@ -539,6 +540,7 @@ class ByPosition(Weighting):
         return tokens.plain / (1 + tokens["position"])
 
 
+@pytest.mark.all
 def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
     batch = make_batch(case.policy, lengths=(5, 4) * 4, prompt_lengths=(3, 4) * 4, temperature=0.7)
     found = compare(case.policy, batch, [ByPosition()], settings=settle(step=None), optimizer_state=case.state)

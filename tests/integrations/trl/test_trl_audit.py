@@ -163,6 +163,7 @@ def test_the_log_tells_the_precision_and_what_is_frozen(checkpoint, tmp_path):
     assert (found.kind, found.reading) == ("same", "logged") and found.norm_ratio == pytest.approx(1, rel=1e-4)
 
 
+@pytest.mark.all
 def test_a_step_under_autocast_is_within_the_error_of_the_logged_precision(tmp_path):
     embedded = find_checkpoint("embedded")
     trainer = make_trainer(embedded, tmp_path, max_steps=1, beta=0.0, bf16=True, max_completion_length=6)

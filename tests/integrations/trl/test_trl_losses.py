@@ -239,6 +239,7 @@ def test_another_gradient_than_the_measured_one_is_warned_of_with_both_norms(che
         assert f"{number:.6g}" in said[0]
 
 
+@pytest.mark.all
 def test_a_difference_is_warned_of_again_where_it_has_become_twice_as_large(checkpoint, tmp_path):
     factors = [1.03, 1.02, 1.05, 1.2, 1.2, 1.3]
 

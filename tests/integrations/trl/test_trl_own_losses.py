@@ -208,6 +208,7 @@ def test_a_loss_that_makes_its_own_log_probabilities_is_not_written_and_one_warn
     assert writer.steps == [] and not writer.folder.exists()
 
 
+@pytest.mark.all
 def test_slopes_are_without_fp16s_scale(checkpoint, tmp_path):
     """Of a trainer whose loss accelerate scales by 1024, and whose gradients are unscaled before the step."""
 

@@ -243,6 +243,7 @@ def test_prompts_with_images_are_not_written_and_one_warning_says_so(checkpoint,
     assert writer.steps == [] and not writer.folder.exists()
 
 
+@pytest.mark.all
 def test_text_is_written_where_it_is_asked_for(checkpoint, tmp_path):
     for text in (False, True):
         trainer = make_trainer(checkpoint, tmp_path / str(text), max_steps=1)
