@@ -440,6 +440,7 @@ def on_a_slowing_machine(monkeypatch, fast: int, deadline: float, **asked: objec
 EVER = 1 << 30
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("totals", [False, True])
 @pytest.mark.parametrize("way", every(3, ["whole", "sketches"]))
 def test_a_prompt_that_would_end_long_after_the_deadline_is_given_up(monkeypatch, way, totals):

@@ -147,6 +147,7 @@ def test_an_older_policys_log_probabilities_are_no_other_temperatures(size):
     assert found(policy, sampled(older, 1.0), 1.0) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("written", "reading"),
     [

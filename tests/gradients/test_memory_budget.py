@@ -110,6 +110,7 @@ def test_sums_in_a_file_touch_nothing_of_the_models(on_disk):
     assert snapshot(policy.model)["model"] == before
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("part", ["influence", "apply_update"])
 def test_no_file_is_left_when_the_call_raises(on_disk, part):
     policy = make_policy("gpt2")

@@ -262,6 +262,7 @@ def test_an_adapter_that_torch_saved_is_the_same_adapter_and_nothing_in_it_is_ru
     assert "nothing in it was run" in refusal(broken)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("depth", [2, 3])
 def test_an_adapter_on_adapters_stands_on_all_of_them(depth, tmp_path):
     below = save_checkpoint(tmp_path / "0", "llama")

@@ -157,6 +157,7 @@ def test_the_same_on_other_architectures(name):
     check(case, found.table, rel=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize(("vectors", "way", "at_once"), every(2, [(12, "whole", 4), (5, "whole", 1)]))
 def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):

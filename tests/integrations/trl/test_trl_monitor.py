@@ -470,6 +470,7 @@ def test_histograms_are_those_of_the_steps_since_the_last_log(checkpoint, tmp_pa
         assert told["num"] == heights.sum()
 
 
+@pytest.mark.all
 def test_an_alert_is_sent_where_a_planted_verdict_changes(checkpoint, tmp_path):
     """First tokens of π < ¼ are trained on, then, nearly alone, the others; an alert at the first window of either."""
 

@@ -300,6 +300,7 @@ def test_each_process_writes_its_responses_and_scales_are_of_all(tmp_path):
 # ---- which steps
 
 
+@pytest.mark.all
 def test_every_third_step_and_a_spike_are_kept(checkpoint, tmp_path):
     factors = [1.0] * 7 + [50.0, 1.0, math.nan]
     base = import_trl().GRPOTrainer
