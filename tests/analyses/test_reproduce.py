@@ -150,6 +150,7 @@ def test_a_worker_that_is_gone_without_a_word_is_one_line():
     assert failed.startswith("one: a process was killed") and "\n" not in failed
 
 
+@pytest.mark.all
 def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(make_run, "RUNS", tmp_path / "kept")
     monkeypatch.setattr(make_run, "WORK", tmp_path / "work")

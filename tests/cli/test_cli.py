@@ -199,6 +199,7 @@ def test_a_budget_that_holds_no_gradient_is_refused(run, model, rollouts, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.all
 def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(run, model, rollouts, tmp_path):
     budgets = {"whole": (), "sketches": ("1MiB",)}
     for way, flags in budgets.items():

@@ -125,6 +125,7 @@ def test_the_same_arguments_are_recognised_and_other_ones_of_the_page_leave_the_
     assert "right_direction_positive_actual" in {*read_statistics(out)["statistic"]}
 
 
+@pytest.mark.all
 def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     command = ("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)
@@ -143,6 +144,7 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
     assert (out / "report.html").is_file() and "gradient_share" in pd.read_parquet(out / "tokens.parquet")
 
 
+@pytest.mark.all
 def test_of_an_adapter_alone_all_shares_are_of_its_own_parameters(job, tmp_path):
     rollouts, out = job / "rollouts.jsonl", tmp_path / "out"
     run("diagnose", job / "adapter", "--rollouts", rollouts, "--out", out, "--params", "adapter", *BRIEF)

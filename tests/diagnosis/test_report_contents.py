@@ -67,6 +67,7 @@ def test_a_trends_sentences_say_what_its_two_ends_bear():
     assert not any(word in statement for word in SAID.values() for statement in said)
 
 
+@pytest.mark.all
 def test_prompt_by_prompt_leaves_out_those_without_a_gradient_and_names_those_that_oppose_the_rest():
     policy = make_policy("qwen2", tokenizer=True)
     batch = make_batch(policy)

@@ -121,7 +121,7 @@ EVERY_FIGURE = {
 }
 OF_TOKENS = [name for name in EVERY_FIGURE if name not in ("norms", "cosines")]
 every_figure = pytest.mark.parametrize("draw", EVERY_FIGURE.values(), ids=EVERY_FIGURE)
-every_figure_of_tokens = pytest.mark.parametrize("name", every(2, OF_TOKENS))
+every_figure_of_tokens = pytest.mark.parametrize("name", every(3, OF_TOKENS))
 
 
 @pytest.fixture(autouse=True)

@@ -98,6 +98,7 @@ def test_a_task_file_that_cannot_be_run_is_refused_in_one_line(tmp_path, registe
     assert get_task(f"{file}:parity").name == "parity"  # mended, it is run again
 
 
+@pytest.mark.all
 def test_tasks_load_nothing_heavy_before_they_need_it():
     heavy = ("pandas", "pyarrow", "transformers", "math_verify", "sympy")
     code = f"import sys, gradscope.tasks; print([m for m in {heavy} if m in sys.modules])"

@@ -256,7 +256,7 @@ def test_overwriting_deletes_what_the_old_run_wrote_and_says_so(tmp_path, capsys
     assert json.loads((out / "config.json").read_text())["seed"] == 3
 
 
-@pytest.mark.parametrize("what", ["model", "tracker", "engine"])
+@pytest.mark.parametrize("what", every(2, ["model", "tracker", "engine"]))
 def test_what_is_refused_before_the_new_run_begins_leaves_the_old_one_alone(what, tmp_path, monkeypatch):
     out = tmp_path / "run"
     train(replace(SMALL, steps=1), out, progress=False)
@@ -370,6 +370,7 @@ def test_weights_that_a_step_has_made_infinite_end_the_run_and_are_not_saved(tmp
     assert not list((tmp_path / "run").glob("checkpoints/*"))
 
 
+@pytest.mark.all
 def test_logits_that_steps_have_made_nan_are_divergence_and_the_checkpoint_before_them_is_named(tmp_path):
     @contextmanager
     def blow_up(step):
@@ -385,7 +386,7 @@ def test_logits_that_steps_have_made_nan_are_divergence_and_the_checkpoint_befor
     assert [p.name for p in sorted((out / "checkpoints").iterdir())] == ["step-000001", "step-000002"]
 
 
-@pytest.mark.parametrize(("step", "error"), [(1, NanLogitsError), (3, DivergedError)])
+@pytest.mark.parametrize(("step", "error"), every(2, [(1, NanLogitsError), (3, DivergedError)]))
 def test_logits_that_are_nan_for_the_trainer_alone_are_divergence_once_steps_are_taken(
     step, error, tmp_path, monkeypatch
 ):
@@ -402,7 +403,7 @@ def test_logits_that_are_nan_for_the_trainer_alone_are_divergence_once_steps_are
     assert (tmp_path / "run").exists() == (step > 1)  # refused before its first checkpoint, a run leaves nothing
 
 
-@pytest.mark.parametrize("what", ["__init__", "close"])
+@pytest.mark.parametrize("what", every(2, ["__init__", "close"]))
 def test_a_disk_that_is_full_for_a_tracker_is_named_with_the_remedy(what, tmp_path, monkeypatch, capsys):
     from torch.utils.tensorboard import SummaryWriter
 
@@ -437,6 +438,7 @@ def test_a_finished_run_whose_records_are_damaged_is_one_line(content, run, tmp_
     assert status == 2 and str(out / "metrics.jsonl") in error and error.count("\n") == 1
 
 
+@pytest.mark.all
 def test_a_run_whose_newest_checkpoint_is_damaged_goes_on_from_the_one_before_to_the_same_numbers(run, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(run, out)
@@ -471,7 +473,7 @@ def test_a_sampler_with_other_weights_is_found_out_before_the_first_update(tmp_p
 
 
 @pytest.mark.parametrize("mini_batch_size", [6, 12])  # with a scoring pass, and scored by the only optimizer step
-@pytest.mark.parametrize("step", [1, 2])
+@pytest.mark.parametrize("step", every(2, [2, 1]))
 @pytest.mark.parametrize("response", every(2, [0, -1]))
 def test_a_sampler_without_finite_log_probabilities_is_found_out(
     response, step, mini_batch_size, tmp_path, monkeypatch

@@ -157,6 +157,7 @@ def test_the_same_on_other_architectures(name):
     check(case, found.table, rel=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("few_prompts_are_many")
 @pytest.mark.parametrize(("vectors", "way", "at_once"), every(2, [(12, "whole", 4), (5, "whole", 1)]))
 def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, at_once):
@@ -169,6 +170,7 @@ def test_with_little_memory_the_same_comes_a_few_at_a_time(case, vectors, way, a
     assert snapshot(case.policy.model)["model"] == before
 
 
+@pytest.mark.all
 def test_weightings_that_would_end_after_the_deadline_are_named_and_left_out(case, found):
     size = vector_bytes(case.policy.model)
     resources = Resources(5 * size, micro_batch=4, deadline=0.0)  # long past: plain and another one, one at a time
@@ -250,6 +252,7 @@ def test_the_cosine_from_energies_is_that_of_orthogonal_token_gradients(case):
     )  # of both steps there is no sum
 
 
+@pytest.mark.all
 def test_the_cosine_from_energies_of_a_sample_of_norms_is_near_that_of_all(case):
     rng, own = np.random.default_rng(0), make_weighting("reweight:alpha=0.5").weights(case.table)["all"]
     weights, found = np.stack([case.table["policy_weight"].to_numpy(np.float64), own]), []
@@ -538,6 +541,7 @@ class ByPosition(Weighting):
         return tokens.plain / (1 + tokens["position"])
 
 
+@pytest.mark.all
 def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
     batch = make_batch(case.policy, lengths=(5, 4) * 4, prompt_lengths=(3, 4) * 4, temperature=0.7)
     found = compare(case.policy, batch, [ByPosition()], settings=settle(step=None), optimizer_state=case.state)
@@ -545,6 +549,7 @@ def test_a_weighting_that_no_step_can_be_taken_under_has_no_gain(case):
     assert np.isfinite(gains["grpo"]) and np.isnan(gains["by-position"]) and "minus GRPO's" not in describe(found)
 
 
+@pytest.mark.all
 def test_a_sample_of_norms_stands_for_all(case):
     known = case.table.copy()
     found = compare(case.policy, case.batch, ["reweight"], table=known, settings=settle())
@@ -611,6 +616,7 @@ def products_of(parts: np.ndarray) -> Products:
     return Products(own, along, kernel, own, along, along)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("n", [16, 32, 64])
 @pytest.mark.parametrize("signal", [0.0, 0.05, 1.0], ids=["no", "weak", "strong"])
 @pytest.mark.parametrize("kind", every(2, ["heavy tails", "one direction", "isotropic"]))

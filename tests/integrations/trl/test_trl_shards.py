@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import torch
 from support.processes import launch
 from support.refusals import refused
 from support.sharded_steps import step_by_one
+from support.tiers import every
 from support.trl_runs import make_trainer, needs_trl, save_policy, train
 from transformers import TrainerCallback
 
@@ -189,8 +191,7 @@ class AsUnderDeepSpeed(TrainerCallback):
         trainer.is_deepspeed_enabled = True
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "cispo"])
-@pytest.mark.parametrize("accumulated", [1, 2])
+@pytest.mark.parametrize(("loss_type", "accumulated"), every(3, product(["dapo", "cispo"], [1, 2])))
 def test_a_step_that_is_taken_in_the_backward_pass_is_measured_before_it(tmp_path, accumulated, loss_type):
     policy, rows = save_policy(tmp_path / "policy"), []
     sizes = {"gradient_accumulation_steps": accumulated, "per_device_train_batch_size": 8 // accumulated, "move": 0.02}
