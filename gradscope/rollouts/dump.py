@@ -1,26 +1,24 @@
-"""The contents of a trainer's log: the batch, columns that only logs have, notes."""
+"""The contents of a trainer's log: the batch with its notes, and the loss's settings."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
-from gradscope.rollouts.caveats import find_caveats, replace_caveats
+from gradscope.rollouts.caveats import find_caveats
 from gradscope.rollouts.formats.base import (
     EMPTY,
-    EXTRAS,
     FROM_REWARDS,
     MADE_AGAIN,
     MASKED_OUT,
@@ -40,9 +38,7 @@ from gradscope.rollouts.formats.values import (
     check_sizes,
     is_templated,
     parse_ids,
-    parse_logprobs,
     parse_mask,
-    parse_per_token,
     parse_response,
     parse_reward,
 )
@@ -74,21 +70,8 @@ class Dump:
     NeMo-RL's prev_logprobs, slime's log_probs (or else rollout_log_probs), open-instruct's logprobs."""
     format: str
     """Name of the format."""
-    entropy: Float[Tensor, "B S"] | None = None
-    """The trainer's entropy of the distribution at each response token, nats; NaN where unknown."""
-    logprobs: Float[Tensor, "B S"] | None = None
-    """The trainer's log π, in nats, if the sampler's is logged too: prime-rl's trainer_logprobs, NeMo-RL's
-    prev_logprobs, slime's log_probs."""
-    clipped: Bool[Tensor, "B S"] | None = None
-    """True on tokens that the trainer excluded from its policy loss (prime-rl's is_masked)."""
     first_step: int = 1
     """Number in the log of the step sampled by checkpoint 0."""
-    left_out: Mapping[int | None, int] = field(default_factory=dict)
-    """Responses left out of the batch, by step."""
-    stop_ids: frozenset[int] = frozenset()
-    """Ids that end a response, if known from a policy."""
-    pad_ids: frozenset[int] = frozenset()
-    """Ids used only for padding, if known from a policy."""
     loss: Mapping[str, Any] | None = None
     """Settings of the training loss, by their names in `LossSettings`, if logged."""
 
@@ -96,11 +79,6 @@ class Dump:
     def steps(self) -> Int[Tensor, " B"] | None:
         """Training step of each response, as numbered in the log; None if not logged."""
         return self.batch.steps
-
-    @property
-    def sampler_logprobs(self) -> Float[Tensor, "B S"] | None:
-        """The batch's sampler_logprobs; compared with `logprobs`, they show the mismatch of the two engines."""
-        return self.batch.sampler_logprobs
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -117,24 +95,20 @@ class Dump:
         return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
 
 
-def select_checkpoint_step(dump: Dump, checkpoint: int | None) -> Dump:
-    """Select the responses that a checkpoint sampled, those of the training step after its own.
+def note_step(dump: Dump, checkpoint: int | None) -> Dump:
+    """Note whether a checkpoint that has taken this many steps sampled the responses: those of the step after its own.
 
-    checkpoint: number of steps it had taken. If the log lacks that step, takes the nearest one; a note says which.
-    Takes the whole log if it has only one step, or no known steps; a note says if it is another checkpoint's step.
+    Nothing is noted if it did, or if the log's steps are unknown.
     """
     known = [] if dump.steps is None else dump.steps.unique().tolist()
     wanted = None if checkpoint is None else checkpoint + dump.first_step
-    if not known or (len(known) == 1 and wanted in (None, known[0])):
-        return dump
-    if len(known) == 1:
-        used = f"step {known[0]} is used, though a different checkpoint sampled it"
-        return dump.with_note(f"{used}: this one's would be step {wanted}", "other-step")
-    if wanted is None:
+    if len(known) > 1:
         told = f"{_span(known)}; which of them this checkpoint sampled is unknown, so all are taken"
         return dump.with_note(told, "step")
-    own, note = choose_step(known, wanted)
-    return _select_step(dump, own).with_note(note, note.kind)
+    if not known or wanted in (None, known[0]):
+        return dump
+    used = f"step {known[0]} is used, though a different checkpoint sampled it"
+    return dump.with_note(f"{used}: this one's would be step {wanted}", "other-step")
 
 
 def choose_step(known: Sequence[int], wanted: int) -> tuple[int, Note]:
@@ -154,17 +128,6 @@ def choose_step(known: Sequence[int], wanted: int) -> tuple[int, Note]:
 
 def _span(known: Sequence[int]) -> str:
     return f"the log holds {len(known)} training steps, {known[0]} to {known[-1]}"
-
-
-def _select_step(dump: Dump, step: int) -> Dump:
-    """Select the responses of one step, with the notes that apply to them."""
-    rows = (dump.steps == step).nonzero()[:, 0]
-    kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
-    left_out = {step: dump.left_out.get(step, 0)}
-    known = {"left_out": left_out, "stop_ids": dump.stop_ids, "pad_ids": dump.pad_ids}
-    batch = dump.batch.select(rows)
-    batch = replace_caveats(batch, find_caveats(batch, **known, is_dump=dump.format != "native"))
-    return replace(dump, batch=batch, left_out=left_out, **kept)
 
 
 def make_dump(
@@ -190,23 +153,18 @@ def make_dump(
     for row in rows:
         reading.take(row)
     reading.finish(path)
-    batch = collate(reading.responses)
-    extras = {name: _align(batch, values) for name in EXTRAS if any(values := reading.extras[name])}
-    if "clipped" in extras:
-        extras["clipped"] = extras["clipped"] == 1
-    batch, holes = _count_unknown(batch)
+    batch, holes = _count_unknown(collate(reading.responses))
     unknown = _name_unknown(batch, reading)
     unknown = unknown if is_dump else [note for note in unknown if note is NO_TEMPERATURE]
     notes = [note for note in notes if not reading.is_ids or note not in (RETOKENISED, NO_SPECIAL_TOKENS)]
     said = (*notes, *unknown, *holes, *reading.notes())
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
-    known: dict[str, Any] = {"left_out": dict(reading.left_out_by_step)}
-    if policy is not None:
-        known |= {"stop_ids": policy.stop_ids, "pad_ids": policy.pad_ids}
-    batch = replace(batch, notes=told + find_caveats(batch, **known, is_dump=is_dump))
+    known: dict[str, Any] = {} if policy is None else {"stop_ids": policy.stop_ids, "pad_ids": policy.pad_ids}
+    found = find_caveats(batch, left_out=reading.left_out_by_step, is_dump=is_dump, **known)
+    batch = replace(batch, notes=told + found)
     if options.temperature is not None:
         batch = batch.at_temperature(options.temperature)
-    return Dump(batch, form.name, **extras, first_step=form.first_step, loss=reading.loss, **known)
+    return Dump(batch, form.name, form.first_step, reading.loss)
 
 
 class _Reading:
@@ -215,7 +173,6 @@ class _Reading:
     def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format, passes: Passes) -> None:
         self._policy, self._options, self._form = policy, options, form
         self.responses: list[Response] = []
-        self.extras: dict[str, list[list[float] | None]] = {name: [] for name in EXTRAS}
         self.left_out_by_step: Counter[int | None] = Counter()
         self._rows: list[tuple[frozenset[str], Row, Visit]] = []
         self._groups: dict[tuple[int | None, object], int] = {}
@@ -282,8 +239,6 @@ class _Reading:
         given, logged = self._options.temperature, row.columns.get("temperature")
         if given is not None and isinstance(logged, int | float) and math.isfinite(logged) and logged != given:
             self._temperatures[float(logged)] += 1
-        for name in EXTRAS:
-            self.extras[name].append(_extra(row, name, kept))
         told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
         if texts != [None, None]:
             remarks += (*doubts_of(texts, (prompt_ids, response_ids), self._policy, self._words),)
@@ -373,7 +328,6 @@ class _Reading:
             return [value for value, leaves in zip(values, gone, strict=True) if not leaves]
 
         self.responses, self._rows = kept(self.responses), kept(self._rows)
-        self.extras = {extra: kept(values) for extra, values in self.extras.items()}
 
     def _drop_unweighted(self) -> None:
         """Drop responses without an advantage if others have one; without any advantages, those without a reward."""
@@ -475,23 +429,6 @@ def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[Note | str]:
         NO_TEMPERATURE: not reading.has("temperature"),
     }
     return [note for note, holds in assumed.items() if holds]
-
-
-def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
-    if name not in row.columns:
-        return None
-    if name in ("entropy", "clipped"):
-        return parse_per_token(row, name, kept)
-    return parse_logprobs(row, name, kept)
-
-
-def _align(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
-    """Place a list per response at its columns; NaN elsewhere."""
-    out = torch.full(batch.input_ids.shape, float("nan"))
-    for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):
-        if numbers is not None:
-            out[row, start : start + len(numbers)] = torch.tensor(numbers)
-    return out
 
 
 def _name_steps(seen: Counter[int | None]) -> str:

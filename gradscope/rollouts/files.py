@@ -44,7 +44,7 @@ IN_SAMPLES = frozenset(
     (
         *("group_index", "index", "tokens", "response", "response_length", "reward", "loss_mask", "rollout_log_probs"),
         *("status", "remove_sample", "weight_versions", "rollout_top_p_token_offsets"),
-        *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages", "entropy"),
+        *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages"),
     )
 )
 """Entries read from a sample in a file of tensors; others (experts, images, caches) can be 1,000 times larger."""

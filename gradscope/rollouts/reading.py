@@ -15,7 +15,7 @@ from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import Note, TokenBatch
 from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
 from gradscope.rollouts.check_batch import check_batch
-from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
+from gradscope.rollouts.dump import Dump, choose_step, make_dump, note_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run, write_rows
 from gradscope.rollouts.formats.areal import AREAL
 from gradscope.rollouts.formats.base import TORN, Format, ReadingOptions, Row
@@ -133,7 +133,7 @@ def _read_one(
             'checkpoint; give step=, one of them, or "all"'
         )
     if isinstance(step, int) and policy is not None:
-        return select_checkpoint_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
+        return note_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
     return dump
 
 
@@ -213,16 +213,17 @@ def list_steps(path: Path, *, format: str | None = None) -> LogSteps:
 
 def read_checkpoint_dump(
     path: Path,
-    policy: Policy,
+    policy: Policy | None,
     checkpoint: int | None,
     *,
     step: Step = None,
     prompts: int = 0,
     **how: Unpack[ReadingKeywords],
 ) -> Dump:
-    """Read the responses that a checkpoint sampled; see `select_checkpoint_step`.
+    """Read the responses that a checkpoint sampled: those of the training step after its own, or else of the nearest.
 
-    Only these are tokenized and batched, so other steps in the log, or added to it later, do not change them.
+    Notes say which step is used, unless it is the log's only one. The whole log is read if its steps, or the
+    checkpoint's, are unknown. Only these responses are tokenized and batched, so other steps do not change them.
 
     Args:
         checkpoint: number of training steps that the checkpoint had taken.
@@ -241,7 +242,7 @@ def read_checkpoint_dump(
             earlier = [] if step == "own" else [known for known in steps.known if known < own][1 - MOST_STEPS :]
             return _pool(dump, earlier, prompts, lambda chosen: read_dump(path, policy, step=chosen, **how), note)
     own = step if isinstance(step, int) else None
-    return select_checkpoint_step(read_dump(path, policy, step=own, **how), checkpoint)
+    return note_step(read_dump(path, policy, step=own, **how), checkpoint)
 
 
 def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int]], Dump], note: Note) -> Dump:

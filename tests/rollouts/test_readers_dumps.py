@@ -56,16 +56,6 @@ def test_a_chat_of_trl_goes_through_the_template_and_its_answer_is_the_response(
         assert dump.batch.sequence(row)[0].tolist() == [BOS, *sample.prompt, BOS, *sample.response]
 
 
-def test_prime_rl_carries_both_log_probabilities_the_entropy_and_what_was_masked(tmp_path):
-    dump = read_dump(dumps.write_prime_rl(tmp_path))
-    for row, sample in enumerate(SAMPLES):
-        assert values(dump, dump.logprobs, row) == sample.trainer
-        assert values(dump, dump.sampler_logprobs, row) == sample.sampler
-        assert equal(values(dump, dump.entropy, row), sample.entropy)
-        assert values(dump, dump.clipped, row) == [False] * (len(sample.response) - 1) + [row == 1]
-    assert not dump.clipped[~dump.batch.response_mask].any()
-
-
 @pytest.mark.parametrize("chunked", [False, True])
 def test_prime_rls_traces_and_their_annotations_are_one(tmp_path, chunked):
     dump = read_dump(dumps.write_prime_rl_traces(tmp_path, chunked=chunked))
@@ -76,17 +66,16 @@ def test_prime_rls_traces_and_their_annotations_are_one(tmp_path, chunked):
     assert dump.batch.group_ids.tolist() == graph.batch.group_ids.tolist()
     for name in ("advantages", "old_logprobs", "sampler_logprobs", "rewards"):
         torch.testing.assert_close(getattr(dump.batch, name), getattr(graph.batch, name), equal_nan=True)
-    for name in ("logprobs", "entropy"):
-        torch.testing.assert_close(getattr(dump, name), getattr(graph, name), equal_nan=True)
 
 
 def test_prime_rls_traces_that_were_not_trained_are_left_out_and_the_newest_annotation_counts(tmp_path):
+    """Here its advantages, twice those of the first."""
     out = dumps.write_prime_rl_traces(tmp_path)
     trainer = out / "annotations" / "trainer.jsonl"
     lines = trainer.read_text().splitlines()[:2]
     newer = json.loads(lines[1])
-    newer["branches"][0]["trainer_logprobs"] = [
-        None if v is None else v - 1.0 for v in newer["branches"][0]["trainer_logprobs"]
+    newer["branches"][0]["advantages"] = [
+        None if v is None else 2 * SAMPLES[1].advantage for v in newer["branches"][0]["trainer_logprobs"]
     ]
     trainer.write_text("\n".join([*lines, json.dumps(newer)]))
     stream = [json.loads(line) for line in (out / "stream.jsonl").read_text().splitlines()]
@@ -96,8 +85,8 @@ def test_prime_rls_traces_that_were_not_trained_are_left_out_and_the_newest_anno
     assert len(dump.batch) == 2
     assert any("2 of 5 rows left out: no annotation" in note for note in dump.notes)
     assert any("1 of 5 rows left out: they are from an evaluation" in note for note in dump.notes)
-    pairs = zip(values(dump, dump.logprobs, 1), SAMPLES[1].trainer, SAMPLES[1].mask, strict=True)
-    assert all(found == wanted - 1.0 for found, wanted, keep in pairs if keep)
+    pairs = zip(values(dump, dump.batch.advantages, 1), SAMPLES[1].mask, strict=True)
+    assert all(found == 2 * SAMPLES[1].advantage for found, keep in pairs if keep)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +147,11 @@ def test_a_format_is_told_where_the_first_row_lacks_a_value(tmp_path, policy, na
         assert dump.format == name and len(dump.batch) == len(SAMPLES) - (column != "reward")
 
 
-def test_verifiers_graph_has_both_log_probabilities_and_a_response_for_each_path(tmp_path):
+def test_verifiers_graph_has_the_samplers_log_probabilities_and_a_response_for_each_path(tmp_path):
     path = dumps.write_verifiers_graph(tmp_path)
     dump = read_dump(path)
     for row, sample in enumerate(SAMPLES):
-        for tensor, numbers in ((dump.logprobs, sample.trainer), (dump.sampler_logprobs, sample.sampler)):
-            assert equal(values(dump, tensor, row), written("verifiers_graph", sample, numbers))
+        assert equal(values(dump, dump.batch.sampler_logprobs, row), written("verifiers_graph", sample, sample.sampler))
     trace = json.loads(path.read_text().splitlines()[0])
     asked, told = trace["nodes"]
     second = told | {"token_ids": [9], "mask": [True]} | {name: [-1.0] for name in ("logprobs", "trainer_logprobs")}
@@ -205,10 +193,9 @@ def test_slimes_train_data_join_its_rollout_data(tmp_path):
         assert dump.batch.input_ids[row, :start].tolist() == sample.prompt
         assert dump.batch.response_mask[row, mine].tolist() == sample.mask
         assert dump.batch.advantages[row, mine].tolist() == [sample.advantage] * len(sample.response)
-        for tensor in (dump.batch.old_logprobs, dump.logprobs, dump.batch.ref_logprobs):
+        for tensor in (dump.batch.old_logprobs, dump.batch.ref_logprobs):
             assert tensor[row, mine].tolist() == sample.trainer
-        assert dump.sampler_logprobs[row, mine].tolist() == sample.sampler
-        assert dump.entropy[row, mine].tolist() == sample.entropy
+        assert dump.batch.sampler_logprobs[row, mine].tolist() == sample.sampler
     assert dump.batch.rewards.tolist() == [SAMPLES[i].reward for i in order]
     assert dump.batch.group_ids.tolist() == [0, 0, 1, 1]
 
@@ -232,7 +219,7 @@ def test_miles_lists_of_train_data_are_the_same_samples(tmp_path, rollout):
 def test_slimes_train_data_alone_know_where_the_response_starts(tmp_path):
     dump = read_dump(dumps.write_slime(tmp_path, rollout=False, train=True))
     assert dump.batch.response_start.tolist() == [len(s.prompt) for s in reversed(SAMPLES)]
-    assert dump.batch.rewards is None and dump.sampler_logprobs is None
+    assert dump.batch.rewards is None and dump.batch.sampler_logprobs is None
 
 
 def test_slimes_samples_of_two_ranks_count_once_and_untrained_ones_not(tmp_path):
@@ -263,7 +250,7 @@ def test_without_the_trainers_own_the_samplers_log_probabilities_are_the_denomin
     dump = read_dump(path)
     for row, sample in enumerate(SAMPLES):
         assert values(dump, dump.batch.old_logprobs, row) == sample.sampler
-    assert dump.logprobs is None
+    assert dump.batch.sampler_logprobs is None
 
 
 def test_the_temperature_of_roll_may_stand_in_its_generation_config(policy, tmp_path):
@@ -388,8 +375,8 @@ def test_samples_that_the_trainer_masked_out_are_left_out_and_counted(tmp_path):
 HOSTILE = {
     "advantage beyond float32": {"advantages": [1e39] * 5},
     "a probability": {"inference_logprobs": [0.9] * 5},
-    "short array": {"entropy": [1.0]},
-    "text among numbers": {"entropy": ["a"] * 5},
+    "short array": {"advantages": [1.0]},
+    "text among numbers": {"advantages": ["a"] * 5},
     "id beyond the vocabulary": {"token_ids": [4, 5, 6, 7, VOCAB]},
     "no prompt": {"loss_mask": [True] * 5},
     "mask of twos": {"loss_mask": [0, 0, 0, 1, 2]},

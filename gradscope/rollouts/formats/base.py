@@ -49,9 +49,6 @@ IMAGES = "their prompts contain images, video or sound, which the log represents
 EVALUATED = "they are from an evaluation"
 FILLED_UP = "they are padding of the trainer's batch, not samples"
 
-EXTRAS = ("entropy", "logprobs", "clipped")
-"""Per-token columns of a Row that only a `Dump` keeps."""
-
 
 @dataclass(frozen=True)
 class Column:
@@ -89,7 +86,7 @@ def optional(**paths: str) -> tuple[Column, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A response, with columns named as in the native format and EXTRAS."""
+    """A response, with columns named as in the native format."""
 
     place: str
     columns: dict[str, Any]

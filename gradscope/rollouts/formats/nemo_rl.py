@@ -34,7 +34,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     forced = bool(trained) and not any(any(row.columns["old_logprobs"]) for row in trained)
     for row in rows:
         if forced and row.left_out is None:
-            others = {name: v for name, v in row.columns.items() if name not in ("old_logprobs", "logprobs")}
+            others = {name: v for name, v in row.columns.items() if name != "old_logprobs"}
             yield replace(row, columns=others, remarks=(*row.remarks, FORCED))
         else:
             yield _without_unrecorded(row)
@@ -62,7 +62,7 @@ def _row(record: Record) -> Row:
 
 def _without_unrecorded(row: Row) -> Row:
     """Set the sampler's log-probability to None for tokens where it was not recorded."""
-    own, sampler, kept = (row.columns.get(name) for name in ("logprobs", "sampler_logprobs", "response_mask"))
+    own, sampler, kept = (row.columns.get(name) for name in ("old_logprobs", "sampler_logprobs", "response_mask"))
     if own is None or sampler is None or row.left_out is not None:
         return row
     lost = [keep == 1 and said == 0 and _is_below(value) for keep, said, value in zip(kept, sampler, own, strict=True)]
@@ -80,7 +80,7 @@ NEMO_RL = Format(
     "nemo_rl",
     (
         *required(ids="token_ids", mask="token_loss_mask"),
-        *optional(old_logprobs="prev_logprobs", logprobs="prev_logprobs", advantage="advantages"),
+        *optional(old_logprobs="prev_logprobs", advantage="advantages"),
         *optional(sampler_logprobs="generation_logprobs", reward="rewards", length="input_lengths"),
         *optional(old_logprobs="generation_logprobs"),
     ),

@@ -13,7 +13,7 @@ several paths is trained only in the first. `mask` is true for sampled tokens. T
 annotations have an entry per sampled token, `loss_weights` one per token.
 
 PRIME_RL_TRACES: a stream of episodes with such traces, and annotations with what becomes known of a trace later:
-{trace_id, info, branches: [{index, advantages, trainer_logprobs, entropies}]}. Each list has an entry per token of the
+{trace_id, info, branches: [{index, advantages, trainer_logprobs, …}]}. Each list has an entry per token of the
 branch, or of its trained part, null if unknown; the newest annotation counts. A folder `traces` holds stream.jsonl, or
 numbered files in stream/ (sealed: .jsonl.zst), and annotations/; or a folder step_N per step, with train.jsonl,
 eval.jsonl and annotations/. Older versions wrote episodes to rollouts/step_N/train/{all,effective}/traces.jsonl;
@@ -53,7 +53,7 @@ UNRESUMED = "the harness did not continue from them (an attempt to compact the m
 NO_IDS = "their messages hold no token ids: the client that sampled them returned none"
 UNTRAINED = "no annotation of the trainer covers them, though others are covered"
 STALE = "they were sampled, at least at first, with weights older than those of the previous step"
-STREAMS = ("advantages", "trainer_logprobs", "entropies")
+STREAMS = ("advantages", "trainer_logprobs")
 PATHS = "each path through a trace's messages, from a first to a last one, is a response"
 
 PATH = Format(
@@ -61,8 +61,7 @@ PATH = Format(
     (
         *required(ids="token_ids", mask="mask"),
         *optional(advantage="advantages", old_logprobs="logprobs", sampler_logprobs="logprobs"),
-        *optional(logprobs="trainer_logprobs", ref_logprobs="reference_logprobs", entropy="entropies"),
-        *optional(weight="loss_weights"),
+        *optional(ref_logprobs="reference_logprobs", weight="loss_weights"),
     ),
 )
 """A path through a trace, its nodes' numbers joined."""
@@ -295,8 +294,7 @@ PRIME_RL = Format(
     "prime_rl",
     (
         *required(ids="token_ids", mask="loss_mask", old_logprobs="inference_logprobs"),
-        *optional(step="step", advantage="advantages", sampler_logprobs="inference_logprobs"),
-        *optional(logprobs="trainer_logprobs", entropy="entropy", clipped="is_masked", weight="rl_weights"),
+        *optional(step="step", advantage="advantages", sampler_logprobs="inference_logprobs", weight="rl_weights"),
     ),
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as in training",

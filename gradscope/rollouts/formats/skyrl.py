@@ -34,7 +34,7 @@ SKYRL = Format(
         *required(response_mask="loss_mask", sampled="response_mask", sequences="sequences"),
         *required(attention_mask="attention_mask"),
         *optional(prompt_ids="prompt_ids", response_ids="response_ids", group="prompt"),
-        *optional(old_logprobs="action_log_probs", logprobs="action_log_probs", advantage="advantages"),
+        *optional(old_logprobs="action_log_probs", advantage="advantages"),
         *optional(sampler_logprobs="rollout_logprobs", ref_logprobs="base_action_log_probs"),
         *optional(old_logprobs="rollout_logprobs"),
     ),

@@ -249,8 +249,8 @@ SLIME = Format(
     (
         Column("tokens", required=True),
         *optional(step="rollout_id", group="group_index", reward="reward", response="response"),
-        *optional(response_mask="loss_mask", old_logprobs="log_probs", logprobs="log_probs"),
-        *optional(ref_logprobs="ref_log_probs", advantage="advantages", entropy="entropy"),
+        *optional(response_mask="loss_mask", old_logprobs="log_probs"),
+        *optional(ref_logprobs="ref_log_probs", advantage="advantages"),
         *optional(sampler_logprobs="rollout_log_probs", prompt_ids="prompt_ids", response_ids="response_ids"),
         *optional(old_logprobs="rollout_log_probs"),
     ),
