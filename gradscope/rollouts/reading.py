@@ -13,7 +13,7 @@ import pandas as pd
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import Note, TokenBatch
-from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
+from gradscope.rollouts.caveats import find_caveats, served_prompts
 from gradscope.rollouts.check_batch import check_batch
 from gradscope.rollouts.dump import Dump, choose_step, make_dump, note_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run, write_rows
@@ -90,7 +90,7 @@ def read_logged(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatc
         return policy, dump.batch, dump.loss or {}
     check_batch(policy, batch)
     if not batch.notes:
-        batch = replace_caveats(batch, find_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids))
+        batch = replace(batch, notes=find_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids))
     return policy, batch, {}
 
 
@@ -166,17 +166,17 @@ def read_dump(
     """
     path, policy = Path(path), load_policy(policy) if isinstance(policy, str | Path) else policy
     steps = (step,) if isinstance(step, int) else step
-    options = ReadingOptions(steps, temperature, reward_key, chat_template_kwargs)
+    how = ReadingOptions(steps, temperature, reward_key, chat_template_kwargs)
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; give a positive number")
     form, files, unfinished = _open(path, format)
-    all_files = files
-    if steps is not None:
-        files = {f: named for f, named in files.items() if _only_step(form, f) in (None, *steps)} or files
+    told = {} if steps is None else {file: _only_step(form, file) for file in files}
+    others = {file: own for file, own in told.items() if own not in (None, *steps)}
+    if len(others) == len(files):  # no such step: all are read, to name those that there are
+        others = {}
+    files = {file: named for file, named in files.items() if file not in others}
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    rows = _rows(form, files, policy)
-    others = {file: step for file in all_files if file not in files and (step := _only_step(form, file)) is not None}
-    dump = make_dump(rows, policy, form, path=path, options=options, notes=notes, others=others)
+    dump = make_dump(_rows(form, files, policy), policy, form, path=path, options=how, notes=notes, others=others)
     batch = replace(dump.batch, run=read_run(files))
     if (words := batch.run.words) is None:
         return replace(dump, batch=batch)
@@ -247,11 +247,11 @@ def read_checkpoint_dump(
 
 def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int]], Dump], note: Note) -> Dump:
     """Add earlier steps, latest first, until `prompts` prompts have an advantage. note: names the dump's step."""
-    [own], alone = dump.steps.unique().tolist(), count_served(dump.batch)
+    [own], alone = dump.steps.unique().tolist(), len(served_prompts(dump.batch))
     if alone >= prompts or not earlier:
         return dump
     batch = read([*earlier, own]).batch
-    served = (first for first in reversed(earlier) if count_served(batch[batch.steps >= first]) >= prompts)
+    served = (first for first in reversed(earlier) if len(served_prompts(batch[batch.steps >= first])) >= prompts)
     first = next(served, earlier[0])
     chosen = [step for step in earlier if step >= first]
     taken = f"step {first} is" if len(chosen) == 1 else f"steps {first} to {chosen[-1]} are"
@@ -292,7 +292,7 @@ def _rows(form: Format, files: Mapping[Path, int | None], policy: Policy | None)
     torn: list[Row] = []
 
     def records() -> Iterator[Record]:
-        for record in (record for file, step in files.items() for record in read_records(file, step=step)):
+        for record in (one for file, step in files.items() for one in read_records(file, step=step, read=form.read)):
             if record.torn:
                 torn.append(Row(record.place, {}, left_out=TORN))
             else:
@@ -312,7 +312,8 @@ def _find_format(path: Path, files: list[Path], own: Format | None) -> Format:
     """Return the format shared by all files that hold a record. own: the one that was asked for."""
     found: tuple[Path, Format] | None = None
     for file in files:
-        record = next(_first(file), None)
+        told = _told_by_suffix(file)  # such a file can only be read whole
+        record = Record(file, str(file), dict.fromkeys(told.needs)) if told else next(read_records(file), None)
         if record is None or record.torn:
             continue
         form = recognise(record, READERS) if own is None else own
@@ -329,15 +330,6 @@ def _find_format(path: Path, files: list[Path], own: Format | None) -> Format:
             raise InputError(f"{path} holds no rows but one that was cut off; give at least one response")
         raise InputError(f"{path} holds no rows; give at least one response")
     return found[1]
-
-
-def _first(file: Path) -> Iterator[Record]:
-    """Yield a file's records; for a format's own suffix, only its columns, as the file would be read whole."""
-    form = _told_by_suffix(file)
-    if form is not None:
-        yield Record(file, str(file), dict.fromkeys(form.needs))
-    else:
-        yield from read_records(file)
 
 
 def _told_by_suffix(file: Path) -> Format | None:

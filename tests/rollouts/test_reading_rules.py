@@ -34,7 +34,6 @@ from gradscope.rollouts import (
     read_rollouts,
     write_rollouts,
 )
-from gradscope.rollouts.caveats import CAVEATS
 
 nan, inf = math.nan, math.inf
 THINKING = (
@@ -42,6 +41,7 @@ THINKING = (
 )
 THINKING += "enable_thinking %} w9 w9{% endif %}"
 CHAT = [{"role": "user", "content": "w4 w5"}]
+CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
 
 
 def kinds(notes) -> list[str]:

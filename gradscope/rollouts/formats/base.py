@@ -146,6 +146,14 @@ class Format:
     """Columns that identify other kinds of records in the log."""
     suffix: str | None = None
     """Suffix that identifies the format's files, which can only be read whole."""
+    read: Callable[[Path], Iterator[tuple[str, dict[str, Any]]]] | None = None
+    """Reads such a file: each record's place and columns."""
+    step_in: str | None = None
+    """Pattern whose first group is the training step in a file's name; None: a column has it."""
+    left_out: tuple[tuple[str, Callable[[Record], Any]], ...] = ()
+    """Reasons to leave a record out, and whether one holds for it; the first that does counts."""
+    remarks: tuple[tuple[str, Callable[[Record], Any]], ...] = ()
+    """Remarks on a record's row, and whether one holds for it."""
     notes: tuple[str, ...] = ()
     """Notes that apply to every log of this format."""
     is_finished: Callable[[Path], bool] = lambda path: True
