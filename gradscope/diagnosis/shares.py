@@ -35,14 +35,14 @@ from gradscope.resampling import (
     Shortage,
     bound,
     bound_bits,
+    effective_sample_size,
+    effective_size_of_shares,
     effective_tokens,
     odds_of_largest,
     prompt_clusters,
     redraw,
-    sample_worth,
     short_of,
     widen,
-    worth_of_shares,
 )
 
 STATISTICS = (
@@ -71,7 +71,7 @@ class PromptSums:
     measured_proxies: Matrix | None = None
     """Σ(w·‖e−π‖)²/p over measured tokens."""
     worth: Float[np.ndarray, " A"] | None = None
-    """`resampling.sample_worth` of each interval's sample for Σ‖w·g‖²; None without a sample."""
+    """`resampling.effective_sample_size` of each interval's sample for Σ‖w·g‖²; None without a sample."""
 
     def short_of(self) -> list[Shortage | None]:
         """Return, by interval, what a confidence interval on the share of Σ‖w·g‖² lacks."""
@@ -82,7 +82,7 @@ class PromptSums:
     def _worth_of_shares(self) -> Float[np.ndarray, " A"]:
         if self.worth is None:
             return np.full(self.tokens.shape[1], np.inf)
-        return worth_of_shares(self.predicted.sum(0), self.worth)
+        return effective_size_of_shares(self.predicted.sum(0), self.worth)
 
     def totals(self, weights: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "draws A"]:
         """Return Σ‖w·g‖² over all tokens by interval, with the prompts' weights; NaN where none is measured."""
@@ -126,7 +126,7 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
     proxies = (weight * table[LOGITS].to_numpy(np.float64)) ** 2
     with np.errstate(invalid="ignore", divide="ignore"):  # none of an interval is measured
         scaled = [total(np.where(known, part / probabilities, 0.0)) for part in (squares, proxies)]
-    worth = sample_worth(amounts, probabilities, interval, num_intervals)
+    worth = effective_sample_size(amounts, probabilities, interval, num_intervals)
     return PromptSums(tokens, measured, scaled[0], predicted, total(proxies), scaled[1], worth)
 
 
