@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
-from analyses.common.experiments import RUNS, WORK, Run, find_run
+from analyses.common.experiments import WORK, Run, find_run
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
 from analyses.measure import real_language
@@ -95,8 +95,8 @@ def find_last(run: Run) -> Path:
     """Return a run's last checkpoint."""
     work = WORK / run.place
     if not (checkpoints := list_checkpoints(work)):
-        command = "python -m analyses.reproduce --scale words --only words_compare"
-        raise InputError(f"{work} has no checkpoint; remove {RUNS / run.place} and make the run again: {command}")
+        command = "GRADSCOPE_RUNS=FOLDER python -m analyses.reproduce --scale words --only words_compare"
+        raise InputError(f"{work} has no checkpoint; make the run again, kept in another folder: {command}")
     return checkpoints[-1]
 
 
