@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import InputError
-from gradscope.policy import Policy, read_optimizer_file
+from gradscope.policy import Policy, read_state
 from gradscope.updates import StepSettings, read_moments, state_step
 
 
@@ -21,7 +21,7 @@ def read_step(
     if path is None:
         return None, None, []
     try:
-        state = read_optimizer_file(path)
+        state = read_state(path)
         step = state_step(state)
         step.check()
         read_moments(policy.model, step, state)
