@@ -58,7 +58,7 @@ from gradscope.policy import (
     optimizer_hash,
     outline_policy,
     read_adamw_state,
-    read_optimizer_file,
+    read_state,
 )
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import READER, Dump, TokenBatch, read_checkpoint_dump, rollouts_hash
@@ -270,7 +270,7 @@ def read_step(
     if path is None:
         return None, None, []
     try:
-        state = read_optimizer_file(path)
+        state = read_state(path)
         step = state_step(state)
         step.check()
         read_moments(policy.model, step, state)

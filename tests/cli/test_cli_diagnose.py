@@ -20,7 +20,7 @@ from gradscope.cli.measuring import read_step
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.diagnosis.products.contributions import drop_columns
 from gradscope.gradients import measure
-from gradscope.policy import load_policy, read_adamw_state, read_optimizer_file
+from gradscope.policy import load_policy, read_adamw_state, read_state
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings
 
@@ -77,7 +77,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     assert written["gradient_share"].sum() == pytest.approx(1.0, rel=1e-4) == written["gradient_share_adamw"].sum()
 
     # The schedule's last rate is 0: the one that it began with is taken, Trainer's default, clipped at 1.
-    state = read_optimizer_file(trained / "optimizer.pt")
+    state = read_state(trained / "optimizer.pt")
     assert [group["lr"] for group in state["param_groups"]] == [0, 0]
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.0]
     step = StepSettings("adamw", 5e-5, None, (0.9, 0.999), 1e-8, max_grad_norm=1.0)

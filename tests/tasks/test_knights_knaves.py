@@ -29,8 +29,7 @@ from gradscope.tasks.knights_knaves_wording import (
     SAYINGS,
     Statement,
     claim_text,
-    compact_text,
-    draw_sayings,
+    compact_prompt,
     quiz_text,
 )
 
@@ -193,8 +192,8 @@ def _next_spoken(text: str, name: str) -> tuple[str, str, str]:
 
 
 def parse_compact(text: str) -> tuple[list[Statement], list[str]]:
-    """Statements and names of a compact puzzle: the inverse of `compact_text`."""
-    lines = [re.fullmatch(r"(\w+): (.+)\.", line) for line in text.splitlines()]
+    """Statements and names of a compact puzzle: the inverse of `compact_prompt`."""
+    lines = [re.fullmatch(r"(\w+): (.+)\.", line) for line in text.removesuffix("<think>").splitlines()]
     if not lines or None in lines:
         raise InputError(f"not a compact puzzle: {text[:60]!r}…; wanted lines like 'Zoey: Oliver is a knave.'")
     names = [line[1] for line in lines]
@@ -237,9 +236,9 @@ def test_a_puzzle_survives_both_wordings(people):
     rng = random.Random(people)
     for _ in range(20):
         statements = draw_statements(people, rng)
-        names, sayings = rng.sample(NAMES, people), draw_sayings(people, rng)
+        names, sayings = rng.sample(NAMES, people), rng.choices(SAYINGS, k=people)
         assert parse_quiz(quiz_text(statements, names, sayings)) == (list(statements), names, sayings)
-        assert parse_compact(compact_text(statements)) == (list(statements), list(COMPACT_NAMES[:people]))
+        assert parse_compact(compact_prompt(statements)) == (list(statements), list(COMPACT_NAMES[:people]))
 
 
 @pytest.mark.parametrize(
@@ -279,7 +278,7 @@ def test_every_row_of_the_data_has_our_prompt_to_the_letter(people):
 @pytest.mark.parametrize("people", LEVELS)
 def test_every_row_of_the_data_converts_to_the_compact_wording(people):
     for puzzle in read_rows(people):
-        statements, names = parse_compact(compact_text(puzzle.statements))
+        statements, names = parse_compact(compact_prompt(puzzle.statements))
         assert tuple(statements) == puzzle.statements
         assert names == list(COMPACT_NAMES[:people])
         assert solve(statements) == [puzzle.solution]

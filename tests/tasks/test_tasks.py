@@ -135,6 +135,12 @@ def test_an_option_that_a_task_does_not_take_is_refused(task, options, named):
         draw_questions(task, 1, seed=0, **options)
 
 
+@pytest.mark.parametrize("name", ["arithmetic", "knights-knaves", "math", "word-problems"])
+def test_all_questions_of_a_task_that_has_no_files_are_refused(name):
+    with refused("a number of questions"):
+        draw_questions(get_task(name), None, seed=0)
+
+
 def _raise(error):
     raise error
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from support.policies import make_batch, make_policy
 
+from analyses.common.batch_share import BatchShare, noise_scale
 from gradscope.gradients import TokenJacobian
-from gradscope.theory import BatchShare, noise_scale
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
