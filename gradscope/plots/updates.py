@@ -23,7 +23,6 @@ from gradscope.plots.style import (
     require,
     short_number,
 )
-from gradscope.updates import without_extremes
 
 SIGNS = {"positive": ("#2a7f62", 1), "negative": ("#b5483a", -1)}
 """{sign of the advantage: (colour, side)}."""
@@ -60,12 +59,15 @@ def plot_movement(
     require(table, ["interval", "advantage", column], what="the movement table")
     if value not in _WORDS:
         raise InputError(f"value is {value!r}; give one of {', '.join(_WORDS)}")
+    if not 0 <= leave_out < 1:
+        raise InputError(f"leave_out is {leave_out}; give a number from 0 to below 1, such as 0.01")
     ax = new_axes(ax)
     labels = interval_labels(edges)
     rows = []
     for interval, label in enumerate(labels):
         own = table[table["interval"] == interval]
-        shown = without_extremes(own, name, value=value, share=leave_out) if leave_out and len(own) else own
+        nearest = np.argsort(own[column].abs().to_numpy(), kind="stable")[: len(own) - round(leave_out * len(own))]
+        shown = own.iloc[np.sort(nearest)]
         for word, (ink, sign) in SIGNS.items():
             moved = shown.loc[np.sign(shown["advantage"]) == sign, column]
             rows.append(_half_violin(ax, interval, moved.to_numpy(np.float64), ink, sign) | {"sign": word})
@@ -121,7 +123,7 @@ def plot_directions(
 ) -> Axes:
     """Draw Fig. 3: the share of tokens that moved the right way, by sign of the advantage, interval and method.
 
-    Reads method, interval, sign, mean and sd (over steps, drawn as bars), as made by `directions.over_batches`. colors
+    Reads method, interval, sign, mean and sd (over steps, drawn as bars), one row for each. colors
     maps methods to colours and orders them; None: a palette in the table's order.
     """
     import seaborn as sns

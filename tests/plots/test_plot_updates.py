@@ -16,7 +16,7 @@ from gradscope.plots import (
     plot_norm_drivers,
     save_figure,
 )
-from gradscope.updates import influence_table, over_batches, right_direction_shares
+from gradscope.updates import influence_table, right_direction_shares
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +67,8 @@ def test_directions_are_means_with_their_deviations(tokens):
     for batch, own in tokens.groupby("batch"):
         for name in ("all", "lopti"):
             frames.append(right_direction_shares(own, name=name, seed=None).assign(batch=batch, method=name))
-    means = over_batches(pd.concat(frames), keys=("method", "interval", "sign"))
+    cells = pd.concat(frames).groupby(["method", "interval", "sign"], sort=False)["share"]
+    means = cells.agg(mean="mean", sd="std").reset_index()
     ax = plot_directions(means)
     for container, name in zip(ax.containers, ("all", "lopti"), strict=True):
         rows = means[(means["method"] == name) & (means["sign"] == "positive")].sort_values("interval")
