@@ -7,7 +7,7 @@ steps old), four to a problem for the time that it takes; and the third on its o
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
-    products.parquet    inner products of each weighting's sum by prompt: `Comparison.products`
+    products.parquet    inner products of each weighting's sum by prompt: `products_by_prompt`
     tokens.parquet      the token table that they were compared on
     samples.csv         of each case: responses, tokens, accuracy, and problems whose responses differ in reward
 """
@@ -43,7 +43,7 @@ CASES = {
 TABLES: dict[str, Callable[[Comparison], pd.DataFrame]] = {
     "weightings": lambda comparison: comparison.table,
     "by_interval": lambda comparison: comparison.by_interval,
-    "products": Comparison.products,
+    "products": lambda comparison: products_by_prompt(comparison),
 }
 
 
@@ -83,6 +83,25 @@ def measure(
     kept = {f"{name}.csv": tables[name] for name in ("weightings", "by_interval")}
     kept |= {"products.parquet": tables["products"], "tokens.parquet": tables["tokens"].astype(real_language.SMALL)}
     keep(out, kept | {"samples.csv": pd.concat(samples)}, questions=questions, responses=RESPONSES)
+
+
+def products_by_prompt(comparison: Comparison) -> pd.DataFrame:
+    """Return a row per prompt and distinct sum U = Σ_p u_p, from which norms, cosines and signals follow.
+
+    Columns: method, step, prompt (from 0, by group); own, ‖u_p‖²; along, ⟨u_p, U⟩; own_plain, to_plain and from_plain,
+    the products of u_p with plain's u_p and U, and of plain's u_p with U; kernel.Q, ⟨u_p, u_q⟩ for each prompt q,
+    possibly sketched.
+    """
+    sums = comparison.table[(comparison.table["same_as"] == "") & (comparison.table["step"] != "both")]
+    parts = comparison.passes.products
+    names = [name for name in parts._fields if name != "kernel"]
+    frames = []
+    for place, (method, step) in enumerate(zip(sums["method"], sums["step"], strict=True)):
+        own = pd.DataFrame({name: getattr(parts, name)[place] for name in names})
+        kernel = pd.DataFrame(parts.kernel[place], columns=[f"kernel.{q}" for q in range(len(own))])
+        keys = pd.DataFrame({"method": method, "step": step, "prompt": range(len(own))})
+        frames.append(pd.concat([keys, own, kernel], axis=1))
+    return pd.concat(frames, ignore_index=True)
 
 
 def find_policies() -> tuple[str, str, str]:

@@ -32,7 +32,6 @@ from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.intervals import interval_labels
 from gradscope.plots import NEUTRAL, drawn_numbers, finish, name_intervals, paper_style, save_figure
-from gradscope.updates import over_batches
 
 VARIANTS = {
     "GRPO": "grpo",
@@ -56,7 +55,8 @@ PAPER = {
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return means over the checkpoints, and paired differences of methods and of intervals."""
     shares = read_table("directions", "shares.csv", scale=options.scale)
-    means = over_batches(shares, keys=("optimizer", "against", "method", "interval", "sign"))
+    cells = shares.groupby(["optimizer", "against", "method", "interval", "sign"], sort=False)["share"]
+    means = cells.agg(num_batches="count", mean="mean", sd="std").reset_index()
     plain, split = BASELINES
     others = shares[shares["method"] != plain]  # the split has been compared with it, from the other side
     methods = [compare(shares, plain).assign(baseline=plain), compare(others, split).assign(baseline=split)]

@@ -97,7 +97,7 @@ class Compare(ComparisonChoices, MeasuringFlags):
         if measured.left is None:
             return prompts.tolist()
         known = {"metric": measured.settings.metric is not None, "take_steps": self.take_steps}
-        rows = distinct_rows(table, self.weightings or None, self._comparison_settings(measured.settings))
+        rows = distinct_rows(table, self.weightings or None, settings=self._comparison_settings(measured.settings))
         each = compare_cost(rows, **known) * measured.folder.manifest["pass_seconds"] / len(prompts)
         (fits,) = measured.resources.processes.gather([max(2, int(measured.left / each))])[:1]
         drawn = torch.from_numpy(np.random.default_rng(self.settings.seed).permutation(prompts))

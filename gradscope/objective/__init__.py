@@ -43,20 +43,16 @@ from gradscope.objective.loss import (
     resolve_advantages,
     weigh_step,
 )
-from gradscope.objective.off_policy import (
-    describe_off_policyness,
-    off_policy_sentence,
-    off_policyness,
-)
+from gradscope.objective.off_policy import describe_off_policyness, off_policy_sentence, off_policyness
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.step_rule import ORDERS, StepRule
-from gradscope.objective.steps import StepResult, StepTokens, StepTotals, Updater, clip_scale, split_steps
+from gradscope.objective.updater import StepResult, StepTokens, Update, Updater, clip_scale, split_steps
 from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
     "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "Quantity", "StepResult", "StepRule",
-    "StepTokens", "StepTotals", "TokenStatistics", "TokenWeights", "Tokens", "Updater", "Weighting", "batch_loss",
+    "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update", "Updater", "Weighting", "batch_loss",
     "batch_statistics", "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale",
     "describe_off_policyness", "fill_unknown", "finish", "fitting_size", "gather_logprobs", "grpo_advantages",
     "join_statistics", "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs",

@@ -25,7 +25,6 @@ from gradscope.plots.style import (
     require,
     short_number,
 )
-from gradscope.updates import without_extremes
 
 SIGNS = {"positive": (POSITIVE, 1), "negative": (NEGATIVE, -1)}
 """{sign of the advantage: (colour, side)}."""
@@ -63,12 +62,15 @@ def plot_movement(
     require(table, ["interval", "advantage", column], what="the movement table")
     if value not in _WORDS:
         raise InputError(f"value is {value!r}; give one of {', '.join(_WORDS)}")
+    if not 0 <= leave_out < 1:
+        raise InputError(f"leave_out is {leave_out}; give a number from 0 to below 1, such as 0.01")
     ax = new_axes(ax)
     labels = interval_labels(edges)
     rows = []
     for interval, label in enumerate(labels):
         own = table[table["interval"] == interval]
-        shown = without_extremes(own, name, value=value, share=_LEFT_OUT) if len(own) else own
+        nearest = np.argsort(own[column].abs().to_numpy(), kind="stable")[: len(own) - round(_LEFT_OUT * len(own))]
+        shown = own.iloc[np.sort(nearest)]
         for word, (ink, sign) in SIGNS.items():
             moved = shown.loc[np.sign(shown["advantage"]) == sign, column]
             rows.append(_half_violin(ax, interval, moved.to_numpy(np.float64), ink, sign) | {"sign": word})

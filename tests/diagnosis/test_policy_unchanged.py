@@ -60,7 +60,7 @@ ASKED = {
     "changes": move,
     "changes by differences": by_differences,
     "influence": predict,
-    **{f"{name} by sgd": step(name) for name in ("all", "lopti", "random-split", "high-entropy", "only-1")},
+    **{f"{name} by sgd": step(name) for name in ("all", "lopti", "random-split", "top-entropy", "only-1")},
     **{f"{name} by AdamW": step(name, ADAMW) for name in ("all", "lopti")},
     "diagnosis": lambda policy, batch: diagnose(policy, batch, settings=DiagnosisSettings(resamples=20)),
 }

@@ -48,7 +48,7 @@ def on_disk(monkeypatch, tmp_path) -> Iterator[list[Path]]:
     """Whatever would go to a file does, however small; the files that were made. Afterwards none may be left."""
     monkeypatch.setattr(scratch, "SMALL", 0)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    for name in ("policy.adamw", "gradients.operator.vectors", "updates.step_settings", "updates.apply_update"):
+    for name in ("policy.adamw", "gradients.operator.vectors", "updates.step_settings", "updates.optimizer_step"):
         monkeypatch.setattr(sys.modules[f"gradscope.{name}"], "PART", SPAN)
     made, make = [], torch.from_file
 

@@ -27,13 +27,7 @@ from gradscope.objective.batch_logprobs import (
 )
 from gradscope.objective.equations import check_known
 from gradscope.objective.logprobs import TokenStatistics
-from gradscope.objective.loss import (
-    LossSettings,
-    batch_loss,
-    batch_weights,
-    fill_unknown,
-    weigh_step,
-)
+from gradscope.objective.loss import LossSettings, batch_loss, batch_weights, fill_unknown, weigh_step
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.weighting import Weighting
 from gradscope.rollouts import TokenBatch
@@ -53,6 +47,21 @@ class StepTokens:
     """A mini-batch, with advantages and π_old; its response_mask keeps only the tokens of this step."""
     num_tokens: int
     """The loss's denominator: the response tokens of the whole mini-batch, in any step."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """All optimizer steps on one batch, in order, with their loss."""
+
+    steps: list[StepTokens]
+    batch: TokenBatch
+    """The whole batch, with the advantages used in training."""
+    settings: LossSettings
+    match: LossSettings | None = None
+    """If set, rescale each gradient to the norm it would have under these settings."""
+    weighting: Weighting | None = None
+    """Replacement for Eq. 2's policy weights in every step; None: Eq. 2's."""
+    name: str = "trained"
 
 
 class StepTotals(NamedTuple):

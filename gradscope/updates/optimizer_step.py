@@ -1,4 +1,4 @@
-"""Real optimizer steps by the trainer's code, each taken from the same weights, which are restored afterwards."""
+"""An optimizer step from the current weights: predicted to first order, or taken by the trainer's code and undone."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradscope.errors import InputError, checked
 from gradscope.gradients import BACKWARD, Resources, TokenJacobian, Vectors, refuse_narrow_weights
 from gradscope.intervals import EDGES
-from gradscope.objective import PAPER, LossSettings, Updater, Weighting, fitting_size
+from gradscope.objective import PAPER, LossSettings, Update, Updater, Weighting, fitting_size
 from gradscope.policy import (
     PART,
     PolicyLike,
@@ -28,9 +28,9 @@ from gradscope.policy import (
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import track
 from gradscope.updates.influence import Influence, predict_step
-from gradscope.updates.make_update import Update, make_update
+from gradscope.updates.make_update import make_update
 from gradscope.updates.movement import Movement, resolve
-from gradscope.updates.step_settings import ANY, SGD, StepSettings, make_optimizer, read_moments
+from gradscope.updates.step_settings import ANY, SGD, StepOptimizer, StepSettings, read_moments
 
 Number = int | float
 
@@ -75,20 +75,21 @@ class OptimizerStep:
         """Take an update's optimizer steps, measure every token, and restore the policy; see `apply_update`."""
         J, model, step = self.jacobian, self.jacobian.model, self._step
         refuse_narrow_weights(model)
-        fits, size = (
-            _fits(model, step, J.resources.vectors),
-            fitting_size(model, J.batch, J.resources.micro_batch, copies=2),
-        )
-        memory = None if fits else 0
+        fits = _fits(model, step, J.resources.vectors)
+        size = fitting_size(model, J.batch, J.resources.micro_batch, copies=2)
         # The caller may be in inference mode; gradients are needed all the same.
-        with torch.inference_mode(False), torch.enable_grad(), restoring(model, memory=memory) as start:
+        with (
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            restoring(model, memory=None if fits else 0) as start,
+        ):
             model.eval()
             before = J.statistics
             batch = resolve(J.batch, before)
             if not isinstance(update, Update):
-                update = make_update(update, batch, loss=self._loss, entropy=before.entropy)
-            sliced_for = None if fits else len(update.steps)
-            optimizer = make_optimizer(model, step, self._moments, sliced_for=sliced_for)
+                update = make_update(update, batch, loss=self._loss)
+            how = {"num_steps": len(update.steps), "scratch": not fits}
+            optimizer = StepOptimizer(model, step, self._moments, **how)
             updater = Updater(model, optimizer, J.device, size, step.max_grad_norm)
             results = [updater.step(part, update.settings, weighting=update.weighting) for part in update.steps]
             after = J.moved().statistics
@@ -99,6 +100,46 @@ class OptimizerStep:
                 moved.rows[0, part] -= start[name].flatten().to(moved.rows)
         norm = math.sqrt(square)
         return Movement(update.name, batch, before, after, results, norm, self._loss, moved and moved.rows[0])
+
+
+@checked
+def influence(
+    policy: PolicyLike,
+    batch: BatchLike,
+    *,
+    loss: LossSettings = PAPER,
+    step: StepSettings = SGD,
+    optimizer_state: dict[str, Any] | str | Path | None = None,
+    edges: Sequence[Number] = EDGES,
+    gradients: Float[Tensor, "A P"] | None = None,
+    resources: Resources | None = None,
+) -> Influence:
+    """Predict the effect of `apply_update(policy, batch, "all", …)` on each token's log π, by source, without a step.
+
+    The whole batch is one mini-batch. Costs a forward pass, a forward and backward pass per source and for the mean
+    entropy, and three forward passes for each of these in forward mode (see `TokenJacobian.jvp` for models without it,
+    as reported by a UserWarning and `method`). The policy is restored bit for bit, even if the call raises. Memory
+    beside the model, its activations and the given state: a vector as long as the parameters per source (SGD: intervals
+    + 2; AdamW: intervals + 3), and 2 more.
+
+    Args:
+        batch: unknown old_logprobs are replaced by the policy's own; advantages come from `resolve_advantages`.
+        optimizer_state: AdamW's `state_dict()`: continues from its moments and step counts with the settings of `step`,
+            and does not move other parameters. None: fresh, with v = 0, so that the step is lr·sign(gradient): entries
+            in which the sources' gradients cancel still move by lr, and each source contributes its gradient over their
+            sum, without bound. The contributions still add up, but say little about who moved whom, so give a state
+            that has taken many steps (see AdamWState).
+        gradients: of the loss's policy part for each interval, if known and without a KL part; None: computed here.
+        resources: if the vectors exceed its bytes, they go to a scratch file; None: no limit.
+
+    Raises:
+        InputError: the weights are below float32, the batch has no response tokens or advantages, the optimizer state
+            does not fit, the gradient is not finite (so no step would be taken), or the disk has no room for a scratch
+            file.
+    """
+    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
+    return OptimizerStep(J, **given).predicted(edges=edges, gradients=gradients)
 
 
 @checked
@@ -134,8 +175,8 @@ def apply_update(
             exceeds the bytes, or the disk has no room for scratch files.
     """
     J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
-    known = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
-    return OptimizerStep(J, **known).take(update, displacement=displacement)
+    given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
+    return OptimizerStep(J, **given).take(update, displacement=displacement)
 
 
 @checked
