@@ -3,7 +3,7 @@
     python -m analyses.recompute [--all]
 
 `analyses.paper_repro` tells which cells of the figures' CSVs the pages quote. Each is computed here from what is kept
-of runs (test.csv, metrics, responses) and measurements (analyses/runs/SCALE/measured) in plain pandas, numpy and scipy:
+of runs (tests, metrics, responses) and measurements (analyses/runs/SCALE/measured) in plain pandas, numpy and scipy:
 nothing is imported of what made the CSVs. Of summed gradients the norms and shares of each batch are kept, or, at best,
 inner products by prompt; from these on. From a CSV only the keys of its rows are read, since Holm's correction needs
 the family. Printed are the numbers that differ (--all: every one): page, cell, quoted, recomputed.
@@ -27,6 +27,7 @@ import tyro
 from scipy import optimize, stats
 
 from analyses.common.experiments import RUNS
+from analyses.common.kept_runs import read_tables
 from analyses.paper_repro import Cell, quoted_cells
 
 Where = Mapping[str, str]
@@ -130,19 +131,19 @@ def power(effect: float, sd: float, n: int, level: float) -> float:
 
 
 @cache
-def folders(scale: str, track: str, variant: str) -> dict[int, Path]:
-    found = (RUNS / scale / track / variant).glob("seed*")
-    return {int(folder.name.removeprefix("seed")): folder for folder in sorted(found)}
-
-
-@cache
 def test(scale: str, track: str, variant: str) -> dict[int, pd.DataFrame]:
-    return {seed: pd.read_csv(folder / "test.csv") for seed, folder in folders(scale, track, variant).items()}
+    return read_tables(scale, track, variant, "test")
 
 
 @cache
 def metrics(scale: str, track: str, variant: str) -> dict[int, pd.DataFrame]:
-    return {s: pd.read_csv(folder / "metrics.csv.gz") for s, folder in folders(scale, track, variant).items()}
+    return read_tables(scale, track, variant, "metrics")
+
+
+@cache
+def answers(scale: str, variant: str) -> dict[int, pd.DataFrame]:
+    """The sampled answers of a variant's runs on puzzles."""
+    return {seed: own.query("not greedy") for seed, own in read_tables(scale, "puzzles", variant, "responses").items()}
 
 
 @cache
@@ -212,8 +213,7 @@ def word_counts(scale: str, variant: str, category: str) -> pd.DataFrame:
     listed = pd.read_csv("figures/table5.csv").query("category == @category")["forms counted"]
     forms = "|".join(re.escape(form.strip()) for forms in listed for form in forms.split(","))
     frames = []
-    for seed, folder in folders(scale, "puzzles", variant).items():
-        own = pd.read_parquet(folder / "responses.parquet").query("not greedy")
+    for seed, own in answers(scale, variant).items():
         count = own["response"].str.count(rf"(?i)\b(?:{forms})\b")
         frames.append(pd.DataFrame({"words": count, "reward": own["reward"], "group": own["group"], "seed": seed}))
     return pd.concat(frames, ignore_index=True)
@@ -650,8 +650,7 @@ def sharpening(cell: Cell) -> float:
     gains = []
     for seed, own in test("cpu", "puzzles", dict(cell.where)["variant"]).items():
         last = own[own["step"] == own["step"].max()].astype({"level": str}).set_index("level")
-        answers = pd.read_parquet(folders("cpu", "puzzles", "grpo")[seed] / "responses.parquet").query("not greedy")
-        means = answers.astype({"level": str}).groupby("level")[["logprob", "tokens"]].mean()
+        means = answers("cpu", "grpo")[seed].groupby("level")[["logprob", "tokens"]].mean()
         whole = means.mul(last["questions"].reindex(means.index), axis=0).sum()
         xs = [0.0, *untrained["entropy"]]
         ys = [untrained["greedy"].iloc[0], *untrained["sampled"]]
@@ -679,7 +678,7 @@ def gates(cell: Cell) -> float:
 
 
 def gate_runs(cell: Cell) -> float:
-    made = sum(len(folders("words", track, "grpo")) for track in ("words-low", "varied-low", "varied-high"))
+    made = sum(len(test("words", track, "grpo")) for track in ("words-low", "varied-low", "varied-high"))
     return {"made": made, "planned": 3 * 2}[cell.column]
 
 

@@ -25,7 +25,8 @@ from tqdm import tqdm
 
 from analyses.common import dry_run
 from analyses.common.experiments import Run, drawn_as, launch_of, list_runs, needs
-from analyses.common.make_run import is_finished, make
+from analyses.common.kept_runs import is_finished
+from analyses.common.make_run import make
 from analyses.common.measurements import Measurement, is_measured, list_measurements, make_measurement
 from analyses.common.script import end_with, exit_with
 from gradscope.errors import DivergedError, InputError, SyncError, first_line

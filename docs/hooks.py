@@ -36,7 +36,8 @@ PAGES = {"paper.md": "paper_repro.md", "changelog.md": "CHANGELOG.md", "contribu
 DOORS = ("objective", "theory", "updates", "trainer", "plots", "sampling", "tasks")
 """Rooms whose doors are documented beside the package's own names."""
 IN_TRL = (
-    *("GradScopeCallback", "TokenMonitor", "RolloutWriter", "ReweightLoptiMixin", "TRLSettings", "trl_settings"),
+    *("GradScopeCallback", "SpikeRecorder", "TokenMonitor", "RolloutWriter", "ReweightLoptiMixin", "TRLSettings"),
+    "trl_settings",
     *("batch_from_trl", "response_denominators"),
 )
 

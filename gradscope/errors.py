@@ -19,7 +19,6 @@ BROKEN_FILE += (ValueError, LookupError, TypeError, AttributeError, ArithmeticEr
 # One import each, as type checkers require.
 P = ParamSpec("P")
 Result = TypeVar("Result")
-Made = TypeVar("Made")
 
 
 class InputError(ValueError):
@@ -128,10 +127,11 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def checked(function: Callable[P, Result]) -> Callable[P, Result]:
+def checked(function: Callable[P, Result], name: str | None = None) -> Callable[P, Result]:
     """Decorate a function to raise an error that names any argument whose type does not match its annotation.
 
     TypeError for a wrong type, InputError for an unknown word. The function runs outside `torch.inference_mode`.
+    name: in errors; None: the function's own.
 
     >>> @checked
     ... def draw(n: int, *, temperature: float = 1.0): ...
@@ -142,7 +142,7 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
     Traceback (most recent call last):
     TypeError: draw: got an unexpected keyword argument 'temprature'; did you mean 'temperature'?
     """
-    signature = inspect.signature(function)
+    signature, title = inspect.signature(function), name or function.__name__
     variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     own = [name for name, parameter in signature.parameters.items() if parameter.kind not in variable]
     hints = cache(lambda: get_type_hints(function))  # at the first call, since some names are loaded lazily
@@ -154,15 +154,15 @@ def checked(function: Callable[P, Result]) -> Callable[P, Result]:
         except TypeError as error:
             near = [match for name in keywords if name not in own for match in get_close_matches(name, own, 1)]
             advice = f"; did you mean {near[0]!r}?" if near else ""
-            raise TypeError(f"{function.__name__}: {error}{advice}") from None
+            raise TypeError(f"{title}: {error}{advice}") from None
         for name in own:
             if name in given and name in hints() and not _fits(given[name], hints()[name]):
                 value, wanted = given[name], str(function.__annotations__[name])
                 if isinstance(value, str) and "Literal" in wanted:
-                    raise InputError(f"{function.__name__}: {name} is {value!r:.60}; wanted: {wanted}")
+                    raise InputError(f"{title}: {name} is {value!r:.60}; wanted: {wanted}")
                 shown = f"{value!r:.60}, " if isinstance(value, str | int | float) else ""
                 words = f"{name} is {shown}of type {type(value).__name__}"
-                raise TypeError(f"{function.__name__}: {words}; wanted: {wanted}")
+                raise TypeError(f"{title}: {words}; wanted: {wanted}")
         with normal_tensors():
             return function(*args, **keywords)
 
@@ -177,14 +177,3 @@ def _fits(value: Any, hint: Any) -> bool:
 
     numbers = FrozenDict({int: int | np.integer, float: float | int | np.floating | np.integer})
     return is_bearable(value, hint, conf=BeartypeConf(hint_overrides=numbers))
-
-
-def make_settings(kind: Callable[..., Made], function: str, given: dict[str, Any]) -> Made:
-    """Build a settings dataclass. Raises TypeError for an unknown keyword, suggesting the nearest known one."""
-    known = inspect.signature(kind).parameters
-    for name in given:
-        if name not in known:
-            near = get_close_matches(name, known, 1)
-            advice = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
-            raise TypeError(f"{function}: got an unexpected keyword argument {name!r}{advice}")
-    return checked(kind)(**given)

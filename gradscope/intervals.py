@@ -19,10 +19,10 @@ from gradscope.resampling import (
     Resampling,
     Scale,
     bootstrap,
+    effective_sample_size,
+    effective_size_of_shares,
     effective_tokens,
-    sample_worth,
     short_of,
-    worth_of_shares,
 )
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ def summarize(
             value is an unmeasured token: it counts in `num_tokens` but not in `num_measured`, and enters no statistic
             (so a sum is over the measured tokens).
         probabilities: sampling probability p of every token (`gradients.sample`). A sum is then the ratio estimate of
-            the sum over all tokens, Σ values/p · Σ sizes / (Σ sizes/p over the measured), and a mean is that sum
-            divided by num_tokens. None: equal within each interval.
+            the sum over all tokens, Σ values/p · Σ sizes / (Σ sizes/p over the measured), which is Hájek's for equal
+            sizes, and a mean is that sum divided by num_tokens. None: equal within each interval.
         sizes: proxies of the values (of their roots, for an rms), for all tokens; None: equal.
 
     Returns:
@@ -145,7 +145,7 @@ def summarize_cells(
         sizes = np.ones(values.shape) if sizes is None else np.abs(np.asarray(sizes, dtype=np.float64))
         sizes = sizes**2 if statistic == "rms" else sizes
         columns = [amounts / probabilities, measured, sizes, measured * sizes / probabilities, np.ones(values.shape)]
-        worth = sample_worth(sizes, probabilities, np.asarray(cells), num_cells)
+        worth = effective_sample_size(sizes, probabilities, np.asarray(cells), num_cells)
     totals, [sums, counts, *proxies] = _cluster_totals(cells, clusters, columns, num_cells)
 
     def evaluate(weights: np.ndarray) -> np.ndarray:
@@ -205,8 +205,8 @@ def interval_shares(
     worth = None
     if probabilities is not None:
         sizes = np.ones(intervals.shape) if sizes is None else np.abs(np.asarray(sizes, dtype=np.float64))
-        worth = sample_worth(sizes, np.asarray(probabilities, dtype=np.float64), intervals, len(edges) - 1)
-        worth = worth_of_shares(np.bincount(intervals, sizes, minlength=len(edges) - 1), worth)
+        worth = effective_sample_size(sizes, np.asarray(probabilities, dtype=np.float64), intervals, len(edges) - 1)
+        worth = effective_size_of_shares(np.bincount(intervals, sizes, minlength=len(edges) - 1), worth)
     served = (sums != 0).sum(0)
     return _label(_table(evaluate, totals, counts, resampling, SHARE, worth, served), edges)
 

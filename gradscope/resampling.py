@@ -66,7 +66,7 @@ TOO_FEW = "Too few prompts to say"
 FEWEST_DRAWN = 4
 """Fewest clusters for an interval about a finite population from which they were drawn."""
 FEWEST_TOKENS = 6
-"""Least worth of a sample for an interval (`sample_worth`), in tokens of equal amounts."""
+"""Least worth of a sample for an interval (`effective_sample_size`), in tokens of equal amounts."""
 CHUNK = 256
 """Clusters processed at a time in a jackknife."""
 
@@ -430,15 +430,17 @@ def centred_bootstrap(
     return np.vstack([value, bounds])
 
 
-def sample_worth(amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarray, num_cells: int) -> np.ndarray:
-    """Return the worth of each cell's sample in tokens of equal amounts, [num_cells]; infinity if all are measured.
+def effective_sample_size(
+    amounts: np.ndarray, probabilities: np.ndarray, cells: np.ndarray, num_cells: int
+) -> np.ndarray:
+    """Return the number of equal tokens worth as much as each cell's sample, [num_cells]; infinity if all are measured.
 
-    This is 1 / the relative variance of Σ amount/p over samples that include each token with probability p, which is
-    known without measuring: Σ amount² (1/p − 1) / (Σ amount)². amounts: of all tokens, proportional to the quantity to
-    be summed.
+    This is 1 / the relative variance of the Horvitz–Thompson estimate Σ amount/p over samples that include each token
+    with probability p, which is known without measuring: Σ amount² (1/p − 1) / (Σ amount)². amounts: of all tokens,
+    proportional to the quantity to be summed.
 
     >>> amounts, quarter = np.array([1.0, 1.0, 1.0, 1.0]), np.full(4, 0.25)
-    >>> sample_worth(amounts, quarter, np.zeros(4, int), 1).round(2).tolist()  # 1 of 4: without the others' 3/4
+    >>> effective_sample_size(amounts, quarter, np.zeros(4, int), 1).round(2).tolist()  # less the others' 3/4
     [1.33]
     """
     whole = np.bincount(cells, amounts, minlength=num_cells) ** 2
@@ -453,10 +455,10 @@ def effective_tokens(worth: np.ndarray, measured: np.ndarray) -> np.ndarray:
     return np.where(np.isinf(worth), np.inf, np.minimum(worth, measured))
 
 
-def worth_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
+def effective_size_of_shares(amounts: np.ndarray, worth: np.ndarray) -> np.ndarray:
     """Return the worth of samples for each cell's share, whose odds have errors in numerator and denominator.
 
-    amounts: sums by cell, up to a factor; worth: `sample_worth` of each.
+    amounts: sums by cell, up to a factor; worth: `effective_sample_size` of each.
     """
     variances, others = 1 / worth, amounts.sum() - amounts
     spread = (amounts**2 * variances).sum() - amounts**2 * variances

@@ -25,7 +25,7 @@ from gradscope.trainer import TrainConfig, get_preset
 DOORS = {
     objective: "grpo_advantages reinforce_pp_advantages reweight lopti_split policy_loss token_weights make_weighting",
     theory: "theory_report regress_norms add_drivers logit_grad_norm logit_grad_bounds",
-    updates: "influence influence_table moved_against right_direction_shares movement_summary similarity",
+    updates: "influence influence_table moved_against right_direction_shares similarity",
     plots: " ".join(name for name in plots.__all__ if name.startswith("plot_")),
 }
 

@@ -20,7 +20,7 @@ IMPORTS, REST = "imports", "rest"
 STAGES = {
     "gradscope.cli.measuring:load_quietly": "loading",
     "gradscope.rollouts:read_dump": "reading",
-    "gradscope.cli.measuring:Measuring._folder": "hashing",
+    "gradscope.cli.measuring:MeasuringFlags._folder": "hashing",
     "gradscope.gradients.operator.jacobian:TokenGradientMeter.__init__": "structure",
     "gradscope.gradients.table:find_statistics": "statistics",
     "gradscope.gradients.table:check_engine": "self-check",
@@ -36,8 +36,8 @@ STAGES = {
     "gradscope.diagnosis.products.comparison:make": "comparison",
     "gradscope.diagnosis.diagnose:assemble": "parts",
     "gradscope.diagnosis.diagnose:say": "findings",
-    "gradscope.diagnosis:make_report": "report",
-    "gradscope.diagnosis:write_report": "report",
+    "gradscope.cli.diagnose:make_report": "report",
+    "gradscope.cli.diagnose:write_report": "report",
 }
 """{(module of the caller, function or method): stage that its calls count as}."""
 

@@ -65,7 +65,12 @@ class Run:
     @property
     def place(self) -> Path:
         """Its folder, relative to RUNS and to WORK."""
-        return Path(self.scale) / self.track / self.variant / f"seed{self.seed}"
+        return place_of(self.scale, self.track, self.variant, self.seed)
+
+
+def place_of(scale: str, track: str, variant: str, seed: int) -> Path:
+    """Return a run's folder, relative to RUNS and to WORK."""
+    return Path(scale) / track / variant / f"seed{seed}"
 
 
 @cache

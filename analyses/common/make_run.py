@@ -8,7 +8,8 @@
         …                   what the track's `judged_further` keeps
         responses.parquet   the last checkpoint's answers to the test's questions, or to so many of them (Test.kept)
 
-Work whose file exists is not repeated; a run with responses.parquet is finished. If the scale's `launch` sets several
+Work whose file exists is not repeated; a run with responses.parquet is finished. Tracks that are whole are packed
+(analyses/common/pack_runs.py). If the scale's `launch` sets several
 processes, `accelerate launch` starts this module in each of them to train; with `weights_kept`, a finished run leaves
 in WORK only the weights of that many checkpoints.
 """
@@ -35,6 +36,7 @@ import analyses.common.dealt_problems
 import analyses.common.puzzles
 import analyses.common.sums  # noqa: F401  (all register their tasks)
 from analyses.common.experiments import RUNS, WORK, Run, Test
+from analyses.common.kept_runs import LAST
 from analyses.common.measurements import describe_machine
 from analyses.common.read_runs import PLANNED
 from analyses.common.script import COMPLAINT, end_with, exit_with
@@ -47,18 +49,12 @@ from gradscope.sampling import Evaluation, Sampler, evaluate, make_sampler
 from gradscope.tasks import draw_questions, get_task
 from gradscope.trainer import OPTIMIZER, TrainConfig, list_checkpoints, step_of, train
 
-LAST = "responses.parquet"
 CONFIG, ENDED = "config.json", "ended.txt"
 """Files for the processes of `train_launched`: what to train, and how it ended."""
 ALONE = ("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0")
 """Options of `accelerate launch` that it would guess with a warning; precision comes from the configuration."""
 KEPT = ["group", "level", "response", "reward", "correct", "format_ok", "finished", "greedy"]
 """Columns of responses.parquet besides tokens and logprob."""
-
-
-def is_finished(run: Run) -> bool:
-    """Return whether the repository has everything that it keeps of the run."""
-    return (RUNS / run.place / LAST).is_file()
 
 
 def make(run: Run) -> Run:
@@ -77,7 +73,7 @@ def make(run: Run) -> Run:
     write_csv(pd.concat(tables, ignore_index=True), kept / "test.csv", float_format="%.6g")
     if run.judged_further is not None:
         importlib.import_module(run.judged_further).judge_further(run, list_checkpoints(work), kept)
-    write_parquet(keep_responses(result.responses, run.test.kept), kept / LAST)
+    write_parquet(keep_responses(result.responses, run.test.kept), kept / f"{LAST}.parquet")
     if (weights := run.launch.get("weights_kept")) is not None:
         clear(work, weights)
     return run

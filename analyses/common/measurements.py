@@ -3,8 +3,9 @@
     python -m analyses.common.measurements [NAME ...] [--scale cpu]
 
 makes the missing ones among those named (default: all of analyses/runs.toml), one after the other on one thread. A
-module that measures has a function ``measure(out)``, which writes its tables into the folder `out`; a script that draws
-reads them with `read_table` and loads no policy. An interrupted measurement resumes after its last finished part.
+module that measures has a function ``measure(out)``, which writes its tables and a manifest.json into the folder `out`;
+a script that draws reads them with `read_table` and loads no policy. An interrupted measurement resumes after its last
+finished part. `analyses.common.pack_runs NAME` moves a manifest into the one file MANIFESTS of its scale.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from gradscope.runs import MANIFEST, library_versions, read_json, replacing, wri
 
 MEASURED = "measured"
 """Folder below RUNS, beside a scale's tracks."""
+MANIFESTS = "manifests.json"
+"""File in that folder: {measurement: its manifest}, of those that are packed."""
 PARTS = ".parts"
 
 
@@ -83,7 +86,16 @@ def folder(name: str, scale: str = "cpu") -> Path:
 
 def is_measured(name: str, scale: str = "cpu") -> bool:
     """Return whether all of its tables exist."""
-    return (folder(name, scale) / MANIFEST).is_file()
+    return read_manifest(name, scale) is not None
+
+
+def read_manifest(name: str, scale: str = "cpu") -> dict[str, Any] | None:
+    """Return a measurement's manifest, {} if it is damaged; None if it is not measured."""
+    own = folder(name, scale)
+    if (own / MANIFEST).is_file():
+        return read_json(own / MANIFEST)
+    packed = (read_json(own.with_name(MANIFESTS)) or {}).get(name)
+    return packed if packed and all((own / table).is_file() for table in packed["columns"]) else None
 
 
 def part(out: Path, name: str, make: Callable[[], pd.DataFrame]) -> pd.DataFrame:
@@ -135,14 +147,14 @@ def read_table(name: str, table: str, *, scale: str = "cpu") -> pd.DataFrame:
     if not file.is_file():
         raise InputError(f"{file} is not there; {_remedy(name, scale)}")
     found = read_whole(file, _remedy(name, scale))
-    columns = (read_json(file.with_name(MANIFEST)) or {}).get("columns", {}).get(table, [])
+    columns = (read_manifest(name, scale) or {}).get("columns", {}).get(table, [])
     if absent := [column for column in columns if column not in found]:
         raise InputError(f"{file} has no column {absent[0]!r}; {_remedy(name, scale)}")
     return found
 
 
 def _remedy(name: str, scale: str) -> str:
-    """Say how to make the tables. A folder with a manifest counts as measured, so it has to be removed first."""
+    """Say how to make the tables. With a manifest they count as measured, so they have to be removed first."""
     scales = read()["measurements"][name]["scales"]
     if scale not in scales:
         return f"{name} is measured at scale {' and '.join(scales)} alone"
@@ -153,8 +165,7 @@ def _remedy(name: str, scale: str) -> str:
 
 def read_facts(name: str, *, scale: str = "cpu") -> dict[str, Any]:
     """Read a measurement's manifest. Raises InputError with the command that makes it if it is damaged or missing."""
-    facts = read_json(folder(name, scale) / MANIFEST)
-    if not facts:
+    if not (facts := read_manifest(name, scale)):
         raise InputError(f"{folder(name, scale)} has no {MANIFEST} that can be read; {_remedy(name, scale)}")
     return facts
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from gradscope.errors import InputError
 from gradscope.tasks import Grade, Question, Task, get_task, register
-from gradscope.tasks.knights_knaves import Puzzle, compact_prompt, generate_puzzle
-from gradscope.tasks.knights_knaves_wording import Statement, compact_text
+from gradscope.tasks.knights_knaves import Puzzle, generate_puzzle
+from gradscope.tasks.knights_knaves_wording import Statement, compact_prompt
 
 PATIENCE = 20_000
 """Draws without a new puzzle after which a number of people counts as used up; the rarest comes once in some 600."""
@@ -23,15 +23,6 @@ def fifth_of(statements: Sequence[Statement]) -> int:
 def is_for_test(statements: Sequence[Statement]) -> bool:
     """Return whether a puzzle is in the test's fifth."""
     return fifth_of(statements) == 0
-
-
-def named_prompt(statements: Sequence[Statement], names: Sequence[str]) -> str:
-    """Return the compact wording with these names.
-
-    >>> named_prompt([("lying", 1), ("lying", 0)], ["Luke", "Ava"])
-    'Luke: Ava is a knave.\\nAva: Luke is a knave.\\n<think>'
-    """
-    return compact_text(statements, names) + "<think>"
 
 
 class _Dealt:
@@ -65,7 +56,7 @@ class _Dealt:
         if not self.named:
             return self.task.question(puzzle)
         answer = {"names": puzzle.names, "solution": puzzle.solution}
-        return Question(named_prompt(puzzle.statements, puzzle.names), answer, level=len(puzzle.names))
+        return Question(compact_prompt(puzzle.statements, puzzle.names), answer, level=len(puzzle.names))
 
     def reward(self, response: str, question: Question) -> float:
         return self.task.reward(response, question)

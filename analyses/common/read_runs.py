@@ -6,23 +6,18 @@ seeds that were read.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
 
-from analyses.common.experiments import RUNS, labels, needs
-from analyses.common.tables import read_whole
+from analyses.common.experiments import RUNS, labels, needs, place_of
+from analyses.common.kept_runs import list_seeds, read_about, read_tables, remedy
+from analyses.common.tables import check_columns, read_whole
 from gradscope.errors import InputError
-from gradscope.runs import read_json
 
-SEED = re.compile(r"seed(0|[1-9]\d*)")
-"""Name of a run's folder; others, such as copies, are ignored."""
 UNTRAINED = Path("measured", "untrained", "untrained.csv")
 """File in a scale's folder: the untrained policy's results."""
-METRICS = "metrics.csv*"
-"""File in a run's folder: the trainer's metrics, compressed (.gz) or not."""
 PLANNED = "as planned"
 """Entry in the manifest of a run that did not diverge."""
 ANSWERS = ("group", "level", "response", "reward", "correct", "greedy", "tokens", "logprob")
@@ -34,13 +29,12 @@ def read_metrics(variants: Sequence[str], *, scale: str = "cpu", track: str = "p
 
     Raises InputError for a run whose steps end early, unless it is recorded as diverged there.
     """
-    metrics = _read(variants, scale, track, METRICS, ["step", "reward_mean"])
+    metrics = _read(variants, scale, track, "metrics", ["step", "reward_mean"])
     for (variant, seed), last in metrics.groupby(["variant", "seed"])["step"].max().items():
-        folder = RUNS / scale / track / variant / f"seed{seed}"
-        config, manifest = (read_json(folder / name) or {} for name in ("config.json", "manifest.json"))
+        place = place_of(scale, track, variant, seed)
+        config, manifest = read_about(place)
         if last < (config.get("steps") or 0) and manifest.get("ended", PLANNED) == PLANNED:
-            found = f"ends at step {last} of {config['steps']}"
-            raise InputError(f"{folder} {found}; {_again(folder, scale)}")
+            raise InputError(f"{place} ends at step {last} of {config['steps']}; {remedy(place)}")
     return metrics
 
 
@@ -49,19 +43,19 @@ def read_tests(variants: Sequence[str], *, scale: str = "cpu", track: str = "puz
 
     Raises InputError if a checkpoint was judged at fewer levels than others.
     """
-    tests = _read(variants, scale, track, "test.csv", ["level", "greedy_accuracy", "step"])
+    tests = _read(variants, scale, track, "test", ["level", "greedy_accuracy", "step"])
     levels = tests.groupby(["variant", "seed", "step"])["level"].nunique()
     if levels.nunique() > 1:
         variant, seed, step = levels.idxmin()
-        folder = RUNS / scale / track / variant / f"seed{seed}"
+        place = place_of(scale, track, variant, seed)
         found = f"{levels.min()} levels at step {step}, others {levels.max()}"
-        raise InputError(f"{folder / 'test.csv'} has {found}; {_again(folder, scale)}")
+        raise InputError(f"{place}: test has {found}; {remedy(place)}")
     return tests
 
 
 def read_responses(variants: Sequence[str], *, scale: str = "cpu", track: str = "puzzles") -> pd.DataFrame:
     """Return a row per run and answer of its last checkpoint to the test's questions, at most the first `Test.kept`."""
-    return _read(variants, scale, track, "responses.parquet", ANSWERS)
+    return _read(variants, scale, track, "responses", ANSWERS)
 
 
 def read_untrained(scale: str = "cpu") -> pd.DataFrame:
@@ -94,7 +88,7 @@ def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
     found = [
         (figure if track == "puzzles" else f"{figure}_{track}", track, variants)
         for track, variants in tracks.items()
-        if any(file for variant in variants for file in (RUNS / scale / track / variant).glob(f"seed*/{METRICS}"))
+        if any(list_seeds(scale, track, variant, "metrics") for variant in variants)
     ]
     if not found:
         raise InputError(
@@ -106,7 +100,7 @@ def pages(figure: str, scale: str) -> list[tuple[str, str, list[str]]]:
 
 def has_runs(scale: str, track: str) -> bool:
     """Return whether a run of the track was judged."""
-    return any((RUNS / scale / track).glob("*/seed*/test.csv"))
+    return any(list_seeds(scale, track, variant, "test") for variant in labels())
 
 
 def last_checkpoints(tests: pd.DataFrame, steps: Sequence[int] | None = None) -> pd.DataFrame:
@@ -129,14 +123,12 @@ def last_checkpoints(tests: pd.DataFrame, steps: Sequence[int] | None = None) ->
 def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: Sequence[str]) -> pd.DataFrame:
     frames, words = [], labels()
     for variant in variants:
-        folders = [path for path in (RUNS / scale / track / variant).glob("seed*") if SEED.fullmatch(path.name)]
-        for folder in sorted(folders, key=_seed):
-            for file in sorted(folder.glob(name))[-1:]:
-                table = read_whole(file, _again(folder, scale), columns=columns)
-                if file.suffix != ".parquet":
-                    _check_numbers(table, file, _again(folder, scale))
-                named = {"track": track, "variant": variant, "label": words[variant], "seed": _seed(folder)}
-                frames.append(table.assign(**named))
+        for seed, table in read_tables(scale, track, variant, name).items():
+            place = place_of(scale, track, variant, seed)
+            check_columns(table, columns, f"{place}: {name}", remedy(place))
+            if name != "responses":
+                _check_numbers(table, f"{place}: {name}", remedy(place))
+            frames.append(table.assign(track=track, variant=variant, label=words[variant], seed=seed))
     if not frames:
         raise InputError(
             f"{RUNS / scale / track} has no run of {', '.join(variants)}; make them: "
@@ -145,17 +137,9 @@ def _read(variants: Sequence[str], scale: str, track: str, name: str, columns: S
     return pd.concat(frames, ignore_index=True)
 
 
-def _check_numbers(table: pd.DataFrame, file: Path, remedy: str) -> None:
+def _check_numbers(table: pd.DataFrame, name: str, remedy: str) -> None:
     """Raise InputError unless all columns but the level are numeric."""
     for column in table.columns.drop("level", errors="ignore"):
         if not pd.api.types.is_numeric_dtype(table[column]):
             [value, *_] = table[column][pd.to_numeric(table[column], errors="coerce").isna()].dropna()
-            raise InputError(f"{file} has {value!r} for a number in {column!r}; {remedy}")
-
-
-def _again(folder: Path, scale: str) -> str:
-    return f"restore {folder}, or remove it and make the run again: python -m analyses.reproduce --scale {scale}"
-
-
-def _seed(folder: Path) -> int:
-    return int(folder.name.removeprefix("seed"))
+            raise InputError(f"{name} has {value!r} for a number in {column!r}; {remedy}")

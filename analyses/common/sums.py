@@ -14,7 +14,6 @@ import re
 import zlib
 
 from gradscope.tasks import Grade, Question, Task, register
-from gradscope.tasks.data import raise_no_number
 
 STEPS = (2, 3, 4, 5, 6)
 """Levels, in turn: how many numbers are added or subtracted."""
@@ -70,8 +69,6 @@ class _Sums:
 
     def questions(self, n: int | None, *, seed: int) -> list[Question]:
         """Return n different questions, whose number of steps cycles through STEPS."""
-        if n is None:
-            raise_no_number(self.name)
         rng, dealt = random.Random(seed), {}
         while len(dealt) < n:
             level = STEPS[len(dealt) % len(STEPS)]

@@ -17,20 +17,26 @@ ABSENT = "–"
 """Markdown for a missing number."""
 
 
-def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = ()) -> pd.DataFrame:
+def read_whole(file: Path, remedy: str, *, columns: Sequence[str] = (), empty: bool = False) -> pd.DataFrame:
     """Read a .csv, .csv.gz or .parquet table. Raises InputError with the remedy if it is damaged.
 
-    columns: required columns, without missing values. A column `level` of a CSV is text, even if it has only digits.
+    columns: required columns, without missing values. empty: the table may have no rows. A column `level` of a CSV is
+    text, even if it has only digits.
     """
     try:
         table = pd.read_parquet(file) if file.suffix == ".parquet" else pd.read_csv(file, dtype={"level": str})
     except (ValueError, OSError, EOFError, zlib.error) as error:  # pandas', pyarrow's and gzip's
         raise InputError(f"{file} cannot be read ({first_line(error)}); {remedy}") from error
-    if table.empty:
+    if table.empty and not empty:
         raise InputError(f"{file} has no rows; {remedy}")
-    if absent := [name for name in columns if name not in table or table[name].isna().any()]:
-        raise InputError(f"{file} has no {absent[0]!r}, or not in every row; {remedy}")
+    check_columns(table, columns, str(file), remedy)
     return table
+
+
+def check_columns(table: pd.DataFrame, columns: Sequence[str], name: str, remedy: str) -> None:
+    """Raise InputError with the table's name and the remedy if a column is missing or has missing values."""
+    if absent := [column for column in columns if column not in table or table[column].isna().any()]:
+        raise InputError(f"{name} has no {absent[0]!r}, or not in every row; {remedy}")
 
 
 def write_csv(table: pd.DataFrame, path: Path, *, float_format: str | None = None) -> None:

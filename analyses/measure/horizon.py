@@ -28,7 +28,8 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import analyses.common.puzzles  # noqa: F401  (registers the test)
-from analyses.common.experiments import RUNS, Run, find_run
+from analyses.common.experiments import Run, find_run
+from analyses.common.kept_runs import read_tables
 from analyses.common.measurements import keep, read_table
 from analyses.common.tables import write_csv
 from gradscope import load_policy
@@ -153,8 +154,9 @@ def _count(sampled: pd.DataFrame) -> pd.DataFrame:
 def _kept_responses(variant: str) -> pd.DataFrame:
     """Return RESPONSES sampled responses to each of PUZZLES puzzles, each puzzle's by as many seeds' runs."""
     rows = []
+    kept = read_tables(SCALE, "puzzles", variant, "responses")
     for seed in range(SEEDS):
-        found = pd.read_parquet(RUNS / SCALE / "puzzles" / variant / f"seed{seed}" / "responses.parquet")
+        found = kept[seed]
         sampled = found[~found["greedy"] & (found["group"] < PUZZLES)]
         turn = SEEDS // RESPONSES
         rows.append(sampled[sampled["group"] % turn == seed % turn].groupby("group").head(1))

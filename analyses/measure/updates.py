@@ -23,11 +23,12 @@ from analyses.common.in_training import FRESH, moments, pool
 from analyses.common.measurements import keep, part
 from analyses.common.several_batches import mean_gradients
 from gradscope.gradients import Resources
-from gradscope.updates import SGD, apply_updates, movement_summary, movement_table, similarity
+from gradscope.updates import SGD, SIGNS, apply_updates, movement_table, similarity
 
 OUTSIDE = {"only-0": 0, "only-3": 3}
 """{selective update: its interval}."""
 UPDATES = ("all", *OUTSIDE)
+QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 MOVED = [f"delta_{of}.{name}" for of in ("prob", "log_odds") for name in UPDATES]
 KEPT = ["batch", "interval", "prob", "advantage", *MOVED]
 
@@ -81,9 +82,13 @@ def compare(tokens: pd.DataFrame) -> pd.DataFrame:
 
 def summarize(tokens: pd.DataFrame) -> pd.DataFrame:
     """Return every update's movements, of π and of log π, by interval and sign of the advantage."""
-    parts = [
-        movement_summary(tokens, name, value=value, seed=None).assign(update=name, of=value)
-        for name in UPDATES
-        for value in ("delta_prob", "delta_logprob")
-    ]
+    signs = np.select([tokens["advantage"] > 0, tokens["advantage"] < 0], [0, 1], -1)  # places in SIGNS; −1: none
+    sign = pd.Series(pd.Categorical.from_codes(signs, SIGNS), tokens.index, name="sign")
+    parts = []
+    for name in UPDATES:
+        for value in ("delta_prob", "delta_logprob"):
+            moved = tokens[f"{value}.{name}"].astype(np.float64).groupby([tokens["interval"], sign], observed=False)
+            rows = moved.agg(num_tokens="count", mean="mean", mean_abs=lambda own: own.abs().mean(), sd="std")
+            rows = rows.assign(**{label: moved.quantile(q) for label, q in QUANTILES.items()})
+            parts.append(rows.reset_index().assign(update=name, of=value))
     return pd.concat(parts)

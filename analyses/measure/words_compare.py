@@ -7,7 +7,7 @@ steps old), four to a problem for the time that it takes; and the third on its o
 
     weightings.csv      a row per weighting and optimizer step: `Comparison.table`
     by_interval.csv     a row per weighting, step and interval of π: `Comparison.by_interval`
-    products.parquet    inner products of each weighting's sum by prompt: `Comparison.products`
+    products.parquet    inner products of each weighting's sum by prompt: `products_by_prompt`
     tokens.parquet      the token table that they were compared on
     samples.csv         of each case: responses, tokens, accuracy, and problems whose responses differ in reward
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import pandas as pd
 
 import analyses.common.dealt_problems  # noqa: F401  (registers its tasks)
-from analyses.common.experiments import RUNS, WORK, Run, find_run
+from analyses.common.experiments import WORK, Run, find_run
 from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
 from analyses.measure import real_language
@@ -43,7 +43,7 @@ CASES = {
 TABLES: dict[str, Callable[[Comparison], pd.DataFrame]] = {
     "weightings": lambda comparison: comparison.table,
     "by_interval": lambda comparison: comparison.by_interval,
-    "products": Comparison.products,
+    "products": lambda comparison: products_by_prompt(comparison),
 }
 
 
@@ -85,6 +85,25 @@ def measure(
     keep(out, kept | {"samples.csv": pd.concat(samples)}, questions=questions, responses=RESPONSES)
 
 
+def products_by_prompt(comparison: Comparison) -> pd.DataFrame:
+    """Return a row per prompt and distinct sum U = Σ_p u_p, from which norms, cosines and signals follow.
+
+    Columns: method, step, prompt (from 0, by group); own, ‖u_p‖²; along, ⟨u_p, U⟩; own_plain, to_plain and from_plain,
+    the products of u_p with plain's u_p and U, and of plain's u_p with U; kernel.Q, ⟨u_p, u_q⟩ for each prompt q,
+    possibly sketched.
+    """
+    sums = comparison.table[(comparison.table["same_as"] == "") & (comparison.table["step"] != "both")]
+    parts = comparison.passes.products
+    names = [name for name in parts._fields if name != "kernel"]
+    frames = []
+    for place, (method, step) in enumerate(zip(sums["method"], sums["step"], strict=True)):
+        own = pd.DataFrame({name: getattr(parts, name)[place] for name in names})
+        kernel = pd.DataFrame(parts.kernel[place], columns=[f"kernel.{q}" for q in range(len(own))])
+        keys = pd.DataFrame({"method": method, "step": step, "prompt": range(len(own))})
+        frames.append(pd.concat([keys, own, kernel], axis=1))
+    return pd.concat(frames, ignore_index=True)
+
+
 def find_policies() -> tuple[str, str, str]:
     """Return the policy that starts the run of four steps, and both runs' last. Raises InputError if one is missing."""
     short, long = find_run("words", "words-stale"), find_run("words", "varied-low", "grpo", 21)
@@ -95,8 +114,8 @@ def find_last(run: Run) -> Path:
     """Return a run's last checkpoint."""
     work = WORK / run.place
     if not (checkpoints := list_checkpoints(work)):
-        command = "python -m analyses.reproduce --scale words --only words_compare"
-        raise InputError(f"{work} has no checkpoint; remove {RUNS / run.place} and make the run again: {command}")
+        command = "GRADSCOPE_RUNS=FOLDER python -m analyses.reproduce --scale words --only words_compare"
+        raise InputError(f"{work} has no checkpoint; make the run again, kept in another folder: {command}")
     return checkpoints[-1]
 
 

@@ -36,7 +36,7 @@ from analyses.common.in_training import FRESH
 from analyses.common.measurements import keep, part
 from analyses.measure import optimal_baseline, real_language
 from analyses.measure.pretrained_batches import as_batch, sample
-from analyses.measure.words_compare import describe
+from analyses.measure.words_compare import describe, products_by_prompt
 from gradscope import load_policy, measure as measure_tokens
 from gradscope.errors import InputError
 from gradscope.gradients import ADAMW, LAYER, LOGITS, PARAMETERS, SAMPLING_PROBABILITY, Resources, TokenJacobian
@@ -96,7 +96,7 @@ def measure(
         tables |= {
             "scaled.parquet": part(out, "scaled", partial(scale, policy, batch, own / OPTIMIZER)),
             "weightings.csv": part(out, "weightings", lambda: once().table),
-            "compared.parquet": part(out, "compared", lambda: once().products()),
+            "compared.parquet": part(out, "compared", lambda: products_by_prompt(once())),
             "weights.csv": part(out, "weights", lambda: count_changes(load_policy(start), policy)),
         }
     steps = run.config.steps if when == "end" else 0

@@ -30,8 +30,8 @@ from analyses.common.colors import COLORS
 from analyses.common.measurements import read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import drawn_numbers, finish, paper_style, plot_directions, save_figure
-from gradscope.updates import over_batches
+from gradscope.intervals import interval_labels
+from gradscope.plots import NEUTRAL, drawn_numbers, finish, name_intervals, paper_style, save_figure
 
 VARIANTS = {
     "GRPO": "grpo",
@@ -55,7 +55,8 @@ PAPER = {
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
     """Return means over the checkpoints, and paired differences of methods and of intervals."""
     shares = read_table("directions", "shares.csv", scale=options.scale)
-    means = over_batches(shares, keys=("optimizer", "against", "method", "interval", "sign"))
+    cells = shares.groupby(["optimizer", "against", "method", "interval", "sign"], sort=False)["share"]
+    means = cells.agg(num_batches="count", mean="mean", sd="std").reset_index()
     plain, split = BASELINES
     others = shares[shares["method"] != plain]  # the split has been compared with it, from the other side
     methods = [compare(shares, plain).assign(baseline=plain), compare(others, split).assign(baseline=split)]
@@ -91,10 +92,9 @@ def _over_checkpoints(differences: pd.Series) -> pd.DataFrame:
 def draw(means: pd.DataFrame) -> Figure:
     """Draw positive tokens (the paper's figure) and negative ones under both optimizers."""
     figure, axes = plt.subplots(2, 2, figsize=(7.3, 5.2), layout="constrained", sharey="row")
-    colors = {method: COLORS[variant] for method, variant in VARIANTS.items()}
     for row, sign in zip(axes, ("positive", "negative"), strict=True):
         for ax, (optimizer, words) in zip(row, OPTIMIZERS.items(), strict=True):
-            plot_directions(means[means["optimizer"] == optimizer], sign=sign, colors=colors, ax=ax)
+            draw_shares(ax, means[(means["optimizer"] == optimizer) & (means["sign"] == sign)], sign)
             ax.set_title(f"{words}; {'Â > 0' if sign == 'positive' else 'Â < 0'}", loc="left")
             if sign == "positive":
                 add_paper(ax)
@@ -102,6 +102,21 @@ def draw(means: pd.DataFrame) -> Figure:
     figure.legend(handles, names, loc="outside upper center", ncols=len(names))
     figure.supxlabel(f"mean ± standard deviation over {means['num_batches'].max()} checkpoints", fontsize=8)
     return figure
+
+
+def draw_shares(ax: Axes, shares: pd.DataFrame, sign: str) -> Axes:
+    """Draw each method's share of tokens that moved the right way, with its standard deviation over the steps."""
+    methods = [method for method in VARIANTS if method in set(shares["method"])]
+    for place, method in enumerate(methods):
+        rows, look = shares[shares["method"] == method].sort_values("interval"), {"ms": 3, "lw": 0.8, "elinewidth": 0.8}
+        x = rows["interval"] + 0.13 * (place - (len(methods) - 1) / 2)
+        ax.errorbar(x, rows["mean"], rows["sd"], color=COLORS[VARIANTS[method]], fmt="o-", label=method, **look)
+    ax.axhline(0.5, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
+    ax.set_xticks(range(len(interval_labels())))
+    name_intervals(ax, interval_labels())
+    word = {"positive": "Â > 0 whose probability rose", "negative": "Â < 0 whose probability fell"}[sign]
+    ax.set(xlabel="$π_{old}$ before the step", ylabel=f"share of tokens with\n{word}")
+    return finish(ax, shares[["method", "interval", "sign", "mean", "sd"]].reset_index(drop=True))
 
 
 def add_paper(ax: Axes) -> Axes:

@@ -26,8 +26,8 @@ from matplotlib.figure import Figure
 from analyses.common.accuracy import sampled_name
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import LEVEL, holm, mean_interval, welch
-from analyses.common.experiments import RUNS, labels, list_runs
-from analyses.common.make_run import is_finished
+from analyses.common.experiments import labels, list_runs
+from analyses.common.kept_runs import is_finished, read_tables
 from analyses.common.measurements import read_table
 from analyses.common.read_runs import last_checkpoints, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
@@ -57,19 +57,20 @@ def read_arms(variants: Sequence[str]) -> tuple[pd.DataFrame, pd.DataFrame]:
     """Return a row per run (variant, seed, and its numbers), and one per run and judged step (mass)."""
     keys = ["variant", "seed"]
     tests = last_checkpoints(read_tests(variants, scale=SCALE, track=TRACK))
-    names = {sampled_name(tests): "accuracy", "greedy_accuracy": "greedy"}
-    tests = tests[tests["level"] == "all"].rename(columns=names)
+    renamed = {sampled_name(tests): "accuracy", "greedy_accuracy": "greedy"}
+    tests = tests[tests["level"] == "all"].rename(columns=renamed)
     metrics = read_metrics(variants, scale=SCALE, track=TRACK)
     metrics = metrics[metrics["step"] > metrics.groupby(keys)["step"].transform("max") - LAST]
     trained = metrics.rename(columns={"token_share_0": "share"}).groupby(keys)[["share", "entropy", "kl"]].mean()
+    names = ("rare_mass", "hard")
+    rare_mass, solved = ({arm: read_tables(SCALE, TRACK, arm, name) for arm in variants} for name in names)
     masses, hard = [], []
     for variant, seed in tests[keys].itertuples(index=False):
-        folder = RUNS / SCALE / TRACK / variant / f"seed{seed}"
         # Sources count alike, whatever the length of their responses.
-        scored = pd.read_csv(folder / "rare_mass.csv").pivot(index="step", columns="source", values="mass")
+        scored = rare_mass[variant][seed].pivot(index="step", columns="source", values="mass")
         mass = scored.assign(mass=scored.mean(axis=1), mass_on_start=scored["start"]).reset_index()
         masses.append(mass.assign(variant=variant, seed=seed))
-        hard.append((pd.read_csv(folder / "hard.csv")["correct"] > 0).mean())
+        hard.append((solved[variant][seed]["correct"] > 0).mean())
     steps = pd.concat(masses, ignore_index=True)
     last = steps.sort_values("step").groupby(keys).tail(3).groupby(keys)[["mass", "mass_on_start"]].mean()
     runs = tests[[*keys, "accuracy", "greedy"]].assign(pass_at_16=hard)

@@ -28,6 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from scipy import stats
 
+from analyses.common.batch_share import BatchShare, noise_scale
 from analyses.common.measurements import is_measured, read_table
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
@@ -37,7 +38,6 @@ from gradscope.gradients import GroupSignals
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots import NEUTRAL, finish, interval_colors, paper_style, save_figure
 from gradscope.resampling import bound_by_folds
-from gradscope.theory import BatchShare, noise_scale
 
 MEASURED = {
     "signal_start": ("cpu", "embedded, at the start"),

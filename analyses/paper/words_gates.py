@@ -17,7 +17,8 @@ import pandas as pd
 import tyro
 
 from analyses.common.accuracy import accuracy_by_people
-from analyses.common.experiments import RUNS, configure, list_runs, needs
+from analyses.common.experiments import configure, list_runs, needs
+from analyses.common.kept_runs import list_seeds
 from analyses.common.measurements import is_measured, read_table
 from analyses.common.read_runs import has_runs, read_metrics, read_tests
 from analyses.common.script import WordsOptions as Options, exit_with
@@ -85,7 +86,7 @@ def count_runs() -> pd.DataFrame:
     """Return a row: runs planned, runs judged, and the command that makes the missing ones."""
     wanted = set(needs(FIGURE, SCALE))
     runs = [run for run in list_runs(SCALE) if (run.track, run.variant) in wanted]
-    made = sum((RUNS / run.place / "test.csv").is_file() for run in runs)
+    made = sum(run.seed in list_seeds(run.scale, run.track, run.variant, "test") for run in runs)
     command = f"python -m analyses.reproduce --scale {SCALE} --only {FIGURE} --jobs 2"
     return pd.DataFrame([{"planned": len(runs), "made": made, "command": command}])
 

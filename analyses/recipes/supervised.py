@@ -28,7 +28,6 @@ from transformers import (
     Qwen2Config,
 )
 
-from analyses.common.puzzles import named_prompt
 from analyses.recipes.case_analysis import write_response
 from gradscope.errors import InputError
 from gradscope.tasks import Question, get_task
@@ -159,7 +158,7 @@ def examples(
             continue
         called = COMPACT_NAMES if names is None else rng.sample(names, len(statements))
         response = stage.write(statements, called, rng=rng)
-        prompt_ids = tokenizer.encode(named_prompt(statements, called))
+        prompt_ids = tokenizer.encode(compact_prompt(statements, called))
         response_ids = [*tokenizer.encode(response), tokenizer.eos_token_id]
         if len(response_ids) <= longest:
             yield prompt_ids + response_ids, len(prompt_ids)

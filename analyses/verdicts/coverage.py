@@ -40,11 +40,11 @@ from gradscope.resampling import (
     Evaluate,
     bound,
     bound_bits,
+    effective_sample_size,
+    effective_size_of_shares,
     effective_tokens,
     percentiles,
-    sample_worth,
     short_of,
-    worth_of_shares,
 )
 
 INTERVALS = 4
@@ -148,7 +148,7 @@ def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: 
     found = []
     for name, place in STATISTICS.items():
         amounts = own["logits"] if name == "mean_norm" else (own["weight"] * own["rest"]) ** 2
-        worth = sample_worth(amounts, chances, own["interval"], INTERVALS)
+        worth = effective_sample_size(amounts, chances, own["interval"], INTERVALS)
         drawn = None if cell.each is None else effective_tokens(worth, measured.sum(0))
         args = (lambda w, place=place: evaluate(w)[:, place], cell.prompts, draws[:, place])
         if name.endswith("index"):
@@ -157,7 +157,7 @@ def intervals_of(own: Columns, cell: Cell, rng: np.random.Generator, resamples: 
             numbers = bound_bits(*args, [share, under], measured=drawn)
         else:
             numbers = bound(*args, scale=SIZE if name == "mean_norm" else SHARE, measured=drawn)
-        value = worth if name == "mean_norm" else worth_of_shares(predicted.sum(0), worth)
+        value = worth if name == "mean_norm" else effective_size_of_shares(predicted.sum(0), worth)
         counted = measured if name == "mean_norm" else energy
         numbers[1:, [short_of(*each) is not None for each in zip((counted > 0).sum(0), value, strict=True)]] = np.nan
         found.append(numbers)

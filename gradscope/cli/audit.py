@@ -10,7 +10,7 @@ import pandas as pd
 import tyro
 from torch import Tensor
 
-from gradscope.cli.flags import MeasuredPolicyFlags, ReadingFlags, command_progress, load_quietly, print_notes
+from gradscope.cli.flags import Model, ReadingFlags, Rollouts, command_progress, load_quietly, print_notes
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.objective import LossSettings, resolve_advantages
@@ -27,13 +27,13 @@ ROUNDED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Audit(ReadingFlags, MeasuredPolicyFlags):
+class Audit(ReadingFlags):
     """Check a trainer's gradient against the gradient of its loss: compute the exact gradient of a step's batch, under
     several readings of the loss, and compare it with the trainer's norm, its saved `.grad`, or AdamW's moments."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Model
     """Checkpoint that the step started from."""
-    rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+    rollouts: Rollouts
     """All responses of the step, in the trainer's order, best as ids with advantages per token."""
     gradient: Path | None = None
     """safetensors of the trainer's gradient by parameter name."""

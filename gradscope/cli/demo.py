@@ -44,7 +44,8 @@ class Demo:
             Sample(model=self.policy, out=rollouts, questions=10, seed=self.seed, overwrite=True, **asked).sample()
         # A pretrained model is slow: of the five minutes, one is for sampling.
         settings = MeasureSettings(seed=self.seed, minutes=None if is_own else 4)
-        Measure(self.policy, rollouts, self.out, settings, overwrite=self.overwrite).run()
+        known = {"settings": settings, "overwrite": self.overwrite}
+        Measure(model=self.policy, rollouts=rollouts, out=self.out, **known).run()
 
 
 _PUZZLES = {"task": "knights-knaves-compact", "temperature": 0.7}

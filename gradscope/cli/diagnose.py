@@ -8,35 +8,30 @@ import os
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import tyro
 
 from gradscope import __version__
-from gradscope.cli.flags import (
-    Many,
-    MeasuredPolicyFlags,
-    MemoryFlag,
-    ReadingFlags,
-    check_no_plan,
-    command_progress,
-)
+from gradscope.cli.flags import Many, SamplingFlags, command_progress, pick
 from gradscope.cli.follow import Following
-from gradscope.cli.measuring import MeasuredRun, MeasureOwn
-from gradscope.cli.optimizer import read_step
-from gradscope.cli.pages import (
-    PAGE,
-    describe_step,
-    describe_sums,
-    in_words,
-    make_facts,
-    name_folders,
-    trend_folder,
-    write_trend,
-)
+from gradscope.cli.measuring import MeasuredRun, PlannedFlags
+from gradscope.cli.pages import PAGE, in_words, make_facts, name_folders, trend_folder, write_trend
 from gradscope.cli.run_folder import check_paths
 from gradscope.cli.sample import Sample
-from gradscope.diagnosis import Case, DiagnosisSettings, part_file
+from gradscope.diagnosis import (
+    Case,
+    DiagnosisChoices,
+    DiagnosisSettings,
+    asked_products,
+    diagnose,
+    follow,
+    make_report,
+    part_file,
+    plan_products,
+    settle_parts,
+    write_report,
+)
 from gradscope.errors import InputError
 from gradscope.gradients import (
     DEFAULT_MINUTES,
@@ -44,7 +39,6 @@ from gradscope.gradients import (
     Afterwards,
     MeasureSettings,
     SumsPlan,
-    check_settings,
     describe_seconds,
     read_table,
 )
@@ -53,12 +47,8 @@ from gradscope.policy import (
     EMBEDDED,
     Policy,
     find_checkpoint,
-    find_optimizer_file,
-    find_policy_state,
     list_step_folders,
     model_of_step,
-    optimizer_hash,
-    refuse_training_run,
     shards_of,
     weights_hash,
 )
@@ -67,8 +57,8 @@ from gradscope.runs import Processes, check_is_folder, file_hash, launched, plai
 from gradscope.updates import SGD
 
 
-@dataclass(frozen=True)
-class Diagnose(ReadingFlags, MeasuredPolicyFlags):
+@dataclass(frozen=True, kw_only=True)
+class Diagnose(DiagnosisChoices, SamplingFlags, PlannedFlags):
     """Find out which tokens drive the updates of your checkpoints: one HTML page per checkpoint, with its data."""
 
     model: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL", help_behavior_hint="")] = ()
@@ -79,58 +69,31 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     rollouts: Annotated[tuple[Path, ...], Many] = ()
     """Rollouts or a trainer's rollout log: one for all checkpoints, or one per checkpoint in the same order. Without
     any, rollouts are sampled from each checkpoint, with --task or --prompts."""
-    task: str | None = None
-    """Without rollouts: the task to sample on (see `gradscope sample`)."""
-    prompts: Path | None = None
-    """Without rollouts: prompts instead of a task; without rewards, tokens have no weights."""
-    data: Annotated[tuple[str, ...], Many] = ()
-    """Files of the task's questions (see `gradscope sample`)."""
-    questions: int = 16
-    """Number of questions."""
-    n: int = 8
-    """Responses per question."""
-    max_new_tokens: int = 1024
-    """Longest sampled response, in tokens."""
-    engine: Literal["hf", "vllm"] = "hf"
-    """Sampling engine: transformers or vLLM."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
         default_factory=lambda: MeasureSettings(
             tokens_per_interval="enough", minutes=DEFAULT_MINUTES, module_groups=True
         )
     )
-    optimizer_state: Path | None = None
-    """AdamW's state_dict, or the folder of its shards; none: the one in the checkpoint's folder, if it fits."""
-    max_grad_norm: float | None = 1.0
-    """The run's gradient clipping threshold; none: no clipping."""
-    gradient_memory: MemoryFlag = None
-    """Bytes for summed gradients (by interval and prompt). Beyond these, they are sketched, with an error that is
-    included in the confidence intervals."""
-    actual_step: bool = True
-    """Take one real step with the whole batch, measure its effect, and undo it."""
-    influence_tokens: int | None = DiagnosisSettings.influence_tokens
-    """Tokens whose change in the step is split by source; none: skip this."""
     compare: Annotated[bool | None, tyro.conf.arg(constructor=bool)] = None
-    """Compare token weightings; none: only for policies below 100 M parameters."""
     part: Annotated[tuple[str, ...], Many, tyro.conf.UseAppendAction] = ()
     """A question of your own: FILE.py:NAME, a file that is a part of the report (see the documentation of the report).
     Give the flag again for another."""
     follow: bool = False
     """Treat MODEL as a run's folder: diagnose each checkpoint as soon as it and its rollouts are complete, until the
     run has ended or nothing new has appeared for a day. --minutes applies to each checkpoint."""
-    overwrite: bool = False
-    """Replace a run with other arguments in the same folder."""
-    plan: bool = False
-    """Only print the estimated cost: FLOPs, seconds, memory. Measures a few tokens and writes nothing."""
-    flops: float | None = None
-    """With --plan: plan for another machine with this many FLOP/s, without loading weights or measuring."""
+    spike: Path | None = None
+    """Instead: explain the step in this file, whose gradient norm was out of line (`RolloutWriter`'s or verl's kept
+    step), at the checkpoint before it. Writes OUT/spike.html and every token's share of that gradient."""
 
     def run(self) -> None:
-        self._check()
+        if self.spike is not None:
+            self._explain()
+            return
+        self.check()
         if self.plan:
             for model, rollouts in self._pairs():
                 self._plan(model, rollouts)
             return
-        check_no_plan(self.flops)
         if self.follow:
             self._follow()
             return
@@ -141,7 +104,21 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         if len(done) > 1 and all(done):
             write_trend(self.model, folders, out=self.out, overwrite=self.overwrite)
 
-    def _check(self) -> None:
+    def _explain(self) -> None:
+        """Explain a step in a file. Raises InputError for flags that say something else."""
+        from gradscope.cli.spike import explain_step_file
+
+        if len(self.model) != 1 or self.out is None:
+            raise InputError(
+                "--spike takes one checkpoint and --out; give the checkpoint before the step, and a folder"
+            )
+        own = {"--rollouts": self.rollouts, "--task": self.task, "--prompts": self.prompts, "--follow": self.follow}
+        if given := [flag for flag, value in (own | {"--plan": self.plan}).items() if value]:
+            raise InputError(f"{given[0]} cannot be combined with --spike, whose file has the step's responses")
+        check_is_folder(self.out)
+        explain_step_file(self.model[0], self.spike, self.out, self, self.settings)
+
+    def check(self) -> None:
         """Raise InputError for contradictory flags, before anything is loaded."""
         if self.out is None and not self.plan:
             raise InputError("--out is missing; give a folder for the report")
@@ -168,10 +145,8 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             raise InputError("several processes cannot sample here; sample first, and give the file with --rollouts")
         if not self.follow:
             self._check_files()
-        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
-            raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
-        check_settings(self.settings)
-        self._diagnosis_settings().check()
+        super().check()
+        self._diagnosis_settings(self.settings).check()
 
     def _check_followed(self) -> None:
         """Raise InputError for arguments that cannot be combined with --follow."""
@@ -210,27 +185,22 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
     def _check_files(self) -> None:
         """Raise InputError for missing files that would otherwise fail late."""
         for model in self.model:
-            folder = find_checkpoint(model)
-            if not os.path.isdir(folder):
+            folder = Path(find_checkpoint(model))
+            if not folder.is_dir():
                 raise InputError(f"{model} is not a folder; give the folder of a checkpoint, or 'embedded'")
-            refuse_training_run(Path(folder))
-            own = any((Path(folder) / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
-            if not own and shards_of(Path(folder)) is None:
+            own = any((folder / name).is_file() for name in ("config.json", ADAPTER_CONFIG))
+            if not own and shards_of(folder) is None:
                 raise InputError(f"{model} holds no config.json; give the folder of a checkpoint, or 'embedded'")
         of_rollouts = (self.format, self.step, self.reward_key)
         if not self.rollouts and any(value is not None for value in of_rollouts):
             raise InputError(
                 "--format, --step and --reward-key apply to given rollouts; leave them out, or give --rollouts"
             )
-        if self.optimizer_state is None:
-            return
-        if len(self.model) != 1:
+        if self.optimizer_state is not None and len(self.model) != 1:
             raise InputError(
                 f"--optimizer-state is for one checkpoint, but {len(self.model)} are given; leave it out: optimizer.pt "
                 "in each checkpoint's folder is found automatically"
             )
-        if find_optimizer_file(self.optimizer_state) is None:
-            raise InputError(f"{self.optimizer_state} does not exist; give the file of an AdamW state_dict")
 
     def _pairs(self) -> list[tuple[str, Path | None]]:
         """Pair each checkpoint with its rollouts; None: to be sampled."""
@@ -239,25 +209,22 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
 
     def _diagnose(self, model: str, rollouts: Path | None, folder: Path) -> bool:
         """Diagnose one checkpoint; return whether this process holds its page, which only the main one does."""
+        asked = self
         if rollouts is None:
             rollouts = self._sample(model, folder)
-        measured = self._measure(model, rollouts, folder).measure()
-        processes = measured.resources.processes
-        drawn = self._drawn(measured) if processes.is_main else None
-        known = processes.is_main and measured.folder.manifest.get("diagnosis") == drawn
-        found = known and (folder / PAGE).is_file()
-        if not processes.gather([found])[0]:
+            asked = replace(self, chat_template_kwargs=None)  # already applied to what was sampled
+        measured = asked.measure(model, rollouts, folder)
+        drawn = self._drawn(measured) if measured.is_main else None
+        if not measured.holds("diagnosis", drawn, [PAGE]):
             self._write(model, measured, drawn)
-        elif processes.is_main:
+        elif measured.is_main:
             print(f"already diagnosed with these arguments: {folder / PAGE}")
-        return processes.is_main
+        return measured.is_main
 
     def _sample(self, model: str, folder: Path) -> Path:
         """Sample rollouts into the run's folder, under a name that identifies the sampling settings."""
-        temperature = 1.0 if self.settings.temperature is None else self.settings.temperature
-        wanted = {"task": self.task, "prompts": self.prompts, "data": self.data, "questions": self.questions}
-        wanted |= {"n": self.n, "temperature": temperature, "max_new_tokens": self.max_new_tokens}
-        wanted |= {"engine": self.engine, "seed": self.settings.seed, "dtype": self.dtype, "device": self.device}
+        wanted = pick(self, SamplingFlags) | {"dtype": self.dtype, "device": self.device, "seed": self.settings.seed}
+        wanted["temperature"] = 1.0 if self.settings.temperature is None else self.settings.temperature
         files = {"weights": weights_hash(find_checkpoint(model))}
         if self.prompts is not None and self.prompts.is_file():
             files["asked"] = file_hash(self.prompts)
@@ -266,24 +233,13 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         told = json.dumps({**wanted, **files, "model": model}, default=str, sort_keys=True)
         path = folder / f"rollouts-{hashlib.sha256(told.encode()).hexdigest()[:8]}.jsonl"
         if not path.is_file():
-            Sample(model, path, **wanted, base=self.base, trust_remote_code=self.trust_remote_code).sample()
+            wanted |= {"base": self.base, "trust_remote_code": self.trust_remote_code}
+            Sample(model=model, out=path, **wanted).sample()
         return path
-
-    def _measure(self, model: str, rollouts: Path, folder: Path | None) -> MeasureOwn:
-        plan = {"plan": self.plan, "flops": self.flops}
-        given = plan | self.loading | self.reading | {"gradient_memory": self.gradient_memory}
-        given |= {"optimizer_state": self.optimizer_state, "overwrite": self.overwrite}
-        given |= {"max_grad_norm": self.max_grad_norm, "loss_flags": self.loss_flags}
-        given["later"] = self._follow_table
-        if not self.rollouts:
-            given["chat_template_kwargs"] = None  # already applied when the rollouts were sampled
-        return MeasureOwn(model, rollouts, folder, self.settings, **given)
 
     def _plan(self, model: str, rollouts: Path) -> None:
         """Print the cost of measuring and everything after it."""
-        from gradscope.diagnosis import plan_products
-
-        plan = self._measure(model, rollouts, None).make_plan()
+        plan = self.make_plan(model, rollouts)
         print(plan)
         if plan.minutes is not None:
             print(f"Time limit {plan.minutes:g} min; steps and comparisons are made if time is left.")
@@ -294,70 +250,46 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
             print(f"    {part:<28}{describe_seconds(seconds)}")
         print(f"In all {describe_seconds(sum(plan.seconds.values()) + sum(told.values()))}, and loading.")
 
-    def _follow_table(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
-        """Return what the products take after the table."""
-        from gradscope.diagnosis import follow
-
+    def follow_table(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
         return follow(*self._case(policy, sums), sums, processes.count)
 
     def _case(self, policy: Policy, sums: SumsPlan) -> tuple[Case, set[str]]:
         """Return what prices depend on, and the names of the products."""
-        from gradscope.diagnosis import asked_products, settle_parts
-
-        _, step, _ = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
-        size, settings = sum(p.numel() for p in policy.model.parameters()), self._diagnosis_settings()
+        _, step, _ = self.read_step(policy)
+        size, settings = sum(p.numel() for p in policy.model.parameters()), self._diagnosis_settings(self.settings)
         case = Case(settings, step or SGD, size, sums.forward_passes, metric=step is not None)
         return case, asked_products(settle_parts(settings.parts))
 
-    def _diagnosis_settings(self, measured: MeasuredRun | None = None) -> DiagnosisSettings:
-        """Return the settings; measured: None to check only the flags."""
-        settings = self.settings if measured is None else measured.settings
-        return DiagnosisSettings(
-            minutes=None if measured is None else settings.minutes,
-            loss=settings.loss,
-            seed=self.settings.seed,
-            gradient_memory=self.gradient_memory,
-            actual_step=self.actual_step,
-            influence_tokens=self.influence_tokens,
-            compare=self.compare,
-            parts=self.part,
-        )
+    def _diagnosis_settings(self, settings: MeasureSettings) -> DiagnosisSettings:
+        """Return the settings, but for minutes and step. settings: of the measurement."""
+        known = {"gradient_memory": self.gradient_memory, "parts": self.part, **pick(self, DiagnosisChoices)}
+        return DiagnosisSettings(loss=settings.loss, seed=self.settings.seed, **known)
 
     def _drawn(self, measured: MeasuredRun) -> dict[str, Any]:
         """Return everything beside the table that affects the page, for the manifest."""
-        settings = asdict(self._diagnosis_settings(measured))
-        state = self._find_state(measured.policy)
+        settings = asdict(self._diagnosis_settings(measured.settings)) | {"minutes": measured.settings.minutes}
         drawn = {
             "settings": {name: value for name, value in settings.items() if name != "loss"},
-            "optimizer_state": None if state is None else optimizer_hash(state),
+            **self.of_steps(measured.policy),
             "optimizer_state_asked_for": self.optimizer_state is not None,  # otherwise it may be ignored
-            "max_grad_norm": self.max_grad_norm,
             "parts": {name: file_hash(part_file(name)) for name in self.part},
         }
         return plain_json(drawn)
 
-    def _find_state(self, policy: Policy) -> Path | None:
-        """Return the optimizer's file; one that was not requested is ignored if it does not fit the parameters."""
-        return self.optimizer_state or find_policy_state(policy)
-
     def _write(self, model: str, measured: MeasuredRun, drawn: dict[str, Any] | None) -> None:
-        from gradscope.diagnosis import diagnose, make_report, write_report
-
         folder, policy, batch = measured.folder, measured.policy, measured.batch
-        state, step, notes = read_step(policy, self._find_state(policy), asked=self.optimizer_state is not None)
+        state, step, notes = self.read_step(policy)
         if state is None and measured.settings.metric is not None:
             raise InputError(f"the optimizer state of {model} has disappeared since it was measured; start again")
         if step is not None:
             step = replace(step, max_grad_norm=self.max_grad_norm)
-        own = {"gradient_memory": measured.resources.vectors}
-        if measured.minutes_left is not None:
-            own["minutes"] = measured.minutes_left
+        own = {"gradient_memory": measured.resources.vectors, "minutes": measured.minutes_left}
         table = read_table(measured.folder)
         found = diagnose(
             policy,
             batch,
             table,
-            settings=replace(self._diagnosis_settings(measured), step=step, **own),
+            settings=replace(self._diagnosis_settings(measured.settings), step=step, **own),
             optimizer_state=state,
             processes=measured.resources.processes,
             progress=command_progress(),
@@ -365,10 +297,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
         )
         if found is None:
             return
-        facts = make_facts(model, measured) | {"optimizer state": "none" if state is None else "AdamW's, saved"}
-        facts |= {"step that is shown": describe_step(found.scope.step)}
-        plan = found.sums_plan
-        facts |= {"summed gradients": "none"} if plan is None else describe_sums(plan)
+        facts = make_facts(model, measured, found, saved=state is not None)
         with command_progress().stage("writing the page"):
             report = make_report(found, policy, batch, title=f"gradscope diagnosis: {model}", facts=facts, notes=notes)
             with folder.writing():
@@ -376,7 +305,7 @@ class Diagnose(ReadingFlags, MeasuredPolicyFlags):
                 write_report(folder.staged, report)
                 if not found.table.equals(table):  # it has every token's share now
                     write_parquet(folder.staged / TABLE, found.table)
-                sums, scope = None if plan is None else asdict(plan), found.scope
+                sums, scope = found.sums_plan and asdict(found.sums_plan), found.scope
                 told = {"summed_gradients": sums, "summed_prompts": scope.summed}
                 told |= {"supply": asdict(scope.supply), "own_responses": scope.own_responses}
                 folder.publish(folder.manifest | {"diagnosis": drawn, **told})

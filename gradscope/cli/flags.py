@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -20,20 +20,20 @@ from gradscope.runs import SILENT, Progress, Reporter, is_first, parse_json
 from gradscope.tasks import Question
 
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
-_OWN = tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
-DtypeFlag = Annotated[Dtype | None, _OWN]
-MeasuredDtypeFlag = Annotated[Dtype | Literal["upcast"] | None, _OWN]
-DeviceFlag = Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")]
+OWN = tyro.conf.arg(help_behavior_hint="(default: float32 on a CPU, the checkpoint's own on a GPU)")
+"""The default precision."""
+Model = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+Rollouts = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
+Many = tyro.conf.arg(help_behavior_hint="(default: none)")
+"""For a flag that takes several values."""
 
 
-def parse_object(given: str) -> dict[str, Any] | None:
-    """Parse a JSON object; "none" gives None.
+def parse_object(given: str) -> dict[str, Any]:
+    """Parse a JSON object.
 
     >>> parse_object('{"enable_thinking": false}')
     {'enable_thinking': False}
     """
-    if given.lower() == "none":
-        return None
     try:
         value = parse_json(given)
     except ValueError as error:
@@ -46,14 +46,12 @@ def parse_object(given: str) -> dict[str, Any] | None:
 EXAMPLE = '{"enable_thinking": false}'
 
 
-def parse_memory(given: str) -> int | None:
-    """Parse a number of bytes with or without a unit; "none" gives None.
+def parse_memory(given: str) -> int:
+    """Parse a number of bytes with or without a unit.
 
     >>> parse_memory("2GiB"), parse_memory("500 MB"), parse_memory("1e9")
     (2147483648, 500000000, 1000000000)
     """
-    if given.lower() == "none":
-        return None
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*(?:([kmgt]?)(i?)b?)?", given.strip().lower())
     try:
         number, unit, binary = float(found[1]), found[2] or "", 1024 if found[3] else 1000
@@ -61,19 +59,6 @@ def parse_memory(given: str) -> int | None:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{given!r} is not a number of bytes; give one such as 2GiB") from error
     return size
-
-
-MemoryFlag = Annotated[
-    int | None,
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="BYTES",
-        instance_from_str=lambda given: parse_memory(given[0]),
-        is_instance=lambda value: value is None or isinstance(value, int),
-        str_from_instance=lambda value: [str(value).lower()],
-    ),
-    tyro.conf.arg(help_behavior_hint="(default: a sixth of what is free; for instance 4GiB)"),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +69,9 @@ class PolicyFlags:
     """An adapter's base model, if adapter_config.json does not name a local folder; or the configuration of shards."""
     trust_remote_code: bool = False
     """Run Python code that comes with the checkpoint."""
-    dtype: DtypeFlag = None
+    dtype: Annotated[Dtype | None, OWN] = None
     """Precision of weights and arithmetic."""
-    device: DeviceFlag = None
+    device: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: a GPU where there is one)")] = None
     """Torch device: cpu, cuda, cuda:1, …"""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments of the chat template, such as '{"enable_thinking": false}'."""
@@ -94,14 +79,36 @@ class PolicyFlags:
     @property
     def loading(self) -> dict[str, Any]:
         """Return the keywords of `load_policy`."""
-        files = {"base": self.base, "trust_remote_code": self.trust_remote_code}
-        files["chat_template_kwargs"] = self.chat_template_kwargs
-        return files | {"dtype": self.dtype, "device": self.device}
+        return pick(self, PolicyFlags)
+
+
+def pick(flags: PolicyFlags, kind: type) -> dict[str, Any]:
+    """Return the values of the flags that this dataclass declares."""
+    return {each.name: getattr(flags, each.name) for each in fields(kind)}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingFlags:
-    """Flags for reading rollouts."""
+class MeasuredPolicyFlags(PolicyFlags):
+    """Flags for loading a policy to measure."""
+
+    params: Literal["all", "adapter"] = "all"
+    """Parameters to measure: all (with an adapter merged into its base), or only the adapter's."""
+    device_map: str | None = None
+    """Spread the policy over several devices instead of --device: auto, balanced, … as in transformers."""
+    blocks: str | None = None
+    """Name of the ModuleList of blocks, if it is not found automatically."""
+    dtype: Annotated[Dtype | Literal["upcast"] | None, OWN] = None
+    """Precision of weights and arithmetic. upcast: keep the checkpoint's half-precision weights and upcast each matrix
+    to float32 while it is used, for float32's results in half of the memory."""
+
+    @property
+    def loading(self) -> dict[str, Any]:
+        return pick(self, MeasuredPolicyFlags)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadingFlags(MeasuredPolicyFlags):
+    """Flags for reading rollouts, and for the policy that sampled them."""
 
     format: Annotated[str | None, tyro.conf.arg(help_behavior_hint="(default: detected from the columns)")] = None
     """Format of the rollouts: native, trl, verl, prime_rl, …, or FILE.py:NAME, a format of your own."""
@@ -123,35 +130,46 @@ class ReadingFlags:
     @property
     def reading(self) -> dict[str, Any]:
         """Return the keywords of `read_dump`, except the temperature."""
-        named = {name: getattr(self, name) for name in ("format", "step", "reward_key")}
-        return named | {"chat_template_kwargs": getattr(self, "chat_template_kwargs", None)}
+        return {name: getattr(self, name) for name in ("format", "step", "reward_key", "chat_template_kwargs")}
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasuredPolicyFlags(PolicyFlags):
-    """Flags for loading a policy to measure."""
+class ResponseFlags:
+    """Flags for responses to a task's questions."""
 
-    params: Literal["all", "adapter"] = "all"
-    """Parameters to measure: all (with an adapter merged into its base), or only the adapter's."""
-    device_map: str | None = None
-    """Spread the policy over several devices instead of --device: auto, balanced, … as in transformers."""
-    blocks: str | None = None
-    """Name of the ModuleList of blocks, if it is not found automatically."""
-    dtype: MeasuredDtypeFlag = None
-    """Precision of weights and arithmetic. upcast: keep the checkpoint's half-precision weights and upcast each matrix
-    to float32 while it is used, for float32's results in half of the memory."""
+    data: Annotated[tuple[str, ...], Many] = ()
+    """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: the task
+    generates them."""
+    max_new_tokens: int = 1024
+    """Longest response in tokens, also limited by the policy's context."""
+    engine: Literal["hf", "vllm"] = "hf"
+    """Sampling engine: transformers or vLLM."""
 
-    @property
-    def loading(self) -> dict[str, Any]:
-        return super().loading | {"params": self.params, "device_map": self.device_map, "blocks": self.blocks}
 
-    def outline(self, model: str) -> Policy:
-        """Return the policy without weights, to plan for another machine."""
-        from gradscope.policy import find_whole, outline_policy
+@dataclass(frozen=True, kw_only=True)
+class DecodingFlags(ResponseFlags):
+    """Flags of a command that samples and measures nothing."""
 
-        quiet_transformers()
-        names = ("dtype", "blocks", "trust_remote_code")
-        return outline_policy(find_whole(model, self.base), **{name: getattr(self, name) for name in names})
+    temperature: float = 1.0
+    """Sampling temperature; tokens are drawn from the whole vocabulary."""
+    seed: int = 0
+    """Seed for the questions and the responses."""
+    batch_size: int = 64
+    """hf: responses decoded together; affects only speed and memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags(ResponseFlags):
+    """Flags for sampling rollouts: responses to the questions of a task, or to prompts."""
+
+    task: str | None = None
+    """A registered task (knights-knaves-compact, math, …) or path/to/file.py:NAME: prompts and a reward."""
+    prompts: Path | None = None
+    """Instead of a task: a text file with one prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
+    questions: int = 16
+    """Number of questions."""
+    n: int = 8
+    """Responses per question."""
 
 
 def find_loss_flags(args: Sequence[str]) -> tuple[str, ...]:
@@ -214,16 +232,32 @@ def quiet_transformers() -> None:
     logging.set_verbosity_error()
 
 
-def check_no_plan(flops: float | None) -> None:
-    """Raise InputError if the speed of another machine is given without --plan."""
-    if flops is not None:
-        raise InputError(f"--flops is {flops}, but it needs --plan; add --plan, or leave it out")
-
-
-Many = tyro.conf.arg(help_behavior_hint="(default: none)")
-"""For a flag that takes several values."""
-
 REGISTRY = tyro.constructors.ConstructorRegistry()
+
+
+def one_word(
+    metavar: str, parse: Callable[[str], Any], kind: Any, show: Callable[[Any], str] = str
+) -> tyro.constructors.PrimitiveConstructorSpec:
+    """Return how to read a flag's value from one word, and to show it; None is "none"."""
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=metavar,
+        instance_from_str=lambda given: parse(given[0]),
+        is_instance=lambda value: isinstance(value, kind),
+        str_from_instance=lambda value: ["none" if value is None else show(value)],
+    )
+
+
+def or_none(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Parse "none" as None."""
+    return lambda given: None if given.lower() == "none" else parse(given)
+
+
+MemoryFlag = Annotated[
+    int | None,
+    one_word("BYTES", or_none(parse_memory), int | None),
+    tyro.conf.arg(help_behavior_hint="(default: a sixth of what is free; for instance 4GiB)"),
+]
 
 
 def _parse_path(given: str) -> Path:
@@ -232,52 +266,35 @@ def _parse_path(given: str) -> Path:
     return Path(given)
 
 
+def _number_or(number: Callable[[str], Any], *words: str) -> Callable[[str], Any]:
+    return or_none(lambda given: word if (word := given.lower()) in words else number(given))
+
+
+VALUES = {
+    str: ("NAME", str),
+    int: ("N", int),
+    float: ("X", float),
+    int | float: ("X", float),
+    Path: ("PATH", _parse_path),
+}
+"""Type → how its value is named in the help, and how it is parsed."""
+WORDS = {
+    int | Literal["auto", "enough"] | None: (int, "auto", "enough"),
+    int | Literal["own", "all"] | None: (int, "own", "all"),
+    int | float | Literal["default"] | None: (float, "default"),
+}
+"""Type → its numbers, and the words in place of one."""
+
+
 @REGISTRY.primitive_rule
 def _name_value(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
     """Show a single word for a flag's value in the help, even if it may be "none"."""
-    words = {str: ("NAME", str), int: ("N", int), float: ("X", float), int | float: ("X", float)}
-    words[Path] = "PATH", _parse_path
-    kind = next((kind for kind in words if info.type in (kind, kind | None)), None)
-    if kind is None:
-        return None
-    word, make = words[kind]
-    optional = info.type != kind
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar=word,
-        instance_from_str=lambda given: None if optional and given[0].lower() == "none" else make(given[0]),
-        is_instance=lambda value: isinstance(value, info.type),
-        str_from_instance=lambda value: [str(value).lower() if value is None else str(value)],
-    )
-
-
-@REGISTRY.primitive_rule
-def _json_object(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Parse a JSON object, or none."""
-    if info.type != dict[str, Any] | None:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="JSON",
-        instance_from_str=lambda given: parse_object(given[0]),
-        is_instance=lambda value: value is None or isinstance(value, dict),
-        str_from_instance=lambda value: ["none" if value is None else json.dumps(value)],
-    )
-
-
-@REGISTRY.primitive_rule
-def _number_or_word(info: tyro.constructors.PrimitiveTypeInfo) -> tyro.constructors.PrimitiveConstructorSpec | None:
-    """Parse a number, one of some words, or none."""
-    known = {int | Literal[each] | None: (each, int) for each in (("auto", "enough"), ("own", "all"))}
-    known[int | float | Literal["default"] | None] = ("default",), float
-    found, number = known.get(info.type, (None, int))
-    if found is None:
-        return None
-    words = dict(zip(found, found, strict=True)) | {"none": None}
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="|".join(["N", *words]),
-        instance_from_str=lambda given: words[w] if (w := given[0].lower()) in words else number(w),
-        is_instance=lambda value: value in words.values() or isinstance(value, int | number),
-        str_from_instance=lambda value: [str(value).lower()],
-    )
+    if info.type == dict[str, Any] | None:
+        return one_word("JSON", or_none(parse_object), dict | None, json.dumps)
+    if info.type in WORDS:
+        number, *words = WORDS[info.type]
+        return one_word("|".join(["N", *words, "none"]), _number_or(number, *words), int | float | str | None)
+    for kind, (name, parse) in VALUES.items():
+        if info.type in (kind, kind | None):
+            return one_word(name, parse if info.type == kind else or_none(parse), info.type)
+    return None

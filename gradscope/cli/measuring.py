@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import pandas as pd
 import torch
 import tyro
 
 from gradscope.cli.flags import (
-    MeasuredPolicyFlags,
     MemoryFlag,
     ReadingFlags,
     command_progress,
     load_quietly,
     print_notes,
+    quiet_transformers,
 )
-from gradscope.cli.manifest import describe_dump, refuse_reread
-from gradscope.cli.optimizer import read_step
 from gradscope.cli.run_folder import check_paths
 from gradscope.diagnosis import judge_sample
 from gradscope.errors import InputError
 from gradscope.gradients import (
     ADAMW,
     AFTER,
+    DEFAULT_MINUTES,
     TABLE,
     Afterwards,
     Hooks,
@@ -35,6 +35,8 @@ from gradscope.gradients import (
     Resources,
     Stopwatch,
     SumsPlan,
+    check_settings,
+    describe_reread,
     measure_folder,
     measure_into,
     plan_batch,
@@ -48,15 +50,23 @@ from gradscope.policy import (
     Policy,
     checkpoint_step,
     find_device,
+    find_optimizer_file,
     find_policy_state,
+    find_whole,
     hash_ahead,
     join_launch,
     optimizer_hash,
+    outline_policy,
     read_adamw_state,
+    read_state,
 )
 from gradscope.resampling import FEWEST
-from gradscope.rollouts import Dump, TokenBatch, rollouts_hash
+from gradscope.rollouts import READER, Dump, TokenBatch, read_checkpoint_dump, rollouts_hash
 from gradscope.runs import Processes, RunFolder, launched
+from gradscope.updates import StepSettings, read_moments, state_step
+
+OF_STEPS = ("step", "other-step", "pooled")
+"""Kinds of notes on which of a log's steps were taken."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +85,16 @@ class MeasuredRun:
     """Seconds since the measurement began, including earlier runs."""
 
     @property
+    def is_main(self) -> bool:
+        return self.resources.processes.is_main
+
+    def holds(self, entry: str, asked: Any, files: Iterable[str]) -> bool:
+        """Return, in all processes, whether the folder has these files, made with what its manifest's entry says."""
+        found = self.is_main and self.folder.manifest.get(entry) == asked
+        found = found and all((self.folder.folder / name).is_file() for name in files)
+        return self.resources.processes.gather([found])[0]
+
+    @property
     def left(self) -> float | None:
         """Seconds left; None without a time limit."""
         return None if self.settings.minutes is None else max(1.0, 60 * self.settings.minutes - self.watch.seconds())
@@ -85,77 +105,68 @@ class MeasuredRun:
         return None if self.left is None else max(1.0, self.left - AFTER) / 60
 
 
-@dataclass(frozen=True)
-class Measuring(ReadingFlags, MeasuredPolicyFlags):
-    """The flags of a measurement."""
+@dataclass(frozen=True, kw_only=True)
+class MeasuringFlags(ReadingFlags):
+    """A command that begins with a measurement in a folder: its flags, and how it measures."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
-    """Checkpoint folder (any decoder-only causal LM of transformers, or a LoRA adapter), the name of a model in the
-    local Hugging Face cache, or "embedded"."""
-    rollouts: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")]
-    """JSONL or parquet with a row per response, or a trainer's rollout log: a file or a folder."""
-    out: Path | None = None
-    """Folder for tokens.parquet, manifest.json and figures/. An interrupted run resumes. Required unless --plan."""
     settings: Annotated[MeasureSettings, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: MeasureSettings(tokens_per_interval="auto")
+        default_factory=lambda: MeasureSettings(tokens_per_interval="enough", minutes=DEFAULT_MINUTES)
     )
-    chunk_memory: int | None = None
-    """Memory limit, in bytes, for one batched backward pass and for the activations of responses measured together.
-    Affects speed and memory, not results. None: 1 GiB, on a GPU 4."""
+    optimizer_state: Path | None = None
+    """AdamW's state_dict, or the folder of its shards; none: the one in the checkpoint's folder, if it fits. measure
+    uses it for --metric adamw."""
+    max_grad_norm: float | None = 1.0
+    """The run's gradient clipping threshold; none: no clipping. measure uses it for --metric adamw."""
     gradient_memory: MemoryFlag = None
-    """Bytes for summed gradients (by interval and prompt). Beyond these, they are sketched, with a stated error."""
-    figures: bool = True
-    """Also draw figures/ and write summary.txt; this computes the intervals' summed gradients."""
-    theory: bool = False
-    """Also print figures/theory.txt: how well Prop. 4.2 and powers of 1−π describe these tokens."""
+    """Bytes for summed gradients (by interval and prompt, or by weighting). Beyond these, they are sketched, with a
+    stated error, which the confidence intervals of diagnose include."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
-    plan: bool = False
-    """Only print the estimated cost: FLOPs, seconds, memory. Measures a few tokens and writes nothing."""
-    flops: float | None = None
-    """With --plan: plan for another machine with this many FLOP/s, without loading weights or measuring."""
-    optimizer_state: Path | None = None
-    """For --metric adamw: AdamW's state_dict, or the folder of its shards; none: the one in MODEL's folder, if any."""
-    max_grad_norm: float | None = 1.0
-    """For --metric adamw: the run's gradient clipping threshold; none: no clipping."""
 
-    prompts: ClassVar[int] = 0
-    """Least number of prompts with an advantage; below it, earlier steps are added to the checkpoint's."""
+    own: ClassVar[bool] = True
+    """Whether it is about the checkpoint's update: earlier steps of the log are added if prompts are few, and AdamW's
+    metric if its state is there."""
+    chunk_memory: ClassVar[int | None] = None
+    """Bytes of a batched backward pass; a flag of measure alone."""
 
-    def measure(self) -> MeasuredRun:
+    def check(self) -> None:
+        """Raise InputError for settings out of range and missing files, before anything is loaded."""
+        check_settings(self.settings)
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise InputError(f"--max-grad-norm is {self.max_grad_norm}; give a number above 0, or none")
+        if self.optimizer_state is not None and find_optimizer_file(self.optimizer_state) is None:
+            raise InputError(f"{self.optimizer_state} does not exist; give the file of an AdamW state_dict")
+
+    def measure(self, model: str, rollouts: Path, out: Path) -> MeasuredRun:
         """Measure into the folder, unless it is finished."""
-        if self.out is None:
-            raise InputError("--out is missing; give a folder for the run")
         if self.device_map is not None and launched() > 1:
             raise InputError("--device-map needs a single process, but several were launched; leave it out")
-        if self.chunk_memory is not None and not 1 <= self.chunk_memory < 2**63:
-            raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
-        check_paths([self.model], [self.rollouts])
+        check_paths([model], [rollouts])
         watch, (processes, device) = Stopwatch(), join_launch(self.device)
         resources = Resources(self.gradient_memory, self.chunk_memory, processes=processes, progress=command_progress())
         with processes.together():
-            hash_ahead(self.model)
-            policy = load_quietly(self.model, self.loading | {"device": device})
+            hash_ahead(model)
+            policy = load_quietly(model, self.loading | {"device": device})
             with command_progress().stage("reading the rollouts"):
-                dump = self.read(policy)
-            settings = self.settle(policy, policy.device.type)
-            settings = replace(settings, loss=self.own_loss(settings.loss, dump))
-            state = self._read_state(policy, settings)
+                dump = self._read(model, rollouts, policy)
+            settings = self._settle(policy, policy.device.type, dump)
+            state = self._read_metric(model, policy, settings)
         # Free memory differs by process and moment: fix it once for all.
         resources = resources.settle(policy.device)
         with processes.together():
-            following = self.following(policy, settle_batch(settings, dump.batch), resources)
+            sums = self.plan_sums(policy, settle_batch(settings, dump.batch), resources.vectors)
+            following = Afterwards() if sums is None else self.follow_table(policy, sums, processes)
             known = {"optimizer_state": state, "resources": resources, "watch": watch, "following": following}
             measurement = prepare_measurement(policy, dump.batch, settings, **known, tell=print)
-            log, folder = rollouts_hash(self.rollouts), self._folder(policy, dump, measurement.settings)
+            log, folder = rollouts_hash(rollouts), self._folder(out, policy, dump, measurement.settings)
             if processes.is_main:
                 if not self.overwrite:
-                    refuse_reread(folder, dump, log, table=TABLE)
+                    refuse_reread(folder, dump, log)
                 folder.status(overwrite=self.overwrite)
                 print_notes(dump.remarks)
                 if dump.loss is not None and self.loss_flags:
                     print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
-        facts = {"model": self.model, "rollouts": describe_dump(self.rollouts, dump, log)}
+        facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log)}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         hooks = Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
@@ -163,91 +174,134 @@ class Measuring(ReadingFlags, MeasuredPolicyFlags):
             watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
         return MeasuredRun(policy, measurement.whole, measurement.settings, folder, resources, watch)
 
-    def settle(self, policy: Policy, device: str) -> MeasureSettings:
-        """Return the settings for this policy on a device of this type."""
-        return self.settings
+    def find_state(self, policy: Policy) -> Path | None:
+        """Return the file of the optimizer's state: the one given, or the checkpoint's own."""
+        return self.optimizer_state or find_policy_state(policy)
 
-    def _read_state(self, policy: Policy, settings: MeasureSettings) -> AdamWState | None:
+    def read_step(self, policy: Policy) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
+        """Return AdamW's state, the step that continues from it, and notes on both."""
+        return read_step(policy, self.find_state(policy), asked=self.optimizer_state is not None)
+
+    def of_steps(self, policy: Policy) -> dict[str, Any]:
+        """Return what determines the optimizer's steps, for a manifest or key."""
+        state = self.find_state(policy)
+        return {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
+
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
+        """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
+        return plan_sums(policy, batch, memory, metric=self.own and self.find_state(policy) is not None)
+
+    def follow_table(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
+        """Return what follows the table within the same minutes, of which these sums are a part."""
+        return Afterwards((sums.forward_passes / processes.count,), prompts=sums.groups)
+
+    def _settle(self, policy: Policy, device: str, dump: Dump) -> MeasureSettings:
+        """Return the settings for this policy on a device of this type, with the log's loss."""
+        settings = replace(self.settings, loss=self.own_loss(self.settings.loss, dump))
+        if not self.own:
+            return settings
+        settings = settle_minutes(settings, policy, device)
+        return settings if self.read_step(policy)[0] is None else replace(settings, metric="adamw")
+
+    def _read_metric(self, model: str, policy: Policy, settings: MeasureSettings) -> AdamWState | None:
         """Read AdamW's second moments if norms in its metric are requested."""
         if settings.metric is None:
             return None
         state = read_adamw_state(policy, self.optimizer_state, max_grad_norm=self.max_grad_norm)
         if state is None:
-            print_notes([f"no optimizer state in {self.model}, so {ADAMW} is NaN; give --optimizer-state"])
+            print_notes([f"no optimizer state in {model}, so {ADAMW} is NaN; give --optimizer-state"])
         return state
 
-    def read(self, policy: Policy) -> Dump:
+    def _read(self, model: str, rollouts: Path, policy: Policy) -> Dump:
         """Read the rollouts to measure."""
-        from gradscope.rollouts import read_checkpoint_dump
+        how = {"temperature": self.settings.temperature, "prompts": FEWEST if self.own else 0, **self.reading}
+        return read_checkpoint_dump(rollouts, policy, checkpoint_step(model), **how)
 
-        how = {"temperature": self.settings.temperature, **self.reading}
-        return read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), prompts=self.prompts, **how)
+    def _folder(self, out: Path, policy: Policy, dump: Dump, settings: MeasureSettings) -> RunFolder:
+        # Not the log's hash, since the log may have grown by later steps.
+        known = self.reading | dump.batch.key() | ({} if settings.metric is None else self.of_steps(policy))
+        return measure_folder(out, policy, settings, known)
 
-    def has_metric(self, policy: Policy) -> bool:
-        """Return whether summed gradients are also computed in AdamW's metric."""
-        return False
 
-    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
-        """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
-        return plan_sums(policy, batch, memory, metric=self.has_metric(policy)) if self.figures else None
+@dataclass(frozen=True, kw_only=True)
+class PlannedFlags(MeasuringFlags):
+    """A command that measures, or only predicts what that costs."""
 
-    def following(self, policy: Policy, batch: TokenBatch, resources: Resources) -> Afterwards:
-        """Return what follows the table within the same minutes."""
-        sums = self.plan_sums(policy, batch, resources.vectors)
-        return Afterwards() if sums is None else self.price(policy, sums, resources.processes)
+    plan: bool = False
+    """Only print the estimated cost: FLOPs, seconds, memory. Measures a few tokens and writes nothing."""
+    flops: float | None = None
+    """With --plan: plan for another machine with this many FLOP/s, without loading weights or measuring."""
 
-    def price(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
-        """Return what follows the table, if these sums are a part of it."""
-        return Afterwards((sums.forward_passes / processes.count,), prompts=sums.groups)
+    def check(self) -> None:
+        super().check()
+        if self.flops is not None and not self.plan:
+            raise InputError(f"--flops is {self.flops}, but it needs --plan; add --plan, or leave it out")
 
-    def make_plan(self) -> Plan:
+    def make_plan(self, model: str, rollouts: Path) -> Plan:
         """Predict the cost here or, without loading weights, on a machine of a stated speed."""
         if self.params == "adapter":
             raise InputError("--plan covers all parameters; leave out --params adapter, or --plan")
         if self.flops is None:
-            policy = load_quietly(self.model, self.loading)
+            policy = load_quietly(model, self.loading)
             device = policy.device
         else:
-            policy, device = self.outline(self.model), torch.device(find_device(self.device))
-        dump = self.read(policy)
-        print_notes([note for note in dump.notes if note.kind in ("step", "other-step", "pooled")])
-        settings, batch = self.settle(policy, device.type if self.flops is None else "cuda"), dump.batch
-        settings = replace(settings, loss=self.own_loss(settings.loss, dump))
+            quiet_transformers()
+            known = {"dtype": self.dtype, "blocks": self.blocks, "trust_remote_code": self.trust_remote_code}
+            policy = outline_policy(find_whole(model, self.base), **known)
+            device = torch.device(find_device(self.device))
+        dump = self._read(model, rollouts, policy)
+        print_notes([note for note in dump.notes if note.kind in OF_STEPS])
+        settings = self._settle(policy, device.type if self.flops is None else "cuda", dump)
         resources = Resources(self.gradient_memory, self.chunk_memory).settle(device)
-        known = {"sums": self.plan_sums(policy, batch, resources.vectors), "chunk_memory": resources.activations}
+        sums = self.plan_sums(policy, dump.batch, resources.vectors)
+        known = {"speed": self.flops, "sums": sums, "chunk_memory": resources.activations}
         with command_progress().stage("timing this machine"):
-            return plan_batch(policy, batch, settings, speed=self.flops, **known)
-
-    def _folder(self, policy: Policy, dump: Dump, settings: MeasureSettings) -> RunFolder:
-        # Not the log's hash, since the log may have grown by later steps.
-        read = {**self.reading, **dump.batch.key()}
-        if settings.metric is not None:
-            state = self.optimizer_state or find_policy_state(policy)
-            read |= {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
-        return measure_folder(self.out, policy, settings, read)
+            return plan_batch(policy, dump.batch, settings, **known)
 
 
-@dataclass(frozen=True)
-class MeasureOwn(Measuring):
-    """Measure a checkpoint on its own rollouts: those of the step it sampled, plus earlier ones if prompts are few."""
+def read_step(
+    policy: Policy, path: Path | None, *, asked: bool
+) -> tuple[dict[str, Any] | None, StepSettings | None, list[str]]:
+    """Return AdamW's state from the file, the step that continues from it, and notes on both.
 
-    prompts: ClassVar[int] = FEWEST
-    later: Callable[[Policy, SumsPlan, Processes], Afterwards] | None = None
-    """What follows the table; None: only sums."""
+    asked: whether the user named the file. If it does not fit the policy, it raises InputError; a file that was found
+    automatically is ignored instead.
+    """
+    if path is None:
+        return None, None, []
+    try:
+        state = read_state(path)
+        step = state_step(state)
+        step.check()
+        read_moments(policy.model, step, state)
+    except InputError as error:
+        if asked:
+            raise InputError(error.reason, path=path) from error
+        return None, None, [f"{path.name} beside the checkpoint is ignored: {error.reason}"]
+    used = "the initial ones" if step.learning_rate is None else f"{step.learning_rate:g}"
+    rate = f"the optimizer's learning rate is 0 (the end of its schedule); steps use {used} instead"
+    return state, step, [] if any(float(group["lr"]) > 0 for group in state["param_groups"]) else [rate]
 
-    def price(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
-        return (self.later or super().price)(policy, sums, processes)
 
-    def has_metric(self, policy: Policy) -> bool:
-        return (self.optimizer_state or find_policy_state(policy)) is not None
+def describe_dump(path: Path, dump: Dump, sha256: str) -> dict[str, Any]:
+    """Describe rollouts for a manifest: file, hash, format and notes."""
+    step = "; ".join(note for note in dump.notes if note.kind in OF_STEPS) or None
+    other = any(note.kind == "other-step" for note in dump.notes)
+    told = {"path": str(path), "sha256": sha256, "format": dump.format, "reader": READER, "notes": list(dump.notes)}
+    return told | {"step_note": step, "other_step": other, "loss": dump.loss}
 
-    def settle(self, policy: Policy, device: str) -> MeasureSettings:
-        """Add AdamW's metric if its state is there and fits."""
-        settings = settle_minutes(self.settings, policy, device)
-        known = self.optimizer_state or find_policy_state(policy)
-        state, _, _ = read_step(policy, known, asked=self.optimizer_state is not None)
-        return replace(settings, metric="adamw") if state is not None else settings
 
-    def read(self, policy: Policy) -> Dump:
-        read_step(policy, self.optimizer_state, asked=True)  # refuse it now, not after measuring
-        return super().read(policy)
+def refuse_reread(folder: RunFolder, dump: Dump, sha256: str) -> None:
+    """Raise InputError if the folder's run has files of this hash and the same settings, but was read differently."""
+    manifest = folder.manifest or {}
+    changed = folder.changes(manifest).keys()
+    same = (manifest.get("rollouts") or {}).get("sha256") == sha256
+    if not same or "rollouts" not in changed or changed - {"rollouts", "gradscope"}:
+        return
+    told, path = "", folder.folder / TABLE
+    if path.is_file():
+        told = describe_reread(pd.read_parquet(path, columns=["group"]), dump.batch)
+    raise InputError(
+        f"{folder.folder} was made from these rollouts by an earlier version, which {told or 'read them differently'}; "
+        "its results may be wrong: give --overwrite to redo it, or another --out"
+    )

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from gradscope import __version__
-from gradscope.diagnosis import Diagnosis
-from gradscope.gradients import SumsPlan
+from gradscope.diagnosis import Diagnosis, decide, make_trend_report, write_report
 from gradscope.policy import checkpoint_name, checkpoint_step
 from gradscope.resampling import Supply
 from gradscope.runs import MANIFEST, RunFolder, counted, digits, file_hash, provenance, read_json
@@ -39,11 +38,11 @@ def name_folders(models: Sequence[str], out: Path) -> list[Path]:
     return [out / name for name in names]
 
 
-def make_facts(model: str, measured: MeasuredRun) -> dict[str, str]:
-    """Describe how the numbers were computed, for the end of the page."""
+def make_facts(model: str, measured: MeasuredRun, found: Diagnosis, *, saved: bool) -> dict[str, str]:
+    """Describe how the numbers were computed, for the end of the page. saved: whether there is an optimizer state."""
     manifest = measured.folder.manifest
-    sample, rollouts = manifest["sample"], manifest["rollouts"]
-    check = manifest["self_check"]
+    rollouts, check = manifest["rollouts"], manifest["self_check"]
+    sums, _, way = ("summed gradients: none" if found.sums_plan is None else str(found.sums_plan)).partition(": ")
     return {
         "checkpoint": f"{model} ({manifest['model']['class']}), weights sha256 {manifest['model']['sha256'][:16]}",
         "training step": str(checkpoint_step(model) if checkpoint_step(model) is not None else "unknown"),
@@ -52,13 +51,16 @@ def make_facts(model: str, measured: MeasuredRun) -> dict[str, str]:
         f"{rollouts['sha256'][:16]}",
         "temperature": ", ".join(f"{value:g}" for value in measured.batch.temperature.unique().tolist()),
         "loss": describe_loss(manifest["settings"]["loss"]),
-        "tokens measured": _describe_sample(sample),
+        "tokens measured": _describe_sample(manifest["sample"]),
         "precision, device": f"{manifest['dtype']}, {manifest['device']}",
         "self-check": check
         if isinstance(check, str)
         else ", ".join(f"{name.replace('_', ' ')} {digits(value)}" for name, value in check.items()),
         "gradscope": manifest["gradscope"],
         "libraries": ", ".join(f"{name} {version}" for name, version in manifest["versions"].items()),
+        "optimizer state": "AdamW's, saved" if saved else "none",
+        "step that is shown": _describe_step(found.scope.step),
+        sums: way,
     }
 
 
@@ -86,7 +88,7 @@ def _in_a_word(value: bool | int | float | str | None) -> str:
     return ("no", "yes")[value] if isinstance(value, bool) else f"{value:g}"
 
 
-def describe_step(step: StepSettings) -> str:
+def _describe_step(step: StepSettings) -> str:
     """Describe the optimizer step of the page."""
     clip = "not clipped" if step.max_grad_norm is None else f"gradient clipped to {step.max_grad_norm:g}"
     name = {"adamw": "AdamW", "sgd": "SGD"}[step.optimizer]
@@ -94,16 +96,8 @@ def describe_step(step: StepSettings) -> str:
     return f"{name}, learning rate {rate}, weight decay {decay}, {clip}"
 
 
-def describe_sums(sums: SumsPlan) -> dict[str, str]:
-    """Describe how the summed gradients were computed, for the end of the page."""
-    name, _, made = str(sums).partition(": ")
-    return {name: made}
-
-
 def in_words(diagnosis: Diagnosis) -> str:
     """Return the sentences of the page's first screen, caveats first."""
-    from gradscope.diagnosis import decide
-
     warnings = [f"warning: {note}" for note in diagnosis.warnings]
     inexact = [f"note: {note}" for note in diagnosis.notes if getattr(note, "kind", "") == "inexact"]
     return "\n".join([*warnings, *(f"- {sentence}" for sentence in decide(diagnosis)), *inexact])
@@ -125,8 +119,6 @@ def write_trend(
     models: Sequence[str], folders: Sequence[Path], notes: Sequence[str] = (), *, out: Path, overwrite: bool
 ) -> None:
     """Write the trend's page from each checkpoint's statistics; notes: on checkpoints that are missing."""
-    from gradscope.diagnosis import make_trend_report, write_report
-
     for folder in folders:
         RunFolder(folder, {}).check(STATISTICS)
     manifests = [read_json(folder / MANIFEST) for folder in folders]

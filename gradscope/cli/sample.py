@@ -6,46 +6,34 @@ import os
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-import tyro
-
-from gradscope.cli.flags import Many, PolicyFlags, check_prompts, command_progress, load_quietly, print_notes
+from gradscope.cli.flags import (
+    DecodingFlags,
+    Many,
+    Model,
+    PolicyFlags,
+    SamplingFlags,
+    check_prompts,
+    command_progress,
+    load_quietly,
+    print_notes,
+)
 from gradscope.errors import InputError, first_line
 from gradscope.policy import check_prompt
 from gradscope.runs import PACKED, check_is_folder, check_writable, counted, parse_json, read_lines
 
 
-@dataclass(frozen=True)
-class Sample(PolicyFlags):
+@dataclass(frozen=True, kw_only=True)
+class Sample(DecodingFlags, SamplingFlags, PolicyFlags):
     """Sample responses from a policy into a rollout file for `measure`: JSONL or parquet, a row per response."""
 
-    model: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
+    model: Model
     """Checkpoint folder of transformers, "embedded" or "embedded-certain"."""
     out: Path
     """File to write: .jsonl or .parquet."""
-    task: str | None = None
-    """A registered task (knights-knaves-compact, math, …) or path/to/file.py:NAME: prompts and a reward."""
-    prompts: Path | None = None
-    """Instead of a task: a text file with one prompt per line, or JSONL with a field "prompt" (a string or a chat)."""
-    data: Annotated[tuple[str, ...], Many] = ()
-    """Files of the task's questions, wildcards allowed, as given or below $GRADSCOPE_DATA; none: generated."""
     people: Annotated[tuple[int, ...], Many] = ()
     """For Knights & Knaves: only puzzles with these numbers of people; none: all."""
-    questions: int = 16
-    """Number of questions."""
-    n: int = 8
-    """Responses per question."""
-    temperature: float = 1.0
-    """Sampling temperature; tokens are drawn from the whole vocabulary."""
-    max_new_tokens: int = 1024
-    """Longest response in tokens, also limited by the policy's context."""
-    engine: Literal["hf", "vllm"] = "hf"
-    """Sampling engine: transformers or vLLM."""
-    batch_size: int = 64
-    """hf: responses decoded together; affects only speed and memory."""
-    seed: int = 0
-    """Seed for the questions and the responses."""
     overwrite: bool = False
     """Replace the file if it exists."""
 

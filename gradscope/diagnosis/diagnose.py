@@ -23,7 +23,7 @@ from gradscope.diagnosis.result import Diagnosis, Scope
 from gradscope.diagnosis.rows import Rows
 from gradscope.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from gradscope.diagnosis.update import has_gradient, with_advantages
-from gradscope.errors import checked, make_settings
+from gradscope.errors import checked
 from gradscope.gradients import (
     Afterwards,
     MeasureSettings,
@@ -73,7 +73,7 @@ def diagnose(
     policy or batch does not permit is left out with a note.
     """
     own_loss = settings is not None or "loss" in changes
-    settings = make_settings(DiagnosisSettings, "diagnose", vars(settings or DiagnosisSettings()) | changes)
+    settings = checked(DiagnosisSettings, "diagnose")(**vars(settings or DiagnosisSettings()) | changes)
     settings.check()
     chosen = settle_parts(settings.parts)
     progress = settle_progress(progress) if processes.is_main else SILENT

@@ -10,7 +10,8 @@ import pandas as pd
 from jaxtyping import Float
 
 from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.shares import energy_shares, sum_by_prompt
+from gradscope.diagnosis.rows import pick_row
+from gradscope.diagnosis.shares import sum_by_prompt, token_shares
 from gradscope.diagnosis.terms import weighted_norms
 from gradscope.diagnosis.update import has_gradient, supply_of
 from gradscope.gradients import LOGITS, PARAMETERS, TableMeasurement, sampling_probabilities
@@ -108,8 +109,8 @@ def sampling_error(
             f"mean ‖g‖ of tokens with π in {labels[own]}", *found, error, _part(error, *found[1:]), **counts
         )
     sums = sum_by_prompt(table, size)
-    rows = energy_shares(sums, labels, seed=seed, resamples=resamples) if shares is None else shares
-    row = rows[rows["interval"] == labels[own]].iloc[0]
+    rows = token_shares(sums, labels, seed=seed, resamples=resamples) if shares is None else shares
+    row = pick_row(rows, "squared_share", "raw", labels[own])
     found = row[["value", "lower", "upper"]].to_numpy(np.float64)
     proxies = (table["weight"] * table[LOGITS]).to_numpy(np.float64) ** 2
     variances = design_variances(weighted_norms(table) ** 2, proxies, probabilities, interval, size)

@@ -82,7 +82,7 @@ def make_rows(
 def one_row(statistic: str, value: float, n: int, *, unit: str) -> pd.DataFrame:
     """Make the row of a number that is not specific to an interval."""
     found = np.array([[value], [np.nan], [np.nan]], dtype=np.float64)
-    return make_rows(statistic, found, n, unit=unit, metric="none", intervals=[""])
+    return make_rows(statistic, found, n, unit=unit)
 
 
 def join_rows(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:

@@ -19,8 +19,20 @@ LARGE = 100_000_000
 """Size from which weightings are compared only on request, since this takes more passes than all the rest."""
 
 
-@dataclass(frozen=True)
-class DiagnosisSettings:
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisChoices:
+    """Settings of a diagnosis that are flags of `gradscope diagnose`, too."""
+
+    actual_step: bool = True
+    """Take one real step with the whole batch, measure its effect, and undo it."""
+    influence_tokens: int | None = 16_000
+    """Tokens (of whole prompts) whose change in the step is split by source; none: skip this."""
+    compare: bool | None = None
+    """Compare token weightings; none: only for policies below 100 M parameters."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisSettings(DiagnosisChoices):
     """Settings that change a diagnosis's numbers."""
 
     loss: LossSettings = PAPER
@@ -43,12 +55,6 @@ class DiagnosisSettings:
     """Time limit for the whole diagnosis, including the table if none is given. Prompts are subsampled to fit, those
     with summed gradients further; the sums, AdamW's metric, steps and the comparison are left out, with a note, if
     they would take longer. None: no limit."""
-    influence_tokens: int | None = 16_000
-    """Number of tokens (in whole prompts) of the step whose movement is split by source; None: skip this."""
-    actual_step: bool = True
-    """Take one real step with the whole batch, measure its effect, and undo it."""
-    compare: bool | None = None
-    """Compare every weighting whose columns the table has; None: if the policy has fewer than `LARGE` parameters."""
     step: StepSettings | None = None
     """Optimizer of all steps; None: the optimizer state's, else the paper's SGD."""
     micro_batch_size: int = 8

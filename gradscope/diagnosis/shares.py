@@ -35,14 +35,14 @@ from gradscope.resampling import (
     Shortage,
     bound,
     bound_bits,
+    effective_sample_size,
+    effective_size_of_shares,
     effective_tokens,
     odds_of_largest,
     prompt_clusters,
     redraw,
-    sample_worth,
     short_of,
     widen,
-    worth_of_shares,
 )
 
 STATISTICS = (
@@ -71,7 +71,7 @@ class PromptSums:
     measured_proxies: Matrix | None = None
     """Σ(w·‖e−π‖)²/p over measured tokens."""
     worth: Float[np.ndarray, " A"] | None = None
-    """`resampling.sample_worth` of each interval's sample for Σ‖w·g‖²; None without a sample."""
+    """`resampling.effective_sample_size` of each interval's sample for Σ‖w·g‖²; None without a sample."""
 
     def short_of(self) -> list[Shortage | None]:
         """Return, by interval, what a confidence interval on the share of Σ‖w·g‖² lacks."""
@@ -82,7 +82,7 @@ class PromptSums:
     def _worth_of_shares(self) -> Float[np.ndarray, " A"]:
         if self.worth is None:
             return np.full(self.tokens.shape[1], np.inf)
-        return worth_of_shares(self.predicted.sum(0), self.worth)
+        return effective_size_of_shares(self.predicted.sum(0), self.worth)
 
     def totals(self, weights: Float[np.ndarray, "draws n"]) -> Float[np.ndarray, "draws A"]:
         """Return Σ‖w·g‖² over all tokens by interval, with the prompts' weights; NaN where none is measured."""
@@ -126,18 +126,11 @@ def sum_by_prompt(table: pd.DataFrame, num_intervals: int, norm: str = PARAMETER
     proxies = (weight * table[LOGITS].to_numpy(np.float64)) ** 2
     with np.errstate(invalid="ignore", divide="ignore"):  # none of an interval is measured
         scaled = [total(np.where(known, part / probabilities, 0.0)) for part in (squares, proxies)]
-    worth = sample_worth(amounts, probabilities, interval, num_intervals)
+    worth = effective_sample_size(amounts, probabilities, interval, num_intervals)
     return PromptSums(tokens, measured, scaled[0], predicted, total(proxies), scaled[1], worth)
 
 
-def token_shares(
-    sums: PromptSums,
-    labels: Sequence[str],
-    *,
-    seed: Seed = 0,
-    confidence: float = 0.95,
-    resamples: int = 1000,
-) -> pd.DataFrame:
+def token_shares(sums: PromptSums, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000) -> pd.DataFrame:
     """Compute by interval token_share, squared_share (of Σ‖w·g‖²) and predicted_share (of Σ(w·(1−π))²).
 
     Also dominance_index, predicted_index and their difference added_index (bits; see the module), and largest_share:
@@ -162,28 +155,21 @@ def token_shares(
     counts = {"tokens": sums.tokens.sum(0), "predicted": sums.tokens.sum(0), "measured": sums.measured.sum(0)}
     parts, found = [], {}
     for name, metric, of, over, under in STATISTICS:
-        settings = {"confidence": confidence, "measured": sums.drawn() if of == "measured" else None}
+        measured = sums.drawn() if of == "measured" else None
         if under is None:
-            numbers = bound(lambda w, n=over: evaluate(w)[:, n], prompts, draws[:, over], scale=SHARE, **settings)
+            args = (lambda w, n=over: evaluate(w)[:, n], prompts, draws[:, over])
+            numbers = bound(*args, scale=SHARE, measured=measured)
             found[over] = numbers
         else:
             pair = [over, under]
             args = (lambda w, pair=pair: evaluate(w)[:, pair], prompts, draws[:, pair], [found[n] for n in pair])
-            numbers = bound_bits(*args, **settings)
+            numbers = bound_bits(*args, measured=measured)
         unit = "share" if under is None else "bits"
         named = {"unit": unit, "metric": metric, "intervals": labels, "short": () if seed is None else short[of]}
         parts.append(make_rows(name, numbers, counts[of], **named))
     alone = np.vstack([largest, np.full((2, len(labels)), np.nan)])
     odds = make_rows("largest_share", alone, counts["measured"], unit="share", metric="raw", intervals=labels)
     return join_rows([*parts, odds])
-
-
-def energy_shares(
-    sums: PromptSums, labels: Sequence[str], *, seed: Seed = 0, resamples: int = 1000
-) -> pd.DataFrame:
-    """Return the rows of `token_shares` that hold each interval's share of Σ‖w·g‖²."""
-    rows = token_shares(sums, labels, seed=seed, resamples=resamples)
-    return rows[rows["statistic"] == "squared_share"]
 
 
 def group_shares(

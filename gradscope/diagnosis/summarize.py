@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
@@ -129,15 +128,12 @@ def add_summary(
     had = processes.is_main and drawn.items() <= ((folder.manifest or {}).get("figures") or {}).items()
     if processes.gather([had and (folder.folder / SUMMARY).is_file()])[0]:
         return
-    with ExitStack() as held:
-        with processes.together():
-            if processes.is_main:
-                held.enter_context(folder.writing())
-                folder.stage()
-        known = {"minutes": minutes, "verdict_minutes": folder.manifest.get("verdict_minutes")}
-        found = summarize(policy, batch, table, settings, resources=resources, **known)
-        if found is None:
-            return
+    known = {"minutes": minutes, "verdict_minutes": folder.manifest.get("verdict_minutes")}
+    found = summarize(policy, batch, table, settings, resources=resources, **known)
+    if found is None:
+        return
+    with folder.writing():
+        folder.stage()
         write_figures(folder.staged / FIGURES, found)
         told = {} if found.sums_plan is None else {"summed_gradients": asdict(found.sums_plan)}
         folder.publish(folder.manifest | {"figures": drawn, **told})

@@ -29,6 +29,8 @@ from gradscope.gradients import Gram
 from gradscope.resampling import Seed, Shortage, centred_bootstrap, short_of
 
 Pairs = Float[np.ndarray, "n A n A"]
+QUANTILE = 0.975
+"""The upper end of a 95 % interval."""
 
 
 def gradient_rows(
@@ -38,13 +40,11 @@ def gradient_rows(
     *,
     metric: str,
     seed: Seed = 0,
-    confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """Return rows per interval and for "all": `sum_rows`, and `signal_rows`."""
-    known = {"metric": metric, "confidence": confidence}
-    shares = sum_rows(gram, tokens, labels, seed=seed, resamples=resamples, **known)
-    return join_rows([shares, signal_rows(gram, tokens, labels, **known)])
+    shares = sum_rows(gram, tokens, labels, metric=metric, seed=seed, resamples=resamples)
+    return join_rows([shares, signal_rows(gram, tokens, labels, metric=metric)])
 
 
 def sum_rows(
@@ -54,7 +54,6 @@ def sum_rows(
     *,
     metric: str,
     seed: Seed = 0,
-    confidence: float = 0.95,
     resamples: int = 1000,
 ) -> pd.DataFrame:
     """Return rows per interval; see the module for definitions and bounds.
@@ -65,10 +64,10 @@ def sum_rows(
     intervals without tokens or gradient, bounds with a single prompt.
     """
     size, pairs, everyone = len(labels), gram.products, np.ones((1, len(tokens)))
-    settings = {"seed": seed, "confidence": confidence, "resamples": resamples}
-    found = centred_bootstrap(lambda draws: _ratios(pairs, tokens, draws), len(pairs), **settings)
+    known = {"seed": seed, "resamples": resamples}
+    found = centred_bootstrap(lambda draws: _ratios(pairs, tokens, draws), len(pairs), **known)
     error = gram.error(lambda pairs, _: _ratios(pairs, tokens, everyone)[0])
-    found = _widen(found, error, confidence).reshape(3, 4, size)
+    found = _widen(found, error).reshape(3, 4, size)
     found[:, 1], found[:, 2] = np.maximum(found[:, 1], 0.0), np.clip(found[:, 2], -1.0, 1.0)
     counts, units = tokens.sum(0), {"gradient_share": "share", "norm_ratio": "ratio"}
     found = np.where(counts > 0, found, np.nan)
@@ -85,14 +84,12 @@ def sum_rows(
     )
 
 
-def signal_rows(
-    gram: Gram, tokens: Float[np.ndarray, "n A"], labels: Sequence[str], *, metric: str, confidence: float = 0.95
-) -> pd.DataFrame:
+def signal_rows(gram: Gram, tokens: Float[np.ndarray, "n A"], labels: Sequence[str], *, metric: str) -> pd.DataFrame:
     """Return signal, noise and signal_fraction per interval and for "all"; arguments as in `sum_rows`."""
     pairs, counts = gram.products, tokens.sum(0)
-    numbers = signal_and_noise(_own_blocks(pairs), confidence=confidence)
+    numbers = signal_and_noise(_own_blocks(pairs))
     error = gram.error(lambda pairs, _: signal_and_noise(_own_blocks(pairs))["signal"][0])
-    numbers["signal"] = _widen(numbers["signal"], error, confidence)
+    numbers["signal"] = _widen(numbers["signal"], error)
     counts = np.append(counts, counts.sum())
     with np.errstate(invalid="ignore", divide="ignore"):
         fraction = numbers["signal"] / numbers["gradient_norm"][0] ** 2
@@ -113,9 +110,7 @@ def _shortages(pairs: Pairs) -> list[Shortage | None]:
     return [short_of(prompts) for prompts in (np.einsum("kpp->kp", _own_blocks(pairs)) > 0).sum(1)]
 
 
-def signal_and_noise(
-    grams: Float[np.ndarray, "k n n"], *, confidence: float = 0.95
-) -> dict[str, Float[np.ndarray, "3 k"]]:
+def signal_and_noise(grams: Float[np.ndarray, "k n n"]) -> dict[str, Float[np.ndarray, "3 k"]]:
     """Compute gradient_norm, signal and noise of k groups of tokens, from inner products of n prompts' gradients.
 
     Each is value, lower and upper bound. Only signal has bounds: leave-one-out jackknife, Student's t with n − 1
@@ -139,7 +134,7 @@ def signal_and_noise(
     left = apart[:, None] - 2 * (grams.sum(2) - diagonal)
     signals = n**2 / ((n - 1) * (n - 2)) * left
     error = np.sqrt((n - 1) / n * ((signals - signals.mean(1, keepdims=True)) ** 2).sum(1))
-    reach = t.ppf((1 + confidence) / 2, n - 1) * error
+    reach = t.ppf(QUANTILE, n - 1) * error
     out["signal"][1:] = out["signal"][0] - reach, out["signal"][0] + reach
     return out
 
@@ -184,12 +179,10 @@ def _own_blocks(pairs: Pairs) -> Float[np.ndarray, "A1 n n"]:
     return np.concatenate([np.einsum("paqa->apq", pairs), pairs.sum((1, 3))[None]])
 
 
-def _widen(
-    found: Float[np.ndarray, "3 k"], error: Float[np.ndarray, " k"], confidence: float
-) -> Float[np.ndarray, "3 k"]:
+def _widen(found: Float[np.ndarray, "3 k"], error: Float[np.ndarray, " k"]) -> Float[np.ndarray, "3 k"]:
     """Return value and bounds, widened by an independent error."""
     from scipy.stats import norm
 
-    value, reach = found[0], norm.ppf((1 + confidence) / 2) * error
+    value, reach = found[0], norm.ppf(QUANTILE) * error
     lower, upper = (np.hypot(found[side] - value, reach) for side in (1, 2))
     return np.stack([value, value - lower, value + upper]) if error.any() else found

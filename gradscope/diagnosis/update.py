@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.resampling import Supply
-from gradscope.rollouts import TokenBatch, count_served
+from gradscope.rollouts import TokenBatch, served_prompts
 
 SIGNS = {"positive": "Â > 0", "negative": "Â < 0", "zero": "Â = 0"}
 """Sign of a token's advantage, which is that of its weight → words."""
@@ -37,7 +37,7 @@ def supply_of(table: pd.DataFrame, batch: TokenBatch, minutes: float | None = No
     """Count the prompts behind a table, and those of the whole batch. minutes: `Supply.minutes`."""
     informative, responses = count_informative_prompts(table), table["response"].nunique()
     prompts = len(batch.group_ids[batch.response_mask.any(1)].unique())
-    served = max(informative, count_served(batch))
+    served = max(informative, len(served_prompts(batch)))
     return Supply(informative, table["group"].nunique(), responses, served, prompts, minutes)
 
 

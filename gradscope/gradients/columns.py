@@ -125,12 +125,6 @@ def gradient_columns(found: TokenGradients, modules: Mapping[str, Sequence[str]]
     return layers | {PARAMETERS: found.param_grad_norm} | scaled | own
 
 
-def backward_columns(table: pd.DataFrame) -> list[str]:
-    """Return the names of the columns that `gradient_columns` fills."""
-    own = (PARAMETERS, ADAMW)
-    return [name for name in table if name in own or name.startswith((LAYER, f"{PARAMETERS}."))]
-
-
 def to_frame(columns: Mapping[str, object]) -> pd.DataFrame:
     """Make a DataFrame; floating tensors become float32, and tensors on a device are copied together."""
     there = {name: values for name, values in columns.items() if isinstance(values, Tensor) and not values.is_cpu}

@@ -45,6 +45,23 @@ def forward_hooks(module: nn.Module | HasModel, names: Iterable[str], hook: Forw
             handle.remove()
 
 
+@contextmanager
+def replaced_forwards(
+    modules: Iterable[nn.Module], make: Callable[[int, nn.Module], Callable[..., Any]]
+) -> Iterator[None]:
+    """Replace the forward of each module, given with its index, by `make`'s; always restored."""
+    before = [(module, vars(module).get("forward")) for module in modules]
+    try:
+        for index, (module, _) in enumerate(before):
+            module.forward = make(index, module)
+        yield
+    finally:
+        for module, forward in before:
+            vars(module).pop("forward", None)
+            if forward is not None:
+                module.forward = forward
+
+
 def first_tensor(output: Any) -> Tensor | None:
     """Return a module's output tensor, or the first floating one in its output tuple or mapping."""
     if isinstance(output, Tensor):

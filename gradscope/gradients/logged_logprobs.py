@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -263,27 +264,27 @@ def _readings(
 ) -> Iterator[tuple[Reading, np.ndarray, np.ndarray]]:
     """Yield each reading, simplest first, with the tokens' log π in nats and the mass of the kept set, [k] each."""
     own, whole = ids[:, None], np.ones(len(ids))
+
+    def read(temperature: float | None) -> tuple[Tensor, np.ndarray]:
+        """Return all log π at a temperature, and the tokens'."""
+        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
+        return scaled, scaled.gather(-1, own)[:, 0].double().numpy()
+
     for temperature in (None, 1.0, *(t for t in TEMPERATURES if t != 1)):
-        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
-        logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
-        yield Reading(temperature), logprobs, whole
+        yield Reading(temperature), read(temperature)[1], whole
     for temperature in (None, 1.0):
-        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
-        logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
+        _, logprobs = read(temperature)
         for base in BASES:
             yield Reading(temperature, base=base), logprobs / np.log(base), whole
         if floor is not None:
             yield Reading(temperature, floor=floor), np.maximum(logprobs, floor), whole
     for temperature in (None, 1.0):
-        scaled = (logits / (stated if temperature is None else temperature)).log_softmax(-1)
-        logprobs = scaled.gather(-1, own)[:, 0].double().numpy()
+        scaled, logprobs = read(temperature)
         top = scaled.topk(min(max(TOP_K), scaled.shape[-1])).values.double().exp().cumsum(-1).numpy()
         # The kept set always includes the token itself: an engine with other rounding may have kept it.
         rank = (scaled > scaled.gather(-1, own)).sum(-1).numpy()
-        for top_k in (None, *TOP_K):
-            for top_p in (None, *TOP_P):
-                if (top_k is None and top_p is None) or (top_k or 0) > scaled.shape[-1]:
-                    continue
+        for top_k, top_p in product((None, *TOP_K), (None, *TOP_P)):
+            if (top_k or top_p) and (top_k or 0) <= scaled.shape[-1]:
                 mass = _kept_mass(top, rank, top_k, top_p)
                 yield Reading(temperature, top_k, top_p), logprobs - np.log(mass), mass
 

@@ -20,7 +20,7 @@ from jaxtyping import Int
 from pyarrow import parquet
 from torch import Tensor
 
-from gradscope.errors import InputError, checked, make_settings
+from gradscope.errors import InputError, checked
 from gradscope.gradients.budget.stopwatch import Stopwatch
 from gradscope.gradients.columns import LOGITS, PARAMETERS
 from gradscope.gradients.logged_logprobs import ContradictionWarning
@@ -90,9 +90,9 @@ def measure(
         SelfCheckError: the engine disagrees with plain autograd on this policy.
 
     Warns if logged log-probabilities fit another temperature or a truncated distribution better. Doubts raised by the
-    batch itself are in `batch.notes` (kinds `rollouts.CAVEATS`).
+    batch itself are in `batch.notes`.
     """
-    watch, asked = Stopwatch(), make_settings(MeasureSettings, "measure", settings)
+    watch, asked = Stopwatch(), checked(MeasureSettings, "measure")(**settings)
     given, path = isinstance(policy, Policy), Path(batch) if isinstance(batch, str | Path) else None
     policy, batch, told = read_logged(policy, batch)
     if told and "loss" not in settings:

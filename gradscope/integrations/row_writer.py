@@ -150,17 +150,27 @@ def main() -> None:
 class Spikes:
     """Detector of steps whose gradient norm is far above those before them."""
 
-    def __init__(self, times: float, most: int) -> None:
-        """times: threshold, in medians of the previous norms; most: largest number of steps to report."""
-        self.times, self.left = times, most
+    def __init__(self, times: float, most: int, *, scaled: bool = False) -> None:
+        """times: threshold, in medians of the previous norms; most: largest number of steps to report. scaled: the loss
+        is scaled for fp16, so that norms are not finite until a scale is found, which is no spike."""
+        self.times, self.left, self.scaled = times, most, scaled
         self._norms: list[float] = []
+
+    @property
+    def typical(self) -> float | None:
+        """Median of the norms so far; None: too few."""
+        return self._norms[len(self._norms) // 2] if len(self._norms) >= FEW else None
 
     def tell(self, norm: float) -> bool:
         """Record the next step's norm; return whether it is not finite or above the threshold."""
-        known = self._norms
-        outside = len(known) >= FEW and not norm <= self.times * known[len(known) // 2] and self.left > 0
-        if math.isfinite(norm):
-            insort(known, norm)
+        typical, is_finite = self.typical, math.isfinite(norm)
+        if is_finite:
+            outside = typical is not None and norm > self.times * typical
+        else:
+            outside = typical is not None or not self.scaled
+        outside = outside and self.left > 0
+        if is_finite:
+            insort(self._norms, norm)
         self.left -= outside
         return outside
 

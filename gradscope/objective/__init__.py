@@ -15,6 +15,7 @@ from gradscope.objective.batch_logprobs import (
     numbers_of,
 )
 from gradscope.objective.equations import (
+    TokenWeights,
     grpo_advantages,
     kl_k3,
     lopti_split,
@@ -42,24 +43,20 @@ from gradscope.objective.loss import (
     resolve_advantages,
     weigh_step,
 )
-from gradscope.objective.off_policy import (
-    describe_off_policyness,
-    off_policy_sentence,
-    off_policyness,
-)
+from gradscope.objective.off_policy import describe_off_policyness, off_policy_sentence, off_policyness
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.step_rule import ORDERS, StepRule
-from gradscope.objective.steps import StepResult, StepTokens, StepTotals, Updater, clip_scale, split_steps
+from gradscope.objective.updater import StepResult, StepTokens, Update, Updater, clip_scale, split_steps
 from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
     "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "Quantity", "StepResult", "StepRule",
-    "StepTokens", "StepTotals", "TokenStatistics", "Tokens", "Updater", "Weighting", "batch_loss", "batch_statistics",
-    "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness",
-    "fill_unknown", "finish", "fitting_size", "gather_logprobs", "grpo_advantages", "join_statistics",
-    "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs", "make_weighting",
-    "micro_batches", "most_logits", "numbers_of", "off_policy_sentence", "off_policyness",
+    "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update", "Updater", "Weighting", "batch_loss",
+    "batch_statistics", "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale",
+    "describe_off_policyness", "fill_unknown", "finish", "fitting_size", "gather_logprobs", "grpo_advantages",
+    "join_statistics", "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs",
+    "make_weighting", "micro_batches", "most_logits", "numbers_of", "off_policy_sentence", "off_policyness",
     "parts_at_once", "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight", "rows_at_once",
     "spell_out", "split_steps", "statistics_and_gradient", "token_weights", "weigh_step", "widen", "within",
 ]  # fmt: skip

@@ -140,33 +140,6 @@ def batch_weights(
     return token_weight_parts(**_arguments(logprobs, batch, settings, num_tokens), refuse_nan=refuse_nan)
 
 
-def weigh_tokens(
-    weighting: Weighting,
-    logprobs: Float[Tensor, "B T"],
-    old_logprobs: Float[Tensor, "B T"],
-    advantages: Float[Tensor, "B T"],
-    response_mask: Bool[Tensor, "B T"],
-    settings: LossSettings,
-    *,
-    entropy: Float[Tensor, "B T"] | None = None,
-    sampler_logprobs: Float[Tensor, "B T"] | None = None,
-) -> dict[str, Float[Tensor, "B T"]]:
-    """Compute a weighting's w_t in each of its optimizer steps, detached; 0 on dropped tokens.
-
-    settings: of the plain loss, whose policy part many weightings start from. Thresholds are over the given tokens.
-    Raises InputError if a column that the weighting needs is unknown.
-    """
-    clips = {name: getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
-    plain = token_weight_parts(logprobs.detach(), old_logprobs, advantages, response_mask, **clips, num_tokens=1).policy
-    known = {"logprob": logprobs, "old_logprob": old_logprobs, "advantage": advantages, "policy_weight": plain}
-    known |= {"entropy": entropy, "sampler_logprob": sampler_logprobs}
-    columns = {name: v.detach()[response_mask].double().cpu().numpy() for name, v in known.items() if v is not None}
-    columns |= dict(zip(("response", "place"), response_mask.nonzero().T.cpu().numpy(), strict=True))
-    spread = torch.zeros_like(logprobs)
-    weights = weighting.weights(columns).items()
-    return {step: spread.masked_scatter(response_mask, torch.from_numpy(w).to(spread)) for step, w in weights}
-
-
 def weigh_step(
     weighting: Weighting,
     logprobs: Float[Tensor, "B T"],
@@ -178,14 +151,25 @@ def weigh_step(
     entropy: Float[Tensor, "B T"] | None = None,
     sampler_logprobs: Float[Tensor, "B T"] | None = None,
 ) -> Float[Tensor, "B T"]:
-    """Compute `weigh_tokens` for a weighting that takes one optimizer step. Raises InputError for any other."""
+    """Compute w_t under a weighting that takes one optimizer step, detached; 0 on dropped tokens.
+
+    settings: of the plain loss, whose policy part many weightings start from. Thresholds are over the given tokens.
+    Raises InputError for a weighting of several steps, or if a column that it needs is unknown.
+    """
     if weighting.rule.control == "matched-norm":
         raise InputError(f"{weighting} needs the norms of two gradients, which only the trainer computes; leave it out")
-    tokens = (logprobs, old_logprobs, advantages, response_mask)
-    weights = weigh_tokens(weighting, *tokens, settings, entropy=entropy, sampler_logprobs=sampler_logprobs)
+    clips = {name: getattr(settings, name) for name in ("clip_ratio_low", "clip_ratio_high", "clip_ratio_c")}
+    plain = token_weight_parts(logprobs.detach(), old_logprobs, advantages, response_mask, **clips, num_tokens=1).policy
+    known = {"logprob": logprobs, "old_logprob": old_logprobs, "advantage": advantages, "policy_weight": plain}
+    known |= {"entropy": entropy, "sampler_logprob": sampler_logprobs}
+    columns = {name: v.detach()[response_mask].double().cpu().numpy() for name, v in known.items() if v is not None}
+    columns |= dict(zip(("response", "place"), response_mask.nonzero().T.cpu().numpy(), strict=True))
+    weights = weighting.weights(columns)
     if len(weights) > 1:
         raise InputError(f"{weighting} takes {len(weights)} optimizer steps; give a weighting that takes one")
-    return next(iter(weights.values()))
+    [by_token] = weights.values()
+    spread = torch.zeros_like(logprobs)
+    return spread.masked_scatter(response_mask, torch.from_numpy(by_token).to(spread))
 
 
 def check_weighting(weighting: Weighting, *, entropy: bool = True, sampler_logprobs: bool) -> None:

@@ -24,12 +24,12 @@ from gradscope.plots.tokens import (
     plot_interval_gradient_norms,
     plot_token_shares,
 )
-from gradscope.plots.updates import plot_directions, plot_influence, plot_movement, plot_norm_drivers
+from gradscope.plots.updates import plot_influence, plot_movement, plot_norm_drivers
 
 __all__ = [
     "METRICS", "NEUTRAL", "Look", "drawn_numbers", "finish", "interval_colors", "label_of", "make_series",
     "name_intervals", "new_axes", "new_panels", "paper_style", "plot_advantages", "plot_comparison", "plot_cosines",
-    "plot_directions", "plot_figure_1", "plot_figure_2", "plot_influence", "plot_interval_gradient_norms",
+    "plot_figure_1", "plot_figure_2", "plot_influence", "plot_interval_gradient_norms",
     "plot_layers_by_interval", "plot_module_shares", "plot_modules", "plot_movement",
     "plot_norm_against_one_minus_prob", "plot_norm_drivers", "plot_series", "plot_steps", "plot_token_shares",
     "plot_trend", "require", "save_figure",

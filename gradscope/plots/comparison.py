@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from gradscope.errors import checked
-from gradscope.plots.style import NEUTRAL, finish, interval_colors, paper_style, require
+from gradscope.plots.style import NEGATIVE, NEUTRAL, POSITIVE, finish, interval_colors, paper_style, require
 
 _PANELS = {
     "norm_ratio": "Norm of the update\nover plain's",
@@ -93,7 +93,7 @@ def _draw_points(ax: Axes, rows: pd.DataFrame, column: str) -> None:
     for number, (name, (word, marker)) in enumerate(kinds.items()):
         found = factor * rows[[name, f"{name}_lower", f"{name}_upper"]].to_numpy(np.float64)
         height = places + 0.22 * (number - (len(kinds) - 1) / 2)
-        color = ("black", "#2a7f62", "#b5483a")[number]
+        color = ("black", POSITIVE, NEGATIVE)[number]
         ax.hlines(height, found[:, 1], found[:, 2], color=color, lw=0.9)
         ax.plot(found[:, 0], height, marker, color=color, ms=3.2, label=word)
         parts.append(pd.DataFrame(found, columns=[name, f"{name}_lower", f"{name}_upper"]))

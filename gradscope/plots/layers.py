@@ -14,7 +14,9 @@ from gradscope.gradients import sampling_probabilities, sampling_weights, weight
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.style import (
     NEUTRAL,
+    ORANGE,
     describe_drawn,
+    draw_heatmap,
     draw_tokens,
     edge_names,
     finish,
@@ -26,6 +28,7 @@ from gradscope.plots.style import (
     paper_style,
     require,
     require_intervals,
+    short_count,
     short_number,
 )
 from gradscope.runs import counted
@@ -33,31 +36,6 @@ from gradscope.theory import logit_grad_bounds
 
 _ROUNDING = 1e-5
 """Relative slack before a float32 norm counts as outside the cone."""
-_FIT = "#d55e00"
-
-
-@paper_style()
-@checked
-def plot_feasible_cone(
-    table: pd.DataFrame,
-    *,
-    layer: int | str,
-    lower_gain: float,
-    upper_gain: float,
-    vocab_size: int,
-    kind: str | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw Fig. 2: the feasible cone of Eq. 3 without weights against π, with measured token-gradient norms as points.
-
-    The cone is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π). `layer` is "logits" (both gains 1: a
-    theorem) or a block's number ℓ; `kind` says where the gains come from ("measured" or "certified"). Reads `prob`,
-    `log_one_minus_prob`, `interval` and the layer's norm. At most 1,000 points per interval are drawn, but all tokens
-    outside the cone are counted. Raises InputError for a missing column, gains out of order, or a layer without
-    measured tokens.
-    """
-    cone = pd.DataFrame({"layer": [layer], "lower_gain": lower_gain, "upper_gain": upper_gain, "kind": kind})
-    return _draw_cones(table, cone, vocab_size, new_axes(ax, height=2.9))
 
 
 @paper_style()
@@ -65,7 +43,10 @@ def plot_feasible_cone(
 def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) -> Figure:
     """Draw Fig. 2 with measured points: a panel for the logits (the theorem), and one per layer of `cones`.
 
-    `cones` has columns `layer`, `lower_gain`, `upper_gain`, `kind`; cones of one layer share its panel.
+    The feasible cone of Eq. 3, without weights, is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π).
+    `cones` has columns `layer` (a block's number ℓ), `lower_gain`, `upper_gain` and `kind`, where the gains come from
+    ("measured" or "certified"); cones of one layer share its panel. Tokens outside a cone are counted, drawn or not.
+    Raises InputError for a missing column, gains out of order, or a layer without measured tokens.
     """
     require(cones, ["layer", "lower_gain", "upper_gain", "kind"], what="the table of cones")
     theorem = pd.DataFrame({"layer": ["logits"], "lower_gain": 1.0, "upper_gain": 1.0, "kind": "theorem"})
@@ -78,7 +59,7 @@ def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) 
     return figure
 
 
-def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: Axes) -> Axes:
+def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: Axes) -> None:
     """Draw the cones of one layer, the widest at the back, and the tokens' norms in front."""
     layer = str(cones["layer"].iat[0])
     column, symbol = norm_column(layer), norm_words(layer)[1]
@@ -103,7 +84,7 @@ def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: A
     words = f"{counted(len(measured), 'token')}{describe_drawn(points, len(measured))}"
     _legend(ax, words, loc="upper right", alignment="right")
     points = points[["prob", "interval", column]].rename(columns={column: "norm"}).assign(layer=layer)
-    return finish(ax, pd.concat([*parts, points], ignore_index=True))
+    finish(ax, pd.concat([*parts, points], ignore_index=True))
 
 
 def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: float) -> pd.DataFrame:
@@ -169,7 +150,7 @@ def plot_layers_by_interval(
     names = [norm_words(row, parameters)[0] for row in rows]
     ax = new_axes(ax, width=2.2 + 0.6 * len(counts), height=1.1 + 0.24 * len(rows))
     _draw_log_heatmap(ax, pd.DataFrame(medians, names))
-    name_intervals(ax, interval_labels(edges), counts.tolist())
+    name_intervals(ax, interval_labels(edges), map(short_count, counts))
     ax.set(xlabel="π interval, number of measured tokens", ylabel="")
     drawn = pd.DataFrame(medians, columns=interval_labels(edges)).assign(layer=names)
     drawn = drawn.melt("layer", var_name="interval", value_name="median_norm")
@@ -188,20 +169,12 @@ def _medians(measured: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def _draw_log_heatmap(ax: Axes, medians: pd.DataFrame) -> None:
-    import seaborn as sns
-
     positive = medians.to_numpy()[medians.to_numpy() > 0]
     low, high = (positive.min(), positive.max()) if len(positive) else (0.1, 1.0)
     words = medians.map(lambda value: "–" if np.isnan(value) else short_number(value))
-    sns.heatmap(
-        medians.clip(lower=low), ax=ax, annot=words, fmt="", norm=LogNorm(low, max(high, 1.01 * low)), cmap="viridis",
-        annot_kws={"size": 8}, linewidths=0.5,
-        cbar_kws={"label": "median norm of token gradient\n(unweighted)", "pad": 0.02},
-    )  # fmt: skip
-    for row, column in np.argwhere(medians.isna().to_numpy()):
-        ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
-    ax.tick_params(length=0)
-    ax.set_yticklabels(medians.index, rotation=0)
+    colors = {"norm": LogNorm(low, max(high, 1.01 * low)), "cmap": "viridis"}
+    bar = {"label": "median norm of token gradient\n(unweighted)"}
+    draw_heatmap(ax, medians.clip(lower=low), words, colors, bar)
 
 
 @paper_style()
@@ -263,6 +236,6 @@ def _draw_slopes(ax: Axes, fit, left: float) -> None:
     # In logs, and clipped: a line through a few tokens can be arbitrarily steep.
     level = np.exp(np.clip(fit.intercept + fit.slope * np.log(middle), -300, 300))
     line = np.exp(np.clip(fit.intercept + fit.slope * np.log(fitted), -300, 300))
-    ax.plot(fitted, line, color=_FIT, lw=2, label="fit")
+    ax.plot(fitted, line, color=ORANGE, lw=2, label="fit")
     for slope, style, words in ((1.0, "--", "1: theory"), (0.5, ":", "½: √ law")):
         ax.plot(whole, level * (whole / middle) ** slope, color="black", ls=style, lw=1, label=words)

@@ -14,6 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from gradscope.errors import InputError, checked
 from gradscope.intervals import name_interval
 from gradscope.plots.style import (
+    BLUE,
     LOOKS,
     NEUTRAL,
     finish,
@@ -29,6 +30,8 @@ SERIES = ["panel", "series", "look", "at", "value", "lower", "upper"]
 """Columns of a drawing's series. panel: the title of its axes; series: the words of the legend; look: its place in
 `LOOKS`; at: an interval's label, or a class."""
 WHOLE = "all"
+_BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2, "columnspacing": 1.0}
+"""Where legends are."""
 BELOW = 4.0
 """Bits shown below the lowest point of a trend."""
 STEP_TITLES = {
@@ -125,7 +128,7 @@ def _draw_panel(
         ax.set_xticks(range(len(places)))
         name_intervals(ax, places)
         ax.set_ylim(low, high)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.0)
+    ax.legend(**_BELOW)
 
 
 def measure_bars(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -141,12 +144,12 @@ def plot_module_shares(modules: pd.DataFrame) -> Axes:
     """Draw each module's share of the parameters and of the gradient energy."""
     require(modules, ["module", "parameter_share", "squared_share"], what="the table of modules")
     ax, places = new_axes(None, width=4.6, height=0.9 + 0.2 * len(modules)), np.arange(len(modules))
-    ax.barh(places, 100 * modules["squared_share"], color="#0072b2", height=0.6, label="of the gradient energy")
+    ax.barh(places, 100 * modules["squared_share"], color=BLUE, height=0.6, label="of the gradient energy")
     ax.plot(100 * modules["parameter_share"], places, "s", color=NEUTRAL, mec="white", ms=6, label="of the parameters")
     ax.set_yticks(places, modules["module"])
     ax.invert_yaxis()
     ax.set(xlabel="share (%)")
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, columnspacing=1.0)
+    ax.legend(**_BELOW)
     return finish(ax, modules)
 
 

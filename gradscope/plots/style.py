@@ -1,9 +1,10 @@
 """Style of all figures, names of intervals and layers, and reproducible files."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import matplotlib as mpl
@@ -20,9 +21,12 @@ from gradscope.runs import replacing
 
 NEUTRAL = "#555555"
 """Colour of everything that belongs to no interval: all tokens, fits, reference lines."""
+POSITIVE, NEGATIVE = "#2a7f62", "#b5483a"
+"""Colours of positive and negative advantages, or of a second and a third kind of number."""
+BLUE, ORANGE = "#0072b2", "#d55e00"
 LOOKS = (
-    *((NEUTRAL, "s"), ("#999999", "D"), ("#0072b2", "o"), ("#d55e00", "o"), ("#56b4e9", "^"), ("#e69f00", "^")),
-    *(("#d55e00", "s"), (NEUTRAL, "D")),
+    *((NEUTRAL, "s"), ("#999999", "D"), (BLUE, "o"), (ORANGE, "o"), ("#56b4e9", "^"), ("#e69f00", "^")),
+    *((ORANGE, "s"), (NEUTRAL, "D")),
 )
 """Colour and marker of a series of points, by its number."""
 
@@ -138,13 +142,30 @@ def save_figure(figure: Figure | Axes, path: str | os.PathLike, data: pd.DataFra
     return path
 
 
-def name_intervals(ax: Axes, labels: Sequence[str], counts: Sequence[int] | None = None) -> None:
-    """Label the x ticks with intervals and their counts beneath, upright if they are long or many."""
+def name_intervals(ax: Axes, labels: Sequence[str], beneath: Iterable[str] | None = None) -> None:
+    """Label the x ticks with intervals, and with other words beneath, upright if they are long or many."""
     words = [label.replace(", ", ",") for label in labels]
     upright = len(words) > 5 or max(map(len, words)) > 9
-    if counts is not None:
-        words = [f"{word}\n{short_count(count)}" for word, count in zip(words, counts, strict=True)]
+    if beneath is not None:
+        words = [f"{word}\n{other}" for word, other in zip(words, beneath, strict=True)]
     ax.set_xticklabels(words, rotation=90 if upright else 0, linespacing=1.3)
+
+
+def draw_heatmap(
+    ax: Axes, numbers: pd.DataFrame, words: np.ndarray | pd.DataFrame, colors: dict[str, Any], bar: dict[str, Any]
+) -> None:
+    """Draw a heat map with words in its cells, a dash where a number is NaN.
+
+    colors, bar: seaborn's arguments for the colours, and for the bar that explains them.
+    """
+    import seaborn as sns
+
+    settings = {"annot_kws": {"size": _FONT_SIZE}, "linewidths": 0.5, "cbar_kws": {"pad": 0.02, **bar}, **colors}
+    sns.heatmap(numbers, ax=ax, annot=words, fmt="", **settings)
+    for row, column in np.argwhere(numbers.isna().to_numpy()):
+        ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
+    ax.tick_params(length=0)
+    ax.set_yticklabels([label.replace(", ", ",") for label in numbers.index], rotation=0)
 
 
 def edge_names(edges: Sequence[float] = EDGES) -> list[str]:
@@ -170,9 +191,8 @@ def norm_column(layer: int | str) -> str:
     >>> norm_column("logits"), norm_column(3), norm_column("param_grad_norm")
     ('logit_grad_norm', 'act_grad_norm.3', 'param_grad_norm')
     """
-    named = {"logits": "logit_grad_norm", "parameters": "param_grad_norm"}
-    word = str(layer)
-    return named.get(word, f"act_grad_norm.{word}" if word.isdecimal() else word)
+    named, word = {"logits": "logit_grad_norm", "parameters": "param_grad_norm"}, str(layer)
+    return named.get(word, f"{LAYER}{word}" if word.isdecimal() else word)
 
 
 def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[str, str]:
@@ -182,11 +202,10 @@ def norm_words(layer: int | str, parameters: str = "all parameters") -> tuple[st
     ('logits', 'input of block 1', ('output of block 3', '‖$δ_{3}$‖'))
     """
     column = norm_column(layer)
-    if column in ("logit_grad_norm", "param_grad_norm"):
-        return {
-            "logit_grad_norm": ("logits", r"‖$δ_{\mathrm{logits}}$‖"),
-            "param_grad_norm": (parameters, "‖$g$‖"),
-        }[column]
+    if column == "logit_grad_norm":
+        return "logits", r"‖$δ_{\mathrm{logits}}$‖"
+    if column == "param_grad_norm":
+        return parameters, "‖$g$‖"
     return label_of(column), f"‖$δ_{{{column.removeprefix(LAYER)}}}$‖"
 
 

@@ -14,14 +14,9 @@ from matplotlib.figure import Figure
 
 from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.plots.layers import (
-    plot_feasible_cone,
-    plot_figure_2,
-    plot_layers_by_interval,
-    plot_norm_against_one_minus_prob,
-)
 from gradscope.plots.style import (
     NEUTRAL,
+    draw_heatmap,
     edge_names,
     finish,
     interval_colors,
@@ -31,23 +26,9 @@ from gradscope.plots.style import (
     paper_style,
     require,
     require_intervals,
-    save_figure,
     short_count,
     short_number,
 )
-
-__all__ = [
-    "plot_advantages",
-    "plot_cosines",
-    "plot_feasible_cone",
-    "plot_figure_1",
-    "plot_figure_2",
-    "plot_interval_gradient_norms",
-    "plot_layers_by_interval",
-    "plot_norm_against_one_minus_prob",
-    "plot_token_shares",
-    "save_figure",
-]
 
 _DENSITY_BINS = 40
 _FEW_VALUES = 24
@@ -147,7 +128,7 @@ def plot_advantages(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: 
         drawn.append(profile.assign(interval=label, tokens=len(here), median=np.median(here)))
     ax.axhline(0, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
     ax.set(xlim=(-0.6, len(edges) - 1.4), xticks=range(len(edges) - 1))
-    name_intervals(ax, interval_labels(edges), counts)
+    name_intervals(ax, interval_labels(edges), map(short_count, counts))
     ax.margins(y=0.08)
     ax.set(xlabel="π interval, number of tokens", ylabel="advantage $Â$ (◇ median)")
     return finish(ax, pd.concat(drawn, ignore_index=True))
@@ -216,8 +197,6 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
     `cosines` is a square matrix over intervals, NaN for an interval without gradient. Rows named 0, 1, … are labelled
     by their interval's edges. Raises InputError unless it is square and within [−1, 1].
     """
-    import seaborn as sns
-
     values = cosines.to_numpy(dtype=float)
     if values.ndim != 2 or values.shape[0] != values.shape[1] or not values.size:
         raise InputError(
@@ -231,15 +210,9 @@ def plot_cosines(cosines: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: A
     labels = interval_labels(edges) if numbered else [str(name) for name in cosines.index]
     ax = new_axes(ax, height=2.7)
     words = np.vectorize(lambda value: "" if np.isnan(value) else f"{value:.2f}".replace("-", "−"))(values)
-    sns.heatmap(
-        pd.DataFrame(values, labels, labels), ax=ax, annot=words, fmt="", vmin=-1, vmax=1, cmap="RdBu_r", square=True,
-        annot_kws={"size": 8}, linewidths=0.5,
-        cbar_kws={"label": "cosine of summed gradients", "pad": 0.02, "shrink": 0.8, "ticks": [-1, -0.5, 0, 0.5, 1]},
-    )  # fmt: skip
-    for row, column in np.argwhere(np.isnan(values)):
-        ax.text(column + 0.5, row + 0.5, "–", ha="center", va="center")
-    ax.tick_params(length=0)
-    ax.set_yticklabels([label.replace(", ", ",") for label in labels], rotation=0)
+    colors = {"vmin": -1, "vmax": 1, "cmap": "RdBu_r", "square": True}
+    bar = {"label": "cosine of summed gradients", "shrink": 0.8, "ticks": [-1, -0.5, 0, 0.5, 1]}
+    draw_heatmap(ax, pd.DataFrame(values, labels, labels), words, colors, bar)
     name_intervals(ax, labels)
     ax.set(xlabel="tokens with π in", ylabel="")
     return finish(ax, pd.DataFrame(values, columns=labels).assign(interval=labels).set_index("interval").reset_index())

@@ -1,9 +1,9 @@
-"""Pictures of what an update does: Fig. 1 (c, e, f), Fig. 3, who moves whom, and what drives the norm.
+"""Pictures of what an update does: Fig. 1 (c, e, f), who moves whom, and what drives the norm.
 
 They draw the tables of `updates` and `theory` in the manner of the other `plots`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,7 +13,9 @@ from matplotlib.patches import Patch
 from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.plots.style import (
+    NEGATIVE,
     NEUTRAL,
+    POSITIVE,
     finish,
     interval_colors,
     name_intervals,
@@ -23,14 +25,15 @@ from gradscope.plots.style import (
     require,
     short_number,
 )
-from gradscope.updates import without_extremes
 
-SIGNS = {"positive": ("#2a7f62", 1), "negative": ("#b5483a", -1)}
+SIGNS = {"positive": (POSITIVE, 1), "negative": (NEGATIVE, -1)}
 """{sign of the advantage: (colour, side)}."""
 _FEW_TOKENS = 10
 _MANY = 12
 """Places side by side, beyond which a figure is wider than a page."""
 _GRID = 400
+_LEFT_OUT = 0.01
+"""Share of an interval's tokens that moved most, which is not drawn."""
 _WORDS = {
     "delta_prob": "Δπ",
     "delta_logprob": "Δ log π (nats)",
@@ -45,13 +48,12 @@ def plot_movement(
     name: str = "all",
     *,
     value: str = "delta_prob",
-    leave_out: float = 0.01,
     edges: Sequence[float] = EDGES,
     ax: Axes | None = None,
 ) -> Axes:
     """Draw Fig. 1 (c, e, f): how far each interval's tokens moved, for negative (left) and positive advantages (right).
 
-    table: `updates.movement_table` with the movement `name`. In each interval the `leave_out` share of tokens with the
+    table: `updates.movement_table` with the movement `name`. In each interval the 1 % of tokens with the
     largest |movement| is not drawn; the paper's 1 % of all tokens would hit almost only uncertain ones if most are
     certain. Half violins are as wide as the root of the density, scaled to one width, with the median; fewer than 10
     tokens are points. Under each interval is the mean |movement| of all its tokens, drawn or not.
@@ -60,28 +62,25 @@ def plot_movement(
     require(table, ["interval", "advantage", column], what="the movement table")
     if value not in _WORDS:
         raise InputError(f"value is {value!r}; give one of {', '.join(_WORDS)}")
+    if not 0 <= leave_out < 1:
+        raise InputError(f"leave_out is {leave_out}; give a number from 0 to below 1, such as 0.01")
     ax = new_axes(ax)
     labels = interval_labels(edges)
     rows = []
     for interval, label in enumerate(labels):
         own = table[table["interval"] == interval]
-        shown = without_extremes(own, name, value=value, share=leave_out) if leave_out and len(own) else own
+        nearest = np.argsort(own[column].abs().to_numpy(), kind="stable")[: len(own) - round(_LEFT_OUT * len(own))]
+        shown = own.iloc[np.sort(nearest)]
         for word, (ink, sign) in SIGNS.items():
             moved = shown.loc[np.sign(shown["advantage"]) == sign, column]
             rows.append(_half_violin(ax, interval, moved.to_numpy(np.float64), ink, sign) | {"sign": word})
             rows[-1] |= {"interval": label, "mean_abs_of_all": own[column].abs().mean()}
     ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
     ax.set_xticks(range(len(labels)))
-    name_intervals(ax, labels)
-    means = [float(rows[2 * i]["mean_abs_of_all"]) for i in range(len(labels))]
-    words = [tick.get_text() for tick in ax.get_xticklabels()]
-    ax.set_xticklabels(
-        [f"{word}\n{short_number(mean) if mean == mean else '–'}" for word, mean in zip(words, means, strict=True)],
-        linespacing=1.3,
-    )
+    means = [row["mean_abs_of_all"] for row in rows[:: len(SIGNS)]]
+    name_intervals(ax, labels, ["–" if np.isnan(mean) else short_number(mean) for mean in means])
     ax.set_xlabel(f"$π_{{old}}$ before the step; beneath: mean |{_WORDS[value].split(' (')[0]}|")
-    left_out = f"; top {100 * leave_out:g} % of each left out" if leave_out else ""
-    ax.set_ylabel(f"{_WORDS[value]}{left_out}")
+    ax.set_ylabel(f"{_WORDS[value]}; top {100 * _LEFT_OUT:g} % of each left out")
     ax.ticklabel_format(axis="y", scilimits=(-2, 3))
     ax.legend(handles=[Patch(color=ink, alpha=0.75, label=f"Â {'<>'[sign > 0]} 0") for ink, sign in SIGNS.values()])
     return finish(ax, pd.DataFrame(rows))
@@ -107,44 +106,6 @@ def _density(values: np.ndarray, grid: np.ndarray) -> np.ndarray:
     width = max(1, round(0.12 * len(grid) * len(values) ** -0.2))
     kernel = np.exp(-0.5 * (np.arange(-4 * width, 4 * width + 1) / width) ** 2)
     return np.sqrt(np.convolve(counts, kernel, mode="same"))
-
-
-@paper_style()
-@checked
-def plot_directions(
-    shares: pd.DataFrame,
-    *,
-    sign: str = "positive",
-    edges: Sequence[float] = EDGES,
-    colors: Mapping[str, str] | None = None,
-    ax: Axes | None = None,
-) -> Axes:
-    """Draw Fig. 3: the share of tokens that moved the right way, by sign of the advantage, interval and method.
-
-    Reads method, interval, sign, mean and sd (over steps, drawn as bars), as made by `directions.over_batches`. colors
-    maps methods to colours and orders them; None: a palette in the table's order.
-    """
-    import seaborn as sns
-
-    require(shares, ["method", "interval", "sign", "mean", "sd"], what="the table of shares")
-    ax = new_axes(ax)
-    chosen = shares[shares["sign"] == sign]
-    methods = list(dict.fromkeys(chosen["method"]))
-    if colors is None:
-        colors = dict(zip(methods, sns.color_palette("colorblind", len(methods)), strict=True))
-    if uncolored := [method for method in methods if method not in colors]:
-        raise InputError(f"colors has none for {', '.join(map(str, uncolored))}; give every method of the table one")
-    methods = [method for method in colors if method in methods]
-    for place, (method, color) in enumerate((method, colors[method]) for method in methods):
-        rows = chosen[chosen["method"] == method].sort_values("interval")
-        x = rows["interval"] + 0.13 * (place - (len(methods) - 1) / 2)
-        ax.errorbar(x, rows["mean"], rows["sd"], color=color, fmt="o-", ms=3, lw=0.8, elinewidth=0.8, label=method)
-    ax.axhline(0.5, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
-    ax.set_xticks(range(len(edges) - 1))
-    name_intervals(ax, interval_labels(edges))
-    word = {"positive": "Â > 0 whose probability rose", "negative": "Â < 0 whose probability fell"}[sign]
-    ax.set(xlabel="$π_{old}$ before the step", ylabel=f"share of tokens with\n{word}")
-    return finish(ax, chosen[["method", "interval", "sign", "mean", "sd"]].reset_index(drop=True))
 
 
 @paper_style()

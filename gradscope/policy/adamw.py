@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -66,26 +66,21 @@ class AdamWState:
 
     @classmethod
     def from_state_dict(
-        cls,
-        model: nn.Module,
-        state_dict: dict[str, Any],
-        *,
-        names: Sequence[str] | None = None,
-        max_grad_norm: Number | None = None,
+        cls, model: nn.Module, state_dict: dict[str, Any], *, max_grad_norm: Number | None = None
     ) -> AdamWState:
         """Build the state from `optimizer.state_dict()`, with views of its tensors, which may be memory-mapped.
 
-        names: of the parameters in the optimizer's order; None: from `optimizer_names`. Raises InputError for a variant
-        of AdamW (see `group_settings`), and for moments that do not fit the parameters.
+        The parameters are those of `optimizer_names`. Raises InputError for a variant of AdamW (see `group_settings`),
+        and for moments that do not fit the parameters.
         """
         check_structure(state_dict)
         parameters, settings = dict(float_parameters(model)), group_settings(state_dict)
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        names = list(names or optimizer_names(model, state_dict))
+        names = optimizer_names(model, state_dict)
         if len(names) != len(indices) or not all(name in parameters for name in names):
             raise InputError(
-                f"the optimizer state has {len(indices)} parameters, but {len(names)} names are given, or one is not "
-                "in the model; give the names in the optimizer's order"
+                f"the optimizer state has {len(indices)} parameters, this policy {len(parameters)}, or they have other "
+                "names; give the state of the run that trained these parameters"
             )
         moments, steps = {}, {}
         for name, index in zip(names, indices, strict=True):
@@ -96,7 +91,7 @@ class AdamWState:
             if moments[name].shape != parameters[name].shape:
                 raise InputError(
                     f"exp_avg_sq of {name} has shape {tuple(moments[name].shape)}, the parameter "
-                    f"{tuple(parameters[name].shape)}; give the names in the optimizer's order"
+                    f"{tuple(parameters[name].shape)}; give the state of the run that trained these parameters"
                 )
         for name, (lowest, highest) in value_ranges(moments).items():
             if not 0 <= lowest <= highest < math.inf or steps[name] < 0:
@@ -270,10 +265,11 @@ def read_adamw_state(
     file = find_policy_state(policy) if path is None else find_optimizer_file(path)
     if file is None:
         if path is not None:
-            raise InputError(f"{path} is not a file and holds no {OPTIMIZER} or shards; give AdamW's state_dict")
+            raise _no_state(path)
         return None
-    state = read_optimizer_file(file)
-    if path is None and policy.params == "all" and _is_of_an_adapter(state):
+    state = read_state(file)
+    names = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+    if path is None and policy.params == "all" and any(".lora_" in name for name in names):  # a merged adapter's
         return None
     try:
         return AdamWState.from_state_dict(policy.model, state, max_grad_norm=max_grad_norm)
@@ -299,20 +295,14 @@ def find_policy_state(policy: Policy) -> Path | None:
 
 
 def read_state(given: Path | str) -> dict[str, Any]:
-    """Read the AdamW state_dict from a file or a checkpoint's folder. Raises InputError if there is none."""
-    if (file := find_optimizer_file(given)) is None:
-        raise InputError(f"{given} is not a file and holds no {OPTIMIZER} or shards; give AdamW's state_dict")
-    return read_optimizer_file(file)
-
-
-def read_optimizer_file(path: Path) -> dict[str, Any]:
     """Read AdamW's state_dict from a file of `torch.save` or from shards, without executing anything in it.
 
-    path: the file, the folder of the shards, or a checkpoint's folder with either.
+    given: the file, the folder of the shards, or a checkpoint's folder with either.
     Tensors are memory-mapped; only torch's old format, which does not support this, is read as a whole. Writing into
-    the tensors changes a private copy, never the file.
+    the tensors changes a private copy, never the file. Raises InputError if there is none, or for another optimizer's.
     """
-    path = find_optimizer_file(path) or path
+    if (path := find_optimizer_file(given)) is None:
+        raise _no_state(given)
     shards = moments_at(path)
     state = load_tensors(path, mapped=True) if shards is None else read_moments(shards)
     try:
@@ -324,6 +314,10 @@ def read_optimizer_file(path: Path) -> dict[str, Any]:
     return state
 
 
+def _no_state(path: Path | str) -> InputError:
+    return InputError(f"{path} is not a file and holds no {OPTIMIZER} or shards; give AdamW's state_dict")
+
+
 def optimizer_hash(path: Path) -> str:
     """Return the SHA-256 of the optimizer's file, or of the names and hashes of all its shards."""
     path = find_optimizer_file(path) or path
@@ -331,8 +325,3 @@ def optimizer_hash(path: Path) -> str:
         return file_hash(path)
     told = "".join(f"{file.name} {file_hash(file)}\n" for file in shards.files if file.is_file())
     return hashlib.sha256(told.encode()).hexdigest()
-
-
-def _is_of_an_adapter(state: dict[str, Any]) -> bool:
-    names = [name for group in state["param_groups"] for name in group.get("param_names", ())]
-    return any(".lora_" in name for name in names)

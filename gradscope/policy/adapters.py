@@ -17,6 +17,7 @@ from gradscope.policy.checkpoint import (
     ADAPTER_CONFIG,
     EMBEDDED,
     adapter_weights,
+    cached_snapshot,
     configuration_home,
     is_adapter,
     is_hub_name,
@@ -59,8 +60,9 @@ def find_base(folder: Path, base: str | Path | None = None) -> Path:
         if base is not None:
             _check_family(folder, config, place)
         return place
-    if (cached := _find_in_cache(name, config.get("revision") if base is None else None)) is not None:
-        return cached
+    cached = cached_snapshot(name, config.get("revision") if base is None else None) if is_hub_name(name) else None
+    if cached is not None:
+        return Path(cached)
     whose = "the requested base model" if base is not None else "the adapter's base model"
     raise InputError(
         f"{folder}: {whose}, {name}, is not a local folder and not in the cache of the model hub; give its folder with "
@@ -166,9 +168,7 @@ def attach_adapter(
         fit_vocabulary(model, folder, shapes, read_adapter_config(folder).get("trainable_token_indices"))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are an error below
-            warnings.filterwarnings(
-                "ignore", message="`lora_bias=True` was passed"
-            )  # where it will be merged
+            warnings.filterwarnings("ignore", message="`lora_bias=True` was passed")  # where it will be merged
             # peft asks transformers under an older name.
             warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge, **renaming)
@@ -184,7 +184,8 @@ def attach_adapter(
         return _merge(adapted, folder, wanted), None
     inner = adapted.get_base_model()
     trained = {name: p for name, p in inner.named_parameters() if p.requires_grad}
-    _widen(trained.values(), torch.promote_types(model.dtype, torch.float32))
+    for parameter in trained.values():
+        parameter.data = parameter.data.to(torch.promote_types(model.dtype, torch.float32))
     if broken := next((name for name, p in trained.items() if not p.isfinite().all()), None):
         raise InputError(f"{folder}: the weight {broken} is not finite (NaN or infinity); give another checkpoint")
     return inner, frozenset(trained)
@@ -303,11 +304,6 @@ def _merge(adapted: Any, folder: Path, wanted: Tensor) -> PreTrainedModel:
     return merged
 
 
-def _widen(parameters: Any, dtype: torch.dtype) -> None:
-    for parameter in parameters:
-        parameter.data = parameter.data.to(dtype)
-
-
 def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
     """Raise InputError unless file (`saved`) and model have the same tensors; peft at most warns."""
     from peft import get_peft_model_state_dict
@@ -335,16 +331,3 @@ def _check_keys(adapted: nn.Module, folder: Path, saved: set[str]) -> None:
             f"{file} lacks {lost[0]}, which its configuration names; save both together, or give the base it was "
             "trained on with --base"
         )
-
-
-def _find_in_cache(name: str, revision: str | None) -> Path | None:
-    """Return the folder of a model in the local hub cache, if it is there."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    if not is_hub_name(name):
-        return None
-    try:
-        return Path(snapshot_download(name, revision=revision, local_files_only=True))
-    except (OSError, ValueError, HFValidationError, HfHubHTTPError):
-        return None

@@ -8,6 +8,8 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch import nn
 
+from gradscope.policy.forwards import replaced_forwards
+
 
 @contextmanager
 def without_autocast(model: nn.Module) -> Iterator[None]:
@@ -16,16 +18,11 @@ def without_autocast(model: nn.Module) -> Iterator[None]:
     Switches off autocast, and takes away that which accelerate wraps around the forward of a model that it prepares
     (transformers' Trainer and TRL with `bf16=True`).
     """
-    wrapped = [(m, m.forward) for m in model.modules() if {"forward", "_original_forward"} <= vars(m).keys()]
+    wrapped = [(m, m._original_forward) for m in model.modules() if {"forward", "_original_forward"} <= vars(m).keys()]
     kinds = {p.device.type for p in model.parameters()} - {"meta"}
     with ExitStack() as stack:
         for kind in kinds:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        try:
-            for module, _ in wrapped:
-                module.forward = module._original_forward
-            yield
-        finally:
-            for module, forward in wrapped:
-                module.forward = forward
+        stack.enter_context(replaced_forwards(wrapped))
+        yield

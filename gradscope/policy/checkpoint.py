@@ -28,8 +28,6 @@ MLX_ADAPTER = "adapters.safetensors"
 """File of an adapter that mlx_lm trained, beside an adapter_config.json of its own."""
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", ADAPTER_WEIGHTS[1])
 """Patterns of weight files, in order of preference."""
-LARGEST_TEXT = 1 << 28
-"""Most bytes of a tokenizer.json to read; the largest known have twenty million."""
 STATE = "trainer_state.json"
 """File in which trainers record a checkpoint's step."""
 WORTH_A_THREAD = 1 << 26
@@ -139,17 +137,6 @@ def _model_within(folder: Path) -> Path | None:
     return None
 
 
-def refuse_huge_files(folder: Path) -> None:
-    """Raise InputError for implausibly large configuration, template or tokenizer files, which are read as a whole."""
-    for file in folder.iterdir():
-        if (
-            file.suffix in (".json", ".jinja", ".txt", ".model")
-            and file.is_file()
-            and file.stat().st_size > LARGEST_TEXT
-        ):
-            raise InputError(f"{file} has {file.stat().st_size:,} bytes; give one of at most {LARGEST_TEXT:,}")
-
-
 @checked
 def checkpoint_step(path: str | Path) -> int | None:
     """Return the training step at which a checkpoint was saved; None if neither its files nor its path say.
@@ -211,18 +198,25 @@ def find_checkpoint(name: str) -> str:
     """
     if name in EMBEDDED:
         return str(EMBEDDED[name])
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
     if os.path.isdir(name) or not is_hub_name(name):
         return name
-    try:
-        return snapshot_download(name, local_files_only=True)
-    except LocalEntryNotFoundError as error:
+    if (cached := cached_snapshot(name)) is None:
         raise InputError(
             f"{name} is not a folder, nor is a model of that name in the local Hugging Face cache; gradscope downloads "
             f"nothing: run `hf download {name}`, or give the folder of a checkpoint"
-        ) from error
+        )
+    return cached
+
+
+def cached_snapshot(name: str, revision: str | None = None) -> str | None:
+    """Return the folder of a model of the hub in the local cache; None if it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return snapshot_download(name, revision=revision, local_files_only=True)
+    except (OSError, ValueError, HfHubHTTPError):
+        return None
 
 
 def is_hub_name(name: str) -> bool:

@@ -9,17 +9,17 @@ training keeps its bits, and dequantizes each weight when it is used.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from gradscope.errors import InputError
+from gradscope.policy.forwards import made_again, replaced_forwards
 from gradscope.policy.packed import is_packed, named_weights, storage_name
 
 _NOT_READ = (
@@ -60,17 +60,8 @@ def unpacked(model: nn.Module) -> Iterator[None]:
     be trained.
     """
     layers = [module for module in model.modules() if _packed(module) is not None]
-    before = [(module, vars(module).get("forward")) for module in layers]
-    try:
-        for module in layers:
-            module.forward = _Plain(weakref.ref(module))
+    with replaced_forwards([(module, _Plain(weakref.ref(module))) for module in layers]):
         yield
-    finally:
-        for module, forward in before:
-            if forward is None:
-                vars(module).pop("forward", None)
-            else:
-                module.forward = forward
 
 
 def refuse_unreadable(model: nn.Module) -> None:
@@ -127,27 +118,13 @@ class _Plain:
         bias = None if module.bias is None else module.bias.to(hidden.dtype)
         if not (torch.is_grad_enabled() and hidden.requires_grad):
             return F.linear(hidden, weight, bias)
-        memory = weight.untyped_storage().data_ptr()
-
-        def pack(saved: Tensor) -> Tensor | _Again:
-            held = saved.untyped_storage().data_ptr() == memory
-            return _Again(self.owner, saved.dtype, saved.shape, saved.stride()) if held else saved
-
-        with saved_tensors_hooks(pack, lambda kept: kept.weight() if isinstance(kept, _Again) else kept):
+        with made_again({weight.untyped_storage().data_ptr(): self._again}):
             return F.linear(hidden, weight, bias)
 
-
-@dataclass(frozen=True)
-class _Again:
-    """What autograd saves instead of a dequantized weight, or its transpose: where to dequantize it from."""
-
-    owner: weakref.ref[nn.Module]
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-
-    def weight(self) -> Tensor:
-        return _needed(self.owner()).to(self.dtype).as_strided(self.shape, self.stride)
+    def _again(self, saved: Tensor) -> Callable[[], Tensor]:
+        """Return what dequantizes the weight again, or its transpose."""
+        dtype, shape, stride = saved.dtype, saved.shape, saved.stride()
+        return lambda: _needed(self.owner()).to(dtype).as_strided(shape, stride)
 
 
 @torch.no_grad()

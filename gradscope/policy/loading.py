@@ -26,7 +26,6 @@ from gradscope.policy.checkpoint import (
     find_checkpoint,
     is_adapter,
     model_weights,
-    refuse_huge_files,
     refuse_training_run,
     shards_of,
     tokenizer_places,
@@ -122,16 +121,12 @@ def load_policy(
         home = folder if shards is None else configuration_home(folder, shards, base)
         model, root = _load_model(home, shards, **place), None
     else:
-        if dtype == UPCAST and params == "all":
-            raise InputError(
-                f"dtype is {UPCAST!r}, but merging the adapter {folder} would round the sum to half "
-                "precision; give float32, or params adapter"
-            )
         root, *below = find_bases(folder, base)
-        if dtype == UPCAST and below:
+        if dtype == UPCAST and (params == "all" or below):
+            advice = "give float32" if below else "give float32, or params adapter"
             raise InputError(
-                f"dtype is {UPCAST!r}, but merging the adapter {root} would round the sum to half "
-                "precision; give float32"
+                f"dtype is {UPCAST!r}, but merging the adapter {folder if params == 'all' else root} would round the "
+                f"sum to half precision; {advice}"
             )
         model = _load_model([root, *below][-1], **place)
         for adapter in [root, *below][-2::-1]:
@@ -146,10 +141,18 @@ def load_policy(
         warnings.warn(f"{trouble}; text is refused, and tokens are shown as their ids", stacklevel=3)
     if trouble is None or chat_template_kwargs:
         check_template_kwargs(tokenizer, chat_template_kwargs or {})
-    name, root = find_blocks(model, blocks), None if root is None else str(root)
-    stack, other = tuple(map(str, below)), None if home == folder else str(home)
-    told = (chat_template_kwargs, stack, other, trouble)
-    return Policy(model.eval(), tokenizer, name, str(folder), params, root, *told)
+    return Policy(
+        model.eval(),
+        tokenizer,
+        find_blocks(model, blocks),
+        str(folder),
+        params,
+        base=None if root is None else str(root),
+        chat_template_kwargs=chat_template_kwargs,
+        below=tuple(map(str, below)),
+        configured_by=None if home == folder else str(home),
+        no_tokenizer=trouble,
+    )
 
 
 def _load_model(
@@ -233,15 +236,20 @@ def outline_policy(
     path: str, *, dtype: str | None = None, blocks: str | None = None, trust_remote_code: bool = False
 ) -> Policy:
     """Make a policy without weights, its modules on the meta device; dtype: None or "upcast" is the checkpoint's."""
-    from transformers import AutoModelForCausalLM
-
     folder = Path(EMBEDDED.get(path, path))
     config = _read_config(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        network = AutoModelForCausalLM.from_config(
-            config, dtype=DTYPES.get(dtype, config.dtype), trust_remote_code=trust_remote_code
-        ).eval()
+    network = _outline(config, DTYPES.get(dtype, config.dtype), trust_remote_code=trust_remote_code).eval()
     return Policy(network, load_tokenizer(folder), find_blocks(network, blocks), path)
+
+
+def _outline(config: Any, dtype: torch.dtype | None = None, *, trust_remote_code: bool) -> PreTrainedModel:
+    """Build the model of a configuration on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype or config.dtype, trust_remote_code=trust_remote_code
+        )
 
 
 def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -255,7 +263,6 @@ def _read_config(folder: Path, *, trust_remote_code: bool) -> Any:
             f"{folder} holds no config.json; give a checkpoint folder saved with save_pretrained, or 'embedded'"
         )
     try:
-        refuse_huge_files(folder)
         plain, _ = PretrainedConfig.get_config_dict(folder, local_files_only=True)
         own = {**(plain.get("auto_map") or {})}
         if own and not trust_remote_code and plain.get("model_type") not in CONFIG_MAPPING:
@@ -299,14 +306,11 @@ def _can_dequantize(method: Any) -> bool:
 
 def _check_buildable(folder: Path, config: Any, files: Sequence[Path], *, trust_remote_code: bool) -> nn.Module:
     """Build the model on the meta device. Raises InputError if it is invalid or far larger than the weight files."""
-    from transformers import AutoModelForCausalLM
-
     layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
     if isinstance(layers, int) and layers > MOST_LAYERS:
         raise InputError(f"{folder}/config.json: num_hidden_layers is {show(layers)}; give at most {MOST_LAYERS:,}")
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = _outline(config, trust_remote_code=trust_remote_code)
     except ImportError as error:
         raise InputError(f"{folder} needs what is not installed: {first_line(error)}") from error
     except (*BROKEN_FILE, AssertionError) as error:
@@ -417,7 +421,6 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
     folder = Path(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):
         return None
-    refuse_huge_files(folder)
     absent = "its tokenizer needs what is not installed: {}; install it, or give rollouts with ids"
     if not any((folder / name).is_file() for name in TOKENIZERS[:-1]) and not find_spec("mistral_common"):
         raise InputError(f"{folder}: {absent.format('mistral-common, which reads tekken.json')}")

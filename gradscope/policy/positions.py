@@ -61,14 +61,17 @@ def _scaled(config: Any, places: int) -> Iterator[int]:
 
 def _ropes(config: Any) -> list[Mapping[str, Any]]:
     """Return the parameters of each rotary embedding: one, or one per kind of layer."""
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    ropes = found.values() if _by_layer(config) else [found]
-    return [rope for rope in ropes if isinstance(rope, Mapping)]
+    found = _found(config)
+    return [rope for rope in (found.values() if _by_layer(config) else [found]) if isinstance(rope, Mapping)]
 
 
 def _by_layer(config: Any) -> bool:
-    found = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    found = _found(config)
     return isinstance(found, Mapping) and any(isinstance(value, Mapping) for value in found.values())
+
+
+def _found(config: Any) -> Any:
+    return getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
 
 
 def _kind(rope: Mapping[str, Any]) -> str | None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import struct
+import zipfile
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from gradscope.errors import InputError
 from gradscope.policy.checkpoint import ADAPTER_CONFIG, ADAPTER_WEIGHTS, STATE, adapter_weights, model_of_step
@@ -14,9 +14,7 @@ from gradscope.runs import read_json
 
 TORCH = (".pt", ".pth", ".bin")
 """Suffixes of torch.save files; since torch 1.6, these are zip archives."""
-ZIP, ZIP_END, ZIP_END_BYTES = b"PK\x03\x04", b"PK\x05\x06", 22
-LONGEST_HEADER = 1 << 27
-"""Most bytes of a safetensors header; the library itself reads up to a hundred million."""
+ZIP = b"PK\x03\x04"
 _ONE_OF = re.compile(r"(.+)-\d+-of-\d+(\.safetensors|\.bin)")
 DESCRIPTIONS = ("config.json", ADAPTER_CONFIG, STATE)
 
@@ -46,7 +44,6 @@ def missing_part(folder: Path) -> str | None:
 
 def _what_is_cut(file: Path) -> str | None:
     """Return what is missing of a file, or next to it; None if it is complete or cannot be judged."""
-    size = file.stat().st_size
     if file.name in DESCRIPTIONS or file.name.endswith(".index.json"):
         if not (content := read_json(file)):
             return f"the end of {file.name}"
@@ -61,32 +58,19 @@ def _what_is_cut(file: Path) -> str | None:
         index = f"{part[1]}{part[2]}.index.json"
         if not (file.parent / index).is_file():
             return index
-    whole = size > 0 and (size == _safetensors_size(file) if file.suffix == ".safetensors" else _is_closed(file))
-    return None if whole else f"the end of {file.name}"
+    return None if file.stat().st_size and _is_whole(file) else f"the end of {file.name}"
 
 
-def _safetensors_size(file: Path) -> int | None:
-    """Return the file size stated in the header; None if the header is incomplete or invalid."""
-    with file.open("rb") as handle:
-        start = handle.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else LONGEST_HEADER + 1
-        if length > LONGEST_HEADER:
-            return None
+def _is_whole(file: Path) -> bool:
+    """Return whether a safetensors file or an archive is complete; True for files of another kind."""
+    if file.suffix == ".safetensors":
         try:
-            tensors = json.loads(handle.read(length))
-            ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return None
-    return 8 + length + max(ends, default=0)
-
-
-def _is_closed(file: Path) -> bool:
-    """Return whether an archive is complete; True for files of another kind."""
+            with safe_open(file, "pt"):
+                return True
+        except SafetensorError:  # of a length that its header does not say
+            return False
     with file.open("rb") as handle:
-        if handle.read(len(ZIP)) != ZIP:
-            return True
-        handle.seek(-min(ZIP_END_BYTES, handle.seek(0, os.SEEK_END)), os.SEEK_END)
-        return handle.read(len(ZIP_END)) == ZIP_END
+        return handle.read(len(ZIP)) != ZIP or zipfile.is_zipfile(handle)
 
 
 def is_last_checkpoint(folder: Path) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.forward_ad import make_dual
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradscope.errors import InputError, first_line
+from gradscope.policy.forwards import made_again
 
 UPCAST = "upcast"
 """The value of `dtype` that selects this."""
@@ -123,40 +123,25 @@ class _Upcast:
         halves = {name: p for name, p in own.items() if p is not None and p.dtype in HALF}
         if type(module) is nn.Embedding and halves and module.max_norm is None and self.replaced is None:
             return _look_up(module, halves["weight"], *args)
-        copies: dict[int, Tensor] = {}  # data pointer of a copy → its source
+        copies: dict[int, Callable[[Tensor], Callable[[], Tensor]]] = {}  # by the data pointer of a copy
         try:
             for name, source in halves.items():
                 own[name] = wide = _to_float32(source)
                 if torch.is_grad_enabled() and wide.stride() == source.stride():
-                    copies[wide.untyped_storage().data_ptr()] = source.detach()
-            if not copies:
-                return forward(*args, **kwargs)
-
-            def pack(saved: Tensor) -> Tensor | _Saved:
-                source = copies.get(saved.untyped_storage().data_ptr())
-                return saved if source is None or saved.dtype != torch.float32 else _Saved.of(saved, source)
-
-            with saved_tensors_hooks(pack, _unpack):
+                    copies[wide.untyped_storage().data_ptr()] = partial(_again, source.detach())
+            with made_again(copies) if copies else nullcontext():
                 return forward(*args, **kwargs)
         finally:
             own.update(halves)
-            copies.clear()  # saved tensors hold the source, not the copy
+            copies.clear()  # what autograd saves holds the source, not the copy
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What autograd saves instead of (part of) a copy: the same part of its source."""
-
-    part: Tensor
-
-    @classmethod
-    def of(cls, saved: Tensor, source: Tensor) -> _Saved:
-        start = source.storage_offset() + saved.storage_offset()
-        return cls(source.as_strided(saved.shape, saved.stride(), start))
-
-
-def _unpack(kept: Tensor | _Saved) -> Tensor:
-    return kept.part.to(torch.float32) if isinstance(kept, _Saved) else kept
+def _again(source: Tensor, saved: Tensor) -> Callable[[], Tensor]:
+    """Return what upcasts again the part of a parameter that a part of its copy stands for."""
+    if saved.dtype != torch.float32:  # other numbers in the same memory
+        return lambda: saved
+    part = source.as_strided(saved.shape, saved.stride(), source.storage_offset() + saved.storage_offset())
+    return lambda: part.to(torch.float32)
 
 
 def _to_float32(source: Tensor) -> Tensor:

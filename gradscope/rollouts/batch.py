@@ -6,11 +6,14 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from gradscope.errors import InputError
 from gradscope.rollouts.trained_run import TrainedRun
@@ -339,31 +342,20 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
     """
     if not responses:
         raise InputError("there are no responses to batch; give at least one")
-    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
-    width = max(lengths)
-    starts = [width - n if side == "left" else 0 for n in lengths]
+    pad_rows = partial(pad_sequence, batch_first=True, padding_side=side)
 
-    def spread(field: str, default: float, dtype: torch.dtype) -> Tensor | None:
-        """Place a number or a list per response at its columns [B, S]."""
-        if all(getattr(r, field) is None for r in responses):
-            return None
-        out = torch.full((len(responses), width), default, dtype=dtype)
-        for row, (start, r) in enumerate(zip(starts, responses, strict=True)):
-            value = getattr(r, field)
-            first = start + len(r.prompt_ids)
-            if value is not None:
-                out[row, first : first + len(r.response_ids)] = torch.as_tensor(value, dtype=dtype)
-        return out
+    def spread(field: str, default: bool | float, fill: bool | float, dtype: torch.dtype) -> Tensor:
+        """Place a number or a list per response at its columns [B, S]; `default` if it has none, `fill` elsewhere."""
+        rows = []
+        for r in responses:
+            value = default if getattr(r, field) is None else getattr(r, field)
+            own = torch.as_tensor(value, dtype=dtype).expand(len(r.response_ids))
+            rows.append(pad(own, (len(r.prompt_ids), 0), value=fill))
+        return pad_rows(rows, padding_value=fill)
 
-    input_ids = torch.full((len(responses), width), pad_id, dtype=torch.long)
-    attention_mask = torch.zeros(len(responses), width, dtype=torch.bool)
-    response_mask = torch.zeros(len(responses), width, dtype=torch.bool)
-    for row, (start, r) in enumerate(zip(starts, responses, strict=True)):
-        end = start + lengths[row]
-        input_ids[row, start:end] = torch.tensor(r.prompt_ids + r.response_ids)
-        attention_mask[row, start:end] = True
-        kept = True if r.response_mask is None else torch.tensor(r.response_mask, dtype=torch.bool)
-        response_mask[row, start + len(r.prompt_ids) : end] = kept
+    ids = [torch.tensor(r.prompt_ids + r.response_ids, dtype=torch.long) for r in responses]
+    attention_mask = pad_rows([torch.ones(len(own), dtype=torch.bool) for own in ids])
+    prompts = torch.tensor([len(r.prompt_ids) for r in responses])
 
     def stack(field: str, dtype: torch.dtype) -> Tensor | None:
         """Stack a number per response [B]."""
@@ -374,14 +366,17 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
 
     steps, known = [r.step for r in responses], [r.reward_parts or {} for r in responses]
     names = dict.fromkeys(name for own in known for name in own)
-    parts = {name: torch.tensor([own.get(name, float("nan")) for own in known]) for name in names}
+    nan = float("nan")
+    parts = {name: torch.tensor([own.get(name, nan) for own in known]) for name in names}
     exact = ("group_reward_mean", "group_reward_std")
     single = {"advantages": "advantage", "uncorrected_advantages": "uncorrected_advantage"}
+    per_token = {name: single.get(name, name) for name in _PER_TOKEN}
+    per_token = {name: own for name, own in per_token.items() if any(getattr(r, own) is not None for r in responses)}
     return TokenBatch(
-        input_ids=input_ids,
+        input_ids=pad_rows(ids, padding_value=pad_id),
         attention_mask=attention_mask,
-        response_mask=response_mask,
-        response_start=torch.tensor([s + len(r.prompt_ids) for s, r in zip(starts, responses, strict=True)]),
+        response_mask=spread("response_mask", True, False, torch.bool),
+        response_start=attention_mask.int().argmax(1) + prompts,
         group_ids=torch.tensor([r.group for r in responses]),
         temperature=torch.tensor([float(r.temperature) for r in responses]),
         reward_parts=parts or None,
@@ -391,5 +386,5 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
             for name, own in _PER_RESPONSE.items()
             if name != "steps"
         },
-        **{name: spread(single.get(name, name), float("nan"), torch.float32) for name in _PER_TOKEN},
+        **{name: spread(own, nan, nan, torch.float32) for name, own in per_token.items()},
     )

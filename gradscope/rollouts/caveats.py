@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,8 +14,6 @@ from gradscope.rollouts.batch import Note, TokenBatch
 from gradscope.rollouts.group_rewards import group_moments
 from gradscope.runs import counted
 
-CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
-"""Kinds of these notes."""
 ROUNDED = 1e-2
 """Relative margin by which a logged advantage may exceed its bound, since logs are rounded."""
 OTHERWISE = "the trainer does not normalise advantages within groups"
@@ -26,12 +23,6 @@ NEARLY = 1e-3
 """Nats from 0 within which a log-probability counts as certain."""
 SHORTEST = 3
 """Shortest run of certain tokens that counts."""
-
-
-def replace_caveats(batch: TokenBatch, found: tuple[Note, ...]) -> TokenBatch:
-    """Return the batch with these notes of `find_caveats` instead of earlier ones."""
-    others = tuple(note for note in batch.notes if note.kind not in CAVEATS)
-    return replace(batch, notes=others + found)
 
 
 def find_caveats(
@@ -46,22 +37,14 @@ def find_caveats(
 
     Args:
         left_out: number of responses of each step that are not in the batch, by which groups may have been larger;
-            None:
-            unknown, which skips the checks that depend on it.
+            None: unknown, which skips the checks that depend on it.
         stop_ids, pad_ids: ids that end a response, and ids used only for padding.
         is_dump: whether a trainer wrote the batch's advantages and groups, so that the advantage of a response alone in
             its group is meaningful, and several prompts in a group are the trainer's rule.
     """
-    given = _describe_advantages(batch, left_out, is_dump=is_dump)
-    mixed = [] if is_dump else _describe_prompts(batch)
-    found = (_describe_groups(batch), given, mixed, _describe_certain(batch, stop_ids))
-    found += (_describe_padding(batch, stop_ids, pad_ids),)
-    return tuple(note for notes in found for note in notes)
-
-
-def count_served(batch: TokenBatch) -> int:
-    """Count the prompts with a nonzero advantage; all of them if advantages are unknown."""
-    return len(served_prompts(batch))
+    found = [*_describe_groups(batch), *_describe_advantages(batch, left_out, is_dump=is_dump)]
+    found += [] if is_dump else _describe_prompts(batch)
+    return (*found, *_describe_certain(batch, stop_ids), *_describe_padding(batch, stop_ids, pad_ids))
 
 
 def own_responses(batch: TokenBatch) -> Bool[Tensor, " B"] | None:
@@ -115,19 +98,17 @@ def _describe_groups(batch: TokenBatch) -> list[Note]:
         raw = (sizes == 1)[group] & (batch.group_reward_means == 0) & (batch.group_reward_stds == 1)
         flat = _is_flat(batch, group) | (raw & (batch.rewards == 0))
         alone = raw | ((sizes == 1)[group] & flat)
-    notes, prompts = [], len(sizes)
-    count = int(alone.sum())
+    notes, prompts, count = [], len(sizes), int(alone.sum())
+    if flat.all():
+        causes = [f"{counted(count, 'group')} of one response"] if count else []
+        if not count or (flat & ~alone).any():
+            others = f"the {prompts - count} other groups" if count else "each group"
+            causes.append(f"equal rewards in {others}")
+        words = f"all advantages are 0 ({', '.join(causes)}): the loss has no gradient"
+        notes.append(Note(words, "zero-advantages"))
     if count:
         rule = "its advantage is its raw reward, as in this trainer" if raw.any() else "its advantage is 0"
         notes.append(Note(f"{count} of {prompts} groups hold one response: {rule}", "groups-of-one"))
-    if flat.all():
-        equal = int((flat & ~alone).sum())
-        causes = [f"{counted(count, 'group')} of one response"] if count else []
-        causes += [f"equal rewards in the {prompts - count} other groups" if count else "equal rewards in each group"]
-        causes = causes if equal or not count else causes[:1]
-        notes.insert(
-            0, Note(f"all advantages are 0 ({', '.join(causes)}): the loss has no gradient", "zero-advantages")
-        )
     return notes
 
 
@@ -211,20 +192,16 @@ def _describe_certain(batch: TokenBatch, stop_ids: Collection[int]) -> list[Note
     alone = certain & ~last & (lengths < SHORTEST)
     others = int((kept & ~certain).sum() + alone.sum())
     share = math.sqrt(int(alone.sum()) / others) if others else 0.0  # certain tokens cluster more than by chance
-    least = SHORTEST
-    if share:
-        least = (
-            max(SHORTEST, math.ceil(math.log(CHANCE / int(kept.sum())) / math.log(share))) if share < 1 else math.inf
-        )
-    runs = certain & (lengths >= least)
+    least = SHORTEST if share < 1 else math.inf
+    if 0 < share < 1:
+        least = max(SHORTEST, math.ceil(math.log(CHANCE / int(kept.sum())) / math.log(share)))
+    runs, notes = certain & (lengths >= least), []
     if runs.any():
-        notes = [
+        notes.append(
             f"a log-probability is exactly 0 at {counted(int(runs.sum()), 'token')} of "
             f"{counted(int(runs.any(1).sum()), 'response')}, {least} or more in a row: "
             "tool output, or other text that was not sampled, counts as sampled unless a mask drops it"
-        ]
-    else:
-        notes = []
+        )
     ending = last & torch.isin(batch.input_ids, torch.tensor(sorted(stop_ids), dtype=torch.long))
     ends = ending & certain & ~runs
     # If a policy is merely sure of its ends, some log-probabilities are nearly but not exactly 0.

@@ -1,26 +1,24 @@
-"""The contents of a trainer's log: the batch, columns that only logs have, notes."""
+"""The contents of a trainer's log: the batch with its notes, and the loss's settings."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import Note, Response, TokenBatch, collate
-from gradscope.rollouts.caveats import find_caveats, replace_caveats
+from gradscope.rollouts.caveats import find_caveats
 from gradscope.rollouts.formats.base import (
     EMPTY,
-    EXTRAS,
     FROM_REWARDS,
     MADE_AGAIN,
     MASKED_OUT,
@@ -38,11 +36,8 @@ from gradscope.rollouts.formats.text import doubts_of, opening_of, others_in, sp
 from gradscope.rollouts.formats.values import (
     Unfit,
     check_sizes,
-    is_templated,
     parse_ids,
-    parse_logprobs,
     parse_mask,
-    parse_per_token,
     parse_response,
     parse_reward,
 )
@@ -74,21 +69,8 @@ class Dump:
     NeMo-RL's prev_logprobs, slime's log_probs (or else rollout_log_probs), open-instruct's logprobs."""
     format: str
     """Name of the format."""
-    entropy: Float[Tensor, "B S"] | None = None
-    """The trainer's entropy of the distribution at each response token, nats; NaN where unknown."""
-    logprobs: Float[Tensor, "B S"] | None = None
-    """The trainer's log π, in nats, if the sampler's is logged too: prime-rl's trainer_logprobs, NeMo-RL's
-    prev_logprobs, slime's log_probs."""
-    clipped: Bool[Tensor, "B S"] | None = None
-    """True on tokens that the trainer excluded from its policy loss (prime-rl's is_masked)."""
     first_step: int = 1
     """Number in the log of the step sampled by checkpoint 0."""
-    left_out: Mapping[int | None, int] = field(default_factory=dict)
-    """Responses left out of the batch, by step."""
-    stop_ids: frozenset[int] = frozenset()
-    """Ids that end a response, if known from a policy."""
-    pad_ids: frozenset[int] = frozenset()
-    """Ids used only for padding, if known from a policy."""
     loss: Mapping[str, Any] | None = None
     """Settings of the training loss, by their names in `LossSettings`, if logged."""
 
@@ -96,11 +78,6 @@ class Dump:
     def steps(self) -> Int[Tensor, " B"] | None:
         """Training step of each response, as numbered in the log; None if not logged."""
         return self.batch.steps
-
-    @property
-    def sampler_logprobs(self) -> Float[Tensor, "B S"] | None:
-        """The batch's sampler_logprobs; compared with `logprobs`, they show the mismatch of the two engines."""
-        return self.batch.sampler_logprobs
 
     @property
     def notes(self) -> tuple[Note, ...]:
@@ -117,24 +94,20 @@ class Dump:
         return replace(self, batch=replace(self.batch, notes=(*self.notes, Note(text, kind))))
 
 
-def select_checkpoint_step(dump: Dump, checkpoint: int | None) -> Dump:
-    """Select the responses that a checkpoint sampled, those of the training step after its own.
+def note_step(dump: Dump, checkpoint: int | None) -> Dump:
+    """Note whether a checkpoint that has taken this many steps sampled the responses: those of the step after its own.
 
-    checkpoint: number of steps it had taken. If the log lacks that step, takes the nearest one; a note says which.
-    Takes the whole log if it has only one step, or no known steps; a note says if it is another checkpoint's step.
+    Nothing is noted if it did, or if the log's steps are unknown.
     """
     known = [] if dump.steps is None else dump.steps.unique().tolist()
     wanted = None if checkpoint is None else checkpoint + dump.first_step
-    if not known or (len(known) == 1 and wanted in (None, known[0])):
-        return dump
-    if len(known) == 1:
-        used = f"step {known[0]} is used, though a different checkpoint sampled it"
-        return dump.with_note(f"{used}: this one's would be step {wanted}", "other-step")
-    if wanted is None:
+    if len(known) > 1:
         told = f"{_span(known)}; which of them this checkpoint sampled is unknown, so all are taken"
         return dump.with_note(told, "step")
-    own, note = choose_step(known, wanted)
-    return _select_step(dump, own).with_note(note, note.kind)
+    if not known or wanted in (None, known[0]):
+        return dump
+    used = f"step {known[0]} is used, though a different checkpoint sampled it"
+    return dump.with_note(f"{used}: this one's would be step {wanted}", "other-step")
 
 
 def choose_step(known: Sequence[int], wanted: int) -> tuple[int, Note]:
@@ -156,24 +129,13 @@ def _span(known: Sequence[int]) -> str:
     return f"the log holds {len(known)} training steps, {known[0]} to {known[-1]}"
 
 
-def _select_step(dump: Dump, step: int) -> Dump:
-    """Select the responses of one step, with the notes that apply to them."""
-    rows = (dump.steps == step).nonzero()[:, 0]
-    kept = {name: value[rows] for name in EXTRAS if (value := getattr(dump, name)) is not None}
-    left_out = {step: dump.left_out.get(step, 0)}
-    known = {"left_out": left_out, "stop_ids": dump.stop_ids, "pad_ids": dump.pad_ids}
-    batch = dump.batch.select(rows)
-    batch = replace_caveats(batch, find_caveats(batch, **known, is_dump=dump.format != "native"))
-    return replace(dump, batch=batch, left_out=left_out, **kept)
-
-
 def make_dump(
     rows: Iterable[Row],
     policy: Policy | None,
     form: Format,
     *,
     path: object,
-    options: ReadingOptions | None = None,
+    options: ReadingOptions,
     notes: Sequence[str] = (),
     others: Mapping[Path, int] | None = None,
 ) -> Dump:
@@ -185,39 +147,50 @@ def make_dump(
     identical prompts form a group; a group belongs to a single step. others: steps of files whose rows are not given.
     """
     is_dump = form.name != "native"
-    options = options or ReadingOptions()
     reading = _Reading(policy, options, form, Passes(others))
     for row in rows:
         reading.take(row)
     reading.finish(path)
-    batch = collate(reading.responses)
-    extras = {name: _align(batch, values) for name in EXTRAS if any(values := reading.extras[name])}
-    if "clipped" in extras:
-        extras["clipped"] = extras["clipped"] == 1
-    batch, holes = _count_unknown(batch)
-    unknown = _name_unknown(batch, reading)
-    unknown = unknown if is_dump else [note for note in unknown if note is NO_TEMPERATURE]
-    notes = [note for note in notes if not reading.is_ids or note not in (RETOKENISED, NO_SPECIAL_TOKENS)]
-    said = (*notes, *unknown, *holes, *reading.notes())
+    batch, holes = _count_unknown(replace(collate(reading.responses), **reading.group_moments()))
+    assumed = {
+        FROM_REWARDS: is_dump and batch.advantages is None and batch.rewards is not None,
+        ON_POLICY: is_dump and batch.old_logprobs is None,
+        NO_TEMPERATURE: not reading.has("temperature"),
+    }
+    said = [note for note in notes if not reading.is_ids or note not in (RETOKENISED, NO_SPECIAL_TOKENS)]
+    said += [*(note for note, holds in assumed.items() if holds), *holes, *reading.notes()]
+    known: dict[str, Any] = {} if policy is None else {"stop_ids": policy.stop_ids, "pad_ids": policy.pad_ids}
+    found = find_caveats(batch, left_out=reading.left_out_by_step, is_dump=is_dump, **known)
     told = tuple(note if isinstance(note, Note) else Note(note) for note in said)
-    known: dict[str, Any] = {"left_out": dict(reading.left_out_by_step)}
-    if policy is not None:
-        known |= {"stop_ids": policy.stop_ids, "pad_ids": policy.pad_ids}
-    batch = replace(batch, notes=told + find_caveats(batch, **known, is_dump=is_dump))
+    batch = replace(batch, notes=told + found)
     if options.temperature is not None:
         batch = batch.at_temperature(options.temperature)
-    return Dump(batch, form.name, **extras, first_step=form.first_step, loss=reading.loss, **known)
+    return Dump(batch, form.name, form.first_step, reading.losses[0] if reading.losses else None)
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A row that was read."""
+
+    response: Response
+    row: Row
+    """Without values, which only the response keeps."""
+    names: frozenset[str]
+    """Names of its columns."""
+    visit: Visit
 
 
 class _Reading:
     """The state of reading a log's rows."""
 
     def __init__(self, policy: Policy | None, options: ReadingOptions, form: Format, passes: Passes) -> None:
-        self._policy, self._options, self._form = policy, options, form
-        self.responses: list[Response] = []
-        self.extras: dict[str, list[list[float] | None]] = {name: [] for name in EXTRAS}
+        self._policy, self._options, self._form, self._passes = policy, options, form, passes
         self.left_out_by_step: Counter[int | None] = Counter()
-        self._rows: list[tuple[frozenset[str], Row, Visit]] = []
+        self.is_ids = True
+        """Whether all responses were logged as ids."""
+        self.losses: list[Mapping[str, Any] | None] = []
+        """The distinct loss settings of the rows."""
+        self._entries: list[_Entry] = []
         self._groups: dict[tuple[int | None, object], int] = {}
         self._others: defaultdict[tuple[int | None, object], list[tuple[Visit, float]]] = defaultdict(list)
         """Rewards of left-out responses by group."""
@@ -226,17 +199,17 @@ class _Reading:
         self._unknown = self._templated = self._keyed = 0
         self._temperatures: Counter[float] = Counter()
         """Logged temperatures other than the given one."""
-        self.is_ids = True
-        """Whether all responses were logged as ids."""
         self._said: list[Note] = []
         self._unfit: dict[str, Unfit] = {}
         """The first error of each reason for which rows cannot be measured."""
-        self._agreement, self._passes = Agreement(policy), passes
+        self._agreement = Agreement(policy)
         tokenizer = None if policy is None else policy.tokenizer
         self._marks = opening_of(policy), getattr(tokenizer, "all_special_tokens", ())
         self._words = special_words(tokenizer)
-        self._losses: list[Mapping[str, Any] | None] = []
-        """The distinct loss settings of the rows."""
+
+    @property
+    def responses(self) -> list[Response]:
+        return [entry.response for entry in self._entries]
 
     def take(self, row: Row) -> None:
         self._seen[row.step] += 1
@@ -247,8 +220,8 @@ class _Reading:
         if row.left_out is not None:
             self._leave_out(row, row.left_out, visit)
             return
-        if row.loss not in self._losses:
-            self._losses.append(row.loss)
+        if row.loss not in self.losses:
+            self.losses.append(row.loss)
         try:
             self._parse(row, visit)
         except Unfit as error:
@@ -259,14 +232,14 @@ class _Reading:
     def _parse(self, row: Row, visit: Visit) -> None:
         """Add the row's response."""
         prompt_ids, response_ids, remarks = parse_ids(row, self._policy, self._options)
-        self._templated += is_templated(row)
+        texts = [None if f"{part}_ids" in row.columns else row.columns[part] for part in ("prompt", "response")]
+        self._templated += isinstance(texts[0], list)
         kept = parse_mask(row, len(response_ids))
         if not kept.any():
             self._leave_out(row, MASKED_OUT if response_ids else EMPTY, visit, prompt_ids)
             return
         check_sizes(row, prompt_ids, response_ids, self._policy)
         self._agreement.take(row, response_ids)
-        texts = [None if f"{part}_ids" in row.columns else row.columns[part] for part in ("prompt", "response")]
         if texts[0] is not None and self._policy.has_unknown(texts[0], prompt_ids):
             self._unknown += 1
             if 2 * prompt_ids.count(self._policy.tokenizer.unk_token_id) > len(prompt_ids):
@@ -277,22 +250,20 @@ class _Reading:
         self.is_ids &= texts[1] is None
         key = self._group(row, prompt_ids)
         number = self._groups.get(key, len(self._groups))
-        self.responses.append(parse_response(row, prompt_ids, response_ids, number, kept, self._options))
+        response = parse_response(row, prompt_ids, response_ids, number, kept, self._options)
         self._groups[key] = number
         given, logged = self._options.temperature, row.columns.get("temperature")
         if given is not None and isinstance(logged, int | float) and math.isfinite(logged) and logged != given:
             self._temperatures[float(logged)] += 1
-        for name in EXTRAS:
-            self.extras[name].append(_extra(row, name, kept))
-        told = frozenset(row.columns) | ({"step"} if row.step is not None else set())
         if texts != [None, None]:
             remarks += (*doubts_of(texts, (prompt_ids, response_ids), self._policy, self._words),)
         if texts[1] is not None and "response_mask" not in row.columns:
             remarks += others_in(texts[1], *self._marks)
         if row.length not in (None, len(response_ids)):
             remarks += (RESIZED,)
-        # Only the response keeps the values.
-        self._rows.append((told, replace(row, columns={}, remarks=(*row.remarks, *remarks)), visit))
+        names = frozenset(row.columns) | ({"step"} if row.step is not None else set())
+        bare = replace(row, columns={}, remarks=(*row.remarks, *remarks))
+        self._entries.append(_Entry(response, bare, names, visit))
 
     def _leave_out(self, row: Row, reason: str, visit: Visit, prompt_ids: Sequence[int] = ()) -> None:
         """Count the row, and keep its reward for the group's mean."""
@@ -325,7 +296,7 @@ class _Reading:
         for step in self._options.step or ():
             if step not in self._seen:
                 raise InputError(f"{path} has no step {step}; {_name_steps(self._seen)}")
-        if self._options.chat_template_kwargs and self.responses and not self._templated:
+        if self._options.chat_template_kwargs and self._entries and not self._templated:
             raise InputError(
                 f"chat_template_kwargs are given, but no prompt in {path} is a chat with a template; leave them out"
             )
@@ -334,119 +305,100 @@ class _Reading:
                 f"the reward key {self._options.reward_key!r} is given, and no reward of {path} is a dictionary; leave "
                 "it out"
             )
-        self._drop_made_again()
+        self._drop(lambda entry: self._passes.is_stale(entry.visit), MADE_AGAIN)
+        self._said += self._passes.notes({entry.visit for entry in self._entries}) + note_twice(self.responses)
         for name in ALL_OR_NONE:
-            having = [name in names for names, *_ in self._rows]
+            having = [name in entry.names for entry in self._entries]
             if any(having) and not all(having) and getattr(self._options, name, None) is None:
-                row = self._rows[having.index(False)][1]
+                row = self._entries[having.index(False)].row
                 raise InputError(
                     f"{row.place}: no {row.label(name)!r}, which {sum(having)} of the {len(having)} rows have; give it "
                     "in every row, or in none"
                 )
-        if len(self._losses) > 1:
+        if len(self.losses) > 1:
             raise InputError(
-                f"{path} holds responses trained with different losses ({show(self._losses)}); give one of its steps"
+                f"{path} holds responses trained with different losses ({show(self.losses)}); give one of its steps"
             )
         self._agreement.check()
         for reason, error in self._unfit.items():
-            if self._left_out[reason] >= len(self.responses):
+            if self._left_out[reason] >= len(self._entries):
                 raise error  # not a few odd rows: another checkpoint's log, another sampler's
         self._drop_unweighted()
-        if not self.responses:
+        if not self._entries:
             reasons = "; ".join(self._left_out_notes())
             raise InputError(f"{path} leaves no response to measure ({reasons}); give a log with responses")
-        self._describe_groups()
 
-    def _drop_made_again(self) -> None:
-        """Drop responses of steps that the same file repeats after a restart; count rows that are there twice."""
-        stale = [self._passes.is_stale(visit) for *_, visit in self._rows]
-        self._drop(stale, MADE_AGAIN)
-        self._said += self._passes.notes({visit for *_, visit in self._rows}) + note_twice(self.responses)
-
-    def _drop(self, gone: Sequence[bool], reason: str) -> None:
+    def _drop(self, goes: Callable[[_Entry], bool], reason: str) -> None:
         """Leave out responses that were read."""
-        for response in (response for response, leaves in zip(self.responses, gone, strict=True) if leaves):
-            self._left_out[reason] += 1
-            self.left_out_by_step[response.step] += 1
-
-        def kept(values: list) -> list:
-            return [value for value, leaves in zip(values, gone, strict=True) if not leaves]
-
-        self.responses, self._rows = kept(self.responses), kept(self._rows)
-        self.extras = {extra: kept(values) for extra, values in self.extras.items()}
+        gone = [goes(entry) for entry in self._entries]
+        self._left_out[reason] += sum(gone)
+        self.left_out_by_step.update(e.row.step for e, leaves in zip(self._entries, gone, strict=True) if leaves)
+        self._entries = [entry for entry, leaves in zip(self._entries, gone, strict=True) if not leaves]
 
     def _drop_unweighted(self) -> None:
         """Drop responses without an advantage if others have one; without any advantages, those without a reward."""
         for name in ("advantage", "reward"):
             unknown = [getattr(response, name) is None for response in self.responses]
             if not all(unknown):
-                self._drop(unknown, UNKNOWN.format(name))
+                self._drop(lambda entry, name=name: getattr(entry.response, name) is None, UNKNOWN.format(name))
                 return
             if self.has(name):
                 words = f"{len(unknown)} of {len(unknown)} responses: {UNKNOWN.format(name)}"
                 self._said.append(Note(words, "unknown-values"))
 
-    def _describe_groups(self) -> None:
-        """Set the group means and standard deviations that the remaining responses do not determine."""
+    def group_moments(self) -> dict[str, Float[Tensor, " B"]]:
+        """Return the batch's group means and standard deviations, if its responses do not determine them."""
         if any(r.advantage is not None or r.group_reward_mean is not None for r in self.responses):
-            return
+            return {}
         rewards: dict[int, list[float]] = {number: [] for number in self._groups.values()}
         here = Counter(response.group for response in self.responses)
-        for response, (_, row, _) in zip(self.responses, self._rows, strict=True):
-            if response.reward is not None and row.is_counted:
-                rewards[response.group].append(response.reward)
+        for entry in self._entries:
+            if entry.response.reward is not None and entry.row.is_counted:
+                rewards[entry.response.group].append(entry.response.reward)
         for key, others in self._others.items():
             if key in self._groups:
                 own = [reward for visit, reward in others if not self._passes.is_stale(visit)]
                 rewards[self._groups[key]] += own
         rule = self._form.keeps_single_rewards
         if not any(here[g] and (len(own) != here[g] or (rule and len(own) == 1)) for g, own in rewards.items()):
-            return
-        counted_in = [group for group, own in rewards.items() for _ in own]
+            return {}
+        counted_in = torch.tensor([group for group, own in rewards.items() for _ in own], dtype=torch.long)
         values = torch.tensor([reward for own in rewards.values() for reward in own], dtype=torch.float32)
-        means, stds = (moment.tolist() for moment in group_moments(values, torch.tensor(counted_in, dtype=torch.long)))
-        moments = dict(zip(counted_in, zip(means, stds, strict=True), strict=True))
+        moments = torch.full((2, len(rewards)), math.nan, dtype=torch.float64)
+        moments[:, counted_in] = torch.stack(group_moments(values, counted_in))
         if rule:  # the trainer keeps a group's single reward as it is
-            moments |= {group: (0.0, 1.0) for group, own in rewards.items() if len(own) == 1}
-        self.responses = [
-            replace(r, group_reward_mean=moments[r.group][0], group_reward_std=moments[r.group][1])
-            if r.group in moments
-            else r
-            for r in self.responses
-        ]
-
-    @property
-    def loss(self) -> Mapping[str, Any] | None:
-        return self._losses[0] if self._losses else None
+            alone = [group for group, own in rewards.items() if len(own) == 1]
+            moments[:, alone] = torch.tensor([[0.0], [1.0]], dtype=torch.float64)
+        means, stds = moments[:, [response.group for response in self.responses]]
+        return {} if means.isnan().all() else {"group_reward_means": means, "group_reward_stds": stds}
 
     def has(self, name: str) -> bool:
         """Return whether any row has this column."""
-        return any(name in names for names, *_ in self._rows)
+        return any(name in entry.names for entry in self._entries)
 
     def notes(self) -> list[Note]:
         """Return notes on replaced values, single responses and rows left out."""
-        of_rows = Counter(words for _, row, _ in self._rows for words in row.remarks)
-        told = [Note(f"{n} of {len(self.responses)} responses: {words}") for words, n in of_rows.items()]
+        of_rows, total = Counter(words for entry in self._entries for words in entry.row.remarks), len(self._entries)
+        told = [Note(f"{n} of {total} responses: {words}") for words, n in of_rows.items()]
         told += self._said
         for logged, n in self._temperatures.items():
-            words = f"{n} of {len(self.responses)} responses: the log's temperature is {logged:g}, not the given "
+            words = f"{n} of {total} responses: the log's temperature is {logged:g}, not the given "
             told.append(Note(f"{words}{self._options.temperature:g}, which is used", "other-temperature"))
-        if self.loss is not None:
-            words = ", ".join(f"{name} {show(value)}" for name, value in self.loss.items())
+        if self.losses and self.losses[0] is not None:
+            words = ", ".join(f"{name} {show(value)}" for name, value in self.losses[0].items())
             told.append(Note(f"the log records the training loss: {words}", "loss"))
         told += [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
             return told
-        share = f"{self._unknown} of {len(self.responses)} prompts"
         token = self._policy.tokenizer.unk_token
         instead = "they are left out" if token is None else f"they become {token!r}"
-        return [Note(f"the tokenizer cannot encode parts of {share}: {instead}"), *told]
+        return [Note(f"the tokenizer cannot encode parts of {self._unknown} of {total} prompts: {instead}"), *told]
 
     def _left_out_notes(self) -> list[str]:
-        total = len(self.responses) + self._left_out.total()
-        told = [(reason, self._unfit.get(reason)) for reason in self._left_out]
-        named = {reason: f"{reason} (first: {error})" if error else reason for reason, error in told}
-        return [f"{n} of {total} rows left out: {named[reason]}" for reason, n in self._left_out.items()]
+        total = len(self._entries) + self._left_out.total()
+        told = {reason: self._unfit.get(reason) for reason, n in self._left_out.items() if n}
+        named = {reason: f"{reason} (first: {error})" if error else reason for reason, error in told.items()}
+        return [f"{self._left_out[reason]} of {total} rows left out: {words}" for reason, words in named.items()]
 
 
 def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
@@ -465,33 +417,6 @@ def _count_unknown(batch: TokenBatch) -> tuple[TokenBatch, list[Note]]:
         if unknown.sum() == kept.sum():
             changes[name] = None
     return replace(batch, **changes), notes
-
-
-def _name_unknown(batch: TokenBatch, reading: _Reading) -> list[Note | str]:
-    """Return a note for each assumption."""
-    assumed = {
-        FROM_REWARDS: batch.advantages is None and batch.rewards is not None,
-        ON_POLICY: batch.old_logprobs is None,
-        NO_TEMPERATURE: not reading.has("temperature"),
-    }
-    return [note for note, holds in assumed.items() if holds]
-
-
-def _extra(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
-    if name not in row.columns:
-        return None
-    if name in ("entropy", "clipped"):
-        return parse_per_token(row, name, kept)
-    return parse_logprobs(row, name, kept)
-
-
-def _align(batch: TokenBatch, values: Iterable[list[float] | None]) -> Float[Tensor, "B S"]:
-    """Place a list per response at its columns; NaN elsewhere."""
-    out = torch.full(batch.input_ids.shape, float("nan"))
-    for row, (start, numbers) in enumerate(zip(batch.response_start.tolist(), values, strict=True)):
-        if numbers is not None:
-            out[row, start : start + len(numbers)] = torch.tensor(numbers)
-    return out
 
 
 def _name_steps(seen: Counter[int | None]) -> str:

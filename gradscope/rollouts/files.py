@@ -6,22 +6,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
-
-import torch
+from typing import Any
 
 from gradscope.errors import InputError, show
-from gradscope.rollouts.pickled import read_pickled
-from gradscope.rollouts.trained_run import Precision, TrainedRun
+from gradscope.rollouts.trained_run import TrainedRun
 from gradscope.runs import (
     PACKED,
-    Inert,
     file_hash,
-    load_tensors,
-    numbers_of,
     parquet_metadata,
     parse_json,
     read_lines,
@@ -36,18 +30,6 @@ IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", *PACKED)
 
 EPISODE = "episode_*.json"
 """Pattern of rLLM's files, which are also read from a folder."""
-
-SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
-"""List columns of train data → their names for a single sample."""
-
-IN_SAMPLES = frozenset(
-    (
-        *("group_index", "index", "tokens", "response", "response_length", "reward", "loss_mask", "rollout_log_probs"),
-        *("status", "remove_sample", "weight_versions", "rollout_top_p_token_offsets"),
-        *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages", "entropy"),
-    )
-)
-"""Entries read from a sample in a file of tensors; others (experts, images, caches) can be 1,000 times larger."""
 
 LOSS_KEY = b"gradscope.loss"
 """Key of the loss settings, a JSON object, in a parquet file's schema metadata."""
@@ -85,7 +67,7 @@ def list_files(path: Path) -> list[Path]:
     For a folder with annotations/ (prime-rl's traces): these and its stream; with DETAILS: their contents.
     """
     if os.path.isfile(path):  # of a name that is too long, Path raises
-        _check_suffix(path)
+        check_suffix(path, SUFFIXES, "rollouts are")
         return [path]
     if not os.path.isdir(path):
         raise InputError(f"{path} does not exist; give a file of rollouts, or a folder of rollout files")
@@ -150,14 +132,17 @@ def write_rows(rows: Any, folder: Path) -> Path:
     return file
 
 
-def read_records(path: Path, *, step: int | None = None) -> Iterator[Record]:
+def read_records(
+    path: Path, *, step: int | None = None, read: Callable[[Path], Iterator[tuple[str, dict[str, Any]]]] | None = None
+) -> Iterator[Record]:
     """Yield the records of one file in order; an incomplete last line is a record that is torn.
 
-    step: for records without one.
+    step: for records without one. read: yields each record's place and columns; None: JSON lines or parquet.
     """
-    read = {".parquet": _read_parquet, ".pt": _read_tensors, ".pkl": _read_pickled}.get(path.suffix)
     if read is not None:
         records = (Record(path, place, columns) for place, columns in read(path))
+    elif path.suffix == ".parquet":
+        records = (Record(path, f"{path}, row {index}", row) for index, row in enumerate(read_parquet(path)))
     else:
         records = _read_whole(path) if _is_indented(path) else _read_jsonl(path)
     loss = read_loss(path)
@@ -176,42 +161,27 @@ def loss_file(path: Path) -> Path:
 def read_loss(path: Path) -> dict[str, Any] | None:
     """Read the loss settings of a file's rows, if recorded: in parquet under LOSS_KEY, else in `loss_file`."""
     if path.suffix == ".parquet":
-        told = parquet_metadata(path).get(LOSS_KEY)
-    elif os.path.isfile(own := loss_file(path)):
-        path, told = own, own.read_bytes()
-    else:
-        return None
-    if told is None:
-        return None
+        return _read_settings(path, parquet_metadata(path).get(LOSS_KEY))
+    return _read_settings(own, own.read_bytes()) if os.path.isfile(own := loss_file(path)) else None
+
+
+def _read_settings(path: Path, told: bytes | None) -> dict[str, Any] | None:
     try:
-        loss = parse_json(told)
+        found = None if told is None else parse_json(told)
     except ValueError as error:
         raise InputError(f"{path}: the loss settings are not JSON ({error}); leave them out") from error
-    if not isinstance(loss, dict):
-        raise InputError(f"{path}: the loss settings are {show(loss)}; give an object, {{setting: value}}")
-    return loss
+    if told is not None and not isinstance(found, dict):
+        raise InputError(f"{path}: the loss settings are {show(found)}; give an object, {{setting: value}}")
+    return found
 
 
 def read_run(files: Iterable[Path]) -> TrainedRun:
     """Read what the first of a log's parquet files that has RUN_KEY says of the run; nothing if none has it."""
-    told = (parquet_metadata(file).get(RUN_KEY) for file in files if file.suffix == ".parquet")
-    if (entry := next(filter(None, told), None)) is None:
-        return TrainedRun()
-    try:
-        found = parse_json(entry)
-    except ValueError:  # another program's
-        return TrainedRun()
-    if not isinstance(found, dict):
-        return TrainedRun()
-    precision, other = found.get("precision"), found.get("other_loss")
-    trained, frozen, beside = (_known_names(found.get(name)) for name in ("trained", "frozen", "left_out"))
-    known = (precision if precision in get_args(Precision) else None, trained, frozen or frozenset())
-    return TrainedRun(*known, other if isinstance(other, str) else None, tuple(sorted(beside or ())))
-
-
-def _known_names(values: Any) -> frozenset[str] | None:
-    known = isinstance(values, list) and all(isinstance(name, str) for name in values)
-    return frozenset(values) if known else None
+    told = ((file, parquet_metadata(file).get(RUN_KEY)) for file in files if file.suffix == ".parquet")
+    found = next((_read_settings(file, entry) for file, entry in told if entry), {})
+    trained = None if found.get("trained") is None else frozenset(found["trained"])
+    frozen, left_out = frozenset(found.get("frozen", ())), tuple(sorted(found.get("left_out", ())))
+    return TrainedRun(found.get("precision"), trained, frozen, found.get("other_loss"), left_out)
 
 
 def _natural_key(path: Path) -> list[Any]:
@@ -219,10 +189,11 @@ def _natural_key(path: Path) -> list[Any]:
     return [int(part) if place % 2 else part for place, part in enumerate(re.split(r"([0-9]+)", str(path)))]
 
 
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in SUFFIXES:
+def check_suffix(path: Path, suffixes: Sequence[str], words: str) -> None:
+    """Raise InputError for a file of another suffix. words: how its message goes on before the list of them."""
+    if path.suffix not in suffixes:
         ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
-        raise InputError(f"{path} {ending}; rollouts are {', '.join(SUFFIXES)} files")
+        raise InputError(f"{path} {ending}; {words} {', '.join(suffixes)} files")
 
 
 def _read_jsonl(path: Path) -> Iterator[Record]:
@@ -258,75 +229,3 @@ def _read_whole(path: Path) -> Iterator[Record]:
         if not isinstance(row, dict):
             raise InputError(f"{path}, row {index}: a JSON {type(row).__name__}; give a list of objects")
         yield Record(path, f"{path}, row {index}", row)
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    return ((f"{path}, row {index}", row) for index, row in enumerate(read_parquet(path)))
-
-
-def _read_pickled(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    return read_pickled(path, lambda path, content: load_tensors(path, content=content))
-
-
-def _read_tensors(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the samples of a file saved by torch, without executing anything in it."""
-    content = load_tensors(path, inert=True)
-    samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
-    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
-        found = show([*content]) if isinstance(content, dict) else type(content).__name__
-        raise InputError(
-            f"{path} has no list `samples` but {found}; give debug rollout or train data of slime or miles"
-        )
-    # The rewards of the whole batch: slime's are next to the samples, miles's among each rank's columns.
-    content = {"raw_reward": _columns_of(content).get("raw_reward")} | content
-    told = ("rollout_id", "rank", "cp_size", "metadata", "raw_reward")
-    shared = {name: _numbers(f"{path}", name, content.get(name)) for name in told}
-    for index, sample in enumerate(samples):
-        place = f"{path}, sample {index}"
-        # A sample's rollout_id is that of its execution; the file's is the step.
-        own = {"execution": sample.get("rollout_id", sample.get("rollout_ids"))}
-        own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
-        own = {name: _numbers(place, name, v) for name, v in own.items() if name in IN_SAMPLES or name == "execution"}
-        own["is_routed"] = None if sample.get("rollout_routed_experts") is None else True
-        shown = [sample.get(name) for name in ("multimodal_inputs", "multimodal_train_inputs")]
-        own["has_images"] = True if any(map(_is_something, shown)) else None
-        yield place, shared | {name: v for name, v in own.items() if v is not None}
-
-
-def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Split train data with a list per column into samples, using the columns with an entry for each."""
-    data = _columns_of(content)
-    tokens = data.get("tokens")
-    if not isinstance(tokens, list):
-        return None
-    lists = {name: [*v] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in data.items()}
-    lists = {name: v for name, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
-    return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
-
-
-def _is_something(value: Any) -> bool:
-    """Return whether a value is neither None nor empty, nor a dictionary of only such values."""
-    if isinstance(value, dict):
-        return any(map(_is_something, value.values()))
-    return value is not None and not (isinstance(value, list) and not value)
-
-
-def _columns_of(content: dict[str, Any]) -> dict[str, Any]:
-    data = content.get("rollout_data")
-    return data if isinstance(data, dict) else {}
-
-
-def _numbers(place: str, name: str, value: Any) -> Any:
-    """Convert tensors and arrays to numbers, also inside lists and dictionaries."""
-    if isinstance(value, list) and any(isinstance(one, torch.Tensor | Inert) for one in value):
-        return [_numbers(place, name, one) for one in value]
-    if isinstance(value, dict):
-        return {key: _numbers(place, name, one) if isinstance(one, torch.Tensor) else one for key, one in value.items()}
-    if not isinstance(value, torch.Tensor | Inert):
-        return value
-    try:
-        return numbers_of(value)
-    except ValueError as error:  # sparse, or without saved values
-        raise InputError(
-            f"{place}: `{name:.40}` is a tensor without plain numbers ({error}); save it dense, on the CPU"
-        ) from error

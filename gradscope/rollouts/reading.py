@@ -13,9 +13,9 @@ import pandas as pd
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, checkpoint_step, load_policy
 from gradscope.rollouts.batch import Note, TokenBatch
-from gradscope.rollouts.caveats import count_served, find_caveats, replace_caveats
+from gradscope.rollouts.caveats import find_caveats, served_prompts
 from gradscope.rollouts.check_batch import check_batch
-from gradscope.rollouts.dump import Dump, choose_step, make_dump, select_checkpoint_step
+from gradscope.rollouts.dump import Dump, choose_step, make_dump, note_step
 from gradscope.rollouts.files import Record, list_files, named_steps, read_records, read_run, write_rows
 from gradscope.rollouts.formats.areal import AREAL
 from gradscope.rollouts.formats.base import TORN, Format, ReadingOptions, Row
@@ -90,7 +90,7 @@ def read_logged(policy: PolicyLike, batch: BatchLike) -> tuple[Policy, TokenBatc
         return policy, dump.batch, dump.loss or {}
     check_batch(policy, batch)
     if not batch.notes:
-        batch = replace_caveats(batch, find_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids))
+        batch = replace(batch, notes=find_caveats(batch, stop_ids=policy.stop_ids, pad_ids=policy.pad_ids))
     return policy, batch, {}
 
 
@@ -133,7 +133,7 @@ def _read_one(
             'checkpoint; give step=, one of them, or "all"'
         )
     if isinstance(step, int) and policy is not None:
-        return select_checkpoint_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
+        return note_step(dump, checkpoint_step(policy.path if isinstance(policy, Policy) else policy))
     return dump
 
 
@@ -166,17 +166,17 @@ def read_dump(
     """
     path, policy = Path(path), load_policy(policy) if isinstance(policy, str | Path) else policy
     steps = (step,) if isinstance(step, int) else step
-    options = ReadingOptions(steps, temperature, reward_key, chat_template_kwargs)
+    how = ReadingOptions(steps, temperature, reward_key, chat_template_kwargs)
     if temperature is not None and not 0 < temperature < float("inf"):
         raise InputError(f"temperature is {temperature}; give a positive number")
     form, files, unfinished = _open(path, format)
-    all_files = files
-    if steps is not None:
-        files = {f: named for f, named in files.items() if _only_step(form, f) in (None, *steps)} or files
+    told = {} if steps is None else {file: _only_step(form, file) for file in files}
+    others = {file: own for file, own in told.items() if own not in (None, *steps)}
+    if len(others) == len(files):  # no such step: all are read, to name those that there are
+        others = {}
+    files = {file: named for file, named in files.items() if file not in others}
     notes = [*form.notes] + ([f"{unfinished} unfinished files left out (no marker STABLE)"] if unfinished else [])
-    rows = _rows(form, files, policy)
-    others = {file: step for file in all_files if file not in files and (step := _only_step(form, file)) is not None}
-    dump = make_dump(rows, policy, form, path=path, options=options, notes=notes, others=others)
+    dump = make_dump(_rows(form, files, policy), policy, form, path=path, options=how, notes=notes, others=others)
     batch = replace(dump.batch, run=read_run(files))
     if (words := batch.run.words) is None:
         return replace(dump, batch=batch)
@@ -213,16 +213,17 @@ def list_steps(path: Path, *, format: str | None = None) -> LogSteps:
 
 def read_checkpoint_dump(
     path: Path,
-    policy: Policy,
+    policy: Policy | None,
     checkpoint: int | None,
     *,
     step: Step = None,
     prompts: int = 0,
     **how: Unpack[ReadingKeywords],
 ) -> Dump:
-    """Read the responses that a checkpoint sampled; see `select_checkpoint_step`.
+    """Read the responses that a checkpoint sampled: those of the training step after its own, or else of the nearest.
 
-    Only these are tokenized and batched, so other steps in the log, or added to it later, do not change them.
+    Notes say which step is used, unless it is the log's only one. The whole log is read if its steps, or the
+    checkpoint's, are unknown. Only these responses are tokenized and batched, so other steps do not change them.
 
     Args:
         checkpoint: number of training steps that the checkpoint had taken.
@@ -241,16 +242,16 @@ def read_checkpoint_dump(
             earlier = [] if step == "own" else [known for known in steps.known if known < own][1 - MOST_STEPS :]
             return _pool(dump, earlier, prompts, lambda chosen: read_dump(path, policy, step=chosen, **how), note)
     own = step if isinstance(step, int) else None
-    return select_checkpoint_step(read_dump(path, policy, step=own, **how), checkpoint)
+    return note_step(read_dump(path, policy, step=own, **how), checkpoint)
 
 
 def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int]], Dump], note: Note) -> Dump:
     """Add earlier steps, latest first, until `prompts` prompts have an advantage. note: names the dump's step."""
-    [own], alone = dump.steps.unique().tolist(), count_served(dump.batch)
+    [own], alone = dump.steps.unique().tolist(), len(served_prompts(dump.batch))
     if alone >= prompts or not earlier:
         return dump
     batch = read([*earlier, own]).batch
-    served = (first for first in reversed(earlier) if count_served(batch[batch.steps >= first]) >= prompts)
+    served = (first for first in reversed(earlier) if len(served_prompts(batch[batch.steps >= first])) >= prompts)
     first = next(served, earlier[0])
     chosen = [step for step in earlier if step >= first]
     taken = f"step {first} is" if len(chosen) == 1 else f"steps {first} to {chosen[-1]} are"
@@ -291,7 +292,7 @@ def _rows(form: Format, files: Mapping[Path, int | None], policy: Policy | None)
     torn: list[Row] = []
 
     def records() -> Iterator[Record]:
-        for record in (record for file, step in files.items() for record in read_records(file, step=step)):
+        for record in (one for file, step in files.items() for one in read_records(file, step=step, read=form.read)):
             if record.torn:
                 torn.append(Row(record.place, {}, left_out=TORN))
             else:
@@ -311,7 +312,8 @@ def _find_format(path: Path, files: list[Path], own: Format | None) -> Format:
     """Return the format shared by all files that hold a record. own: the one that was asked for."""
     found: tuple[Path, Format] | None = None
     for file in files:
-        record = next(_first(file), None)
+        told = _told_by_suffix(file)  # such a file can only be read whole
+        record = Record(file, str(file), dict.fromkeys(told.needs)) if told else next(read_records(file), None)
         if record is None or record.torn:
             continue
         form = recognise(record, READERS) if own is None else own
@@ -328,15 +330,6 @@ def _find_format(path: Path, files: list[Path], own: Format | None) -> Format:
             raise InputError(f"{path} holds no rows but one that was cut off; give at least one response")
         raise InputError(f"{path} holds no rows; give at least one response")
     return found[1]
-
-
-def _first(file: Path) -> Iterator[Record]:
-    """Yield a file's records; for a format's own suffix, only its columns, as the file would be read whole."""
-    form = _told_by_suffix(file)
-    if form is not None:
-        yield Record(file, str(file), dict.fromkeys(form.needs))
-    else:
-        yield from read_records(file)
 
 
 def _told_by_suffix(file: Path) -> Format | None:

@@ -34,8 +34,7 @@ class Passes:
         self._prompts: defaultdict[tuple[Path | None, int, int], Counter[int]] = defaultdict(Counter)
         """Prompts of a file's pass and step, and how often each occurs."""
         self._starts: defaultdict[Path | None, list[int]] = defaultdict(list)
-        self._steps: defaultdict[Path | None, set[int]] = defaultdict(set)
-        self._spans = {path: (step, step) for path, step in (files or {}).items()}
+        self._steps = defaultdict(set, {path: {step} for path, step in (files or {}).items()})
         self._found: dict[Path | None, dict[int, int]] = {}
         self._block: tuple[tuple, int] = (), 0
         """The newest row's pass, step and prompt, and how many rows before it had the same."""
@@ -56,14 +55,12 @@ class Passes:
         self._last[row.path] = visit = Visit(row.path, number, row.step)
         prompt = row.columns.get("prompt_ids", row.columns.get("prompt"))
         try:
-            key = hash((str(row.columns.get("process")), tuple(prompt) if isinstance(prompt, list) else prompt))
-        except TypeError:  # a chat
-            key = hash((str(row.columns.get("process")), str(prompt)))
+            own = hash(tuple(prompt))
+        except TypeError:  # a chat, or none
+            own = str(prompt)
+        key = hash((str(row.columns.get("process")), own))
         self._prompts[row.path, number, row.step][key] += 1
         self._close((row.path, number, row.step, key), visit)
-        if row.path is not None:
-            low, high = self._spans.get(row.path, (row.step, row.step))
-            self._spans[row.path] = min(low, row.step), max(high, row.step)
         return visit
 
     def _close(self, block: tuple, visit: Visit) -> None:
@@ -118,10 +115,10 @@ class Passes:
     def _left_over(self) -> dict[Path, int]:
         """Return the files that are older than one of an earlier step, or another of their only step; their steps."""
         found, newest, reached = {}, 0.0, None
-        ages = {path: path.stat().st_mtime for path in self._spans if path.exists()}
-        order = sorted(ages, key=lambda path: (*self._spans[path], -ages[path]))
-        for path in order:
-            low, high = self._spans[path]
+        ages = {path: path.stat().st_mtime for path in self._steps if path is not None and path.exists()}
+        spans = {path: (min(self._steps[path]), max(self._steps[path])) for path in ages if self._steps[path]}
+        for path in sorted(spans, key=lambda path: (*spans[path], -ages[path])):
+            low, high = spans[path]
             if reached is not None and (low > reached or low == high == reached) and ages[path] < newest - LATER:
                 found[path] = low
             newest, reached = max(newest, ages[path]), max(high, low if reached is None else reached)

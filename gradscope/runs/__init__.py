@@ -23,7 +23,6 @@ from gradscope.runs.folder import (
 from gradscope.runs.foreign import (
     PACKED,
     load_tensors,
-    numbers_of,
     parquet_metadata,
     parquet_values,
     parse_json,
@@ -55,7 +54,7 @@ __all__ = [
     "ALONE", "ALONE_AGAIN", "MANIFEST", "PACKED", "RAISED", "SILENT", "Advance", "Inert", "Journal", "Processes",
     "Progress", "Reporter", "RunFolder", "changed_settings", "check_is_folder", "check_room", "check_writable",
     "counted", "deal_by_cost", "describe_changes", "digits", "file_hash", "in_words", "is_first", "join_processes",
-    "launched", "leave_launch", "library_versions", "load_tensors", "locked", "numbers_of", "parquet_metadata",
+    "launched", "leave_launch", "library_versions", "load_tensors", "locked", "parquet_metadata",
     "parquet_values", "parse_json", "parse_json_file", "plain_json", "provenance", "read_json", "read_lines",
     "read_parquet", "refusal", "replacing", "run_file", "scalars", "scratch_zeros", "settle_progress", "track",
     "worker_context", "write_json", "write_parquet", "write_parquet_parts", "write_text", "writing",

@@ -157,9 +157,6 @@ class RunFolder:
         except (OSError, ValueError) as error:
             raise InputError(f"{self.part(index)} cannot be read; delete it, and the run will make it again") from error
 
-    def read_parts(self, count: int) -> Iterator[pd.DataFrame]:
-        return map(self.read_part, range(count))
-
     def publish(self, manifest: dict[str, Any]) -> None:
         """Replace an earlier run's results by the staged ones, the manifest last: a killed run stays unfinished."""
         files = [path.relative_to(self.staged) for path in sorted(self.staged.rglob("*")) if path.is_file()]

@@ -10,10 +10,10 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from gradscope.errors import BROKEN_FILE, InputError, first_line, unpickling_reason
-from gradscope.runs.inert import Array, Inert, stand_ins
+from gradscope.runs.inert import stand_ins
 
 PACKED = {".zst": "zstd", ".gz": "gzip"}
 """Compression of text files, by suffix."""
@@ -50,18 +50,16 @@ def read_json(path: Path) -> dict[str, Any] | None:
 def read_lines(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, possibly compressed, with line ends; the last one may lack it."""
     try:
-        with _open(path) as file:
+        if path.suffix in PACKED:
+            import pyarrow as pa
+
+            file = io.BufferedReader(pa.input_stream(str(path), compression=PACKED[path.suffix]))
+        else:
+            file = path.open("rb")
+        with file:
             yield from file
     except BROKEN_FILE as error:  # pyarrow raises OSError or ValueError here
         raise InputError(f"{path} cannot be read ({first_line(error)}); give a sound file") from error
-
-
-def _open(path: Path) -> BinaryIO:
-    if path.suffix not in PACKED:
-        return path.open("rb")
-    import pyarrow as pa
-
-    return io.BufferedReader(pa.input_stream(str(path), compression=PACKED[path.suffix]))
 
 
 def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
@@ -100,31 +98,15 @@ def parquet_metadata(path: Path) -> dict[bytes, bytes]:
 
 
 def parquet_values(path: Path, column: str) -> set[Any] | None:
-    """Return the values of a parquet column if its statistics determine them: one value per row group."""
+    """Return the values of a column of a parquet file; None if it cannot be read, or holds more than plain values."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(path) as file:
-            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        parts = [part for group in groups for part in map(group.column, range(group.num_columns))]
-        found = [part.statistics for part in parts if part.path_in_schema == column]
+            return {*file.read([column])[column].unique().to_pylist()}
     except (*BROKEN_FILE, pa.ArrowException):
         return None
-    told = all(s is not None and s.has_min_max and not s.null_count and s.min == s.max for s in found)
-    return {s.min for s in found} if told and found else None
-
-
-def numbers_of(tensor: Any) -> Any:
-    """Convert a tensor or array to lists. Raises ValueError for sparse, meta and inert objects."""
-    if isinstance(tensor, Array):
-        return tensor.numbers()
-    if isinstance(tensor, Inert):
-        raise ValueError(f"it is {tensor!r}")
-    try:
-        return tensor.tolist()
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(first_line(error)) from error
 
 
 def load_tensors(

@@ -28,6 +28,10 @@ class Inert:
     def __repr__(self) -> str:
         return "an object whose code was not run"
 
+    def tolist(self) -> Any:
+        """Raise ValueError: it holds no numbers."""
+        raise ValueError(f"it is {self!r}")
+
 
 class _Dtype(Inert):
     """A stand-in for numpy.dtype that keeps its kind, size and byte order."""
@@ -54,7 +58,7 @@ class _Dtype(Inert):
             return None
 
 
-class Array(Inert):
+class _Array(Inert):
     """A stand-in for numpy.ndarray."""
 
     _state: tuple = ()
@@ -62,7 +66,7 @@ class Array(Inert):
     def __setstate__(self, state: Any) -> None:
         self._state = state if isinstance(state, tuple) else ()
 
-    def numbers(self) -> Any:
+    def tolist(self) -> Any:
         """Return the numbers as lists. Raises ValueError for other contents, or if they do not fill the shape."""
         _, shape, dtype, by_column, data = self._state if len(self._state) == 5 else [None] * 5
         plain = dtype.plain() if isinstance(dtype, _Dtype) else None
@@ -81,12 +85,12 @@ def _scalar(dtype: Any = None, data: Any = None, *_: Any) -> Any:
 
 
 KNOWN: dict[str, Any] = {
-    "numpy.ndarray": Array,
+    "numpy.ndarray": _Array,
     "numpy.dtype": _Dtype,
     "collections.defaultdict": lambda *_: {},  # for the unpickler to fill
 }
 for _place in ("numpy.core.multiarray", "numpy._core.multiarray"):  # numpy 1, numpy 2
-    KNOWN |= {f"{_place}._reconstruct": lambda *_: Array(), f"{_place}.scalar": _scalar}
+    KNOWN |= {f"{_place}._reconstruct": lambda *_: _Array(), f"{_place}.scalar": _scalar}
 
 
 def stand_ins(names: Iterable[str]) -> list[tuple[Any, str]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 from gradscope.errors import InputError
 from gradscope.runs.files import plain_json, write_json, write_text
-from gradscope.runs.folder import check_is_folder, refusal
+from gradscope.runs.folder import changed_settings, check_is_folder, describe_changes, refusal
 from gradscope.runs.foreign import read_json
 
 CONFIG, MANIFEST, METRICS = "config.json", "manifest.json", "metrics.jsonl"
@@ -58,12 +58,10 @@ class Journal:
             return False
         if earlier.keys() - set(dropped) != wanted.keys():
             raise InputError(f"{self.out / CONFIG} is not from a run of this version of gradscope; give another --out")
-        changed = [name for name in wanted if wanted[name] != earlier[name] and name not in changeable]
+        changed = changed_settings({name: earlier[name] for name in wanted}, wanted, {})
+        changed = {name: values for name, values in changed.items() if name not in changeable}
         if changed and not overwrite:
-            values = ", ".join(f"{name} {earlier[name]}, not {wanted[name]}" for name in changed[:3])
-            raise InputError(
-                f"{self.out} holds a run with other settings ({values}); give another --out, or --overwrite"
-            )
+            raise InputError(f"{self.out} holds a run {describe_changes(changed)}; give another --out, or --overwrite")
         return not overwrite
 
     def begin(self, manifest: Mapping[str, Any], done: int, *, fixed: Sequence[str] = ()) -> Mapping[str, Any] | None:

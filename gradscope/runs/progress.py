@@ -13,12 +13,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 T = TypeVar("T")
 
 
-@runtime_checkable
 class Advance(Protocol):
     """Callback that reports how much more of a stage is done, optionally with a remark."""
 
@@ -34,31 +33,20 @@ DELAY = 5.0
 TICK = 0.5
 
 
-@runtime_checkable
-class Progress(Protocol):
-    """The interface to which stages report."""
+class Progress:
+    """To which stages report; this one is silent."""
 
     def stage(
         self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0
     ) -> AbstractContextManager[Advance]:
         """Open a stage, possibly nested. total: number of units (named in the plural); None: unknown. done: before."""
+        return nullcontext(lambda amount, words="": None)
 
     def plan(self, costs: Mapping[str, float]) -> None:
         """Set the relative durations of stages by name, from now on."""
 
 
-class _Silent:
-    def stage(
-        self, name: str, total: int | float | None = None, unit: str = "", *, done: int | float = 0
-    ) -> AbstractContextManager[Advance]:
-        return nullcontext(lambda amount, words="": None)
-
-    def plan(self, costs: Mapping[str, float]) -> None:
-        pass
-
-
-SILENT = _Silent()
-"""A `Progress` that reports nothing."""
+SILENT = Progress()
 
 
 def settle_progress(progress: bool | Progress) -> Progress:
@@ -107,7 +95,7 @@ class _Stage:
         return (self.total - self.done) * (now - self.started) / gained if self.total and gained > 0 else None
 
 
-class Reporter:
+class Reporter(Progress):
     """Progress on stderr: a bar on a terminal, elsewhere a line at the start of each stage and every 30 s after.
 
     Stages shorter than DELAY seconds are not shown, nor is the start of a repeated stage. With a plan, percentage and

@@ -26,8 +26,6 @@ def make_sampler(
 
     Raises InputError for an unknown engine, or if vLLM is not installed.
     """
-    if batch_size < 1:
-        raise InputError(f"batch_size is {batch_size}; it must be at least 1")
     if engine == "hf":
         return HFSampler(policy, batch_size, progress)
     if engine == "vllm":

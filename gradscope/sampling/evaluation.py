@@ -43,15 +43,6 @@ class Evaluation:
     finished (False if cut off) and greedy. Do not measure greedy responses, which are not draws from π."""
 
 
-@dataclass(frozen=True)
-class Mean:
-    """A mean over questions with its bootstrap interval, which is NaN if all questions score alike."""
-
-    value: float
-    lower: float
-    upper: float
-
-
 class Exam:
     """Questions for a policy, answered in independent parts."""
 
@@ -211,20 +202,24 @@ def tabulate(scores: pd.DataFrame) -> pd.DataFrame:
     for name, group in groups.items():
         row = {"level": name, "questions": len(group)} | {count: int(group[count].sum()) for count in counts}
         for column in scores.columns.drop(["level", *counts]):
-            mean = mean_over_questions(group[column])
-            row |= {column: mean.value, f"{column}_lower": mean.lower, f"{column}_upper": mean.upper}
+            names = (column, f"{column}_lower", f"{column}_upper")
+            row |= dict(zip(names, mean_over_questions(group[column]), strict=True))
         rows.append(row)
     return pd.DataFrame(rows)
 
 
-def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> Mean:
-    """Average scores over questions, ignoring NaN, with a 95 % bootstrap interval."""
+def mean_over_questions(scores: npt.ArrayLike, *, seed: int = 0) -> tuple[float, float, float]:
+    """Average scores over questions, ignoring NaN; return the mean with its 95 % bootstrap interval.
+
+    The bounds are NaN if all questions score alike.
+    """
     scores = np.asarray(scores, dtype=float)
     one_interval = np.zeros(len(scores), dtype=int)
     rng, questions = np.random.default_rng(seed), np.arange(len(scores))
     row = summarize(scores, one_interval, questions, resampling=Resampling(rng), edges=(0.0, 1.0)).iloc[0]
+    value, *bounds = (float(row[name]) for name in ("value", "lower", "upper"))
     varies = len(np.unique(scores[~np.isnan(scores)])) > 1
-    return Mean(*(float(row[name]) if varies or name == "value" else np.nan for name in ("value", "lower", "upper")))
+    return value, *(bounds if varies else (np.nan, np.nan))
 
 
 def _add_pass_at_k(table: pd.DataFrame, num_correct: pd.Series) -> pd.DataFrame:

@@ -118,11 +118,6 @@ def draw_tokens(
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
-def stop_ids(policy: Policy) -> set[int]:
-    """Return the policy's ids that end a response."""
-    return set(policy.stop_ids)
-
-
 def _log_softmax(logits: Float[Tensor, "B N"], temperature: float) -> Float[Tensor, "B N"]:
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
@@ -166,7 +161,7 @@ def _decode(
     """Decode at most `length` tokens per prompt, dropping finished responses; synchronises once per step."""
     from gradscope.sampling.kv_cache import take_rows
 
-    stops, width = stop_ids(policy), max(map(len, prompts))
+    stops, width = policy.stop_ids, max(map(len, prompts))
     longest = [min(length, (policy.context or sys.maxsize) - len(prompt)) for prompt in prompts]
     ids: list[list[int]] = [[] for _ in prompts]
     logprobs: list[list[float]] = [[] for _ in prompts]

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 import torch
 
-from gradscope.errors import InputError, checked, make_settings
+from gradscope.errors import InputError, checked
 from gradscope.policy import Policy, PolicyLike, load_policy
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.sampling.engines import make_sampler
@@ -74,7 +74,7 @@ def sample(
     Raises:
         InputError: both prompts and a task are given, or neither, or they cannot be sampled.
     """
-    chosen = make_settings(SamplingSettings, "sample", settings)
+    chosen = checked(SamplingSettings, "sample")(**settings)
     if (prompts is None) == (task is None):
         raise InputError("give exactly one of prompts= and task=")
     if isinstance(prompts, str):
@@ -109,7 +109,7 @@ def rollout_rows(
     Rows also have `level` and `finished` (False: cut off before a stop token). Raises InputError if the task cannot
     grade a response, and for more than MOST_RESPONSES.
     """
-    chosen, questions = make_settings(SamplingSettings, "rollout_rows", settings), list(questions)
+    chosen, questions = checked(SamplingSettings, "rollout_rows")(**settings), list(questions)
     temperature = float(chosen.temperature)
     check_count(len(questions), chosen.n)
     prompts = [policy.encode_prompt(question.prompt) for question in questions]

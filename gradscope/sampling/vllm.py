@@ -19,7 +19,7 @@ from torch import Tensor
 from gradscope.errors import InputError, NanLogitsError
 from gradscope.policy import DTYPES, Policy
 from gradscope.runs import Progress, settle_progress
-from gradscope.sampling.hf import check_prompts, check_settings, stop_ids
+from gradscope.sampling.hf import check_prompts, check_settings
 from gradscope.sampling.protocol import Sample
 
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
@@ -43,14 +43,12 @@ class VLLMSampler:
         policy: Policy,
         *,
         dtype: str | torch.dtype | None = None,
-        max_length: int | None = None,
         memory: float = 0.4,
         progress: bool | Progress = True,
     ) -> None:
         """Start an engine with the weights in the policy's folder.
 
         dtype: of the engine's weights and activations; default the policy's.
-        max_length: of prompt and response together; default: the policy's context, as far as memory allows.
         memory: fraction of the GPU's memory for weights and KV cache.
         progress: whether, or where, to report sampling; True on a terminal: vLLM's own bar.
 
@@ -62,10 +60,10 @@ class VLLMSampler:
                 "config.json; save it with save_pretrained, or sample with HFSampler"
             )
         self.progress = progress
-        self._policy, self._stops = policy, sorted(stop_ids(policy))
+        self._policy, self._stops = policy, sorted(policy.stop_ids)
         self._group_is_anothers = torch.distributed.is_available() and torch.distributed.is_initialized()
         settings = {"dtype": _dtype_name(dtype or policy.dtype), "gpu_memory_utilization": memory}
-        settings |= {"max_model_len": -1 if max_length is None else max_length}
+        settings["max_model_len"] = -1  # the policy's context, as far as memory allows
         engine, on_cpu = _import_vllm()
         if on_cpu:
             # With the default blocks of 128 tokens, short prompts would share no prefix.

@@ -6,16 +6,16 @@ import glob
 import inspect
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeVar
 
 from gradscope.errors import InputError
-from gradscope.runs import in_words, read_parquet
-from gradscope.tasks.registry import Question, Task, ask_questions
+from gradscope.runs import RAISED, in_words, read_parquet
+from gradscope.tasks.registry import Question, Task
 
 T = TypeVar("T")
-MOST_QUESTIONS = 10_000_000
 
 
 def data_folder() -> Path:
@@ -31,26 +31,33 @@ def draw_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> l
 
     n: None for all questions that the files of the option `files` hold.
 
-    Raises InputError if the task does not take an option, n is below 1 or above MOST_QUESTIONS, there are no questions,
-    or the task raises or gives something else.
+    Raises InputError if the task does not take an option, n is below 1, there are no questions, or the task raises or
+    gives something else.
     """
     options = {name: value for name, value in options.items() if value is not None and value != () and value != []}
     _check_options(task, options)
     if n is None and "files" not in options:
-        raise_no_number(task.name)
+        raise InputError(f"task {task.name!r} has neither a number of questions nor files; give one of them")
     if n is not None and n < 1:
         raise InputError(f"{n} questions requested; give 1 or more")
-    if n is not None and n > MOST_QUESTIONS:
-        raise InputError(f"{n} questions requested; give at most {MOST_QUESTIONS:,}")
-    questions = ask_questions(task, n, seed=seed, **options)
+    try:
+        given = task.questions(n, seed=seed, **options)
+        questions = list(given) if isinstance(given, Iterable) else [given]
+    except InputError:
+        raise
+    except RAISED as error:
+        raise InputError(
+            f"questions(n={n}, seed={seed}) of task {task.name!r} raised {in_words(error)}; mend the task"
+        ) from error
+    for question in questions:
+        if not isinstance(question, Question) or not isinstance(question.level, Integral | None):
+            raise InputError(
+                f"the questions of task {task.name!r} hold {question!r:.80}; wanted a list of Question(prompt, answer, "
+                "level), whose level is a whole number or None"
+            )
     if not questions:
         raise InputError(f"task {task.name!r} has no questions for n = {n}, {options}; give it others")
     return questions
-
-
-def raise_no_number(name: str) -> None:
-    """Raise InputError because neither a number of questions nor files are given."""
-    raise InputError(f"task {name!r} has neither a number of questions nor files; give one of them")
 
 
 def _check_options(task: Task, options: dict[str, Any]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from gradscope.errors import InputError
-from gradscope.tasks.data import draw_rows, raise_no_number, read_rows
-from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, Statement, compact_text, draw_sayings, quiz_text
+from gradscope.tasks.data import draw_rows, read_rows
+from gradscope.tasks.knights_knaves_wording import COMPACT_NAMES, SAYINGS, Statement, compact_prompt, quiz_text
 from gradscope.tasks.registry import Grade, Question
 
 NAMES = (
@@ -123,7 +123,7 @@ def generate_puzzle(people: int, rng: random.Random, *, names: Sequence[str] | N
     """
     statements = draw_statements(people, rng)
     names = tuple(names[:people]) if names is not None else tuple(rng.sample(NAMES, people))
-    quiz = quiz_text(statements, names, draw_sayings(people, rng))
+    quiz = quiz_text(statements, names, rng.choices(SAYINGS, k=people))  # with replacement, as in the data set
     return Puzzle(names, statements, solve(statements)[0], quiz)
 
 
@@ -138,23 +138,16 @@ def _read_puzzle(place: str, row: dict[str, Any]) -> Puzzle:
     except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
         raise InputError(f"{place} is not a puzzle ({error}); wanted rows as in kk/3ppl/test.parquet") from error
     people = len(names)
-    complaints = {
-        f"names are {row['names']!r:.80}; wanted texts": not (
-            isinstance(row["names"], list) and all(isinstance(name, str) and name for name in names)
-        ),
-        f"statements are {statements!r:.80}; wanted one of solve()'s for each of {people} people": not (
-            isinstance(statements, tuple)
-            and len(statements) == people
-            and all(_is_statement(statement, people) for statement in statements)
-        ),
-        f"solution is {solution}; wanted true or false for each of {people} people": not (
-            len(solution) == people and all(isinstance(knight, bool) for knight in solution)
-        ),
-        f"quiz is {row['quiz']!r:.80}; wanted a text": not isinstance(row["quiz"], str),
+    wanted = {
+        "names": isinstance(row["names"], list) and all(isinstance(name, str) and name for name in names),
+        "statements": isinstance(statements, tuple)
+        and len(statements) == people
+        and all(_is_statement(statement, people) for statement in statements),
+        "solution": len(solution) == people and all(isinstance(knight, bool) for knight in solution),
+        "quiz": isinstance(row["quiz"], str),
     }
-    for complaint, holds in complaints.items():
-        if holds:
-            raise InputError(f"{place}: the {complaint}")
+    if wrong := next((name for name, holds in wanted.items() if not holds), None):
+        raise InputError(f"{place}: {wrong} is {row[wrong]!r:.80}; wanted rows as in kk/3ppl/test.parquet")
     return Puzzle(names, statements, solution, row["quiz"])
 
 
@@ -174,15 +167,6 @@ def _is_statement(value: Any, people: int) -> bool:
 def prompt(puzzle: Puzzle) -> str:
     """Return the data set's full prompt with chat marks; it ends with the `<think>` that opens the response."""
     return _PROMPT.format(quiz=puzzle.quiz)
-
-
-def compact_prompt(statements: Sequence[Statement]) -> str:
-    """Return the puzzle for a small policy: canonical names, a line per person, then `<think>`.
-
-    >>> compact_prompt([("lying", 1), ("not", ("telling-truth", 0))])
-    'Zoey: Oliver is a knave.\\nOliver: Zoey is not a knight.\\n<think>'
-    """
-    return compact_text(statements) + "<think>"
 
 
 def reward(response: str, *, names: Sequence[str], solution: Sequence[bool]) -> float:
@@ -237,8 +221,6 @@ class _KnightsKnaves:
         if files:
             puzzles = [puzzle for puzzle in read_puzzles(*files) if not people or len(puzzle.names) in people]
             return [self.question(puzzle) for puzzle in draw_rows(puzzles, n, rng, files)]
-        if n is None:
-            raise_no_number(self.name)
         levels = tuple(people or self.people)
         return [self.question(generate_puzzle(levels[i % len(levels)], rng)) for i in range(n)]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 Statement = tuple
@@ -68,16 +67,13 @@ def quiz_text(statements: Sequence[Statement], names: Sequence[str], sayings: Se
     return _PREAMBLE.format(count=len(names), names=listed) + " ".join(spoken) + _QUESTION
 
 
-def draw_sayings(people: int, rng: random.Random) -> list[str]:
-    """Draw one of SAYINGS per person, with replacement, as in the data set."""
-    return rng.choices(SAYINGS, k=people)
+def compact_prompt(statements: Sequence[Statement], names: Sequence[str] = COMPACT_NAMES) -> str:
+    """Word the puzzle for a small policy, in as few words as possible: a line per person, then `<think>`.
 
-
-def compact_text(statements: Sequence[Statement], names: Sequence[str] = COMPACT_NAMES) -> str:
-    """Word the puzzle in as few words as possible: one line per person.
-
-    >>> print(compact_text([("lying", 1), ("and", ("telling-truth", 0), ("lying", 1))]), end="")
+    >>> print(compact_prompt([("lying", 1), ("and", ("telling-truth", 0), ("lying", 1))]))
     Zoey: Oliver is a knave.
     Oliver: Zoey is a knight and Oliver is a knave.
+    <think>
     """
-    return "".join(f"{name}: {claim_text(s, names)}.\n" for s, name in zip(statements, names, strict=False))
+    lines = (f"{name}: {claim_text(s, names)}.\n" for s, name in zip(statements, names, strict=False))
+    return "".join(lines) + "<think>"

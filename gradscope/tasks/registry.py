@@ -5,9 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -142,26 +141,6 @@ def _wanted_of_grade(grade: Any) -> str | None:
     if grade.correct not in (True, False):
         return "True or False as correct"
     return None if grade.format_ok in (None, True, False) else "True, False or None as format_ok"
-
-
-def ask_questions(task: Task, n: int | None, *, seed: int, **options: Any) -> list[Question]:
-    """Return the list of `task.questions`. Raises InputError if it raises or returns anything but questions."""
-    try:
-        given = task.questions(n, seed=seed, **options)
-        questions = list(given) if isinstance(given, Iterable) else [given]
-    except InputError:
-        raise
-    except RAISED as error:
-        raise InputError(
-            f"questions(n={n}, seed={seed}) of task {task.name!r} raised {in_words(error)}; mend the task"
-        ) from error
-    for question in questions:
-        if not isinstance(question, Question) or not isinstance(question.level, Integral | None):
-            raise InputError(
-                f"the questions of task {task.name!r} hold {question!r:.80}; wanted a list of Question(prompt, answer, "
-                "level), whose level is a whole number or None"
-            )
-    return questions
 
 
 def questions_hash(questions: Sequence[Question]) -> str:

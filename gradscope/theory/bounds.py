@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from gradscope.errors import checked
 from gradscope.gradients import LAYER, LOGITS
 from gradscope.resampling import Seed
 from gradscope.runs import counted
-from gradscope.theory.closed_form import check_logit_grad_bounds
+from gradscope.theory.closed_form import logit_grad_bounds, rounding_tolerance
 from gradscope.theory.gains import FLOOR, check_envelopes, decompose_variance, fit_powers, layer_gains, require_columns
 
 
@@ -37,12 +39,18 @@ class LogitBounds:
         )
 
 
-def check_logit_bounds(table: pd.DataFrame, vocab_size: int) -> LogitBounds:
-    """Compare every token's `logit_grad_norm` with √(N/(N−1))·(1−π) and √2·(1−π) (Prop. 4.2)."""
-    require_columns(table, [LOGITS, "log_one_minus_prob"])
-    norms, log_rest = (torch.tensor(table[c].to_numpy(np.float32)) for c in (LOGITS, "log_one_minus_prob"))
-    check = check_logit_grad_bounds(norms, log_rest, vocab_size)
-    return LogitBounds(check.num_tokens, check.num_below + check.num_above, check.tolerance)
+def check_logit_bounds(
+    norms: Float[Tensor, "*tokens"], log_one_minus_prob: Float[Tensor, "*tokens"], vocab_size: int
+) -> LogitBounds:
+    """Compare ‖e − π‖ of each token with √(N/(N−1))·(1−π) and √2·(1−π) (Prop. 4.2), to `rounding_tolerance`.
+
+    >>> check_logit_bounds(torch.tensor([0.6, 0.9]), torch.tensor([0.5, 0.5]).log(), vocab_size=8).violations
+    1
+    """
+    slack = rounding_tolerance(log_one_minus_prob)
+    lower, upper = logit_grad_bounds(log_one_minus_prob, vocab_size)
+    inside = (norms >= lower * (1 - slack)) & (norms <= upper * (1 + slack))  # False for NaN
+    return LogitBounds(norms.numel(), int((~inside).sum()), float(slack.max()) if slack.numel() else 0.0)
 
 
 @dataclass(frozen=True)
@@ -101,8 +109,10 @@ def theory_report(
 
     table: the columns of `measure` and `group`, the id of the token's prompt.
     """
+    require_columns(table, [LOGITS, "log_one_minus_prob"])
+    norms, log_rest = (torch.tensor(table[c].to_numpy(np.float32)) for c in (LOGITS, "log_one_minus_prob"))
     return TheoryReport(
-        logit_bounds=check_logit_bounds(table, vocab_size),
+        logit_bounds=check_logit_bounds(norms, log_rest, vocab_size),
         powers=fit_powers(table, seed=seed, floor=floor, resamples=resamples),
         gains=layer_gains(table, floor=floor),
         variance=decompose_variance(table, seed=seed, floor=floor, resamples=resamples),

@@ -9,7 +9,6 @@ tokens never cancels. With a temperature T, "logits" means logits / T.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -56,25 +55,6 @@ def logit_grad_bounds(
     return one_minus_prob * math.sqrt(vocab_size / (vocab_size - 1)), one_minus_prob * math.sqrt(2)
 
 
-@dataclass(frozen=True)
-class BoundCheck:
-    """Counts of tokens that violate a bound of Prop. 4.2 by more than rounding."""
-
-    num_tokens: int
-    """Number of tokens compared."""
-    num_below: int
-    """Tokens with a norm below the lower bound, or NaN."""
-    num_above: int
-    """Tokens with a norm above the upper bound."""
-    tolerance: float
-    """Largest relative slack allowed for any token."""
-
-    @property
-    def holds(self) -> bool:
-        """True if no token violates either bound."""
-        return self.num_below == 0 and self.num_above == 0
-
-
 def rounding_tolerance(log_one_minus_prob: Float[Tensor, "*tokens"]) -> Float[Tensor, "*tokens"]:
     """Return the relative slack for rounding: 4 ε · (8 + |log(1−π)|), with the dtype's ε (float32: 1.2e-7).
 
@@ -83,22 +63,3 @@ def rounding_tolerance(log_one_minus_prob: Float[Tensor, "*tokens"]) -> Float[Te
     log_one_minus_prob = widen(log_one_minus_prob)
     info = torch.finfo(log_one_minus_prob.dtype)
     return 4 * info.eps * (8 - log_one_minus_prob.clamp(min=math.log(info.tiny), max=0.0))
-
-
-def check_logit_grad_bounds(
-    norms: Float[Tensor, "*tokens"],
-    log_one_minus_prob: Float[Tensor, "*tokens"],
-    vocab_size: int,
-    *,
-    tolerance: int | float | None = None,
-) -> BoundCheck:
-    """Count the tokens whose ‖e − π‖ violates Prop. 4.2; relative `tolerance`, None: `rounding_tolerance`.
-
-    >>> check_logit_grad_bounds(torch.tensor([0.6, 0.9]), torch.tensor([0.5, 0.5]).log(), vocab_size=8).num_above
-    1
-    """
-    slack = rounding_tolerance(log_one_minus_prob) if tolerance is None else torch.full_like(norms, tolerance)
-    lower, upper = logit_grad_bounds(log_one_minus_prob, vocab_size)
-    below = ~(norms >= lower * (1 - slack))  # negated to include NaN
-    above = norms > upper * (1 + slack)
-    return BoundCheck(norms.numel(), int(below.sum()), int(above.sum()), float(slack.max()) if slack.numel() else 0.0)

@@ -8,9 +8,8 @@ from gradscope.trainer.checkpoints import OPTIMIZER, list_checkpoints, step_of
 from gradscope.trainer.config import TrainConfig
 from gradscope.trainer.presets import PRESETS, get_preset
 from gradscope.trainer.rollout import Questions
-from gradscope.trainer.train import OnStep, Step, train
+from gradscope.trainer.train import train
 
 __all__ = [
-    "OPTIMIZER", "PRESETS", "OnStep", "Questions", "Step", "TrainConfig", "get_preset", "list_checkpoints", "step_of",
-    "train",
+    "OPTIMIZER", "PRESETS", "Questions", "TrainConfig", "get_preset", "list_checkpoints", "step_of", "train",
 ]  # fmt: skip

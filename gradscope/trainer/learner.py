@@ -31,7 +31,7 @@ from gradscope.policy import (
     without_cudnn_attention,
 )
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, ALONE_AGAIN, Processes, join_processes, launched, writing
+from gradscope.runs import ALONE_AGAIN, Processes, join_processes, launched, writing
 from gradscope.trainer.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -69,23 +69,19 @@ class Learner:
 
     def statistics(self, batch: TokenBatch) -> TokenStatistics:
         """Compute log π, log(1−π) and entropy of the batch's response tokens under the current policy."""
-        return self._statistics(self.updater.model, batch, self.processes)
-
-    def statistics_alone(self, batch: TokenBatch) -> TokenStatistics:
-        """Compute the same in this process alone, while the others wait."""
-        return self._statistics(self.policy.model, batch, ALONE)
+        return self._statistics(self.updater.model, batch)
 
     def reference_logprobs(self, batch: TokenBatch) -> Tensor:
         """Compute log π_ref of the batch's response tokens [B, S]."""
         if self.reference is not None:
-            return self._statistics(self.reference, batch, self.processes).logprob
+            return self._statistics(self.reference, batch).logprob
         with self.adapters.disable_adapter():
-            return self._statistics(self.updater.model, batch, self.processes).logprob
+            return self._statistics(self.updater.model, batch).logprob
 
-    def _statistics(self, model: nn.Module, batch: TokenBatch, processes: Processes) -> TokenStatistics:
+    def _statistics(self, model: nn.Module, batch: TokenBatch) -> TokenStatistics:
         size, device = self.updater.micro_batch_size, self.updater.device
         with self.computing():
-            return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=processes)
+            return batch_statistics(model, batch, micro_batch_size=size, device=device, processes=self.processes)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter by name, with adapters merged in; tied ones once."""

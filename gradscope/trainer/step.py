@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,11 +14,9 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.objective import (
-    LossSettings,
     StepResult,
-    StepTokens,
     TokenStatistics,
-    Weighting,
+    Update,
     kl_k3,
     reinforce_pp_advantages,
     resolve_advantages,
@@ -26,20 +24,6 @@ from gradscope.objective import (
 )
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer.config import TrainConfig
-
-
-@dataclass(frozen=True)
-class Update:
-    """All optimizer steps on one batch of responses."""
-
-    steps: list[StepTokens]
-    batch: TokenBatch
-    """The whole batch, with the advantages used in training."""
-    settings: LossSettings
-    match: LossSettings | None = None
-    """If set, rescale each gradient to the norm it would have under these settings."""
-    weighting: Weighting | None = None
-    """Custom per-token weights replacing the policy-gradient weights of Eq. 2, arXiv:2505.12929."""
 
 
 def compute_advantages(batch: TokenBatch, config: TrainConfig) -> Float[Tensor, "B S"]:

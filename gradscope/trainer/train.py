@@ -37,7 +37,7 @@ import torch
 
 from gradscope import __version__
 from gradscope.errors import DivergedError, InputError, NanLogitsError, SyncError, checked
-from gradscope.objective import LossSettings, StepResult, TokenStatistics
+from gradscope.objective import StepResult, TokenStatistics
 from gradscope.policy import Policy, find_checkpoint, weights_hash
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import (
@@ -92,13 +92,6 @@ class Step:
     policy: Policy
     batch: TokenBatch
     """The batch with the training's advantages, old_logprobs, sampler_logprobs and, with a reference, ref_logprobs."""
-    statistics: TokenStatistics
-    """Statistics of the batch's tokens before the update."""
-    settings: LossSettings
-    """Settings of the training loss."""
-    config: TrainConfig
-    score: Callable[[TokenBatch], TokenStatistics]
-    """Returns the statistics of a batch's tokens under the current weights, in the training precision."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """Metrics to log; the callback may add entries."""
 
@@ -165,9 +158,8 @@ def train(
         for note in learner.policy.length_notes(config.max_new_tokens) if reporter is not SILENT else ():
             print(f"note: {note}", file=sys.stderr)
 
-        # With a single optimizer step per batch, π_old = π_θ, so skip the separate scoring pass. Reweight may be among
-        # them: the loss replaces None old_logprobs by the policy's own, detached. A callback needs the scoring pass,
-        # since it gets the statistics before the update.
+        # With a single optimizer step per batch, π_old = π_θ, so skip the separate scoring pass; Reweight's factor too
+        # is then of the policy's own log π, detached. A callback sees π_old before the update, so it needs that pass.
         single_on_policy_step = on_step is None and takes_one_step(config)
         advance = stack.enter_context(reporter.stage("training", questions.steps, "steps", done=done))
         # `index`, from 0, is the number of steps done and keys the random streams; `number`, from 1, names the step in
@@ -201,19 +193,12 @@ def train(
             added: dict[str, Any] = {}
             with ExitStack() as watching:
                 if on_step is not None and processes.is_main:
-                    step = Step(
-                        number, learner.policy, batch, statistics, update.settings, config,
-                        learner.statistics_alone, added,
-                    )  # fmt: skip
-                    watching.enter_context(on_step(step))
+                    watching.enter_context(on_step(Step(number, learner.policy, batch, added)))
                 update_started = _now(learner)
                 with learner.computing():
                     for part in update.steps:
-                        result = learner.updater.step(
-                            part, update.settings,
-                            match=update.match, weighting=update.weighting, score=single_on_policy_step,
-                        )  # fmt: skip
-                        results.append(result)
+                        how = {"match": update.match, "weighting": update.weighting, "score": single_on_policy_step}
+                        results.append(result := learner.updater.step(part, update.settings, **how))
                         if result.outcome != "empty":
                             nonfinite = nonfinite + 1 if result.outcome == "nonfinite" else 0
                         if nonfinite >= MOST_NONFINITE:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -19,16 +18,7 @@ from torch import Tensor
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian
 from gradscope.objective import LossSettings, resolve_advantages
-from gradscope.policy import (
-    Policy,
-    PolicyLike,
-    flat_slices,
-    group_settings,
-    module_groups,
-    optimizer_names,
-    plain_name,
-    read_state,
-)
+from gradscope.policy import PolicyLike, flat_slices, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
 from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
 from gradscope.updates.auditing.readings import Reading, Readings, TokenRows
@@ -178,55 +168,6 @@ def audit(
     if lacking := sum(name not in theirs and trains(name) for name in slices):
         verdict += f" It has no gradient for {lacking} of the policy's {len(slices)} parameters."
     return replace(judged, verdict=verdict, norm_ratio=ratio, precision=precision, notes=batch.notes)
-
-
-def gradient_of_moments(policy: Policy, before: str | Path | None, after: str | Path) -> dict[str, Tensor]:
-    """Recover a step's gradient, after clipping, from AdamW's first moments before and after it.
-
-    From m′ = β₁·m + (1 − β₁)·g; float64 tensors by the policy's names.
-
-    Args:
-        before: AdamW's state_dict, or its checkpoint, before the step; None: the run's first step.
-        after: The same after the step.
-
-    Raises:
-        InputError: the states are not one step apart, or are not AdamW's.
-    """
-    new, old = read_state(after), None if before is None else read_state(before)
-    names, settings, found = optimizer_names(policy.model, new), group_settings(new), {}
-    if len(names) != len(settings):
-        raise InputError(
-            f"the optimizer state has {len(settings)} parameters, but the policy {len(names)}; give the state of the "
-            "run that trained these parameters (an adapter's: --params adapter)"
-        )
-    for name, (index, own) in zip(names, settings.items(), strict=True):
-        if (moments := new["state"].get(index)) is None:
-            continue
-        beta = own.betas[0]
-        held = {} if old is None else old["state"].get(index, {})
-        steps = int(moments["step"]) - int(held.get("step", 0))
-        if steps != 1:
-            raise InputError(
-                f"the two optimizer states are {steps} steps apart at {name}, but a gradient can be recovered only "
-                "between consecutive steps; give consecutive checkpoints"
-            )
-        first = moments["exp_avg"].double()
-        found[name] = (first - beta * held["exp_avg"].double() if held else first) / (1 - beta)
-    return found
-
-
-def undo_clip(gradient: Mapping[str, Tensor], grad_norm: int | float) -> tuple[dict[str, Tensor], float]:
-    """Return the gradient before clipping, and the factor that clipping applied; 1 if it was not clipped.
-
-    Args:
-        gradient: After clipping, by parameter name.
-        grad_norm: Norm before clipping, as logged by the trainer.
-    """
-    norm = float(np.sqrt(sum(float(own.double().square().sum()) for own in gradient.values())))
-    factor = norm / grad_norm
-    if not 0 < factor < 1 - FLOAT32:
-        return dict(gradient), 1.0
-    return {name: own / factor for name, own in gradient.items()}, factor
 
 
 def _match(gradient: Mapping[str, Tensor], slices: Mapping[str, slice]) -> dict[str, Float[Tensor, " p"]]:

@@ -1,4 +1,4 @@
-"""Statistics of an update's effect on tokens: who moved in the direction of its weight, how far, and update similarity.
+"""Statistics of an update's effect on tokens: who moved in the direction of its weight, and similarity of two updates.
 
 Tables come from `updates.movement_table`: a row per kept response token, and for each update NAME the columns
 delta_prob.NAME, delta_logprob.NAME and delta_log_odds.NAME. Direction is judged by the log odds log π − log(1−π), which
@@ -35,8 +35,6 @@ Number = int | float
 VALUES = ("delta_prob", "delta_logprob", "delta_log_odds")
 """Measures of a movement: Δπ, Δ log π and Δ(log π − log(1−π)), in nats."""
 SIGNS = ("positive", "negative")
-
-_QUANTILES = {"q05": 0.05, "q25": 0.25, "median": 0.5, "q75": 0.75, "q95": 0.95}
 
 
 @checked
@@ -100,74 +98,6 @@ def log_odds_change(before: TokenStatistics, after: TokenStatistics) -> Float[Te
     return gained - lost
 
 
-@checked
-def movement_summary(
-    table: pd.DataFrame,
-    name: str = "all",
-    *,
-    value: str = "delta_prob",
-    by: str = "interval",
-    against: str = "advantage",
-    values: Iterable | None = None,
-    seed: Seed = 0,
-    resamples: int = 1000,
-) -> pd.DataFrame:
-    """Summarize how far tokens moved, by value of `by` and sign of `against` (Fig. 1 (c, e, f)); arguments as above.
-
-    value: one of VALUES. Columns: `by`, sign, num_tokens, mean, mean_lower, mean_upper, mean_abs (of |value|),
-    mean_abs_lower, mean_abs_upper, sd (n − 1), q05, q25, median, q75, q95. NaN without tokens, sd with one,
-    bounds with one prompt. An infinite movement is refused.
-    """
-    rows, cells, _ = _cells(table, by, against, values)
-    moved = _finite_movement(table, value, name)
-    clusters, resampling = prompt_clusters(table), Resampling(seed, resamples=resamples)
-    for statistic, amounts in (("mean", moved), ("mean_abs", np.abs(moved))):
-        found = summarize_cells(amounts, cells, clusters, len(rows) + 1, resampling=resampling)[:-1]
-        rows["num_tokens"] = found["num_tokens"]
-        rows[statistic] = found["value"]
-        rows[f"{statistic}_lower"], rows[f"{statistic}_upper"] = found["lower"], found["upper"]
-    per_cell = pd.Series(moved).groupby(cells)
-    rows["sd"] = per_cell.std().reindex(rows.index)
-    quantiles = per_cell.quantile(list(_QUANTILES.values())).unstack().reindex(rows.index)
-    return rows.assign(**{label: quantiles[q] for label, q in _QUANTILES.items()})
-
-
-def without_extremes(
-    table: pd.DataFrame, name: str = "all", *, value: str = "delta_prob", share: Number = 0.01
-) -> pd.DataFrame:
-    """Drop this fraction of the tokens (rounded to whole tokens), those that moved most by |value|.
-
-    The paper leaves out the top 1 % of |Δπ| in Fig. 1. Among tokens that moved equally far, later ones are dropped.
-    """
-    if not 0 <= share < 1:
-        raise InputError(f"share is {share}; give a number from 0 to below 1, such as 0.01")
-    distance = np.abs(_movement(table, value, name))
-    kept = np.argsort(distance, kind="stable")[: len(table) - round(share * len(table))]
-    return table.iloc[np.sort(kept)]
-
-
-def over_batches(
-    frame: pd.DataFrame, *, value: str = "share", keys: Sequence[str] = ("interval", "sign")
-) -> pd.DataFrame:
-    """Return mean and sd (n − 1) of a statistic over batches, for each combination of the keys.
-
-    frame: one row per batch and keys, with a column batch, such as concatenated right-direction shares.
-    Columns: the keys, num_batches (with a value), mean, sd; NaN without batches, sd also with one.
-
-    >>> shares = [pd.DataFrame({"interval": 0, "sign": ["positive"], "share": share}) for share in (0.5, 0.7)]
-    >>> over_batches(pd.concat(shares, keys=[0, 1], names=["batch"]).reset_index("batch"))
-       interval      sign  num_batches  mean        sd
-    0         0  positive            2   0.6  0.141421
-    """
-    _require(frame, [*keys, value, "batch"])
-    if frame.duplicated([*keys, "batch"]).any():
-        raise InputError(
-            f"a batch has several rows with the same {', '.join(keys)}; add columns to keys= that distinguish them"
-        )
-    grouped = frame.groupby(list(keys), observed=True, sort=False)[value]
-    return grouped.agg(num_batches="count", mean="mean", sd="std").reset_index()
-
-
 @dataclass(frozen=True)
 class Similarity:
     """The similarity of two updates on tokens outside the updated intervals."""
@@ -199,7 +129,10 @@ def similarity(
     """
     _require(table, ["interval"])
     chosen = ~np.isin(table["interval"], np.asarray(outside))
-    x, y = (_standardised(_finite_movement(table, value, name)[chosen]) for name in (a, b))
+    moved = {name: _movement(table, value, name) for name in (a, b)}
+    if infinite := [name for name, values in moved.items() if np.isinf(values).any()]:
+        raise InputError(f"{value}.{infinite[0]} is infinite on some tokens; use delta_prob, or drop them")
+    x, y = (_standardised(moved[name][chosen]) for name in (a, b))
     labels, cluster = np.unique(prompt_clusters(table)[chosen], return_inverse=True)
     sums = np.stack([np.bincount(cluster, p) for p in (np.ones_like(x), x, y, x * x, y * y, x * y)], axis=1)
 
@@ -246,13 +179,6 @@ def _movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
     moved = table[column].to_numpy(np.float64)
     if np.isnan(moved).any():
         raise InputError(f"{column} is NaN on {np.isnan(moved).sum()} tokens; give movements of a policy without NaN")
-    return moved
-
-
-def _finite_movement(table: pd.DataFrame, value: str, name: str) -> np.ndarray:
-    moved = _movement(table, value, name)
-    if np.isinf(moved).any():
-        raise InputError(f"{value}.{name} is infinite on {np.isinf(moved).sum()} tokens; use delta_prob, or drop them")
     return moved
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,20 +28,19 @@ from gradscope.gradients import (
     BACKWARD,
     FORWARD_MODE,
     Derivative,
-    Resources,
     TokenJacobian,
     Vectors,
     refuse_narrow_arithmetic,
 )
-from gradscope.intervals import EDGES, interval_labels
+from gradscope.intervals import interval_labels
 from gradscope.objective import PAPER, LossSettings, TokenStatistics, batch_weights, clip_scale
-from gradscope.policy import PolicyLike, flat_slices, float_parameters, read_state, square_norm
+from gradscope.policy import flat_slices, float_parameters, square_norm
 from gradscope.resampling import Seed, bootstrap, prompt_clusters, short_of
-from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
+from gradscope.rollouts import TokenBatch
 from gradscope.runs import counted
 from gradscope.updates.make_update import old_intervals
-from gradscope.updates.movement import Movement, movement_table, resolve
-from gradscope.updates.step_settings import ANY, SGD, Moments, StepSettings, read_moments
+from gradscope.updates.movement import resolve, token_keys
+from gradscope.updates.step_settings import Moments, StepSettings, read_moments
 
 Number = int | float
 
@@ -67,7 +65,7 @@ class Influence:
     update_norm: float
     """L2 norm of Δθ over all parameters."""
     entropy: dict[str, float]
-    """Predicted change of the kept tokens' mean entropy, in nats, by source; see `_Sources.changes`."""
+    """Predicted change of the kept tokens' mean entropy, in nats, by source."""
     entropy_slopes: Float[np.ndarray, " K"]
     """See `entropy_slopes`."""
 
@@ -79,49 +77,6 @@ class Influence:
         )
 
 
-@checked
-def influence(
-    policy: PolicyLike,
-    batch: BatchLike,
-    *,
-    loss: LossSettings = PAPER,
-    step: StepSettings = SGD,
-    optimizer_state: dict[str, Any] | str | Path | None = None,
-    edges: Sequence[Number] = EDGES,
-    gradients: Float[Tensor, "A P"] | None = None,
-    resources: Resources | None = None,
-) -> Influence:
-    """Predict the effect of `apply_update(policy, batch, "all", …)` on each token's log π, by source, without a step.
-
-    The whole batch is one mini-batch. Costs a forward pass, a forward and backward pass per source and for the mean
-    entropy, and three forward passes for each of these in forward mode (see `TokenJacobian.jvp` for models without it,
-    as reported by a UserWarning and `method`). The policy is restored bit for bit, even if the call raises. Memory
-    beside the model, its activations and the given state: a vector as long as the parameters per source (SGD: intervals
-    + 2;
-    AdamW: intervals + 3), and 2 more.
-
-    Args:
-        batch: unknown old_logprobs are replaced by the policy's own; advantages come from `resolve_advantages`.
-        optimizer_state: AdamW's `state_dict()`: continues from its moments and step counts with the settings of `step`,
-            and does not move other parameters. None: fresh, with v = 0, so that the step is lr·sign(gradient): entries
-            in which the sources' gradients cancel still move by lr, and each source contributes its gradient over their
-            sum, without bound. The contributions still add up, but say little about who moved whom, so give a state
-            that has taken many steps (see AdamWState).
-        gradients: of the loss's policy part for each interval, if known and without a KL part; None: computed here.
-        resources: if the vectors exceed its bytes, they go to a scratch file; None: no limit.
-
-    Raises:
-        InputError: the weights are below float32, the batch has no response tokens or advantages, the optimizer state
-            does not fit, the gradient is not finite (so no step would be taken), or the disk has no room for a scratch
-            file.
-    """
-    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
-    state = read_state(optimizer_state) if isinstance(optimizer_state, str | Path) else optimizer_state
-    step.check()
-    loss.check()
-    return predict_step(J, loss, step, read_moments(J.model, step, state), edges=edges, gradients=gradients)
-
-
 def predict_step(
     J: TokenJacobian,
     loss: LossSettings,
@@ -131,19 +86,41 @@ def predict_step(
     edges: Sequence[Number],
     gradients: Float[Tensor, "A P"] | None,
 ) -> Influence:
-    """Compute `influence` for the tokens of a Jacobian. moments: `read_moments` of the optimizer's state."""
+    """Compute `influence` for the tokens of a Jacobian.
+
+    step and loss: checked; moments: `read_moments` of the optimizer's state.
+    """
     names = [*map(str, range(len(interval_labels(edges)))), "kl", *["momentum"] * (step.optimizer == "adamw"), "decay"]
     J.check_room(len(names) + 2)  # before anything is measured
     refuse_narrow_arithmetic(J.model)
     before = J.statistics
     batch = resolve(J.batch, before)
     cotangents = _cotangents(batch, before, loss, edges, names)
-    found, slopes, entropy, *how = _Sources(J, cotangents, step, moments, gradients).changes()
-    own = sum(cotangents.values()).double().numpy() * slopes
-    parts = pd.DataFrame({f"{BY}{name}": values for name, values in zip(cotangents, found, strict=True)})
-    keys = _keys(batch, before, loss, edges)
-    contributions = pd.concat([keys, parts.assign(predicted=found.sum(0), entropy_part=own)], axis=1)
-    return Influence(contributions, *how, dict(zip(cotangents, entropy.tolist(), strict=True)), slopes)
+    stacked = torch.stack([*cotangents.values()])
+    if gradients is None:
+        parts = J.vjp(stacked)
+    else:
+        rows = nn.functional.pad(gradients, (0, 0, 0, len(names) - len(gradients)))
+        parts = Vectors(rows, flat_slices(J.model))
+    scaling = _Scaling(J.model, step, moments)
+    scaling.keep_held(parts)
+    clip_factor, slope = clip_scale(parts.norm_of_sum(), step.max_grad_norm), scaling.entropy_gradient(J)
+    # With h the gradient of the mean entropy, a source's effect on it is ⟨h, its part of Δθ⟩. A token's gradient
+    # c·∇ log π becomes S(c·∇ log π) in Δθ, with S an entrywise factor, so its effect is c·⟨S(h), ∇ log π⟩.
+    entropy = torch.zeros(len(parts), dtype=torch.float64)
+    for span, crossed in parts.spans():
+        rows, own = parts.rows[:, span], slope.rows[:, span]
+        whole = rows.sum(0)
+        scaling.scale(rows, names, whole, clip_factor, crossed)
+        entropy += (rows.double() @ own[0].double()).cpu()
+        scaling.scale(own, ["entropy"], whole, clip_factor, crossed)
+    changes, slopes = J.jvp(parts), J.jvp(slope).logprob[0].double().numpy()
+    effects = changes.logprob.double().numpy()
+    columns = {f"{BY}{name}": values for name, values in zip(names, effects, strict=True)}
+    columns |= {"predicted": effects.sum(0), "entropy_part": stacked.sum(0).double().numpy() * slopes}
+    contributions = token_keys(batch, before, loss, edges).assign(**columns)
+    by_source = dict(zip(names, entropy.tolist(), strict=True))
+    return Influence(contributions, changes.how, clip_factor, parts.norm_of_sum(), by_source, slopes)
 
 
 def entropy_slopes(
@@ -154,12 +131,12 @@ def entropy_slopes(
     gradient: of the loss that determines the step's clip factor and v̂. For another loss with ∂loss/∂log π = c,
     Σ_t c_t·slope_t is the change caused by its gradient in a step with the same scaling.
     """
-    sources = _Sources(J, {}, step, read_moments(J.model, step, optimizer_state), None)
-    parts = (gradient[part] for name, part in flat_slices(J.model).items() if sources.holds(name))
+    scaling = _Scaling(J.model, step, read_moments(J.model, step, optimizer_state))
+    parts = (gradient[part] for name, part in flat_slices(J.model).items() if scaling.holds(name))
     clip_factor = clip_scale(square_norm(*parts) ** 0.5, step.max_grad_norm)
-    slope = sources.entropy_slope()
+    slope = scaling.entropy_gradient(J)
     for span, crossed in slope.spans():
-        sources._shape(slope.rows[:, span], ["entropy"], gradient[span], clip_factor, crossed)
+        scaling.scale(slope.rows[:, span], ["entropy"], gradient[span], clip_factor, crossed)
     return J.jvp(slope).logprob[0].double().numpy()
 
 
@@ -229,54 +206,20 @@ def _cotangents(
 
 
 @dataclass(frozen=True)
-class _Sources:
-    """The sources of a step, and how their gradients become contributions to Δθ."""
+class _Scaling:
+    """How a step turns gradients into parts of Δθ."""
 
-    jacobian: TokenJacobian
-    cotangents: dict[str, Float[Tensor, " K"]]
-    """By source, see `_cotangents`."""
+    model: nn.Module
     step: StepSettings
     moments: Moments | None
-    known: Float[Tensor, "A P"] | None
-    """Gradients of the first sources, if known and the others have none."""
 
-    def changes(
-        self,
-    ) -> tuple[Float[np.ndarray, "C K"], Float[np.ndarray, " K"], Float[Tensor, " C"], Derivative, float, float]:
-        """Return each source's effect on each token, the effects of a unit of each token's ∂loss/∂log π and of each
-        source on the mean entropy, the kind of derivative, the clip factor, and the norm of Δθ.
-
-        With h the gradient of the mean entropy, a source's effect is ⟨h, its part of Δθ⟩. A token's gradient c·∇ log π
-        becomes S(c·∇ log π) in Δθ, with S an entrywise factor, so its effect is c·⟨S(h), ∇ log π⟩.
-        """
-        J, cotangents = self.jacobian, torch.stack(list(self.cotangents.values()))
-        if self.known is None:
-            parts = J.vjp(cotangents)
-        else:
-            rows = nn.functional.pad(self.known, (0, 0, 0, len(cotangents) - len(self.known)))
-            parts = Vectors(rows, flat_slices(J.model))
-        self._keep_held(parts)
-        clip_factor = clip_scale(parts.norm_of_sum(), self.step.max_grad_norm)
-        slope = self.entropy_slope()
-        entropy = torch.zeros(len(parts), dtype=torch.float64)
-        for span, crossed in parts.spans():
-            rows, own = parts.rows[:, span], slope.rows[:, span]
-            whole = rows.sum(0)
-            self._shape(rows, list(self.cotangents), whole, clip_factor, crossed)
-            entropy += (rows.double() @ own[0].double()).cpu()
-            self._shape(own, ["entropy"], whole, clip_factor, crossed)
-        changes, by_token = J.jvp(parts), J.jvp(slope).logprob[0].double()
-        update_norm = parts.norm_of_sum()
-        return changes.logprob.double().numpy(), by_token.numpy(), entropy, changes.how, clip_factor, update_norm
-
-    def entropy_slope(self) -> Vectors:
+    def entropy_gradient(self, J: TokenJacobian) -> Vectors:
         """Return the gradient of the mean entropy with respect to the optimizer's parameters."""
-        J = self.jacobian
-        slope = J.vjp(torch.full((1, J.num_tokens), 1 / J.num_tokens, dtype=torch.float64), of="entropy")
-        self._keep_held(slope)
-        return slope
+        gradient = J.vjp(torch.full((1, J.num_tokens), 1 / J.num_tokens, dtype=torch.float64), of="entropy")
+        self.keep_held(gradient)
+        return gradient
 
-    def _keep_held(self, parts: Vectors) -> None:
+    def keep_held(self, parts: Vectors) -> None:
         """Zero the entries of parameters outside the optimizer."""
         for name, part in parts.slices.items():
             if not self.holds(name):
@@ -286,7 +229,7 @@ class _Sources:
         """Return whether the optimizer holds this parameter."""
         return self.moments is None or name in self.moments.second.exp_avg_sq
 
-    def _shape(
+    def scale(
         self,
         rows: Float[Tensor, "C p"],
         names: list[str],
@@ -295,7 +238,7 @@ class _Sources:
         crossed: list[tuple[str, slice, slice]],
     ) -> None:
         """Turn the sources' gradients in a span into parts of Δθ, in place; whole: the total gradient, unclipped."""
-        moments, parameters = self.moments, dict(float_parameters(self.jacobian.model))
+        moments, parameters = self.moments, dict(float_parameters(self.model))
         rows.mul_(clip_factor)
         clipped = None if moments is None else whole * clip_factor
         for name, place, own in crossed:
@@ -321,12 +264,6 @@ class _Sources:
         if "momentum" in names and name in moments.first:
             m = moments.first[name].flatten()[own].to(inverse)
             rows[names.index("momentum")] = beta / correction * m * inverse
-
-
-def _keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
-    """Return the key columns of `movement_table`."""
-    table = movement_table([Movement("all", batch, before, before, [], 0.0, loss)], edges=edges)
-    return table.drop(columns=[name for name in table if name.startswith("delta_")])
 
 
 def _sources(contributions: pd.DataFrame) -> list[str]:

@@ -7,19 +7,17 @@ refer to arXiv:2505.12929.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from fractions import Fraction
+from dataclasses import replace
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.objective import PAPER, LossSettings, StepRule, StepTokens, Weighting, make_weighting, split_steps
+from gradscope.objective import PAPER, LossSettings, StepRule, Update, Weighting, make_weighting, split_steps
 from gradscope.rollouts import TokenBatch
 
 Number = int | float
@@ -34,13 +32,9 @@ UPDATES = {
     "reweight-lopti": "Lopti's steps under Advantage Reweighting",
     "lopti-high-first": "Lopti's steps in the reverse order",
     "random-split": "two steps over a random split of the sizes of Lopti's",
-    "high-entropy": "only the 20 % of tokens with the largest entropy (arXiv:2506.01939)",
     "positive": "only tokens with Â > 0",
 }
 """{name: description}; α and η may follow (`reweight-lopti:alpha=.3,eta=.5`). `edges` change only-N and without-N."""
-
-HIGH_ENTROPY = Fraction(1, 5)
-"""Fraction of the tokens that "high-entropy" trains."""
 
 _RULES = {
     "all": StepRule(),
@@ -53,23 +47,11 @@ _RULES = {
 _FIELDS = {"alpha": "reweight_alpha", "eta": "lopti_eta"}
 
 
-@dataclass(frozen=True)
-class Update:
-    """The optimizer steps of an update, in order, with their loss."""
-
-    name: str
-    steps: list[StepTokens]
-    settings: LossSettings
-    weighting: Weighting | None = None
-    """Replacement for Eq. 2's policy weights in every step; None: Eq. 2's."""
-
-
 def make_update(
     update: str | Weighting,
     batch: TokenBatch,
     *,
     loss: LossSettings = PAPER,
-    entropy: Float[Tensor, "B S"] | None = None,
     mini_batch_size: int | None = None,
     edges: Sequence[Number] = EDGES,
     generator: torch.Generator | None = None,
@@ -80,7 +62,6 @@ def make_update(
         update: a name of UPDATES, optionally with α and η; or a single-step weighting (or its name), which trains all
             tokens that its mask does not drop.
         loss: Reweight sets its `reweight_alpha`; other updates do not change it.
-        entropy: of each token's distribution, in nats; needed by "high-entropy", which takes the batch's largest.
         mini_batch_size: responses per optimizer step; None: the whole batch.
         edges: of the intervals of π_old.
         generator: draws "random-split"; None: seeded with 0.
@@ -98,15 +79,17 @@ def make_update(
         groups = rule.drawn_groups(old, mask, size, generator or torch.Generator().manual_seed(0))
     elif name == "positive":
         groups = [(name, mask & (batch.advantages > 0))]
-    elif name == "high-entropy":
-        groups = [(name, _largest(entropy, mask))]
     elif found := re.fullmatch(r"(only|without)-(\d+)", name):
         groups = [(name, mask & _inside(int(found[2]), batch, edges, without=found[1] == "without"))]
     else:
-        weighting = _find_weighting(name) if weighting is None else weighting
+        try:
+            weighting = make_weighting(name) if weighting is None else weighting
+        except InputError as error:
+            known = ", ".join(UPDATES)
+            raise InputError(f"no update is called {name!r}: {error.reason}; or give one of {known}") from error
         groups = weighting.rule.groups(old, mask)
     loss.check()
-    return Update(name, split_steps(batch, size, groups), loss, weighting)
+    return Update(split_steps(batch, size, groups), batch, loss, weighting=weighting, name=name)
 
 
 def _find_rule(name: str) -> StepRule | None:
@@ -127,14 +110,6 @@ def _find_rule(name: str) -> StepRule | None:
     return replace(rule, **values)
 
 
-def _find_weighting(name: str) -> Weighting:
-    try:
-        return make_weighting(name)
-    except InputError as error:
-        known = ", ".join(UPDATES)
-        raise InputError(f"no update is called {name!r}: {error.reason}; or give one of {known}") from error
-
-
 def old_intervals(batch: TokenBatch, edges: Sequence[Number] = EDGES) -> Int[Tensor, "B S"]:
     """Return the interval of π_old of each kept token, −1 elsewhere."""
     # A sampler may round a log-probability to just above 0; the probability is 1.
@@ -148,14 +123,6 @@ def _inside(interval: int, batch: TokenBatch, edges: Sequence[Number], *, withou
     if interval >= (count := len(interval_labels(edges))):
         raise InputError(f"the edges make intervals 0 to {count - 1}, not {interval}; give one of them, or other edges")
     return (old_intervals(batch, edges) == interval) != without
-
-
-def _largest(entropy: Float[Tensor, "B S"] | None, mask: Mask) -> Mask:
-    """Return the kept tokens with the largest entropy: a fraction HIGH_ENTROPY, rounded up, including ties."""
-    if entropy is None or entropy[mask].isnan().any():
-        raise InputError("high-entropy needs the entropy of every response token; give entropy=, [B, S]")
-    count = math.ceil(HIGH_ENTROPY * int(mask.sum()))
-    return mask & (entropy >= entropy[mask].topk(count).values[-1])
 
 
 def _check(batch: TokenBatch, mini_batch_size: int) -> None:

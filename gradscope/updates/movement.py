@@ -68,8 +68,16 @@ def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] = E
     """
     _check_movements(movements)
     first = movements[0]
-    batch, keep, before = first.batch, first.batch.response_mask, first.before
-    weights = batch_weights(before.logprob, batch, first.settings, num_tokens=batch.num_tokens)
+    keep, columns = first.batch.response_mask, {}
+    for movement in movements:
+        columns |= {f"{name}.{movement.name}": values[keep] for name, values in _changes(movement).items()}
+    keys = token_keys(first.batch, first.before, first.settings, edges)
+    return keys.assign(**{name: values.numpy() for name, values in columns.items()})
+
+
+def token_keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
+    """Return the columns of `movement_table` from `response` to `weight`, for a batch as `resolve` returns it."""
+    keep, weights = batch.response_mask, batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens)
     columns = {
         "response": keep.nonzero()[:, 0].int(),
         "position": batch.positions()[keep].int(),
@@ -83,8 +91,6 @@ def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] = E
         "interval": old_intervals(batch, edges)[keep].short(),
         "weight": weights.policy[keep],
     }
-    for movement in movements:
-        columns |= {f"{name}.{movement.name}": values[keep] for name, values in _changes(movement).items()}
     return pd.DataFrame({name: values.numpy() for name, values in columns.items()})
 
 

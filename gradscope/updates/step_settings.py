@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -92,11 +90,8 @@ def state_step(state: dict[str, Any]) -> StepSettings:
     record gradient clipping, so max_grad_norm is the default of StepSettings.
     """
     groups = [*group_settings(state).values()]
-    return StepSettings("adamw", *(_common([getattr(group, name) for group in groups]) for name in GROUP))
-
-
-def _common(values: Sequence[Any]) -> Any:
-    return values[0] if len({*values}) == 1 else None
+    values = {name: {getattr(group, name) for group in groups} for name in GROUP}
+    return StepSettings("adamw", **{name: own.pop() if len(own) == 1 else None for name, own in values.items()})
 
 
 def settle_step(
@@ -126,17 +121,22 @@ class Moments:
     """The first moments m; parameters without an entry have never been updated, so m = 0."""
 
 
-class SlicedOptimizer:
-    """torch's SGD or AdamW, applied slice by slice, so that it needs little memory besides the gradient.
+class StepOptimizer:
+    """torch's SGD or AdamW over the parameters of the moments (all, for SGD), applied slice by slice.
 
-    Each slice continues from its saved moments. The updated moments are kept in scratch files, if another step will
-    follow. The result equals the whole optimizer's, since both optimizers act on each entry separately.
+    Each slice continues from its saved moments, which stay where they are, so that little memory is needed besides the
+    gradient. The result equals that of the whole optimizer, which acts on each entry separately.
     """
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], step: StepSettings, moments: Moments | None, num_steps: int
+        self, model: nn.Module, step: StepSettings, moments: Moments | None, *, num_steps: int, scratch: bool
     ) -> None:
-        self._parameters, self._settings, self._moments = parameters, step, moments
+        """From now on only its parameters get gradients. scratch: keep moments between steps in scratch files."""
+        held = dict(float_parameters(model))
+        self._parameters = {name: held[name] for name in (held if moments is None else moments.second.exp_avg_sq)}
+        for name, parameter in held.items():
+            parameter.requires_grad_(name in self._parameters)
+        self._settings, self._moments, self._scratch = step, moments, scratch
         self._steps_to_come = num_steps
         self._saved: dict[str, dict[str, Tensor]] = {}
         for name, first in ({} if moments is None else moments.first).items():
@@ -158,14 +158,15 @@ class SlicedOptimizer:
         values = parameter.data.view(-1) if parameter.is_contiguous() else parameter.data
         gradient, saved = parameter.grad.reshape(values.shape), self._saved.get(name, {})
         kept: dict[str, Tensor] = {}
-        if self._steps_to_come > 0 and self._settings.optimizer == "adamw":
-            kept = {key: scratch_zeros(*values.shape, dtype=values.dtype) for key in ("exp_avg", "exp_avg_sq")}
+        if self._steps_to_come > 0 and self._moments is not None:
+            make = scratch_zeros if self._scratch else values.new_zeros
+            kept = {key: make(*values.shape, dtype=values.dtype) for key in ("exp_avg", "exp_avg_sq")}
         length = max(1, PART // max(1, values[:1].numel()))
         for start in range(0, len(values), length):
             own = slice(start, start + length)
             part = nn.Parameter(values[own])
             part.grad = gradient[own]
-            optimizer = _make({name: part}, self._settings, self._moments)
+            optimizer = self._make(name, part)
             for key, value in saved.items():
                 value = value if key == "step" else value.reshape(values.shape)[own].to(part)
                 optimizer.state[part][key] = value.clone()
@@ -175,16 +176,11 @@ class SlicedOptimizer:
         if kept:
             self._saved[name] = {"step": optimizer.state[part]["step"], **kept}
 
-
-def _make(parameters: Mapping[str, nn.Parameter], step: StepSettings, moments: Moments | None) -> torch.optim.Optimizer:
-    """Create a torch optimizer for the step, with a parameter group for each of the settings."""
-    if step.optimizer == "sgd":
-        return torch.optim.SGD([*parameters.values()], lr=step.learning_rate, weight_decay=step.weight_decay)
-    groups: dict[AdamWSettings, list[nn.Parameter]] = {}
-    for name, parameter in parameters.items():
-        groups.setdefault(moments.second.settings[name], []).append(parameter)
-    told = [(own, asdict(settings)) for settings, own in groups.items()]
-    return torch.optim.AdamW([{"params": own, "lr": each.pop("learning_rate"), **each} for own, each in told])
+    def _make(self, name: str, part: nn.Parameter) -> torch.optim.Optimizer:
+        if self._moments is None:
+            return torch.optim.SGD([part], lr=self._settings.learning_rate, weight_decay=self._settings.weight_decay)
+        settings = asdict(self._moments.second.settings[name])
+        return torch.optim.AdamW([part], lr=settings.pop("learning_rate"), **settings)
 
 
 def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | None) -> Moments | None:
@@ -216,30 +212,3 @@ def read_moments(model: nn.Module, step: StepSettings, state: dict[str, Any] | N
         if not all(map(math.isfinite, ends)):
             raise InputError(f"exp_avg of {name} is not finite; give the state of a sound run")
     return Moments(second, first)
-
-
-def make_optimizer(
-    model: nn.Module, step: StepSettings, moments: Moments | None, *, sliced_for: int | None = None
-) -> torch.optim.Optimizer | SlicedOptimizer:
-    """Make the optimizer over the parameters of the moments (all, for SGD); from now on only these get gradients.
-
-    sliced_for: number of steps, to use a `SlicedOptimizer`, which holds no moments in memory.
-    """
-    parameters = dict(float_parameters(model))
-    names = list(parameters if moments is None else moments.second.exp_avg_sq)
-    for name, parameter in parameters.items():
-        parameter.requires_grad_(name in names)
-    if sliced_for is not None:
-        return SlicedOptimizer({name: parameters[name] for name in names}, step, moments, sliced_for)
-    optimizer = _make({name: parameters[name] for name in names}, step, moments)
-    if moments is None:
-        return optimizer
-    saved, order = optimizer.state_dict(), {id(parameters[name]): name for name in names}
-    held = [order[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    for place, name in enumerate(held):
-        if name in moments.first:
-            count = torch.tensor(float(moments.second.step[name]))
-            pair = {"exp_avg": moments.first[name], "exp_avg_sq": moments.second.exp_avg_sq[name]}
-            saved["state"][place] = copy.deepcopy({"step": count, **pair})
-    optimizer.load_state_dict(saved)
-    return optimizer

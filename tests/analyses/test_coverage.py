@@ -38,6 +38,7 @@ def test_the_harness_gives_the_intervals_of_a_diagnosis(prompts, each):
     assert np.isnan(found[1:]).all() == (prompts < 6)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("truth", every(2, ["batch", "prompts"]))
 @pytest.mark.parametrize(("kind", "design"), [("even", "stratified"), ("one-dominates", "proportional")])
 def test_intervals_of_a_small_sample_hold_the_truth(kind, design, truth):

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("undrawn")
 CASES = [(scale, name) for scale, names in read()["drawn"].items() for name in names]
 
 
-@pytest.mark.parametrize(("scale", "name"), every(8, CASES))
+@pytest.mark.parametrize(("scale", "name"), every(20, CASES))
 def test_its_numbers_are_those_of_the_kept_runs(scale, name, tmp_path, repository):
     assert figures.draw_one(name, scale, tmp_path) is None
     kept = repository / "figures" / ("" if scale == figures.MAIN_SCALE else scale)
@@ -33,6 +33,7 @@ def test_what_is_no_figure_is_refused():
         figures.main(figures.Options(only=("fig99",)))
 
 
+@pytest.mark.all
 def test_drawing_loads_no_transformers():
     code = "import sys; from analyses.paper import fig1, fig4; sys.exit('transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 from support.refusals import refused
 
-from analyses.common import read_runs
+from analyses.common import kept_runs, read_runs
 from analyses.common.tables import read_whole, write_csv, write_parquet
 
 N = 3_000
@@ -69,7 +69,7 @@ def test_a_damaged_file_is_refused_with_the_remedy(tmp_path, name):
 
 
 def test_the_log_of_a_run_is_read_packed_or_not_and_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(read_runs, "RUNS", tmp_path)
+    monkeypatch.setattr(kept_runs, "RUNS", tmp_path)
     for seed, names in enumerate((["metrics.csv"], ["metrics.csv.gz"], ["metrics.csv", "metrics.csv.gz"])):
         for name in names:
             log = pd.DataFrame({"step": [1, 2], "reward_mean": [0.25, len(name)]})

@@ -74,6 +74,7 @@ def test_a_wrong_number_is_told_from_its_own(monkeypatch):
     assert not recompute.agrees(wrong, found)
 
 
+@pytest.mark.all
 def test_a_page_by_hand_that_says_another_number_is_told(tmp_path):
     for page in tomllib.loads(QUOTED.read_text(encoding="utf-8")):
         (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)

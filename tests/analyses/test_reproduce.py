@@ -13,7 +13,7 @@ from support.processes import Command
 from support.refusals import refused
 
 from analyses import reproduce
-from analyses.common import experiments, make_run
+from analyses.common import experiments, kept_runs, make_run
 from analyses.common.experiments import configure, list_runs, needs
 from gradscope.errors import DivergedError, InputError
 from gradscope.trainer import get_preset
@@ -150,8 +150,10 @@ def test_a_worker_that_is_gone_without_a_word_is_one_line():
     assert failed.startswith("one: a process was killed") and "\n" not in failed
 
 
+@pytest.mark.all
 def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(make_run, "RUNS", tmp_path / "kept")
+    for module in (make_run, kept_runs):
+        monkeypatch.setattr(module, "RUNS", tmp_path / "kept")
     monkeypatch.setattr(make_run, "WORK", tmp_path / "work")
     run, real = list_runs("tiny")[0], make_run.train
 
@@ -163,7 +165,7 @@ def test_a_run_that_diverges_is_judged_as_far_as_it_got(tiny, tmp_path, monkeypa
     make_run.make(run)
     kept = tmp_path / "kept" / run.place
     manifest = json.loads((kept / "manifest.json").read_text())
-    assert manifest["ended"] == "no finite gradient" and make_run.is_finished(run)
+    assert manifest["ended"] == "no finite gradient" and kept_runs.is_finished(run)
     assert str(tmp_path) not in (kept / "manifest.json").read_text() + (kept / "config.json").read_text()
     test = pd.read_csv(kept / "test.csv")
     assert test["step"].unique().tolist() == [2, 3] and test["level"].tolist() == ["2", "3", "all"] * 2

@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from support.tiers import every
 
 import analyses.common.puzzles  # noqa: F401  (registers its tasks)
 from analyses.common import experiments
@@ -34,7 +35,7 @@ def test_alpha_and_eta_are_those_of_the_papers_table_3_and_appendix_d(track):
         assert configure("paper", track, "rpp-reweight").reweight_alpha == 0.1
 
 
-@pytest.mark.parametrize(("scale", "track"), [("gpu", "puzzles"), *(("paper", track) for track in PAPER)])
+@pytest.mark.parametrize(("scale", "track"), every(3, [("gpu", "puzzles"), *(("paper", track) for track in PAPER)]))
 def test_no_run_is_listed_twice_and_every_variant_has_seed_0(scale, track):
     runs = [run for run in list_runs(scale) if run.track == track]
     assert max(Counter(run.place for run in runs).values()) == 1
@@ -44,7 +45,7 @@ def test_no_run_is_listed_twice_and_every_variant_has_seed_0(scale, track):
     assert steps == {configure(scale, track, "grpo").mini_batch_size // 2}
 
 
-@pytest.mark.parametrize("scale", ["cpu", "certain"])
+@pytest.mark.parametrize("scale", every(2, ["cpu", "certain"]))
 def test_rates_are_varied_alone_and_judged_on_puzzles_that_neither_training_nor_the_test_has(scale):
     low, middle, high = (configure(scale, f"rate-{name}", "grpo") for name in ("low", "middle", "high"))
     assert low.learning_rate < middle.learning_rate < high.learning_rate
@@ -78,6 +79,7 @@ def test_math_is_judged_as_in_table_1():
         }
 
 
+@pytest.mark.all
 def test_the_papers_tests_read_every_row_of_the_data(data_folder):
     rows = {"puzzles": {"all": 500}}
     rows["math"] = {"olympiad_bench": 675, "minerva": 272, "math500": 500, "amc": 83, "aime24": 30}

@@ -59,15 +59,3 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     assert table["cosine"].to_dict() == pytest.approx(found["cosine"].to_dict(), rel=1e-5)
     names = {"on-policy", "older_rollouts", "after_training"}
     assert {path.name for path in figures.glob("*.png")} == {f"words_compare_{name}.png" for name in names}
-
-
-@pytest.mark.all
-def test_one_policy_in_every_place_makes_three_cases_of_one(tmp_path, monkeypatch):
-    monkeypatch.setitem(words_compare.CASES, "older rollouts", ("later", "start", words_compare.RESPONSES))
-    words_compare.measure(tmp_path, folders=("embedded",) * 3, **SETTINGS)
-    found = pd.read_csv(tmp_path / "weightings.csv").groupby("case", sort=False)
-    first, *others = (own.drop(columns="case").reset_index(drop=True) for _, own in found)
-    assert len(others) == 2
-    for own in others:
-        # Where the sampler's log π is read rather than computed again, ratios are 1 up to float32's rounding.
-        pd.testing.assert_frame_equal(own, first, rtol=1e-3, atol=1e-4)

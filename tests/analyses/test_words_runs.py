@@ -1,4 +1,4 @@
-"""The runs of a pretrained policy: what is judged of planted folders, and that no question is trained on and tested."""
+"""The runs of a pretrained policy: what is missing of a planted folder, and no question is trained on and tested."""
 
 import json
 from pathlib import Path
@@ -13,9 +13,6 @@ from analyses.common.experiments import configure, list_runs
 from gradscope.tasks import get_task
 from gradscope.trainer import list_checkpoints
 
-START = 0.3
-ENDS = {"varied-low": 0.50, "varied-high": 0.42}
-"""Mean accuracy of the last three checkpoints."""
 LOW = {"varied-low": 0.1, "varied-high": 0.05}
 """Share of the tokens below ¼ at step 30."""
 
@@ -35,37 +32,13 @@ def plant(kept: Path, track: str, variant: str, seed: int, accuracies: tuple[flo
     shares.rename_axis("step").reset_index().assign(reward_mean=0.0).to_csv(folder / "metrics.csv.gz", index=False)
 
 
-def plant_validation(kept: Path) -> None:
-    for track, end in ENDS.items():
-        for seed in (20, 21):
-            off = 0.01 if seed == 20 else -0.01
-            plant(kept, track, "grpo", seed, (end + off - 0.02, end + off, end + off + 0.02), LOW[track])
-    measured = kept / "words" / "measured" / "words_start_varied"
-    measured.mkdir(parents=True)
-    pd.DataFrame({"level": ["1", "all"], "sampled": [0.9, START]}).to_csv(measured / "start.csv", index=False)
-    (measured / "manifest.json").write_text("{}")
-
-
 def judge(kept: Path, out: Path) -> dict[str, pd.DataFrame]:
     done = Command("-m", "analyses.paper.words_gates", "--out", out, GRADSCOPE_RUNS=str(kept)).wait()
     assert done.status == 0, done.stderr
     return {name: pd.read_csv(out / f"words_{name}.csv") for name in ("gates", "runs")} | {"said": done.stdout}
 
 
-def test_gates_are_those_of_the_planted_runs(tmp_path):
-    plant_validation(tmp_path / "kept")
-    found = judge(tmp_path / "kept", tmp_path / "out")
-    gates = found["gates"].set_index(["track", "gate"])
-    assert gates.loc["varied-low", "value"].tolist() == pytest.approx([0.3, 0.2, 0.5, 0.12, 0.1], abs=1e-3)
-    assert gates.loc["varied-high", "value"].tolist() == pytest.approx([0.3, 0.12, 0.42, 0.12, 0.05], abs=1e-3)
-    assert (gates.loc["varied-low", "state"] == "passes").all() and (gates.loc[list(LOW), "seeds"] == 2).all()
-    assert (gates.loc["words-low", "state"] == "not run").all()
-    fails = gates.loc["varied-high", "state"] == "fails"
-    assert fails[fails].index.tolist() == ["gain", "tokens with π < ¼ at step 30"]
-    assert all(name in found["said"] for name in fails[fails].index)  # a gate that fails is named
-    assert found["runs"][["planned", "made"]].to_numpy().tolist() == [[6, 4]]
-
-
+@pytest.mark.all
 def test_what_is_not_run_is_said_so_with_a_command_that_makes_it(tmp_path):
     kept = tmp_path / "kept"
     plant(kept, "varied-low", "grpo", 20, (0.5, 0.5, 0.5))

@@ -69,18 +69,6 @@ def test_weightings_have_bounds_if_six_prompts_have_an_advantage(served, bounded
     assert found["cosine_from_energies"].tolist() == pytest.approx([1.0, alone])
 
 
-@pytest.mark.all
-def test_the_start_is_measured_as_the_end_is(tmp_path):
-    settings, other = {"questions": 3, "task": "knights-knaves-compact"}, train_a_step(tmp_path / "other")
-    words_trained.measure(tmp_path / "end", folders=("embedded", other), **settings)
-    words_trained.measure(tmp_path / "start", when="start", folders=(other, "embedded"), **settings)
-    start, end = ({path.name for path in (tmp_path / name).iterdir() if path.is_file()} for name in ("start", "end"))
-    assert end - start == {"scaled.parquet", "weightings.csv", "compared.parquet", "weights.csv"}
-    for name in ("tokens", "products", "responses"):
-        found, expected = (pd.read_parquet(tmp_path / which / f"{name}.parquet") for which in ("start", "end"))
-        pd.testing.assert_frame_equal(found, expected)
-
-
 def test_the_products_are_those_of_the_weighted_token_gradients():
     policy = load_policy("embedded")
     batch = sample(policy, task="knights-knaves-compact", questions=3, n=3, temperature=1.0, max_new_tokens=12, seed=0)

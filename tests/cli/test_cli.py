@@ -199,6 +199,7 @@ def test_a_budget_that_holds_no_gradient_is_refused(run, model, rollouts, tmp_pa
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.all
 def test_a_small_budget_changes_how_gradients_are_summed_and_the_run_says_how(run, model, rollouts, tmp_path):
     budgets = {"whole": (), "sketches": ("1MiB",)}
     for way, flags in budgets.items():
@@ -243,23 +244,6 @@ def test_flags_with_impossible_values_are_refused_in_one_line(run, model, rollou
     assert_one_line(outcome, flags[1] if flags[0] == "--blocks" else "")
     assert flags[0] == "--blocks" or flags[0].strip("-") in outcome.err.replace("_", "-")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_full_disk_is_one_line_and_the_run_can_be_taken_up(run, model, rollouts, tmp_path, monkeypatch):
-    right = run_folder.RunFolder.write_part
-
-    def write(folder, index, frame):
-        if any(folder.partial.glob("part-*")):
-            raise OSError(28, "No space left on device")
-        right(folder, index, frame)
-
-    out = tmp_path / "out"
-    with monkeypatch.context() as patch:
-        patch.setattr(run_folder.RunFolder, "write_part", write)
-        assert_one_line(run("measure", model, rollouts, "--out", out, *QUICK), "No space left on device", status=1)
-    assert set(os.listdir(out)) == {".partial"}
-    assert "resuming" in run("measure", model, rollouts, "--out", out, *QUICK).out
-    assert set(os.listdir(out)) == {"tokens.parquet", "manifest.json"}
 
 
 @pytest.mark.parametrize(
@@ -362,7 +346,7 @@ def test_killed_in_the_middle_a_run_is_taken_up_where_it_was(run, model, tmp_pat
     assert set(os.listdir(killed)) == set(os.listdir(whole)) == {"tokens.parquet", "manifest.json"}
 
 
-def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp_path):
+def test_stopped_by_a_full_disk_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp_path):
     ids = torch.randint(4, VOCAB, (12, 25), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [{"prompt_ids": row[:5], "response_ids": row[5:]} for row in ids]
     rollouts = write_jsonl(tmp_path / "rollouts.jsonl", rows)
@@ -383,9 +367,11 @@ def test_stopped_within_a_group_a_run_finishes_to_the_same_table(run, model, tmp
         )
         assert_one_line(run(*args, stopped), "No space left on device", status=1)
     assert sizes[0] > 3 and len(written) == 3  # within the first group
+    assert set(os.listdir(stopped)) == {".partial"}
     assert "resuming the unfinished run" in run(*args, stopped).out
     assert run(*args, whole).status == 0
     assert (stopped / "tokens.parquet").read_bytes() == (whole / "tokens.parquet").read_bytes()
+    assert set(os.listdir(stopped)) == {"tokens.parquet", "manifest.json"}
 
 
 def test_a_real_process_prints_one_line_of_error_and_no_traceback(tmp_path):

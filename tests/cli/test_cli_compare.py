@@ -117,6 +117,7 @@ def test_a_weighting_bears_the_name_that_it_was_given(run, model, rollouts, tmp_
     assert all(name in (tmp_path / "out" / "summary.txt").read_text() for name in names)
 
 
+@pytest.mark.all
 def test_real_steps_are_beside_the_predicted_ones(run, model, rollouts, tmp_path):
     outcome = run(model, rollouts, "--out", tmp_path / "out", "--weightings", "reweight:alpha=.1/.5", "--take-steps")
     assert outcome.status == 0, outcome.err

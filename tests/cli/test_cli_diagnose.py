@@ -16,11 +16,11 @@ from support.pages import BRIEF, read_page, read_statistics, value, write_rows
 from support.policies import make_model, make_tokenizer, save_checkpoint
 from support.training import train
 
-from gradscope.cli.optimizer import read_step
+from gradscope.cli.measuring import read_step
 from gradscope.diagnosis import DiagnosisSettings, diagnose
 from gradscope.diagnosis.products.contributions import drop_columns
 from gradscope.gradients import measure
-from gradscope.policy import load_policy, read_adamw_state, read_optimizer_file
+from gradscope.policy import load_policy, read_adamw_state, read_state
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings
 
@@ -77,7 +77,7 @@ def test_the_files_are_what_the_functions_give_and_steps_go_on_from_the_optimize
     assert written["gradient_share"].sum() == pytest.approx(1.0, rel=1e-4) == written["gradient_share_adamw"].sum()
 
     # The schedule's last rate is 0: the one that it began with is taken, Trainer's default, clipped at 1.
-    state = read_optimizer_file(trained / "optimizer.pt")
+    state = read_state(trained / "optimizer.pt")
     assert [group["lr"] for group in state["param_groups"]] == [0, 0]
     assert [group["weight_decay"] for group in state["param_groups"]] == [0.1, 0.0]
     step = StepSettings("adamw", 5e-5, None, (0.9, 0.999), 1e-8, max_grad_norm=1.0)
@@ -125,11 +125,12 @@ def test_the_same_arguments_are_recognised_and_other_ones_of_the_page_leave_the_
     assert "right_direction_positive_actual" in {*read_statistics(out)["statistic"]}
 
 
+@pytest.mark.all
 def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, monkeypatch, capsys):
     out = tmp_path / "out"
     command = ("diagnose", job / "checkpoint-3", "--rollouts", job / "rollouts.jsonl", "--out", out, *BRIEF)
     with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        patch.setattr("gradscope.diagnosis.diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr("gradscope.cli.diagnose.diagnose", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
         run(*command)
     assert stopped.value.code == 130
     assert capsys.readouterr().err.endswith("gradscope: interrupted; run the same command to continue\n")
@@ -143,6 +144,7 @@ def test_killed_between_table_and_page_it_goes_on_with_the_page(job, tmp_path, m
     assert (out / "report.html").is_file() and "gradient_share" in pd.read_parquet(out / "tokens.parquet")
 
 
+@pytest.mark.all
 def test_of_an_adapter_alone_all_shares_are_of_its_own_parameters(job, tmp_path):
     rollouts, out = job / "rollouts.jsonl", tmp_path / "out"
     run("diagnose", job / "adapter", "--rollouts", rollouts, "--out", out, "--params", "adapter", *BRIEF)

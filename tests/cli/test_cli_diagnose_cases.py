@@ -51,6 +51,7 @@ def shares_by_hand(table: pd.DataFrame) -> list[float]:
     return (np.array(sums) / sum(sums)).tolist()
 
 
+@pytest.mark.all
 def test_equal_rewards_leave_no_weight_and_no_sentence_on_gradients(diagnosed):
     table, statistics, page = diagnosed(native_rows(reward=1.0))
     assert (table["weight"] == 0).all()
@@ -70,6 +71,7 @@ def test_a_temperature_that_the_rows_lack_is_the_first_warning_until_one_is_give
         assert any("temperature" in note for note in notes) == missing
 
 
+@pytest.mark.all
 def test_one_prompt_alone_has_numbers_without_intervals(diagnosed):
     rows = [row for row in native_rows(group=0) if row["prompt_ids"] == native_rows()[0]["prompt_ids"]]
     table, statistics, page = diagnosed(rows)
@@ -81,6 +83,7 @@ def test_one_prompt_alone_has_numbers_without_intervals(diagnosed):
     assert (rows["lower"] == "").all() if rows["lower"].dtype == object else rows["lower"].isna().all()
 
 
+@pytest.mark.all
 def test_an_empty_low_interval_is_named_and_the_others_have_their_numbers(diagnosed, tmp_path):
     sure = save_checkpoint(tmp_path / "sure", "qwen2", sharpness=14.0)
     table, statistics, page = diagnosed(greedy_rows(), model=sure)

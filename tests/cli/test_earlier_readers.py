@@ -79,6 +79,7 @@ def test_a_trend_names_it_too(model, log, lone, tmp_path, capsys):
     assert groups(log) in refusal(capsys, *trend)
 
 
+@pytest.mark.all
 def test_the_page_says_which_reader_it_was(model, log, tmp_path):
     run("diagnose", model, "--rollouts", log, *BRIEF, "--out", tmp_path / "out")
     assert f"(open_instruct, reader {READER})" in read_page(tmp_path / "out").text

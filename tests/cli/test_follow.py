@@ -183,6 +183,7 @@ def test_checkpoints_that_fail_or_vanish_are_told_once_and_the_following_goes_on
     assert {*pd.read_csv(out / "data" / "trend.csv")["step"]} == {3, 20}
 
 
+@pytest.mark.all
 def test_a_checkpoint_waits_for_its_own_step_until_the_log_has_passed_it(command, writer, tmp_path):
     out, seen = tmp_path / "out", []
     writer.whole(3)(), writer.rollouts(2)()

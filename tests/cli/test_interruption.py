@@ -12,6 +12,7 @@ import pytest
 GRADSCOPE = (sys.executable, "-m", "gradscope")
 
 
+@pytest.mark.all
 def test_an_interruption_is_one_line_and_status_130(tmp_path):
     command = [*GRADSCOPE, "demo", "--out", tmp_path / "out"]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as running:

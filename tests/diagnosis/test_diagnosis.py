@@ -12,6 +12,7 @@ from support.gradients import token_gradients
 from support.policies import make_batch, make_policy
 from support.refusals import refused
 from support.steps import warm_state
+from support.tiers import every
 from torch import Tensor
 
 from gradscope.diagnosis import Diagnosis, DiagnosisSettings, diagnose
@@ -168,7 +169,7 @@ def test_summed_gradients_signal_and_noise_are_those_of_single_token_gradients(p
     assert "no-optimizer" in kinds(diagnosis)
 
 
-@pytest.mark.parametrize("given", ["state_dict", "AdamWState"])
+@pytest.mark.parametrize("given", every(2, ["state_dict", "AdamWState"]))
 def test_in_adamws_metric_each_gradient_is_divided_by_the_root_of_the_second_moment(policy, batch, table, brute, given):
     saved = warm_state(policy)
     names = saved["param_groups"][0]["param_names"]
@@ -203,6 +204,7 @@ def test_a_small_memory_keeps_every_prompt_apart_and_the_page_says_how(policy, b
             assert value(diagnosis, "gradient_norm", metric, interval) == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.all
 def test_a_real_step_is_told_by_scores_of_one_kind_in_float32_too():
     """A table's log π is rounded otherwise for some tokens: a step that moves them by no more would be lost in that."""
     policy = make_policy("mixtral")
@@ -303,6 +305,7 @@ def test_equal_rewards_and_no_reference_give_no_gradient_and_a_note(policy, batc
     assert diagnosis.pick("gradient_share", "raw", LABELS[0]) is None
 
 
+@pytest.mark.all
 def test_unknown_old_logprobs_are_a_caveat_unless_the_log_has_the_loss_that_used_none(policy, batch):
     equal = replace(batch, rewards=torch.ones(6), ref_logprobs=None, old_logprobs=None)
     for notes, assumed in (((), True), ((Note("the log records the training loss", "loss"),), False)):
@@ -330,7 +333,7 @@ def test_an_empty_interval_is_named_and_is_nan(policy, batch, table):
         assert np.isfinite(value(diagnosis, *key, LABELS[3]))
 
 
-@pytest.mark.parametrize("sample", ["stratified", "proportional"])
+@pytest.mark.parametrize("sample", every(2, ["stratified", "proportional"]))
 def test_sums_of_a_sample_are_ratio_estimates(policy, batch, sample):
     table = measure(policy, batch, loss=NARROW, tokens_per_interval=3, sample=sample)
     diagnosis = diagnose(policy, batch, table, settings=QUICK)

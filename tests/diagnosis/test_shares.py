@@ -65,6 +65,7 @@ def test_bounds_are_percentiles_over_tables_whose_prompts_are_redrawn():
         assert numbers(rows, statistic, "upper") == pytest.approx(high.tolist(), rel=1e-9)
 
 
+@pytest.mark.all
 def test_intervals_cover_the_planted_index_about_as_often_as_they_say():
     # The truth is the same statistic of a table so large that its own error is a tenth of theirs.
     rows = token_shares(sum_by_prompt(plant_table(99, prompts=2000), 4), LABELS, seed=None)

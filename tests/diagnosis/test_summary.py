@@ -79,6 +79,7 @@ def test_powers_of_one_minus_prob_are_the_smallest_and_the_largest_by_layer(poli
     assert f"(1−π)^s with s from {ends[0]}" in words and f"to {ends[1]}" in words and "Prop. 4.2" in words
 
 
+@pytest.mark.all
 def test_figures_are_the_parts_with_their_numbers(policy, batch, found, tmp_path):
     write_figures(tmp_path, found)
     assert (tmp_path / "summary.txt").read_text(encoding="utf-8") == f"{describe_summary(found)}\n"

@@ -19,6 +19,7 @@ PAGES = ["README.md", *PAGES]
 DEAR = {
     "README.md",
     "docs/comparing.md",
+    "docs/concepts.md",
     "docs/cost.md",
     "docs/formats/trl.md",
     "docs/index.md",

@@ -137,6 +137,7 @@ def test_in_adamws_metric_every_entry_is_scaled_on_both_sides(policy):
     assert_products(found, terms * scale, prompts_of(batch), EXACT)
 
 
+@pytest.mark.all
 def test_their_signal_is_that_of_the_diagnosis(policy):
     batch = make_rollouts(policy)
     J = TokenJacobian(policy, batch)
@@ -167,6 +168,7 @@ def test_idle_prompts_count_as_drawn_and_one_prompt_has_no_signal(policy):
     assert not nothing.along.any() and nothing.self_check == 0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("folds", every(3, [3, 4, 7]))
 def test_folds_give_every_groupings_signal_without_each_of_them_exactly(policy, folds):
     batch = make_rollouts(policy, idle=True)
@@ -200,6 +202,7 @@ def test_folds_give_every_groupings_signal_without_each_of_them_exactly(policy, 
     assert grouped.touched[-1] == 5 and grouped.touched[3] == 0
 
 
+@pytest.mark.all
 def test_bounds_need_folds_and_six_prompts_with_a_gradient(policy):
     batch = make_rollouts(policy)
     J = TokenJacobian(policy, batch)
@@ -216,6 +219,7 @@ def test_bounds_need_folds_and_six_prompts_with_a_gradient(policy):
             J.contributions(weights).grouped(wrong, size=2)
 
 
+@pytest.mark.all
 def test_nine_forward_passes_are_the_most_and_idle_prompts_cost_none(policy, monkeypatch):
     """A derivative counts three forward passes, a backward pass two; each is counted where it happens."""
     counts = {"part": 0.0, "passes": 0.0}

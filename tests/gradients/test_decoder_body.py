@@ -81,7 +81,7 @@ def clip_later(mlp: modeling_llama.LlamaMLP, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("memory", every(2, [1, 1 << 30]))
-@pytest.mark.parametrize("habit", [windowed, chunked, sharper_later, capped_later, clip_later])
+@pytest.mark.parametrize("habit", every(2, [windowed, chunked, sharper_later, capped_later, clip_later]))
 def test_a_habit_that_begins_after_the_probe_sends_longer_sequences_along_the_graph(habit, memory, monkeypatch):
     policy = make_policy("llama", torch.float64)
     if habit is clip_later:

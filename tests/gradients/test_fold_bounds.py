@@ -56,6 +56,7 @@ Where most prompts are idle, the estimate is skewed by how many are not: a jackk
 """
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("kind", "prompts", "scale", "rank", "covered", "told"), CASES)
 def test_bounds_cover_the_planted_signal_and_its_shares(kind, prompts, scale, rank, covered, told):
     rng, truth = np.random.default_rng(0), np.array([0.4, 0.6, 1.0])

@@ -263,7 +263,10 @@ def test_a_state_dict_is_read_in_any_order_of_parameters(policy):
     for i, name in enumerate(order):
         moments = {"exp_avg": torch.zeros_like(named[name]), "exp_avg_sq": torch.full_like(named[name], float(i))}
         optimizer.state[named[name]] = {"step": torch.tensor(float(i)), **moments}
-    result = AdamWState.from_state_dict(policy.model, optimizer.state_dict(), names=order)
+    state = optimizer.state_dict()
+    for group, names in zip(state["param_groups"], (order[:9], order[9:]), strict=True):
+        group["param_names"] = names
+    result = AdamWState.from_state_dict(policy.model, state)
     for i, name in enumerate(order):
         assert result.step[name] == i
         assert (result.exp_avg_sq[name] == i).all()

@@ -1,6 +1,7 @@
 """The operator against J itself: one autograd call per token, in float64, written here."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -187,7 +188,7 @@ def assert_products(found: Gram, vectors: Tensor, pairs: str) -> None:
         assert error.max() > 0
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["block by block", "by the whole graph"])
+@pytest.mark.parametrize("shared", every(2, [False, True]), ids=["block by block", "by the whole graph"])
 def test_sketches_are_those_of_the_whole_vectors(shared):
     from gradscope.gradients.operator.gram import SEED
     from gradscope.gradients.operator.sketches import Sketcher
@@ -385,9 +386,9 @@ class Slowing:
         self.now += 1.0 if self.fast >= 0 else self.then
 
 
-@pytest.mark.parametrize("pairs", ["all", "within"])
-@pytest.mark.parametrize("way", ["whole", "sketches"])
-@pytest.mark.parametrize("late", [0.0, 5.0])
+@pytest.mark.parametrize(
+    ("way", "pairs", "late"), every(3, product(["whole", "sketches"], ["all", "within"], [0.0, 5.0]))
+)
 def test_sums_end_at_the_deadline_with_the_groups_that_are_made(monkeypatch, way, pairs, late):
     policy = make_policy("qwen2", torch.float64)
     batch = make_batch(policy)
@@ -439,6 +440,7 @@ def on_a_slowing_machine(monkeypatch, fast: int, deadline: float, **asked: objec
 EVER = 1 << 30
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("totals", [False, True])
 @pytest.mark.parametrize("way", every(3, ["whole", "sketches"]))
 def test_a_prompt_that_would_end_long_after_the_deadline_is_given_up(monkeypatch, way, totals):

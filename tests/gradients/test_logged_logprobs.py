@@ -147,6 +147,7 @@ def test_an_older_policys_log_probabilities_are_no_other_temperatures(size):
     assert found(policy, sampled(older, 1.0), 1.0) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("written", "reading"),
     [
@@ -178,7 +179,7 @@ def repeat_penalty(policy, batch, penalty: float) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("name", ["penalty", "bias", "cap", "another checkpoint"])
+@pytest.mark.parametrize("name", every(3, ["penalty", "bias", "cap", "another checkpoint"]))
 def test_what_no_reading_explains_is_said_with_its_distance(name):
     policy = make_policy("llama")
     batch = sampled(policy, 1.0)

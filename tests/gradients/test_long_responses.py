@@ -148,6 +148,7 @@ def test_a_block_more_costs_its_input_alone_where_blocks_are_run_again(monkeypat
     assert peaks[1] - peaks[0] <= 8 * 256 * 2 * 4 * HIDDEN
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("room", [1 << 40, 0])
 @pytest.mark.parametrize(("name", "length"), [("gpt2", 24), ("gemma3", 256), ("qwen3_moe", 256)])
 def test_memory_along_the_graph_has_a_bound_that_is_not_far_off(monkeypatch, name, length, room):

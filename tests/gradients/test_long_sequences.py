@@ -64,7 +64,7 @@ def narrow(request, monkeypatch) -> None:
 
 
 # With biases, norms of heads, soft caps, windows of 4 and 20 positions, and one head of keys for all.
-KINDS = every(6, [*COMMON, *SANDWICHED, "mistral_longer_window", "llama_biases_tied", "llama_one_key_head"])
+KINDS = every(9, [*COMMON, *SANDWICHED, "mistral_longer_window", "llama_biases_tied", "llama_one_key_head"])
 
 
 @pytest.mark.parametrize("name", KINDS)

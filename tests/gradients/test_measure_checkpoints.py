@@ -12,6 +12,7 @@ import pytest
 from support.adapters import save_adapter
 from support.cli import refusal, run
 from support.policies import make_policy, make_responses, save_checkpoint, write_jsonl
+from support.tiers import every
 
 from gradscope.gradients import MeasureSettings, measure, settings as measure_settings
 from gradscope.gradients.settings import settle_sample
@@ -38,7 +39,7 @@ def read(out: Path) -> tuple[pd.DataFrame, dict]:
     return pd.read_parquet(out / "tokens.parquet"), json.loads((out / "manifest.json").read_text())
 
 
-@pytest.mark.parametrize("params", ["all", "adapter"])
+@pytest.mark.parametrize("params", every(2, ["all", "adapter"]))
 def test_an_adapter_is_measured_merged_or_alone_and_the_manifest_says_which(params, job, tmp_path):
     adapter, rollouts = job
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", params, *QUICK)
@@ -51,6 +52,7 @@ def test_an_adapter_is_measured_merged_or_alone_and_the_manifest_says_which(para
     assert manifest["model"]["sha256"] != manifest["base_model"]["sha256"]
 
 
+@pytest.mark.all
 def test_figures_and_summary_of_an_adapter_are_drawn(job, tmp_path, capsys):
     adapter, rollouts = job
     run("measure", adapter, rollouts, "--out", tmp_path, "--params", "adapter", "--device", "cpu")

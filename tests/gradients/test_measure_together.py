@@ -73,7 +73,7 @@ def errors(
 
 @pytest.mark.parametrize(
     "name, case",
-    every(6, [*product(["qwen2"], TOGETHER), *product(("qwen3", "llama", *SANDWICHED, *RULED), ["unlike"])]),
+    every(9, [*product(["qwen2"], TOGETHER), *product(("qwen3", "llama", *SANDWICHED, *RULED), ["unlike"])]),
 )
 def test_every_sequence_is_exact_whatever_is_beside_it(name, case):
     truths = find_truths(cached_policy(name), TOGETHER[case])

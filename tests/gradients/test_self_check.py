@@ -41,8 +41,17 @@ def test_an_engine_that_is_right_is_far_below_the_tolerance_in_float32(name):
     assert 0 < found.largest_difference < 1e-4  # 3e-5 was the largest seen
 
 
-@pytest.mark.parametrize(("dtype", "seen"), [(torch.float64, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01)])
-@pytest.mark.parametrize("name", every(2, ["qwen2", "gpt2", "mixtral"]))
+@pytest.mark.parametrize(
+    ("name", "dtype", "seen"),
+    every(
+        4,
+        [
+            (name, dtype, seen)
+            for name in ("qwen2", "gpt2", "mixtral")
+            for dtype, seen in ((torch.float64, 1e-5), (torch.bfloat16, 0.05), (torch.float16, 0.01))
+        ],
+    ),
+)
 def test_every_dtype_has_a_tolerance_that_rounding_keeps(name, dtype, seen):
     found = check(make_policy(name, dtype), exact=make_policy(name))
     assert found.largest_difference < seen < found.tolerance == TOLERANCES[dtype]

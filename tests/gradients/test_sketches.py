@@ -68,6 +68,7 @@ def sketch_products(vectors: np.ndarray, seed: int, size: int = 512) -> Gram:
     return Gram(parts, parts.sum((1, 3)), plan, tuple(range(len(vectors))))
 
 
+@pytest.mark.all
 def test_errors_of_sketched_statistics_are_those_that_other_sketches_show():
     vectors = plant_vectors()
     exact = Gram.exact(np.einsum("pax,qbx->paqb", vectors, vectors))

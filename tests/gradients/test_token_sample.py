@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 import scipy.stats
 from support.policies import make_batch, make_policy
+from support.tiers import every
 
 from gradscope import measure
 from gradscope.diagnosis import sampling_error, token_shares
@@ -61,7 +62,7 @@ def sample_some(table: pd.DataFrame, each: int, seed: int = 0, design: str = "pr
 
 
 @pytest.mark.parametrize("design", ["proportional", "stratified"])
-@pytest.mark.parametrize("each", [3, 25])
+@pytest.mark.parametrize("each", every(2, [3, 25]))
 def test_every_token_counts_for_one_on_average(design, each):
     # 1 / p where it was drawn, 0 where not: that this has mean 1 for each token is what p is the probability of. Tokens
     # of like size together, so that the means over draws are nearly normal.
@@ -233,6 +234,7 @@ def test_fits_and_quantiles_of_a_sample_are_those_of_its_tokens_repeated():
 # Errors.
 
 
+@pytest.mark.all
 def test_intervals_of_a_sample_hold_the_planted_truth_as_often_as_those_of_the_whole_table():
     # Prompts and tokens are drawn each time. Proportional sampling of 200 of each interval; 95 % of 60 are 57, and a
     # coverage of .93 gives below 48 once in 5,000.

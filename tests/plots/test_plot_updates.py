@@ -8,15 +8,8 @@ from matplotlib.collections import PolyCollection
 from support.refusals import refused
 
 from gradscope.intervals import interval_labels
-from gradscope.plots import (
-    drawn_numbers,
-    plot_directions,
-    plot_influence,
-    plot_movement,
-    plot_norm_drivers,
-    save_figure,
-)
-from gradscope.updates import influence_table, over_batches, right_direction_shares
+from gradscope.plots import drawn_numbers, plot_influence, plot_movement, plot_norm_drivers, save_figure
+from gradscope.updates import influence_table
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +23,7 @@ def tokens():
     rng = np.random.default_rng(0)
     prob = rng.random(800)
     table = pd.DataFrame({"interval": np.minimum((4 * prob).astype(int), 3), "advantage": rng.normal(size=800)})
-    table["group"], table["batch"] = rng.integers(0, 10, 800), np.repeat([0, 1], 400)
+    table["group"] = rng.integers(0, 10, 800)
     for name, size in (("all", 1e-3), ("lopti", 2e-3)):
         table[f"delta_prob.{name}"] = size * rng.standard_t(2, 800)
         table[f"delta_log_odds.{name}"] = size * rng.standard_t(2, 800)
@@ -60,26 +53,6 @@ def test_a_movement_is_drawn_by_interval_and_sign_without_the_top_share_of_each_
         side = across.max() - place if row.sign == "positive" else place - across.min()
         assert side == pytest.approx(0.44)
         assert along.min() <= row.q05 and row.q95 <= along.max()
-
-
-def test_directions_are_means_with_their_deviations(tokens):
-    frames = []
-    for batch, own in tokens.groupby("batch"):
-        for name in ("all", "lopti"):
-            frames.append(right_direction_shares(own, name=name, seed=None).assign(batch=batch, method=name))
-    means = over_batches(pd.concat(frames), keys=("method", "interval", "sign"))
-    ax = plot_directions(means)
-    for container, name in zip(ax.containers, ("all", "lopti"), strict=True):
-        rows = means[(means["method"] == name) & (means["sign"] == "positive")].sort_values("interval")
-        line, _, [bars] = container
-        np.testing.assert_allclose(line.get_ydata().astype(float), rows["mean"])
-        ends = np.array([segment[:, 1] for segment in bars.get_segments()])
-        np.testing.assert_allclose((ends[:, 1] - ends[:, 0]).astype(float), 2 * rows["sd"])
-    colors = {"lopti": "#ff0000", "not there": "#00ff00", "all": "#0000ff"}
-    lines = [container[0] for container in plot_directions(means, colors=colors).containers]
-    assert [(line.get_color(), line.get_xdata()[0] < 0) for line in lines] == [("#ff0000", True), ("#0000ff", False)]
-    with refused("lopti"):
-        plot_directions(means, colors={"all": "#0000ff"})
 
 
 def test_the_influence_map_shows_every_share_and_leaves_out_sources_that_do_nothing(tokens):
@@ -121,7 +94,6 @@ def test_norm_drivers_show_both_coefficients_of_every_place_with_their_bounds(la
     [
         (lambda t: plot_movement(t, "reweight"), "delta_prob.reweight"),
         (lambda t: plot_movement(t.assign(**{"delta.all": 0.0}), value="delta"), "delta_prob"),
-        (plot_directions, "method"),
         (plot_influence, "source"),
         (plot_norm_drivers, "quantity"),
     ],

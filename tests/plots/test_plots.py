@@ -34,7 +34,6 @@ from gradscope.plots import (
     save_figure,
     style as plot_style,
 )
-from gradscope.plots.layers import plot_feasible_cone
 from gradscope.plots.style import norm_column
 
 VOCAB = 145
@@ -98,10 +97,10 @@ def cosines():
     return pd.DataFrame(vectors @ vectors.T)
 
 
-def cone(table, layer=4, lower_gain=0.3, upper_gain=6.0, **settings):
-    return plot_feasible_cone(
-        table, layer=layer, lower_gain=lower_gain, upper_gain=upper_gain, vocab_size=VOCAB, **settings
-    )
+def cone(table, lower_gain=0.3, upper_gain=6.0):
+    """Fig. 2 with one layer beside the logits."""
+    gains = pd.DataFrame([(4, lower_gain, upper_gain, None)], columns=["layer", "lower_gain", "upper_gain", "kind"])
+    return plot_figure_2(table, gains, vocab_size=VOCAB)
 
 
 def power(table):
@@ -113,7 +112,7 @@ EVERY_FIGURE = {
     "advantages": lambda table: plot_advantages(table),
     "norms": lambda table: plot_interval_gradient_norms(interval_norms()),
     "figure_1": lambda table: plot_figure_1(table, interval_norms()),
-    "cone": lambda table: cone(table, kind="measured"),
+    "cone": cone,
     "figure_2": lambda table: plot_figure_2(table, cones(), vocab_size=VOCAB),
     "layers": lambda table: plot_layers_by_interval(table),
     "power": power,
@@ -121,7 +120,7 @@ EVERY_FIGURE = {
 }
 OF_TOKENS = [name for name in EVERY_FIGURE if name not in ("norms", "cosines")]
 every_figure = pytest.mark.parametrize("draw", EVERY_FIGURE.values(), ids=EVERY_FIGURE)
-every_figure_of_tokens = pytest.mark.parametrize("name", every(2, OF_TOKENS))
+every_figure_of_tokens = pytest.mark.parametrize("name", every(3, OF_TOKENS))
 
 
 @pytest.fixture(autouse=True)
@@ -173,7 +172,7 @@ def test_the_cone_is_equation_3_and_outside_counts_every_token(monkeypatch):
     monkeypatch.setattr(plot_style, "_POINTS_PER_INTERVAL", 1000)
     table = tokens(4000)
     table["interval"] = 3  # only 1,000 points are drawn, all 4,000 are counted
-    ax = cone(table, lower_gain=0.8, upper_gain=1.1)
+    ax = cone(table, lower_gain=0.8, upper_gain=1.1).axes[1]
     assert "4,000 tokens,\n≤ 1,000 drawn an interval" in ax.get_legend().get_title().get_text()
     drawn = drawn_numbers(ax)
     outline, points = drawn[drawn["lower"].notna()], drawn[drawn["norm"].notna()]
@@ -196,7 +195,7 @@ def test_the_theorem_holds_for_every_token_at_the_logits_and_a_violation_is_coun
     assert set(drawn["panel"]) == {"logits", "output of block 4", "output of block 2"}
     assert set(drawn[drawn["panel"] == "logits"]["outside"].dropna()) == {0}
     table.loc[5, "logit_grad_norm"] *= 2
-    assert "theorem: 1 outside" in cone(table, "logits", 1.0, 1.0).get_legend().texts[0].get_text()
+    assert "theorem: 1 outside" in cone(table).axes[0].get_legend().texts[0].get_text()
 
 
 def test_the_heat_map_holds_medians_over_the_measured_tokens():
@@ -264,7 +263,7 @@ NEEDED = {
     "shares": ["prob", "interval"],
     "advantages": ["interval", "advantage"],
     "figure_1": ["prob", "interval", "advantage"],
-    "cone": ["prob", "interval", "log_one_minus_prob", "act_grad_norm.4"],
+    "cone": ["prob", "interval", "log_one_minus_prob", "act_grad_norm.4", "logit_grad_norm"],
     "figure_2": ["prob", "interval", "log_one_minus_prob", "act_grad_norm.4", "logit_grad_norm"],
     "layers": ["interval", "logit_grad_norm"],
     "power": ["interval", "log_one_minus_prob", "act_grad_norm.4"],

@@ -14,6 +14,7 @@ import transformers
 from support.adapters import peft
 from support.cli import complaint
 from support.policies import HIDDEN, LLAMA_LIKE, VOCAB, make_batch, save_checkpoint
+from support.tiers import every
 from torch import Tensor, nn
 
 from gradscope.gradients import measure
@@ -95,12 +96,15 @@ LAYERS_OF_TEXT = r"model\.language_model\.layers\.\d+\.(self_attn\.q_proj|mlp\.d
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"},
-        {"target_modules": "all-linear", "rank_pattern": {r"language_model\.layers\.1\.mlp\.up_proj": 3}},
-        {"target_modules": LAYERS_OF_TEXT, "alpha_pattern": {"layers.0.mlp.down_proj": 5}, "use_rslora": True},
-        {"target_modules": ["q_proj"], "modules_to_save": ["model.language_model.norm", "lm_head"]},
-    ],
+    every(
+        3,
+        [
+            {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"},
+            {"target_modules": "all-linear", "rank_pattern": {r"language_model\.layers\.1\.mlp\.up_proj": 3}},
+            {"target_modules": LAYERS_OF_TEXT, "alpha_pattern": {"layers.0.mlp.down_proj": 5}, "use_rslora": True},
+            {"target_modules": ["q_proj"], "modules_to_save": ["model.language_model.norm", "lm_head"]},
+        ],
+    ),
     ids=["by their ends", "all linear, towers too", "by an expression", "trained whole"],
 )
 def test_an_adapter_of_an_image_text_class_computes_on_text_what_it_computes_in_peft(image_text, settings, tmp_path):
@@ -165,7 +169,8 @@ GROWN = {
 
 
 @pytest.mark.parametrize(("how", "rows"), [*((how, 100) for how in GROWN), *((how, 90) for how in list(GROWN)[:2])])
-@pytest.mark.parametrize("architecture", ["qwen2", "llama"])  # the head is the embedding, and has weights of its own
+# The head is the embedding, and has weights of its own.
+@pytest.mark.parametrize("architecture", every(2, ["qwen2", "llama"]))
 def test_the_base_gets_the_vocabulary_that_the_adapter_was_trained_with(architecture, how, rows, tmp_path):
     model = load_policy(save_checkpoint(tmp_path / "base", architecture)).model
     with torch.random.fork_rng(devices=[]):

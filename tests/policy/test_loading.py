@@ -30,7 +30,7 @@ from support.tiers import every
 
 from gradscope.gradients import TokenGradientMeter, measure, measuring
 from gradscope.policy import checkpoint as checkpoint_files, checkpoint_step, hash_ahead, load_policy, weights_hash
-from gradscope.rollouts import read_dump, read_rollouts, select_checkpoint_step
+from gradscope.rollouts import read_checkpoint_dump, read_rollouts
 
 refusal = partial(complaint, load_policy)
 
@@ -306,7 +306,7 @@ def test_the_rollouts_that_a_checkpoint_sampled_are_taken_in_every_layout(layout
     for step in range(499, 503):
         row = {"input": "w4", "output": f"w{step - 450}", "score": 1.0, "step": step, "gts": "w5"}
         (tmp_path / "dumps" / f"{step}.jsonl").write_text(json.dumps(row) + "\n")
-    dump = select_checkpoint_step(read_dump(tmp_path / "dumps", load_policy(model)), checkpoint_step(model))
+    dump = read_checkpoint_dump(tmp_path / "dumps", load_policy(model), checkpoint_step(model))
     assert dump.steps.tolist() == [501] and dump.notes[-1].kind == "step"
     assert dump.batch.input_ids[dump.batch.response_mask].tolist() == [51]
 
@@ -344,7 +344,7 @@ def test_a_checkpoints_own_code_runs_only_where_it_is_asked_for(folder, tmp_path
     assert torch.equal(logits(policy.model), logits(load_policy(folder).model))
 
 
-@pytest.mark.parametrize("name", every(3, CAUSAL))
+@pytest.mark.parametrize("name", every(2, CAUSAL))
 def test_dispatched_over_devices_a_policy_has_the_norms_that_it_has_whole(name):
     # accelerate's hooks replace each module's forward; with a single device they move nothing.
     from accelerate import dispatch_model

@@ -262,6 +262,7 @@ def test_an_adapter_that_torch_saved_is_the_same_adapter_and_nothing_in_it_is_ru
     assert "nothing in it was run" in refusal(broken)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("depth", [2, 3])
 def test_an_adapter_on_adapters_stands_on_all_of_them(depth, tmp_path):
     below = save_checkpoint(tmp_path / "0", "llama")
@@ -299,7 +300,7 @@ MERGED = {
 }
 
 
-@pytest.mark.parametrize("kind", [*UNMERGED, *MERGED])
+@pytest.mark.parametrize("kind", every(2, [*UNMERGED, *MERGED]))
 def test_other_kinds_of_adapter_are_refused_with_what_can_be_done(kind, tmp_path):
     base = save_checkpoint(tmp_path / "base", "llama")
     settings = peft.PEFT_TYPE_TO_CONFIG_MAPPING[kind](**(UNMERGED | MERGED)[kind])

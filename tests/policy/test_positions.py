@@ -98,7 +98,7 @@ SCALED |= {"longrope, one set of factors": (64, SCALED["longrope"][1] | {"short_
 
 
 @pytest.mark.parametrize(
-    "case", ["linear", "yarn, Qwen2.5", "yarn, DeepSeek", "llama3", "longrope, one set of factors"]
+    "case", every(3, ["linear", "yarn, Qwen2.5", "yarn, DeepSeek", "llama3", "longrope, one set of factors"])
 )
 def test_norms_beyond_the_length_before_scaling_are_those_of_plain_autograd(case, folder):
     places, rope, _ = SCALED[case]

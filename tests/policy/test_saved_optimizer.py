@@ -24,7 +24,7 @@ from gradscope.policy import (
     find_optimizer_file,
     load_policy,
     read_adamw_state,
-    read_optimizer_file,
+    read_state,
 )
 from gradscope.policy.adamw import optimizer_names
 
@@ -61,9 +61,9 @@ def test_the_moments_of_transformers_trainer_come_back_by_name(run):
     check_equal(found, live)
     assert {(own.betas, own.eps) for own in found.settings.values()} == {((0.9, 0.999), 1e-8)}
     assert found.max_grad_norm == 1.0
-    groups = read_optimizer_file(folder / "optimizer.pt")["param_groups"]
+    groups = read_state(folder / "optimizer.pt")["param_groups"]
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]  # in two groups, which are not in model order
-    names = optimizer_names(load_policy(folder).model, read_optimizer_file(folder / "optimizer.pt"))
+    names = optimizer_names(load_policy(folder).model, read_state(folder / "optimizer.pt"))
     assert sorted(names) == sorted(live) and names != list(live)
 
 
@@ -71,7 +71,7 @@ def test_the_moments_stay_in_the_file_and_nothing_writes_there(run, tmp_path):
     folder, live = run
     file = Path(shutil.copy(folder / "optimizer.pt", tmp_path))
     written = file.read_bytes()
-    state, policy = read_optimizer_file(file), load_policy(folder)
+    state, policy = read_state(file), load_policy(folder)
     if (maps := Path("/proc/self/maps")).exists():
         assert str(file) in maps.read_text()
     found = AdamWState.from_state_dict(policy.model, state)
@@ -100,7 +100,7 @@ def test_updates_go_on_from_the_trainers_state(run):
     # By hand: AdamW over the two groups, as the Trainer makes them, one step further; decay off in both.
     folder, _ = run
     policy = load_policy(folder)
-    batch, state = make_batch(policy), read_optimizer_file(folder / "optimizer.pt")
+    batch, state = make_batch(policy), read_state(folder / "optimizer.pt")
     step = StepSettings("adamw", 1e-3, 0.0, max_grad_norm=None)
     moved = apply_update(policy, batch, step=step, optimizer_state=state)
     again = copy.deepcopy(policy.model)
@@ -158,7 +158,7 @@ class Evil:
 def refusal(path: Path, state: Any) -> str:
     torch.save(state, path)
     with pytest.raises(InputError) as caught:
-        read_optimizer_file(path)
+        read_state(path)
     return str(caught.value)
 
 
@@ -182,13 +182,13 @@ def test_other_optimizers_and_pickles_are_refused_and_nothing_runs(tmp_path, mon
     assert "the optimizer state is not AdamW's" in refusal(path, eight_bit | {"param_groups": [group]})
     path.write_bytes(b"PK\x03\x04 cut off")
     with refused():
-        read_optimizer_file(path)
+        read_state(path)
 
 
 def test_groups_of_other_sizes_are_refused_with_both(run):
     folder, _ = run
     policy = load_policy(folder)
-    state = read_optimizer_file(folder / "optimizer.pt")
+    state = read_state(folder / "optimizer.pt")
     moved = state["param_groups"][0]["params"].pop()
     state["param_groups"][1]["params"].insert(0, moved)
     with refused():
@@ -204,7 +204,7 @@ def test_moments_that_are_packed_in_few_bits_are_not_adamws(tmp_path):
     optimizer.step()
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
     with refused("packed"):
-        read_optimizer_file(tmp_path / "optimizer.pt")
+        read_state(tmp_path / "optimizer.pt")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
@@ -214,4 +214,4 @@ def test_moments_in_few_bits_are_refused(tmp_path, dtype):
     group = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "params": [0]}
     torch.save({"state": {0: state}, "param_groups": [group]}, tmp_path / "optimizer.pt")
     with refused("packed"):
-        read_optimizer_file(tmp_path / "optimizer.pt")
+        read_state(tmp_path / "optimizer.pt")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from gradscope.policy import (
     missing_part,
     policy_hashes,
     read_adamw_state,
-    read_optimizer_file,
+    read_state,
 )
 
 LAYOUTS = {
@@ -66,7 +67,7 @@ def check_whole(policy: Policy, whole: dict[str, Any]) -> None:
     assert weights and all(torch.equal(weights[name], whole["model"][name]) for name in weights)
     kept, found = whole["optimizer"]["state"], read_adamw_state(policy)
     assert found.exp_avg_sq.keys() == weights.keys() == kept.keys()
-    state = read_optimizer_file(find_optimizer_file(policy.path))
+    state = read_state(find_optimizer_file(policy.path))
     by_shape = {id(entry["exp_avg_sq"]): entry for entry in state["state"].values()}
     assert len(by_shape) == len(weights)
     for name, entry in kept.items():
@@ -135,84 +136,71 @@ class Evil:
         return os.mkdir, (str(self.proof),)
 
 
-def spoil(folder: Path, how: str, proof: Path) -> None:
-    """Damage a copy of a checkpoint."""
-    files = {"dcp": folder / "plain" / "__1_0.distcp", "ranks": folder / "verl/global_step_2/actor"}
-    ranks = files["ranks"]
-    if how == "a piece is missing":
-        files["dcp"].unlink()
-    elif how == "a piece is cut short":
-        files["dcp"].write_bytes(files["dcp"].read_bytes()[:9000])
-    elif how == "pieces are exchanged":
-        other = files["dcp"].with_name("__0_0.distcp")
-        data = other.read_bytes()
-        files["dcp"].write_bytes(data)
-    elif how == "the metadata are missing":
-        (folder / "plain" / ".metadata").unlink()
-    elif how == "the metadata are cut short":
-        meta = folder / "plain" / ".metadata"
-        meta.write_bytes(meta.read_bytes()[:-100])
-    elif how == "the metadata run something":
-        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(Evil(proof)))
-    elif how == "the metadata hold something that runs":
-        with (folder / "plain" / ".metadata").open("rb") as file:
-            meta = pickle.load(file)
-        meta.planner_data = Evil(proof)
-        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(meta))
-    elif how == "the metadata lack a piece":
-        with (folder / "plain" / ".metadata").open("rb") as file:
-            meta = pickle.load(file)
-        place = next(index for index in meta.storage_data if index.fqn == "model.model.norm.weight")
-        meta.storage_data = {index: info for index, info in meta.storage_data.items() if index != place}
-        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(meta))
-    elif how == "the metadata lead elsewhere":
-        with (folder / "plain" / ".metadata").open("rb") as file:
-            meta = pickle.load(file)
-        for info in meta.storage_data.values():
-            info.relative_path = f"../plain/{info.relative_path}"
-        (folder / "plain" / ".metadata").write_bytes(pickle.dumps(meta))
-    elif how == "a rank is missing":
-        (ranks / "model_world_size_2_rank_1.pt").unlink()
-    elif how == "a rank is cut short":
-        file = ranks / "model_world_size_2_rank_1.pt"
-        file.write_bytes(file.read_bytes()[:5000])
-    elif how == "a rank runs something":
-        torch.save({"a": Evil(proof)}, ranks / "model_world_size_2_rank_1.pt")
-    elif how == "two saves are mixed":
-        shutil.copy(ranks / "model_world_size_2_rank_0.pt", ranks / "model_world_size_4_rank_0.pt")
-    elif how == "of one process, it is said":
-        (ranks / "model_world_size_2_rank_1.pt").unlink()
-        (ranks / "model_world_size_2_rank_0.pt").rename(ranks / "model_world_size_1_rank_0.pt")
+def edit(plain: Path, change: Callable[[Any], None]) -> None:
+    """Change a checkpoint's metadata."""
+    meta = pickle.loads((plain / ".metadata").read_bytes())
+    change(meta)
+    (plain / ".metadata").write_bytes(pickle.dumps(meta))
 
 
-DAMAGE = {
-    "a piece is missing": "__1_0.distcp",
-    "a piece is cut short": "__1_0.distcp",
-    "pieces are exchanged": "__1_0.distcp",
-    "the metadata are missing": ".metadata",
-    "the metadata are cut short": ".metadata",
-    "the metadata run something": ".metadata",
-    "the metadata hold something that runs": ".metadata",
-    "the metadata lack a piece": "model.norm.weight",
-    "the metadata lead elsewhere": ".metadata",
-    "a rank is missing": "rank 1 of 2",
-    "a rank is cut short": "model_world_size_2_rank_1.pt",
-    "a rank runs something": "model_world_size_2_rank_1.pt",
-    "two saves are mixed": "2 and of 4",
-    "of one process, it is said": "sharded over 2 ranks",
+def forget_a_piece(meta: Any) -> None:
+    place = next(index for index in meta.storage_data if index.fqn == "model.model.norm.weight")
+    del meta.storage_data[place]
+
+
+def lead_elsewhere(meta: Any) -> None:
+    for info in meta.storage_data.values():
+        info.relative_path = f"../plain/{info.relative_path}"
+
+
+def say_one_process(ranks: Path) -> None:
+    (ranks / "model_world_size_2_rank_1.pt").unlink()
+    (ranks / "model_world_size_2_rank_0.pt").rename(ranks / "model_world_size_1_rank_0.pt")
+
+
+def cut(file: Path, end: int) -> None:
+    file.write_bytes(file.read_bytes()[:end])
+
+
+RANK = "model_world_size_2_rank_{}.pt"
+OF_PIECES = {
+    "a piece is missing": (lambda d, _: (d / "__1_0.distcp").unlink(), "__1_0.distcp"),
+    "a piece is cut short": (lambda d, _: cut(d / "__1_0.distcp", 9000), "__1_0.distcp"),
+    "pieces are exchanged": (lambda d, _: shutil.copy(d / "__0_0.distcp", d / "__1_0.distcp"), "__1_0.distcp"),
+    "the metadata are missing": (lambda d, _: (d / ".metadata").unlink(), ".metadata"),
+    "the metadata are cut short": (lambda d, _: cut(d / ".metadata", -100), ".metadata"),
+    "the metadata run something": (
+        lambda d, proof: (d / ".metadata").write_bytes(pickle.dumps(Evil(proof))),
+        ".metadata",
+    ),
+    "the metadata hold something that runs": (
+        lambda d, proof: edit(d, lambda meta: setattr(meta, "planner_data", Evil(proof))),
+        ".metadata",
+    ),
+    "the metadata lack a piece": (lambda d, _: edit(d, forget_a_piece), "model.norm.weight"),
+    "the metadata lead elsewhere": (lambda d, _: edit(d, lead_elsewhere), ".metadata"),
+}
+OF_RANKS = {
+    "a rank is missing": (lambda d, _: (d / RANK.format(1)).unlink(), "rank 1 of 2"),
+    "a rank is cut short": (lambda d, _: cut(d / RANK.format(1), 5000), RANK.format(1)),
+    "a rank runs something": (lambda d, proof: torch.save({"a": Evil(proof)}, d / RANK.format(1)), RANK.format(1)),
+    "two saves are mixed": (
+        lambda d, _: shutil.copy(d / RANK.format(0), d / "model_world_size_4_rank_0.pt"),
+        "2 and of 4",
+    ),
+    "of one process, it is said": (lambda d, _: say_one_process(d), "sharded over 2 ranks"),
 }
 
 
-@pytest.mark.parametrize("how", DAMAGE)
+@pytest.mark.parametrize("how", [*OF_PIECES, *OF_RANKS])
 def test_what_is_damaged_or_would_run_something_is_refused_in_one_line(how, written, tmp_path):
-    folder, proof = tmp_path / "copy", tmp_path / "it-ran"
-    for part in ("plain", "verl"):
-        shutil.copytree(written / part, folder / part)
-    spoil(folder, how, proof)
-    model = folder / ("plain" if "piece" in how or "metadata" in how else "verl/global_step_2")
+    name, proof = "plain" if how in OF_PIECES else "verl", tmp_path / "it-ran"
+    folder = Path(shutil.copytree(written / name, tmp_path / name))
+    spoil, named = (OF_PIECES | OF_RANKS)[how]
+    spoil(folder if how in OF_PIECES else folder / "global_step_2" / "actor", proof)
     with pytest.raises(InputError) as refused:
-        load_policy(model, base=written)
-    assert DAMAGE[how] in str(refused.value) and "\n" not in str(refused.value)
+        load_policy(folder if how in OF_PIECES else folder / "global_step_2", base=written)
+    assert named in str(refused.value) and "\n" not in str(refused.value)
     assert not proof.exists()
 
 

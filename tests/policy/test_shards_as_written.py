@@ -18,7 +18,7 @@ from support.cli import assert_one_line, outcome_of, run
 from support.refusals import refused
 
 from gradscope.errors import InputError
-from gradscope.policy import checkpoint_step, find_optimizer_file, load_policy, read_adamw_state, read_optimizer_file
+from gradscope.policy import checkpoint_step, find_optimizer_file, load_policy, read_adamw_state, read_state
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WRITTEN = sorted(path.name.removesuffix(".tar.xz") for path in FIXTURES.glob("*.tar.xz"))
@@ -60,7 +60,7 @@ def test_weights_and_moments_are_those_that_the_writer_gathered(name, unpack):
         and checkpoint_step(model) == STEPS
     )
     assert found.exp_avg_sq.keys() == whole["exp_avg_sq"].keys() and len(found.exp_avg_sq) >= len(weights) - 1
-    state = read_optimizer_file(find_optimizer_file(model))
+    state = read_state(find_optimizer_file(model))
     names = [name for group in state["param_groups"] for name in group.get("param_names", ())] or list(weights)
     for number, name in enumerate(names):
         assert torch.equal(found.exp_avg_sq[name], whole["exp_avg_sq"][name]) and whole["exp_avg_sq"][name].any()

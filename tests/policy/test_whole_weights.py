@@ -99,6 +99,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", every(2, ["qwen2", "llama"]))
 def test_two_processes_measure_shards_as_one_measures_the_whole_and_hold_what_they_held(tmp_path, name):
     (code := tmp_path / "sharded.py").write_text(SHARDED)

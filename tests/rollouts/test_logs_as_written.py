@@ -33,7 +33,7 @@ from support.writers.write_slime import miles_sample, save, slime_sample, write_
 from gradscope.cli import main
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import READERS, list_files, read_dump, read_rollouts, select_checkpoint_step
+from gradscope.rollouts import READERS, list_files, read_checkpoint_dump, read_dump, read_rollouts
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -193,7 +193,7 @@ def test_the_step_is_the_logs_own_and_the_checkpoint_takes_the_one_that_it_sampl
     for batch, row, told, _, _ in read(log, policy):
         assert int(batch.steps[row]) == told.step
     if log.steps == 2:
-        own = select_checkpoint_step(dump, 0)
+        own = read_checkpoint_dump(FIXTURES / log.path, policy, 0)
         assert own.steps.unique().tolist() == [log.samples_of_initial]
         assert [note.kind for note in own.notes].count("step") == 1
 
@@ -394,7 +394,7 @@ def test_one_part_of_each_sequence_is_refused(tmp_path):
 
 def test_a_run_of_nemo_rl_that_forces_the_ratio_to_one_has_no_denominator(tmp_path):
     dump = read_dump(write_nemo_rl(tmp_path, forced=True))
-    assert dump.batch.old_logprobs is None and dump.logprobs is None
+    assert dump.batch.old_logprobs is None
     for row in range(len(dump.batch)):
         assert dump.batch.sampler_logprobs[row][dump.batch.response_mask[row]].lt(0).all()
     assert "on-policy" in [note.kind for note in dump.notes]

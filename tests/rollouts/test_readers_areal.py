@@ -11,7 +11,7 @@ from support.refusals import refused
 
 from gradscope.objective import resolve_advantages
 from gradscope.policy import Policy
-from gradscope.rollouts import read_dump, select_checkpoint_step
+from gradscope.rollouts import read_checkpoint_dump, read_dump
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_evaluations_are_left_out_and_a_checkpoint_takes_the_version_after_its_s
     dump = read_dump(tmp_path / "rollout", policy)
     assert dump.steps.tolist() == [1] * 4 + [2] * 4
     # globalstep1 is the second step: its weights are version 2.
-    assert select_checkpoint_step(dump, 1).steps.unique().tolist() == [2]
+    assert {*read_checkpoint_dump(tmp_path / "rollout", policy, 1).steps.tolist()} == {2}
     (tmp_path / "rollout").rename(tmp_path / "eval-rollout")
     with refused("8 of 8"):
         read_dump(tmp_path / "eval-rollout", policy)

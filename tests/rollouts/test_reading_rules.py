@@ -32,10 +32,8 @@ from gradscope.rollouts import (
     read_dump,
     read_inputs,
     read_rollouts,
-    select_checkpoint_step,
     write_rollouts,
 )
-from gradscope.rollouts.caveats import CAVEATS
 
 nan, inf = math.nan, math.inf
 THINKING = (
@@ -43,6 +41,7 @@ THINKING = (
 )
 THINKING += "enable_thinking %} w9 w9{% endif %}"
 CHAT = [{"role": "user", "content": "w4 w5"}]
+CAVEATS = ("zero-advantages", "groups-of-one", "impossible-advantages", "mixed-groups", "certain-tokens", "padding")
 
 
 def kinds(notes) -> list[str]:
@@ -93,7 +92,7 @@ def test_a_step_of_native_rows_is_picked_by_number_or_by_the_checkpoint_and_seve
     assert read_rollouts(path, step=101).steps.tolist() == [101, 101]
     with refused("step 7", "1, 101, 102"):
         read_dump(path, step=7)
-    assert select_checkpoint_step(read_dump(path), 100).steps.tolist() == [101, 101]
+    assert read_checkpoint_dump(path, None, 100).steps.tolist() == [101, 101]
 
 
 def test_what_a_log_has_beside_the_reward_is_kept_through_selecting_and_writing(tmp_path, policy):
@@ -457,10 +456,10 @@ def test_advantages_beyond_what_a_group_can_have_are_counted_and_the_largest_pos
 
 def test_what_is_said_of_a_log_is_said_of_the_step_that_is_kept(tmp_path):
     rows = [row(1, 1.0), row(1, 1.0), row(2, 0.0), row(2, 1.0)]
-    dump = read_dump(write_jsonl(tmp_path / "r.jsonl", rows))
-    assert not kinds(dump.notes)
-    assert kinds(select_checkpoint_step(dump, 0).notes) == ["zero-advantages"]
-    assert not kinds(select_checkpoint_step(dump, 1).notes)
+    path = write_jsonl(tmp_path / "r.jsonl", rows)
+    assert not kinds(read_dump(path).notes)
+    assert kinds(read_checkpoint_dump(path, None, 0).notes) == ["zero-advantages"]
+    assert not kinds(read_checkpoint_dump(path, None, 1).notes)
 
 
 def test_runs_of_certain_tokens_are_counted_where_certain_tokens_are_rare(tmp_path):
@@ -566,7 +565,7 @@ def test_a_log_that_counts_from_zero_is_read_by_its_own_count(tmp_path, monkeypa
     monkeypatch.setitem(READERS, "prime_rl", replace(READERS["prime_rl"], first_step=first))
     for step in (4, 5, 6):
         dumps.write_prime_rl(tmp_path, step=step)
-    kept = select_checkpoint_step(read_dump(tmp_path / "token_exports"), 5)
+    kept = read_checkpoint_dump(tmp_path / "token_exports", None, 5)
     assert kept.steps.tolist() == [5 + first] * len(SAMPLES)
 
 

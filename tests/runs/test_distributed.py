@@ -156,6 +156,7 @@ def numbers(out: Path) -> list[dict[str, Any]]:
     return [{n: v for n, v in line.items() if "seconds" not in n and "per_second" not in n} for line in lines]
 
 
+@pytest.mark.all
 def test_a_run_of_two_processes_writes_everything_once(run):
     assert [line["step"] for line in numbers(run / "whole")] == [1, 2]
     assert json.loads((run / "whole/manifest.json").read_text())["processes"] == 2
@@ -174,6 +175,7 @@ def test_under_accelerates_own_launcher_a_run_has_the_same_numbers(run):
     assert numbers(run / "launched") == numbers(run / "whole")
 
 
+@pytest.mark.all
 def test_a_run_of_two_processes_resumes_to_the_same_numbers_and_an_error_of_one_ends_both(run):
     out = run / "again"
     shutil.copytree(run / "whole", out)

@@ -6,6 +6,7 @@ import pytest
 from support.cli import assert_one_line, outcome_of
 from support.policies import make_policy, make_responses, save_checkpoint
 from support.processes import Command, free_port
+from support.tiers import every
 
 from gradscope import cli
 from gradscope.rollouts import collate, write_rollouts
@@ -34,6 +35,7 @@ def job(tmp_path_factory):
     return model, write_rollouts(folder / "r.jsonl", batch)
 
 
+@pytest.mark.all
 def test_who_does_not_come_is_counted_after_a_while_and_the_waiting_is_said():
     shared = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
     started = [Command("-c", JOIN, **shared, RANK=str(rank)) for rank in (0, 1)]
@@ -45,7 +47,15 @@ def test_who_does_not_come_is_counted_after_a_while_and_the_waiting_is_said():
 
 @pytest.mark.parametrize(
     "variables",
-    [{"WORLD_SIZE": "2", "RANK": "0"}, {"WORLD_SIZE": "two"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": "2", "RANK": "x"}],
+    every(
+        2,
+        [
+            {"WORLD_SIZE": "2", "RANK": "0"},
+            {"WORLD_SIZE": "two"},
+            {"WORLD_SIZE": "0"},
+            {"WORLD_SIZE": "2", "RANK": "x"},
+        ],
+    ),
 )
 def test_one_line_names_the_variable_and_how_to_run_alone(job, tmp_path, capsys, monkeypatch, variables):
     for name, value in variables.items():

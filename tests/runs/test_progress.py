@@ -225,6 +225,7 @@ def test_measuring_reports_all_that_takes_long(small):
     assert {"timing a few responses", "measuring prompt by prompt"} <= rounds.names and not rounds.unfinished
 
 
+@pytest.mark.all
 def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
     interval_gradients(*small, resources=Resources(progress=(told := Listener())))
     assert told.names == {"scoring", "gradients"} and not told.unfinished

@@ -17,7 +17,7 @@ from gradscope.errors import NanLogitsError
 from gradscope.policy import Policy
 from gradscope.rollouts import read_rollouts, write_rollouts
 from gradscope.sampling import HFSampler, Sample, batch_rows, rollout_rows
-from gradscope.sampling.hf import draw_tokens, stop_ids
+from gradscope.sampling.hf import draw_tokens
 from gradscope.sampling.kv_cache import GrowingTensor
 from gradscope.tasks import Question
 
@@ -53,7 +53,7 @@ def test_logprobs_are_those_of_a_full_forward_pass_of_each_response(name, attent
             torch.testing.assert_close(torch.tensor(s.logprobs), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # float64 batches are not padded
+@pytest.mark.parametrize("dtype", every(2, [torch.float32, torch.float64]))  # float64 batches are not padded
 @pytest.mark.parametrize("name", every(3, ["qwen2", "gemma3", "opt", "mixtral"]))
 def test_responses_do_not_depend_on_the_batch_size(name, dtype):
     policy = stopping_policy(name, list(range(3, VOCAB, 8)), dtype)
@@ -120,7 +120,7 @@ def test_a_response_ends_with_its_stop_token_or_at_the_length():
     samples = [s for group in sample(policy, n=8) for s in group]
     assert {s.finished for s in samples} == {True, False}
     for s in samples:
-        stops = [t in stop_ids(policy) for t in s.response_ids]
+        stops = [t in policy.stop_ids for t in s.response_ids]
         assert not any(stops[:-1]) and stops[-1] == s.finished
         assert s.finished or len(s.response_ids) == 12
         assert len(s.logprobs) == len(s.response_ids)
@@ -143,15 +143,15 @@ def test_finished_responses_cost_no_more_forward_passes():
 
 def test_stop_ids_come_from_the_generation_configuration_first():
     policy = make_policy("llama", tokenizer=True)
-    assert stop_ids(policy) == {EOS}
+    assert policy.stop_ids == {EOS}
     policy.model.generation_config.eos_token_id = [BOS, EOS]
-    assert stop_ids(policy) == {BOS, EOS}
+    assert policy.stop_ids == {BOS, EOS}
     policy.model.generation_config.eos_token_id = None
     policy.model.config.eos_token_id = BOS
-    assert stop_ids(policy) == {BOS}
+    assert policy.stop_ids == {BOS}
     policy.model.config.eos_token_id = None
-    assert stop_ids(policy) == {EOS}
-    assert stop_ids(replace(policy, tokenizer=None)) == set()
+    assert policy.stop_ids == {EOS}
+    assert replace(policy, tokenizer=None).stop_ids == set()
 
 
 def test_the_context_ends_a_response_and_a_prompt_that_fills_it_is_refused():

@@ -12,7 +12,7 @@ from gradscope.rollouts import TokenBatch
 EDGES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
-def selected(name: str, batch: TokenBatch, entropy: Tensor, row: int, column: int, eta: float = 0.5) -> list[str]:
+def selected(name: str, batch: TokenBatch, row: int, column: int, eta: float = 0.5) -> list[str]:
     """Names of the passes that train this token."""
     if not batch.response_mask[row, column]:
         return []
@@ -26,10 +26,6 @@ def selected(name: str, batch: TokenBatch, entropy: Tensor, row: int, column: in
         return ["low" if probability < eta else "high"]
     if name == "positive":
         return [name] if batch.advantages[row, column] > 0 else []
-    if name == "high-entropy":
-        kept = sorted((entropy[r, c].item() for r, c in batch.response_mask.nonzero().tolist()), reverse=True)
-        threshold = kept[(len(kept) + 4) // 5 - 1]
-        return [name] if entropy[row, column].item() >= threshold else []
     return ["all"]
 
 
@@ -41,7 +37,7 @@ def pass_names(name: str) -> list[str]:
 
 
 def by_loop(
-    name: str, batch: TokenBatch, entropy: Tensor, *, size: int | None = None, eta: float = 0.5
+    name: str, batch: TokenBatch, *, size: int | None = None, eta: float = 0.5
 ) -> list[tuple[str, list[int], Tensor, int]]:
     """(pass, its rows, its tokens, denominator) of every optimizer step."""
     rows = list(range(len(batch)))
@@ -52,7 +48,7 @@ def by_loop(
             tokens, count = torch.zeros(len(mini), batch.input_ids.shape[1], dtype=torch.bool), 0
             for place, row in enumerate(mini):
                 for column in range(batch.input_ids.shape[1]):
-                    tokens[place, column] = wanted in selected(name, batch, entropy, row, column, eta)
+                    tokens[place, column] = wanted in selected(name, batch, row, column, eta)
                     count += bool(batch.response_mask[row, column])
             steps.append((wanted, mini, tokens, count))
     return steps

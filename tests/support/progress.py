@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from gradscope.runs import Advance
+from gradscope.runs import Advance, Progress
 
 
 @dataclass
@@ -20,8 +20,8 @@ class Heard:
 
 
 @dataclass
-class Listener:
-    """A Progress that prints nothing."""
+class Listener(Progress):
+    """Prints nothing."""
 
     stages: list[Heard] = field(default_factory=list)
     """In the order of their begins."""

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from support.refusals import refused
 
 from gradscope.policy import load_policy
 from gradscope.sampling import Sample, rollout_rows
@@ -86,8 +85,3 @@ def test_the_embedded_policys_words_are_graded(policy):
     rows = rollout_rows(policy, questions, task=arithmetic, sampler=Scribe(policy, questions[0]), **settings)
     same = [float(question.answer == questions[0].answer) for question in questions]
     assert [row["reward"] for row in rows] == [reward for first in same for reward in (first, 0.0)]
-
-
-def test_all_sums_are_refused():
-    with refused():
-        arithmetic.questions(None, seed=0)

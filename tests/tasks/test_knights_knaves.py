@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope.errors import InputError
 from gradscope.tasks import Grade, Question, get_task, grade_response
@@ -28,8 +29,7 @@ from gradscope.tasks.knights_knaves_wording import (
     SAYINGS,
     Statement,
     claim_text,
-    compact_text,
-    draw_sayings,
+    compact_prompt,
     quiz_text,
 )
 
@@ -88,7 +88,7 @@ def test_the_solver_finds_exactly_the_consistent_assignments_of_nested_claims(pe
 
 
 @needs_data
-@pytest.mark.parametrize("people", LEVELS)
+@pytest.mark.parametrize("people", every(3, LEVELS))
 def test_the_solver_agrees_with_every_row_of_the_data(people):
     puzzles = read_rows(people)
     assert len(puzzles) == 1000
@@ -131,7 +131,7 @@ def test_one_person_or_nine_are_refused(people):
 
 
 @needs_data
-@pytest.mark.parametrize("people", LEVELS)
+@pytest.mark.parametrize("people", every(3, LEVELS))
 def test_the_generator_draws_the_datas_kinds_of_claims_as_often_as_the_data(people):
     rng = random.Random(0)
     real = kinds(puzzle.statements for puzzle in read_rows(people))
@@ -192,8 +192,8 @@ def _next_spoken(text: str, name: str) -> tuple[str, str, str]:
 
 
 def parse_compact(text: str) -> tuple[list[Statement], list[str]]:
-    """Statements and names of a compact puzzle: the inverse of `compact_text`."""
-    lines = [re.fullmatch(r"(\w+): (.+)\.", line) for line in text.splitlines()]
+    """Statements and names of a compact puzzle: the inverse of `compact_prompt`."""
+    lines = [re.fullmatch(r"(\w+): (.+)\.", line) for line in text.removesuffix("<think>").splitlines()]
     if not lines or None in lines:
         raise InputError(f"not a compact puzzle: {text[:60]!r}…; wanted lines like 'Zoey: Oliver is a knave.'")
     names = [line[1] for line in lines]
@@ -236,9 +236,9 @@ def test_a_puzzle_survives_both_wordings(people):
     rng = random.Random(people)
     for _ in range(20):
         statements = draw_statements(people, rng)
-        names, sayings = rng.sample(NAMES, people), draw_sayings(people, rng)
+        names, sayings = rng.sample(NAMES, people), rng.choices(SAYINGS, k=people)
         assert parse_quiz(quiz_text(statements, names, sayings)) == (list(statements), names, sayings)
-        assert parse_compact(compact_text(statements)) == (list(statements), list(COMPACT_NAMES[:people]))
+        assert parse_compact(compact_prompt(statements)) == (list(statements), list(COMPACT_NAMES[:people]))
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_every_row_of_the_data_has_our_prompt_to_the_letter(people):
 @pytest.mark.parametrize("people", LEVELS)
 def test_every_row_of_the_data_converts_to_the_compact_wording(people):
     for puzzle in read_rows(people):
-        statements, names = parse_compact(compact_text(puzzle.statements))
+        statements, names = parse_compact(compact_prompt(puzzle.statements))
         assert tuple(statements) == puzzle.statements
         assert names == list(COMPACT_NAMES[:people])
         assert solve(statements) == [puzzle.solution]

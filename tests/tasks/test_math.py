@@ -131,6 +131,7 @@ def test_an_answer_that_cannot_be_read_is_wrong(answer):
     assert agrees("5.0", ("5",))  # and the next one is read
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     "answer", every(3, ["10^{10^{10}}", r"\binom{100000000}{50000000}", "(" * 2000 + "1" + ")" * 2000])
 )
@@ -143,6 +144,7 @@ def test_an_answer_that_takes_too_long_is_wrong_and_the_next_one_is_read(answer,
     assert agrees("7.0", ("7",))
 
 
+@pytest.mark.all
 def test_a_process_that_was_killed_is_started_again(forgetful):
     assert agrees("2/4", ("1/2",))
     math_verifier._verifier._process.kill()
@@ -150,6 +152,7 @@ def test_a_process_that_was_killed_is_started_again(forgetful):
     assert agrees("3/6", ("1/2",))
 
 
+@pytest.mark.all
 def test_an_interrupted_question_does_not_leave_its_reply_to_the_next(forgetful):
     assert agrees("2/4", ("1/2",))
 
@@ -167,6 +170,7 @@ def test_an_interrupted_question_does_not_leave_its_reply_to_the_next(forgetful)
     assert agrees("3/6", ("1/2",))
 
 
+@pytest.mark.all
 def test_grading_is_silent_and_leaves_nothing_running():
     code = (
         "import logging, sys\n"
@@ -287,7 +291,7 @@ def write_rows(path, rows, like=None):
 # --- the data
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", every(3, FILES))
 def test_every_row_of_the_data_is_a_problem_with_the_papers_prompt(data_folder, name):
     questions = get_task("math").questions(None, seed=0, files=(f"math/{name}.parquet",))
     plain = get_task("math-plain").questions(None, seed=0, files=(f"math/{name}.parquet",))
@@ -300,7 +304,7 @@ def test_every_row_of_the_data_is_a_problem_with_the_papers_prompt(data_folder, 
         assert chat.answer == text.answer
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", every(3, FILES))
 def test_a_boxed_ground_truth_is_right_and_verified_and_another_rows_is_wrong(data_folder, name):
     # All 11,639 truths pass (some minutes); here 12 to 15 rows of each file.
     task = get_task("math")

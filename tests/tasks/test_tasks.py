@@ -98,6 +98,7 @@ def test_a_task_file_that_cannot_be_run_is_refused_in_one_line(tmp_path, registe
     assert get_task(f"{file}:parity").name == "parity"  # mended, it is run again
 
 
+@pytest.mark.all
 def test_tasks_load_nothing_heavy_before_they_need_it():
     heavy = ("pandas", "pyarrow", "transformers", "math_verify", "sympy")
     code = f"import sys, gradscope.tasks; print([m for m in {heavy} if m in sys.modules])"
@@ -132,6 +133,12 @@ class Counting:
 def test_an_option_that_a_task_does_not_take_is_refused(task, options, named):
     with refused(named):
         draw_questions(task, 1, seed=0, **options)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "knights-knaves", "math", "word-problems"])
+def test_all_questions_of_a_task_that_has_no_files_are_refused(name):
+    with refused("a number of questions"):
+        draw_questions(get_task(name), None, seed=0)
 
 
 def _raise(error):

@@ -3,7 +3,6 @@
 import re
 
 import pytest
-from support.refusals import refused
 
 from gradscope.tasks import Grade, Question, get_task, grade_response
 
@@ -92,11 +91,6 @@ def test_only_the_stated_number_counts(response, correct, format_ok):
     grade = Grade(float(correct), correct=correct, format_ok=format_ok)
     task = get_task("word-problems")
     assert grade_response(task, response, question) == grade and task.reward(response, question) == grade.reward
-
-
-def test_all_problems_are_refused(plain):
-    with refused():
-        plain.questions(None, seed=0)
 
 
 def test_after_worked_examples_the_first_line_is_graded_and_form_earns_a_tenth(plain):

@@ -46,6 +46,7 @@ def test_the_interval_is_that_of_whole_prompts_redrawn_one_by_one():
     assert (fit.slope_lower, fit.slope_upper) == pytest.approx(tuple(np.quantile(slopes, [0.025, 0.975])), rel=1e-9)
 
 
+@pytest.mark.all
 def test_intervals_over_prompts_cover_the_truth_where_intervals_over_tokens_do_not():
     # The power differs between prompts, so tokens of one prompt err together.
     covered = {"prompts": 0, "tokens": 0}

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from gradscope.theory import logit_grad_bounds, rounding_tolerance
-from gradscope.theory.closed_form import check_logit_grad_bounds, logit_grad_norm
+from gradscope.theory import logit_grad_bounds, logit_grad_norm, rounding_tolerance
+from gradscope.theory.bounds import check_logit_bounds
 
 
 def norm_by_loop(probs: list[float], token: int) -> float:
@@ -88,8 +88,8 @@ def test_no_distribution_breaks_the_bounds_beyond_rounding(dtype):
     logprobs = torch.cat([random, uniform, two_point]).to(dtype).log_softmax(-1)
     for token in (0, 1):
         token_ids = torch.full((len(logprobs),), token)
-        check = check_logit_grad_bounds(logit_grad_norm(logprobs, token_ids), log_rest(logprobs, token), 50)
-        assert check.holds, check
+        check = check_logit_bounds(logit_grad_norm(logprobs, token_ids), log_rest(logprobs, token), 50)
+        assert check.held, check
         assert check.num_tokens == 441
         assert check.tolerance < 100 * 4 * torch.finfo(dtype).eps
 
@@ -97,4 +97,4 @@ def test_no_distribution_breaks_the_bounds_beyond_rounding(dtype):
 def test_the_granted_slack_is_rounding_and_stays_finite_where_a_token_is_certain():
     slack = rounding_tolerance(torch.tensor([0.0, -10.0, -math.inf]))
     assert slack.tolist() == pytest.approx([4 * 1.1920929e-7 * f for f in (8.0, 18.0, 8.0 + 87.33655)], rel=1e-5)
-    assert check_logit_grad_bounds(torch.tensor(0.0), torch.tensor(-math.inf), 10).holds
+    assert check_logit_bounds(torch.tensor(0.0), torch.tensor(-math.inf), 10).held

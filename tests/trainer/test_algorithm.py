@@ -15,11 +15,11 @@ from support.losses import grpo_by_loop, reinforce_pp_by_loop, term_by_loop, wei
 from support.refusals import refused
 from torch import Tensor
 
-from gradscope.objective import StepTokens, batch_loss, batch_weights, split_steps
+from gradscope.objective import StepTokens, Update, batch_loss, batch_weights, split_steps
 from gradscope.objective.step_rule import random_split
 from gradscope.rollouts import TokenBatch
 from gradscope.trainer import TrainConfig
-from gradscope.trainer.step import Update, compute_advantages, plan_update
+from gradscope.trainer.step import compute_advantages, plan_update
 
 ROWS, WIDTH = 12, 14
 EMPTY_ROW, ONE_TOKEN_ROW = 4, 7

@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.policies import save_checkpoint as save_tiny
 from support.refusals import refused
+from support.tiers import every
 from support.training import make_learner, make_steps
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ def trained(folder) -> Learner:
     return learner
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "gpt2", "gemma2", "mixtral"])
+@pytest.mark.parametrize("name", every(3, ["qwen2", "llama", "gpt2", "gemma2", "mixtral"]))
 def test_transformers_loads_the_trained_weights_tied_or_not(name, tmp_path):
     learner = make_learner(save_tiny(tmp_path / "model", name))
     learner.updater.step(make_steps(learner.policy)[0], LOSS)

@@ -120,6 +120,7 @@ def test_a_mask_that_is_early_is_named(shift, reading):
     assert (found.kind, found.reading, found.odd) == ("same", reading, ())
 
 
+@pytest.mark.all
 def test_processes_are_told_by_number_or_by_the_batch():
     """Two processes, each with the mean over its own tokens, averaged."""
     policy, batch = make_step()
@@ -166,14 +167,17 @@ def test_known_causes_of_a_factor_are_named():
 
 @pytest.mark.parametrize(
     ("scaled", "rows"),
-    [
-        ((), []),
-        (("layers.1.",), [("1", "all")]),
-        (("v_proj",), [("all", "attention v")]),
-        (("embed",), [("all", "embedding")]),
-        (("layers.2.mlp.up",), [("2", "MLP")]),
-        (("v_proj", "layers.2."), [("2", "all"), ("all", "attention v")]),
-    ],
+    every(
+        3,
+        [
+            ((), []),
+            (("layers.1.",), [("1", "all")]),
+            (("v_proj",), [("all", "attention v")]),
+            (("embed",), [("all", "embedding")]),
+            (("layers.2.mlp.up",), [("2", "MLP")]),
+            (("v_proj", "layers.2."), [("2", "all"), ("all", "attention v")]),
+        ],
+    ),
 )
 def test_where_they_part_is_told_by_the_fewest_layers_and_groups(scaled, rows):
     policy, batch = make_step(kind="llama")
@@ -230,6 +234,7 @@ def test_parameters_without_a_gradient_are_counted():
     assert found.kind == "same" and f"2 of the policy's {len(gradient) + 2} parameters" in found.verdict
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("strength", every(3, [72.0, 1.5, 1.0]))
 def test_a_multiple_is_told_from_what_passes_in_bfloat16_do(strength):
     policy, batch = make_step()
@@ -244,6 +249,7 @@ def test_a_multiple_is_told_from_what_passes_in_bfloat16_do(strength):
     assert check(policy, batch, gradient).kind == "other"  # as far as is known, in float32
 
 
+@pytest.mark.all
 def test_half_precision_is_known_from_the_gradients_own_numbers():
     policy, batch = make_step()
     gradient = train(policy, batch, token_mean(batch))
@@ -339,7 +345,7 @@ def test_advantages_per_response_leave_a_shift_and_a_missing_end_the_same():
 
 
 @pytest.mark.parametrize("beta", every(2, [0.2, 0.02]))
-@pytest.mark.parametrize(("fault", "sign"), [("kl-sign", -1.0), ("no-kl", 0.0), (None, 1.0)])
+@pytest.mark.parametrize(("fault", "sign"), every(2, [("kl-sign", -1.0), ("no-kl", 0.0), (None, 1.0)]))
 @pytest.mark.parametrize("aggregation", every(2, ["token-mean", "sequence-mean"]))
 def test_kl_left_out_or_of_the_wrong_sign_is_named(aggregation, fault, sign, beta):
     policy, batch = make_step()

@@ -18,11 +18,8 @@ from gradscope.resampling import prompt_clusters
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import (
     batch_direction_shares,
-    movement_summary,
-    over_batches,
     right_direction_shares,
     similarity,
-    without_extremes,
 )
 from gradscope.updates.directions import log_odds_change
 
@@ -144,67 +141,6 @@ def without(*columns: str) -> pd.DataFrame:
 def test_a_table_that_cannot_be_judged_is_refused(table, settings):
     with refused():
         right_direction_shares(table, seed=rng(), **settings)
-
-
-@pytest.mark.usefixtures("few_prompts_are_many")
-def test_movements_equal_loops_and_numpy_per_cell():
-    table = make_table()
-    found = movement_summary(table, "only-0", value="delta_logprob", seed=rng(3), resamples=20)
-    clusters = [table["group"] == g for g in sorted(table["group"].unique())]
-    draw = rng(3)
-    draws = {name: draw.multinomial(8, [1 / 8] * 8, size=20) for name in ("mean", "mean_abs")}
-    for number, row in enumerate(found.itertuples()):
-
-        def moved(tokens: pd.DataFrame, number=number) -> np.ndarray:
-            sign = 1 if number % 2 == 0 else -1
-            return np.array(
-                [
-                    token["delta_logprob.only-0"]
-                    for token in tokens.to_dict("records")
-                    if token["interval"] == number // 2 and token["advantage"] * sign > 0
-                ]
-            )
-
-        values = moved(table)
-        assert (row.interval, row.num_tokens) == (number // 2, len(values))
-        quantiles = [row.q05, row.q25, row.median, row.q75, row.q95]
-        assert quantiles == pytest.approx(np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95]).tolist(), rel=1e-12)
-        assert row.sd == pytest.approx(values.std(ddof=1), rel=1e-12)
-        for name, amount in (("mean", lambda v: v), ("mean_abs", np.abs)):
-            assert getattr(row, name) == pytest.approx(amount(values).mean(), rel=1e-12)
-            means = redrawn(table, lambda t, m=moved, a=amount: pd.Series(a(m(t))).mean(), clusters, draws[name])
-            bounds = (getattr(row, f"{name}_lower"), getattr(row, f"{name}_upper"))
-            assert bounds == pytest.approx(tuple(np.nanquantile(means, [0.025, 0.975])), rel=1e-10)
-
-
-@pytest.mark.parametrize(("share", "left_out"), [(0.0, 0), (0.01, 2), (0.07, 14), (0.5, 100)])
-def test_the_tokens_that_moved_most_are_left_out_and_the_rest_keep_their_order(share, left_out):
-    moved = rng().normal(size=200)
-    table = pd.DataFrame({"delta_prob.all": moved, "delta_logprob.all": moved[::-1]}, index=np.arange(200) + 5)
-    rest = without_extremes(table, share=share)
-    limit = sorted(np.abs(moved))[200 - left_out - 1]
-    assert rest.index.tolist() == [5 + i for i in range(200) if abs(moved[i]) <= limit]
-    other = without_extremes(table, value="delta_logprob", share=share)
-    assert other.index.tolist() == [5 + i for i in range(200) if abs(moved[::-1][i]) <= limit]
-
-
-def test_mean_and_sd_over_batches_are_numpys_and_skip_batches_without_a_value():
-    shares = {b: right_direction_shares(make_table(seed=b), seed=None) for b in range(4)}
-    shares[2].loc[shares[2]["interval"] == 1, "share"] = np.nan
-    frame = pd.concat(shares, names=["batch"]).reset_index("batch")
-    found = over_batches(frame)
-    assert found[["interval", "sign"]].equals(shares[0][["interval", "sign"]])
-    for row, (_, values) in zip(found.itertuples(), frame.groupby(["interval", "sign"], sort=False), strict=True):
-        known = [v for v in values["share"] if not math.isnan(v)]
-        assert row.num_batches == len(known) == (3 if row.interval == 1 else 4)
-        assert (row.mean, row.sd) == pytest.approx((np.mean(known), np.std(known, ddof=1)), rel=1e-12)
-    one = over_batches(frame[frame["batch"] == 2])
-    assert one["sd"].isna().all()
-    assert one.loc[one["interval"] == 1, "mean"].isna().all()
-    with refused():
-        over_batches(frame, keys=["sign"])
-    with refused("batch"):
-        over_batches(shares[0])
 
 
 @pytest.mark.usefixtures("few_prompts_are_many")

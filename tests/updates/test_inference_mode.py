@@ -28,7 +28,7 @@ CALLS: dict[str, Callable[[Policy, TokenBatch], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", every(3, CALLS))
+@pytest.mark.parametrize("name", every(6, CALLS))
 def test_a_call_inside_inference_mode_gives_what_it_gives_outside(name, tmp_path):
     policy = make_policy("llama")
     wanted = CALLS[name](policy, make_batch(policy))

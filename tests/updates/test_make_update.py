@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.passes_by_loop import by_loop, selected
 from support.refusals import refused
-from torch import Tensor
 
 from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
@@ -44,11 +43,6 @@ def make_random_batch(rows: int = 5, width: int = 14, seed: int = 0) -> TokenBat
     )
 
 
-def make_entropy(batch: TokenBatch) -> Tensor:
-    """Few values, so that some are tied with the last one taken."""
-    return torch.randint(0, 12, batch.input_ids.shape, generator=torch.Generator().manual_seed(1)) / 4
-
-
 def spell(name: str, **parameters: float) -> str:
     """The name with those of the parameters that the update has."""
     has = {"alpha": name.startswith("reweight"), "eta": "lopti" in name or name == "random-split"}
@@ -61,16 +55,11 @@ def batch() -> TokenBatch:
     return make_random_batch()
 
 
-@pytest.fixture(scope="module")
-def entropy(batch) -> Tensor:
-    return make_entropy(batch)
-
-
 @pytest.mark.parametrize("size", [None, 2])
 @pytest.mark.parametrize("name", [name for name in UPDATES if name != "random-split"])
-def test_an_update_selects_the_tokens_that_a_double_loop_selects(batch, entropy, name, size):
-    update = make_update(spell(name, eta=0.6), batch, entropy=entropy, mini_batch_size=size, loss=SETTINGS)
-    expected = by_loop(name, batch, entropy, size=size, eta=0.6)
+def test_an_update_selects_the_tokens_that_a_double_loop_selects(batch, name, size):
+    update = make_update(spell(name, eta=0.6), batch, mini_batch_size=size, loss=SETTINGS)
+    expected = by_loop(name, batch, size=size, eta=0.6)
     assert update.name == spell(name, eta=0.6)
     assert len(update.steps) == len(expected)
     for part, (wanted, rows, tokens, count) in zip(update.steps, expected, strict=True):
@@ -84,11 +73,11 @@ def test_an_update_selects_the_tokens_that_a_double_loop_selects(batch, entropy,
 
 
 @pytest.mark.parametrize("name", UPDATES)
-def test_only_the_reweighted_updates_change_the_loss(batch, entropy, name):
-    found = make_update(spell(name, alpha=0.25), batch, entropy=entropy, loss=SETTINGS).settings
+def test_only_the_reweighted_updates_change_the_loss(batch, name):
+    found = make_update(spell(name, alpha=0.25), batch, loss=SETTINGS).settings
     assert found == (replace(SETTINGS, reweight_alpha=0.25) if name.startswith("reweight") else SETTINGS)
     own = replace(SETTINGS, reweight_alpha=0.1)
-    found = make_update(spell(name, alpha=0.25), batch, entropy=entropy, loss=own).settings
+    found = make_update(spell(name, alpha=0.25), batch, loss=own).settings
     assert found.reweight_alpha == (0.25 if name.startswith("reweight") else 0.1)
 
 
@@ -120,18 +109,8 @@ def test_intervals_are_those_of_a_loop_and_minus_one_where_no_token_is_kept(batc
     found = old_intervals(batch)
     for row in range(len(batch)):
         for column in range(batch.input_ids.shape[1]):
-            names = [k for k in range(4) if selected(f"only-{k}", batch, found.float(), row, column)]
+            names = [k for k in range(4) if selected(f"only-{k}", batch, row, column)]
             assert [found[row, column].item()] == (names or [-1])
-
-
-@pytest.mark.parametrize("rows", [[0, 1, 2, 3], [0]])
-def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
-    some = batch.select(rows)
-    entropy = torch.rand(some.input_ids.shape, generator=torch.Generator().manual_seed(2))
-    [part] = make_update("high-entropy", some, entropy=entropy).steps
-    assert some.num_tokens % 5
-    assert part.batch.num_tokens == some.num_tokens // 5 + 1
-    assert entropy[part.batch.response_mask].min() > entropy[some.response_mask & ~part.batch.response_mask].max()
 
 
 @pytest.mark.parametrize(
@@ -150,8 +129,6 @@ def test_high_entropy_is_a_fifth_of_the_tokens_rounded_up(batch, rows):
         ("all", {}, {"loss": LossSettings(kl_coef=-1.0)}, "kl_coef"),
         ("reweight:alpha=1.5", {}, {}, "reweight_alpha"),
         ("lopti:eta=1.5", {}, {}, "eta"),
-        ("high-entropy", {}, {}, "high-entropy"),
-        ("high-entropy", {}, {"entropy": torch.full((5, 14), math.nan)}, "high-entropy"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(batch, name, changes, choices, named):

@@ -30,7 +30,6 @@ from gradscope.trainer.step import plan_update
 from gradscope.updates import (
     UPDATES,
     StepSettings,
-    Update,
     apply_update,
     apply_updates,
     make_update,
@@ -166,21 +165,16 @@ def starts(policy, batch) -> dict[str, Start]:
     }
 
 
-def passes_by_loop(name: str, batch: TokenBatch, before: TokenStatistics, size: int | None) -> list:
+def passes_by_loop(name: str, batch: TokenBatch, size: int | None) -> list:
     """Of a random split, which a loop cannot know: as they were drawn."""
     if name != "random-split":
-        return by_loop(name, batch, before.entropy, size=size)
+        return by_loop(name, batch, size=size)
     rows = torch.arange(len(batch)).split(len(batch) if size is None else size)
     drawn = make_update(name, batch, mini_batch_size=size).steps
     return [
         (part.name, mini.tolist(), part.batch.response_mask, part.num_tokens)
         for part, mini in zip(drawn, [*rows, *rows], strict=True)
     ]
-
-
-def in_mini_batches(name: str, policy: Policy, batch: TokenBatch, size: int | None) -> Update:
-    entropy = apply_update(policy, batch).before.entropy if name == "high-entropy" else None
-    return make_update(name, batch, loss=SETTINGS, entropy=entropy, mini_batch_size=size)
 
 
 # ---- the movement
@@ -190,12 +184,12 @@ def in_mini_batches(name: str, policy: Policy, batch: TokenBatch, size: int | No
 @pytest.mark.parametrize("kind", ["sgd", "adamw, fresh", "adamw, saved"])
 def test_every_token_moves_as_under_a_hand_written_loop(starts, batch, kind, name):
     start, size = starts[kind], 4 if kind == "adamw, fresh" else None
-    update = in_mini_batches(name, start.policy, batch, size)
+    update = make_update(name, batch, loss=SETTINGS, mini_batch_size=size)
     choices = {"step": start.step, "optimizer_state": start.state}
     movement = apply_update(start.policy, batch, update, loss=SETTINGS, **choices)
     hand = twin(start.policy)
     before = statistics_by_loop(hand, batch)
-    passes = passes_by_loop(name, batch, movement.before, size)
+    passes = passes_by_loop(name, batch, size)
     settings = replace(SETTINGS, reweight_alpha=0.3) if name.startswith("reweight") else SETTINGS
     optimizer = start.make_optimizer(hand.model)
     norms = update_by_hand(hand, batch, passes, settings, optimizer, start.step.max_grad_norm)
@@ -289,7 +283,7 @@ def test_a_state_that_names_its_parameters_is_read_by_name_and_trains_those_alon
     optimizer.load_state_dict({"state": copy.deepcopy(state["state"]), "param_groups": own["param_groups"]})
     for index, parameter in enumerate(parameters):
         parameter.requires_grad_(index in order)
-    whole = by_loop("all", batch, batch.advantages)
+    whole = by_loop("all", batch)
     update_by_hand(hand, batch, whole, SETTINGS, optimizer, 1.0)
     movement = apply_update(start.policy, batch, loss=SETTINGS, step=ADAMW, optimizer_state=state)
     wanted = statistics_by_loop(hand, batch)["logprob"]

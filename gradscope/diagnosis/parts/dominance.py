@@ -117,8 +117,7 @@ def rows(m: Measured) -> Rows:
     if m.weighted:
         parts = [token_shares(sum_by_prompt(table, len(labels)), labels, **m.draws("dominance"))]
         parts += _adamw_energy(m)
-        known = parts[0][parts[0]["statistic"] == "squared_share"]
-        error = sampling_error(table, labels, shares=known, seed=m.settings.seed)
+        error = sampling_error(table, labels, shares=parts[0], seed=m.settings.seed)
         if error is not None and not np.isnan(error.lower):
             kept["precision"] = error.of_bounds("the lowest share's bounds")
     parts.append(_alone("tokens", counts, counts, "tokens", labels))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from gradscope.gradients.attention import probability_bytes
+from gradscope.gradients.hooks import replaced_forwards
 
 GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
 """Bytes allowed for a graph, by device; cuda: assumed to be free beside the weights."""
@@ -51,19 +53,10 @@ def norms_bytes(model: nn.Module, blocks: nn.ModuleList, length: int) -> int:
     return inputs + 2 * whole // len(blocks) + 2 * max(p.nbytes for p in model.parameters())
 
 
-@contextmanager
-def recomputing(model: nn.Module, blocks: nn.ModuleList, length: int) -> Iterator[None]:
+def recomputing(model: nn.Module, blocks: nn.ModuleList, length: int) -> AbstractContextManager[None]:
     """Checkpoint each block, which then runs again in the backward pass, if this many tokens' graph would not fit."""
-    if graph_fits(model, blocks, length):
-        yield
-        return
-    before = [vars(block).get("forward") for block in blocks]
-    try:
-        for block in blocks:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
-        yield
-    finally:
-        for block, forward in zip(blocks, before, strict=True):
-            del block.forward
-            if forward is not None:
-                block.forward = forward
+
+    def again(_index: int, block: nn.Module) -> Callable[..., Any]:
+        return partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+
+    return nullcontext() if graph_fits(model, blocks, length) else replaced_forwards(blocks, again)

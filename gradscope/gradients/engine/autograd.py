@@ -188,46 +188,29 @@ class GraphSequence:
         squares = {name: self._square_norms(name, flow, picks) for name, flow in by_module.items()}
         scaled = None
         if self.body.metric is not None:
-            found = (self._scaled_square_norms(name, flow, picks) for name, flow in by_module.items())
+            found = (self._square_norms(name, flow, picks, self.body.metric) for name, flow in by_module.items())
             scaled = sum((values.to(last.device) for values in found), torch.zeros_like(act[:, 0]))[None]
         return ChunkNorms(act[None], {name: values.to(last.device)[None] for name, values in squares.items()}, scaled)
 
-    def _square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
-        """Return the squared gradient norms [K] of one module over all its calls."""
-        rule = self.body.ownership.rules[name]
+    def _square_norms(
+        self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor, metric: Metric | None = None
+    ) -> Tensor:
+        """Return the squared norms [K] of one module's gradient over all its calls; metric: of the scaled gradient."""
+        rule, module = self.body.ownership.rules[name], flow[0][0].module
+        deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
+        by_position = deltas.transpose(0, 1)[None]
         if rule in ("linear", "conv1d"):
-            deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
-            return linear_square_norms(deltas.transpose(0, 1)[None], self.factors.factor(flow)[None])[0]
-        if rule == "diagonal":
-            slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
-            return sum(_diagonal_over_calls(flow, parameter) for parameter in slopes)
-        return self._table(name, flow, picks)
-
-    def _scaled_square_norms(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor) -> Tensor:
-        """Return the squared norms [K] of the scaled gradient over all the module's parameters."""
-        metric, module, rule = self.body.metric, flow[0][0].module, self.body.ownership.rules[name]
-        if rule in ("linear", "conv1d"):
-            deltas = join([delta.flatten(1, -2) for _, delta in flow], 1).transpose(0, 1)[None]
+            if metric is None:
+                return linear_square_norms(by_position, self.factors.factor(flow)[None])[0]
             inputs = join([call.inputs.flatten(0, -2) for call, _ in flow], 0)[None]
-            return metric.linear(module, deltas, inputs.to(deltas))[0]
+            return metric.linear(module, by_position, inputs.to(deltas))[0]
         if rule == "diagonal":
             slopes = zip(*(self.factors.slopes(call) for call, _ in flow), strict=True)
-            pairs = zip(slopes, module.parameters(recurse=False), strict=True)
-            return sum(_diagonal_over_calls(flow, slope, metric.of(parameter)) for slope, parameter in pairs)
-        return self._table(name, flow, picks, metric)
-
-    def _table(self, name: str, flow: list[tuple[Call, Tensor]], picks: Tensor, metric: Metric | None = None) -> Tensor:
-        call, delta = flow[0]
-        ids, delta = call.inputs.flatten()[None], delta.flatten(1, -2).transpose(0, 1)[None]
-        return TableNorms(self.body.ownership, name, call.module, self.head).squares(ids, delta, picks[None], metric)[0]
-
-
-def _diagonal_over_calls(
-    flow: list[tuple[Call, Tensor]], slopes: tuple[Tensor, ...], scale: Tensor | None = None
-) -> Tensor:
-    """Return the squared norm of one parameter's gradient, summed over the module's calls."""
-    deltas = join([delta.flatten(1, -2) for _, delta in flow], 1)
-    return diagonal_square_norms(deltas, join([s.flatten(0, -2) for s in slopes], 0).to(deltas.dtype), scale)
+            joined = (join([slope.flatten(0, -2) for slope in own], 0).to(deltas.dtype) for own in slopes)
+            scales = [None if metric is None else metric.of(p) for p in module.parameters(recurse=False)]
+            return sum(diagonal_square_norms(deltas, *one) for one in zip(joined, scales, strict=True))
+        table, ids = TableNorms(self.body.ownership, name, module, self.head), flow[0][0].inputs.flatten()[None]
+        return table.squares(ids, by_position, picks[None], metric)[0]
 
 
 def _vjp(

@@ -182,20 +182,6 @@ class Gram:
     def total(self) -> Float[np.ndarray, "R R"]:
         return self.total_parts.sum(0)
 
-    @property
-    def by_module(self) -> dict[str, Float[np.ndarray, "R R"]]:
-        """Split `total` by module, in float64: the contribution of each module's own parameters.
-
-        A shared parameter counts for the first module that owns it. Raises InputError if the totals were not kept.
-        """
-        if self.totals is None:
-            raise InputError("inner products by module need the sums as vectors; give totals=True or a larger budget")
-        found: dict[str, np.ndarray] = {}
-        for name, part in self.totals.slices.items():
-            module = name.rpartition(".")[0]
-            found[module] = found.get(module, 0.0) + inner_products(self.totals.rows[:, part]).numpy()
-        return found
-
     def error(self, statistic: Statistic) -> np.ndarray:
         """Return the standard error of a statistic of (products, total) due to sketching; 0 for whole vectors."""
         if len(self.parts) == 1:

@@ -9,8 +9,8 @@ logits fit. Memory is therefore linear in the response's length: every block's i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from gradscope.gradients.budget.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.engine.recording import BlockCall, block_input, replace_input
-from gradscope.gradients.hooks import first_tensor
+from gradscope.gradients.hooks import first_tensor, replaced_forwards
 from gradscope.gradients.operator.vectors import Take
 from gradscope.objective import Quantity, choosing_places, most_logits, numbers_of
 from gradscope.policy import float_parameters
@@ -63,7 +63,6 @@ class Sweep:
 
     def __init__(self, model: nn.Module, blocks: nn.ModuleList) -> None:
         self.model, self.blocks = model, blocks
-        self._first_input: Tensor | None = None
         self._held: bool | None = None
 
     def segments(self) -> dict[int, list[str]] | None:
@@ -168,23 +167,24 @@ class Sweep:
     def run_tail(self, passed: Passed, of: Quantity = "logprob") -> tuple[Tensor, Float[Tensor, " K"]]:
         """Return (leaf, values): the hidden states after the last block, and the quantity of each kept token."""
         leaf = passed.hidden[-1].detach().requires_grad_(True)
-        with self._standing_in(lambda index: _put_first(passed.outputs[index], leaf.clone())):
+
+        def stand_in(index: int, _block: nn.Module) -> Callable[..., Any]:
+            return lambda *_args, **_kwargs: _put_first(passed.outputs[index], leaf.clone())
+
+        with replaced_forwards(self.blocks, stand_in):
             return leaf, self._numbers(passed, of)
 
     def run_embedding(self, passed: Passed) -> Float[Tensor, "b n hidden"]:
         """Return the first block's input, with its graph."""
+        found = []
 
-        def stop(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._first_input = block_input(args, kwargs)
+        def stop(*args: Any, **kwargs: Any) -> None:
+            found.append(block_input(args, kwargs))
             raise _EmbeddedError
 
-        with self._standing_in(None, stop):
-            try:
-                self.model(input_ids=passed.ids, attention_mask=torch.ones_like(passed.ids), use_cache=False)
-            except _EmbeddedError:
-                hidden, self._first_input = self._first_input, None
-                return hidden
-        raise RuntimeError("the first block was not reached")
+        with replaced_forwards(self.blocks[:1], lambda _index, _block: stop), suppress(_EmbeddedError):
+            self.model(input_ids=passed.ids, attention_mask=torch.ones_like(passed.ids), use_cache=False)
+        return found[0]
 
     def most_responses(self, length: int, most: int) -> int:
         """Return how many responses of this length, from 1 to `most`, have a graph that fits into GRAPH bytes."""
@@ -253,29 +253,6 @@ class Sweep:
         with choosing_places(self.model, passed.places):
             logits = self.model(input_ids=passed.ids, attention_mask=everything, use_cache=False).logits.flatten(0, 1)
         return numbers_of(logits, passed.token_ids, passed.temperatures, (of,))[:, 0]
-
-    @contextmanager
-    def _standing_in(self, returned: Any, first: Any = None) -> Iterator[None]:
-        """Replace every block by one that returns the given output."""
-        before = [vars(block).get("forward") for block in self.blocks]
-        try:
-            for index, block in enumerate(self.blocks):
-                stand_in = first if first is not None and index == 0 else None
-                block.forward = _StandIn(stand_in, index, returned)
-            yield
-        finally:
-            for block, forward in zip(self.blocks, before, strict=True):
-                del block.forward
-                if forward is not None:
-                    block.forward = forward
-
-
-class _StandIn:
-    def __init__(self, call: Any, index: int, returned: Any) -> None:
-        self._call, self._index, self._returned = call, index, returned
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._returned(self._index) if self._call is None else self._call(args, kwargs)
 
 
 def _put_first(output: Any, hidden: Tensor | None) -> Any:

@@ -17,6 +17,7 @@ from gradscope.integrations.trl.batch import TRLSettings, batch_from_trl, respon
 from gradscope.integrations.trl.callback import GradScopeCallback
 from gradscope.integrations.trl.mixin import ReweightLoptiMixin
 from gradscope.integrations.trl.monitor import TokenMonitor
+from gradscope.integrations.trl.recorder import SpikeRecorder
 from gradscope.integrations.trl.writer import RolloutWriter
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "GradScopeGRPOTrainer",
     "ReweightLoptiMixin",
     "RolloutWriter",
+    "SpikeRecorder",
     "TRLSettings",
     "TokenMonitor",
     "batch_from_trl",

@@ -19,6 +19,7 @@ from gradscope.gradients import Resources
 from gradscope.integrations.trl.batch import batch_from_trl, join_columns
 from gradscope.integrations.trl.losses import find_kind, other_loss, refuse_scaled, settings_loss, settings_slopes
 from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
+from gradscope.integrations.trl.recorder import SpikeRecorder
 from gradscope.integrations.trl.sample import StepSample, affordable
 from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, wrap
 from gradscope.intervals import EDGES, interval_labels
@@ -84,6 +85,8 @@ class GradScopeCallback(Watching):
         edges: Edges of the intervals.
         micro_batch_size: Largest number of responses in one forward pass.
         progress: Report progress on stderr, or to a `Progress`; only the main process does.
+        spike: Also explain every step whose gradient norm is not finite, or above this many times the median of the
+            previous ones, before it is taken (`SpikeRecorder`). With `every=None`, do only that.
 
     Raises:
         InputError: if the trainer is not supported, Lopti trains another loss than Eq. 1's, DeepSpeed trains in
@@ -95,16 +98,19 @@ class GradScopeCallback(Watching):
         self,
         trainer: Any,
         *,
-        every: int = 10,
+        every: int | None = 10,
         budget: Number | None = None,
         edges: Sequence[Number] = EDGES,
         cosines: bool = False,
         micro_batch_size: int = 8,
         progress: bool | Progress = True,
+        spike: Number | None = None,
     ) -> None:
         for name, number in (("every", every), ("micro_batch_size", micro_batch_size)):
-            if number < 1:
+            if number is not None and number < 1:
                 raise InputError(f"{name} is {number}; give 1 or more")
+        if every is None and spike is None:
+            raise InputError("every and spike are both None, so no step would be measured; give one of the two")
         if budget is not None and not 0 < budget < 1:
             raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
         if budget is not None and cosines:
@@ -138,6 +144,10 @@ class GradScopeCallback(Watching):
         self._due = self._waiting = False
         self._tolerated = TOLERANCE
         self._step: StepMeasurement | StepSample | None = None
+        self.recorder = (
+            None if spike is None else SpikeRecorder(trainer, times=spike, micro_batch_size=micro_batch_size)
+        )
+        """Explains steps whose norm is out of line."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started, self.seconds, self.rows = time.perf_counter(), 0.0, []
@@ -146,24 +156,32 @@ class GradScopeCallback(Watching):
         if state.global_step and self.path.is_file():
             rows = pd.read_parquet(self.path)
             self.rows = rows[rows["step"] <= state.global_step].to_dict("records")
+        self._pass_on("on_train_begin", args, state, control)
         self._watcher.start()
         if (engine := self._engine) is not None:
             wrap(engine, self, {"step": self._measure_before})
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and self.every is not None:
             limit = "" if self.budget is None else f", in {100 * self.budget:g} % of the time"
             steps = "every step" if self.every == 1 else f"every {self.every} steps"
             print(f"gradscope: measuring {steps}{limit}, into {self.path}")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._due = self._waiting or state.global_step % self.every == 0
+        self._pass_on("on_step_begin", args, state, control)
+        self._due = self._waiting or (self.every is not None and state.global_step % self.every == 0)
         self._watcher.begin_step(watched=self._due)
         self._step = None
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pass_on("on_pre_optimizer_step", args, state, control)
         if self._due:  # otherwise not due, the second of Lopti's steps, or measured before DeepSpeed stepped
             self._measure()
         if isinstance(self._step, StepMeasurement) and "grad_norm_ratio" not in self._step.numbers:
             self._compare(state.global_step + 1)
+
+    def _pass_on(self, event: str, *given: Any) -> None:
+        """Tell the recorder of a training's event."""
+        if self.recorder is not None:
+            getattr(self.recorder, event)(*given)
 
     @property
     def _engine(self) -> Any:
@@ -293,6 +311,7 @@ class GradScopeCallback(Watching):
         return "the measured loss is not the one it trains"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pass_on("on_step_end", args, state, control)
         if (step := self._step) is None:
             return
         started, self._step = time.perf_counter(), None
@@ -325,10 +344,11 @@ class GradScopeCallback(Watching):
                 self.trainer._metrics["train"][f"gradscope/{name}"].append(float(value))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._pass_on("on_train_end", args, state, control)
         self._watcher.stop()
         if (engine := self._engine) is not None:
             wrap(engine, self)
-        if state.is_world_process_zero:
+        if state.is_world_process_zero and self.every is not None:
             total = time.perf_counter() - self._started
             off = sum(abs(_ratio_of_all(row) - 1) > TOLERANCE for row in self.rows)
             budget = "" if self.budget is None else f" (budget {100 * self.budget:g} %)"

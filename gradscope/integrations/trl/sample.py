@@ -189,7 +189,7 @@ class StepSample:
         if not len(live):
             return
         part, prompts, amounts = part.select(live), prompts[live], amounts[:, live]
-        direction = _unit_gradient(self._model)
+        direction = unit_gradient(self._model)
         if not self._narrow:
             self._add("product", prompts, amounts * part.spread(part.jvp(direction).logprob[0]))
             return
@@ -200,7 +200,7 @@ class StepSample:
             self._sums[number, KINDS.index("product")] += products.cpu().double()
 
 
-def _unit_gradient(model: nn.Module) -> Vectors:
+def unit_gradient(model: nn.Module) -> Vectors:
     """Return G/‖G‖ from the parameters' `.grad`; 0 if ‖G‖ is 0 or not finite."""
     direction = Vectors.zeros(model, 1)
     for name, parameter in float_parameters(model):

@@ -32,10 +32,10 @@ def send_alert(trainer: Any, title: str, text: str, *, warn: bool) -> None:
         backend.alert(title=title, text=text, level=backend.AlertLevel.WARN if warn else backend.AlertLevel.INFO)
 
 
-def send_page(trainer: Any, page: Path) -> None:
-    """Send a page as an artifact to Weights & Biases, trackio and MLflow."""
+def send_page(trainer: Any, page: Path, name: str = "gradscope-live") -> None:
+    """Send a page as an artifact of this name to Weights & Biases, trackio and MLflow."""
     for backend in _backends(trainer):
-        backend.log_artifact(str(page), name="gradscope-live", type="report")
+        backend.log_artifact(str(page), name=name, type="report")
     for backend in _backends(trainer, ("_ml_flow",)):
         backend.log_artifact(str(page))
 

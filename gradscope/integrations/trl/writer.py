@@ -118,7 +118,7 @@ class RolloutWriter(Watching):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps, self.seconds, self.cpu_seconds = [], 0.0, 0.0
-        self._spikes = None if self.spike is None else Spikes(self.spike, self.spikes)
+        self._spikes = None if self.spike is None else spikes_of(self.trainer, self.spike, self.spikes)
         self._settle_loss()  # again, since the trainer may have got another
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
@@ -260,3 +260,8 @@ class RolloutWriter(Watching):
         self._process.put(StepRows(str(path), rows, shared, told))
         self.steps.append(step)
         return None
+
+
+def spikes_of(trainer: Any, times: Number, most: int) -> Spikes:
+    """Return a detector of the trainer's unusual norms."""
+    return Spikes(times, most, scaled=getattr(trainer.accelerator, "scaler", None) is not None)

@@ -17,8 +17,6 @@ from gradscope.policy.sharded.joining import flat_state, is_moment, matching_nam
 from gradscope.policy.sharded.layouts import Shards
 from gradscope.runs import load_tensors, scratch_zeros
 
-LARGEST_METADATA = 1 << 30
-"""Most bytes of .metadata; 10,000 tensors in 1,000 pieces each take a few hundred million."""
 _CLASSES = (
     *(metadata.Metadata, metadata.TensorStorageMetadata, metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata),
     *(metadata.TensorProperties, metadata.MetadataIndex, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING),
@@ -59,8 +57,8 @@ class Pieces:
         for index, place in found.storage_data.items():
             self.places.setdefault(index.fqn, []).append((tuple(index.offset or ()), place))
 
-    def names(self, kind: type) -> list[str]:
-        return [name for name, value in self.kinds.items() if isinstance(value, kind)]
+    def tensors(self) -> list[str]:
+        return [name for name, value in self.kinds.items() if isinstance(value, metadata.TensorStorageMetadata)]
 
     def read(self, name: str, make: Callable[..., Tensor] = torch.empty) -> Any:
         """Return a tensor joined from its pieces, or a saved value. make: allocates shape and dtype."""
@@ -100,13 +98,13 @@ class Pieces:
 def read_weights(shards: Shards, expected: Container[str]) -> dict[str, Tensor]:
     """Return the model's weights by its own names, from any nested dictionary; empty if none are its own."""
     pieces = Pieces(shards)
-    names = without_optimizer(pieces.names(metadata.TensorStorageMetadata))
+    names = without_optimizer(pieces.tensors())
     return {own: pieces.read(name) for own, name in matching_names(names, expected).items()}
 
 
 def has_moments(shards: Shards) -> bool:
     """Return whether the tensors include AdamW's moments."""
-    return any(map(is_moment, Pieces(shards).names(metadata.TensorStorageMetadata)))
+    return any(map(is_moment, Pieces(shards).tensors()))
 
 
 def read_moments(shards: Shards) -> dict[str, Any]:
@@ -120,8 +118,6 @@ def _read_metadata(path: Path) -> Any:
     """Read and check the metadata. Raises InputError if it is missing, damaged, or would execute anything."""
     if not path.is_file():
         raise InputError(f"{path.parent} holds .distcp files but no .metadata: its save did not end; give another one")
-    if path.stat().st_size > LARGEST_METADATA:
-        raise InputError(f"{path} has {path.stat().st_size:,} bytes; give one of at most {LARGEST_METADATA:,}")
     try:
         with path.open("rb") as file:
             found = _Metadata(file).load()

@@ -84,7 +84,7 @@ def flat_state(names: Iterable[str], read: Callable[[str], Any]) -> dict[str, An
     told = [{**values, "params": values.get("params", [name])} for name, values in groups.items()]
     if all(name.isdecimal() for name in kept):  # numbered as by optimizer.state_dict()
         state = {int(name): {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
-        return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in told]}
+        return numbered_state(state, told)
     moments = {name: {key: read(entry) for key, entry in entries.items()} for name, entries in kept.items()}
     return named_state(moments, told)
 
@@ -105,6 +105,11 @@ def named_state(moments: Mapping[str, Mapping[str, Any]], groups: list[dict[str,
         raise InputError(f"it holds moments of {unknown}, which no param_group lists; save the optimizer again")
     state = {numbers[name]: dict(kept) for name, kept in moments.items()}
     return {"state": state, "param_groups": list(merged.values())}
+
+
+def numbered_state(state: dict[Any, dict[str, Any]], groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Build AdamW's state_dict whose parameters are numbered as by `optimizer.state_dict()`."""
+    return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in groups]}
 
 
 def plain(value: Any) -> Any:

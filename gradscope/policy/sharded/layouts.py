@@ -102,8 +102,6 @@ def _ranked(place: Path, part: Part) -> tuple[Path, ...]:
             f"{place} lacks the shard of rank {missing[0]} of {count} ({next(iter(files.values())).name} is there); "
             "copy the files of all ranks there"
         )
-    if len(files) != count:
-        raise InputError(f"{place} holds {len(files)} shards of {count} processes; keep those of one save")
     return tuple(files[rank] for rank in range(count))
 
 

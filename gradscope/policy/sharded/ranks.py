@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.policy.sharded.joining import flat_state, is_moment, matching_names, named_state, plain
+from gradscope.policy.sharded.joining import flat_state, is_moment, matching_names, named_state, numbered_state
 from gradscope.policy.sharded.layouts import Shards, find_weights
 from gradscope.runs import load_tensors, read_json, scratch_zeros
 
@@ -44,7 +44,7 @@ def read_moments(shards: Shards) -> dict[str, Any]:
     }
     if all(isinstance(key, str) for group in groups for key in group["params"]):  # FSDP's full state dict
         return named_state(state, groups)
-    return {"state": state, "param_groups": [{key: plain(value) for key, value in g.items()} for g in groups]}
+    return numbered_state(state, groups)
 
 
 def _is_flat(kept: Sequence[dict[Any, Any]]) -> bool:

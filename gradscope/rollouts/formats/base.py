@@ -49,9 +49,6 @@ IMAGES = "their prompts contain images, video or sound, which the log represents
 EVALUATED = "they are from an evaluation"
 FILLED_UP = "they are padding of the trainer's batch, not samples"
 
-EXTRAS = ("entropy", "logprobs", "clipped")
-"""Per-token columns of a Row that only a `Dump` keeps."""
-
 
 @dataclass(frozen=True)
 class Column:
@@ -89,7 +86,7 @@ def optional(**paths: str) -> tuple[Column, ...]:
 
 @dataclass(frozen=True)
 class Row:
-    """A response, with columns named as in the native format and EXTRAS."""
+    """A response, with columns named as in the native format."""
 
     place: str
     columns: dict[str, Any]
@@ -149,6 +146,14 @@ class Format:
     """Columns that identify other kinds of records in the log."""
     suffix: str | None = None
     """Suffix that identifies the format's files, which can only be read whole."""
+    read: Callable[[Path], Iterator[tuple[str, dict[str, Any]]]] | None = None
+    """Reads such a file: each record's place and columns."""
+    step_in: str | None = None
+    """Pattern whose first group is the training step in a file's name; None: a column has it."""
+    left_out: tuple[tuple[str, Callable[[Record], Any]], ...] = ()
+    """Reasons to leave a record out, and whether one holds for it; the first that does counts."""
+    remarks: tuple[tuple[str, Callable[[Record], Any]], ...] = ()
+    """Remarks on a record's row, and whether one holds for it."""
     notes: tuple[str, ...] = ()
     """Notes that apply to every log of this format."""
     is_finished: Callable[[Path], bool] = lambda path: True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -34,7 +35,12 @@ def read_row(form: Format, record: Record, told: Mapping[str, Any] | None = None
     """Return a record's row. told: columns that are known otherwise, maybe also `step`."""
     told = dict(told or {})
     found, labels = _find(form.columns, record)
-    remarks: tuple[str, ...] = ()
+    name, remarks = labels.get("step", "step"), ()
+    if form.step_in is not None and (named := re.search(form.step_in, record.path.name)):
+        found["step"] = named[1]
+    step = whole_number(replace(record, columns={name: found.pop("step", None)}), name)
+    if (reason := next((reason for reason, holds in form.left_out if holds(record)), None)) is not None:
+        return Row(record.place, {}, step, left_out=reason)
     if form.has_parts:
         known = {column.place for column in form.columns}
         parts = {n: v for n, v in record.columns.items() if n not in known and isinstance(v, int | float)}
@@ -45,8 +51,7 @@ def read_row(form: Format, record: Record, told: Mapping[str, Any] | None = None
             is_chat, place = labels[name] in chats, f"{record.place}: `{labels[name]}`"
             found[name], said = read(found[name], place, is_chat=is_chat, opens_turn=form.opens_turn)
             remarks += said
-    name = labels.get("step", "step")
-    step = whole_number(replace(record, columns={name: found.pop("step", None)}), name)
+    remarks += tuple(remark for remark, holds in form.remarks if holds(record))
     about = {"loss": record.loss, "path": record.path, "remarks": remarks}
     row = Row(record.place, found | told, told.pop("step", step), labels, **about)
     row.columns.pop("step", None)

@@ -12,24 +12,14 @@ from typing import Any
 from gradscope.errors import InputError, checked
 from gradscope.policy import Policy
 from gradscope.rollouts.batch import TokenBatch
-from gradscope.rollouts.files import LOSS_KEY, STEPS, Record, loss_file
+from gradscope.rollouts.files import LOSS_KEY, STEPS, Record, check_suffix, loss_file
 from gradscope.rollouts.formats.base import Column, Format, Row
 from gradscope.rollouts.formats.columns import read_row
 from gradscope.runs import replacing, write_json
 
 COLUMNS = (
-    "prompt_ids",
-    "response_ids",
-    "prompt",
-    "response",
-    "advantage",
-    "reward",
-    "group",
-    "old_logprobs",
-    "ref_logprobs",
-    "sampler_logprobs",
-    "response_mask",
-    "temperature",
+    *("prompt_ids", "response_ids", "prompt", "response", "advantage", "reward", "group", "temperature"),
+    *("response_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs"),
 )
 """Known columns, whose near misses are reported; other columns are ignored."""
 
@@ -98,7 +88,7 @@ def write_rollouts(
     metadata, or in FILE.loss next to a JSONL file, and the commands measure with them.
     """
     path, rows = Path(path), rows.rows() if isinstance(rows, TokenBatch) else rows
-    _check_suffix(path)
+    check_suffix(path, SUFFIXES, "rollouts are written as")
     with replacing(path) as partial:
         if path.suffix == ".parquet":
             _write_parquet(partial, list(rows), loss)
@@ -137,9 +127,3 @@ def _meant(name: str) -> str | None:
     plain = name.lower().replace("log_prob", "logprob")
     close = [ALIASES[plain]] if plain in ALIASES else get_close_matches(plain, COLUMNS, n=1, cutoff=0.87)
     return close[0] if close else None
-
-
-def _check_suffix(path: Path) -> None:
-    if path.suffix not in SUFFIXES:
-        ending = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
-        raise InputError(f"{path} {ending}; rollouts are written as {', '.join(SUFFIXES)}")

@@ -8,14 +8,12 @@ Entry s of generation_logprobs, prev_logprobs and advantages belongs to token s.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any
 
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
-from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Format, Row, optional, required, whole_number
+from gradscope.rollouts.formats.base import EVALUATED, MASKED_OUT, Format, Row, optional, required
 from gradscope.rollouts.formats.columns import read_row
 
 UNRECORDED = (
@@ -29,12 +27,12 @@ FORCED = (
 
 
 def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    rows = [_row(_unsliced(record)) for record in records]  # whether the ratio was forced shows only over all steps
+    rows = [read_row(NEMO_RL, _unsliced(record)) for record in records]  # a forced ratio shows only over all steps
     trained = [row for row in rows if "old_logprobs" in row.columns]
     forced = bool(trained) and not any(any(row.columns["old_logprobs"]) for row in trained)
     for row in rows:
         if forced and row.left_out is None:
-            others = {name: v for name, v in row.columns.items() if name not in ("old_logprobs", "logprobs")}
+            others = {name: v for name, v in row.columns.items() if name != "old_logprobs"}
             yield replace(row, columns=others, remarks=(*row.remarks, FORCED))
         else:
             yield _without_unrecorded(row)
@@ -49,42 +47,33 @@ def _unsliced(record: Record) -> Record:
     return replace(record, columns={name: value for name, value in plain.items() if value is not None})
 
 
-def _row(record: Record) -> Row:
-    named = re.search(r"step_?([0-9]+)", record.path.stem)
-    step = whole_number(Record(record.path, record.place, {"step": named[1] if named else None}), "step")
-    if record.path.stem.startswith("val_data"):
-        return Row(record.place, {}, step, left_out=EVALUATED)
-    if record.columns.get("sample_loss_mask", 1) == 0:
-        reward = {"reward": record.columns["rewards"]} if "rewards" in record.columns else {}
-        return Row(record.place, reward, step, left_out=MASKED_OUT)
-    return read_row(NEMO_RL, record, {"step": step})
-
-
 def _without_unrecorded(row: Row) -> Row:
     """Set the sampler's log-probability to None for tokens where it was not recorded."""
-    own, sampler, kept = (row.columns.get(name) for name in ("logprobs", "sampler_logprobs", "response_mask"))
+    own, sampler, kept = (row.columns.get(name) for name in ("old_logprobs", "sampler_logprobs", "response_mask"))
     if own is None or sampler is None or row.left_out is not None:
         return row
-    lost = [keep == 1 and said == 0 and _is_below(value) for keep, said, value in zip(kept, sampler, own, strict=True)]
+    each, number = zip(kept, sampler, own, strict=True), int | float
+    lost = [keep == 1 and said == 0 and isinstance(value, number) and value < -1 for keep, said, value in each]
     if not any(lost):
         return row
     known = [None if gone else said for gone, said in zip(lost, sampler, strict=True)]
     return replace(row, columns=row.columns | {"sampler_logprobs": known}, remarks=(*row.remarks, UNRECORDED))
 
 
-def _is_below(value: Any) -> bool:
-    return isinstance(value, int | float) and value < -1
-
-
 NEMO_RL = Format(
     "nemo_rl",
     (
         *required(ids="token_ids", mask="token_loss_mask"),
-        *optional(old_logprobs="prev_logprobs", logprobs="prev_logprobs", advantage="advantages"),
+        *optional(old_logprobs="prev_logprobs", advantage="advantages"),
         *optional(sampler_logprobs="generation_logprobs", reward="rewards", length="input_lengths"),
         *optional(old_logprobs="generation_logprobs"),
     ),
     _rows,
+    step_in="step_?([0-9]+)",
+    left_out=(
+        (EVALUATED, lambda record: record.path.stem.startswith("val_data")),
+        (MASKED_OUT, lambda record: record.columns.get("sample_loss_mask", 1) == 0),
+    ),
     beside=(frozenset({"content", "rewards"}),),
     notes=(
         "ratios are relative to NeMo-RL's prev_logprobs (the trainer's own, before the step), as in training; its "

@@ -13,7 +13,7 @@ several paths is trained only in the first. `mask` is true for sampled tokens. T
 annotations have an entry per sampled token, `loss_weights` one per token.
 
 PRIME_RL_TRACES: a stream of episodes with such traces, and annotations with what becomes known of a trace later:
-{trace_id, info, branches: [{index, advantages, trainer_logprobs, entropies}]}. Each list has an entry per token of the
+{trace_id, info, branches: [{index, advantages, trainer_logprobs, …}]}. Each list has an entry per token of the
 branch, or of its trained part, null if unknown; the newest annotation counts. A folder `traces` holds stream.jsonl, or
 numbered files in stream/ (sealed: .jsonl.zst), and annotations/; or a folder step_N per step, with train.jsonl,
 eval.jsonl and annotations/. Older versions wrote episodes to rollouts/step_N/train/{all,effective}/traces.jsonl;
@@ -53,7 +53,7 @@ UNRESUMED = "the harness did not continue from them (an attempt to compact the m
 NO_IDS = "their messages hold no token ids: the client that sampled them returned none"
 UNTRAINED = "no annotation of the trainer covers them, though others are covered"
 STALE = "they were sampled, at least at first, with weights older than those of the previous step"
-STREAMS = ("advantages", "trainer_logprobs", "entropies")
+STREAMS = ("advantages", "trainer_logprobs")
 PATHS = "each path through a trace's messages, from a first to a last one, is a response"
 
 PATH = Format(
@@ -61,22 +61,11 @@ PATH = Format(
     (
         *required(ids="token_ids", mask="mask"),
         *optional(advantage="advantages", old_logprobs="logprobs", sampler_logprobs="logprobs"),
-        *optional(logprobs="trainer_logprobs", ref_logprobs="reference_logprobs", entropy="entropies"),
-        *optional(weight="loss_weights"),
+        *optional(ref_logprobs="reference_logprobs", weight="loss_weights"),
     ),
 )
 """A path through a trace, its nodes' numbers joined."""
 PER_TOKEN = sorted({column.place for column in PATH.columns} - {"token_ids", "mask", "loss_weights"})
-
-
-def _result_rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    for record in records:
-        failed = "completion" not in record.columns or record.columns.get("error")
-        yield Row(record.place, {}, left_out=FAILED) if failed else read_row(VERIFIERS, record)
-
-
-def _graph_rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
-    return (row for record in records for row in _trace_rows(record))
 
 
 def _trace_rows(
@@ -141,13 +130,11 @@ def _per_token(record: Record, place: int, node: dict[str, Any], *, is_context: 
 
 def _is_unresumed(nodes: list[dict[str, Any]], leaf: int) -> bool:
     """Return whether the leaf is a compaction attempt that no other message continues."""
-    links = [(place, link) for place, node in enumerate(nodes) for link in _objects(node.get("semantic_parents"))]
-    attempt = any(place == leaf and link.get("type") == "compaction_attempt" for place, link in links)
-    return attempt and not any(link.get("type") == "compaction" and link.get("node") == leaf for _, link in links)
-
-
-def _objects(values: Any) -> list[dict[str, Any]]:
-    return [value for value in values if isinstance(value, dict)] if isinstance(values, list) else []
+    given = [node.get("semantic_parents") for node in nodes]
+    links = [[link for link in own if isinstance(link, dict)] if isinstance(own, list) else [] for own in given]
+    attempt = any(link.get("type") == "compaction_attempt" for link in links[leaf])
+    goes_on = (link.get("type") == "compaction" and link.get("node") == leaf for own in links for link in own)
+    return attempt and not any(goes_on)
 
 
 def _node_paths(nodes: list[dict[str, Any]]) -> list[list[int]]:
@@ -190,12 +177,12 @@ def _reward(record: Record) -> float | None:
 
 def _episode_rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     episodes: list[Record] = []
-    updates: dict[Any, list[Record]] = {}
+    updates: dict[str, list[Record]] = {}
     for record in records:
         if "traces" in record.columns:
             episodes.append(record)
         elif "branches" in record.columns:
-            updates.setdefault(_id(record, record.columns.get("trace_id")), []).append(record)
+            updates.setdefault(str(record.columns.get("trace_id")), []).append(record)
     shipped = any(_is_trained(update) for own in updates.values() for update in own)
     training = any(_work(episode, "type") == "train" for episode in episodes)
     for episode in episodes:
@@ -204,12 +191,11 @@ def _episode_rows(records: Iterable[Record], policy: Policy | None) -> Iterator[
             task = _object(episode, "task")
             record = Record(episode.path, f"{episode.place}, trace {number}", {"task": task} | known)
             is_eval = _work(episode, "type") == "eval" and (training or dig(episode.columns, "run.work") is not None)
-            own = updates.get(_id(record, trace.get("id")), [])
+            own = updates.get(str(trace.get("id")), [])
             info = _fold(record, own) if trace.get("nodes") else {}
             untrained = shipped and not any(map(_is_trained, own))
-            reasons = {EMPTY: not trace.get("nodes"), EVALUATED: is_eval, UNTRAINED: untrained}
-            reason = next((reason for reason, holds in reasons.items() if holds), None)
-            if reason is not None:
+            if not trace.get("nodes") or is_eval or untrained:
+                reason = EMPTY if not trace.get("nodes") else EVALUATED if is_eval else UNTRAINED
                 yield Row(record.place, {}, left_out=reason)
                 continue
             trained_at = dig(info, "train.trained_at_step")
@@ -221,8 +207,7 @@ def _episode_rows(records: Iterable[Record], policy: Policy | None) -> Iterator[
 
 def _work(episode: Record, name: str) -> Any:
     """Return an entry of the `work` of the episode's run, or of the run itself if it has none."""
-    run = _object(episode, "run")
-    return dig(run["work"] if isinstance(run.get("work"), dict) else run, name)
+    return dig(episode.columns, f"run.work.{name}" if dig(episode.columns, "run.work") else f"run.{name}")
 
 
 def _is_trained(update: Record) -> bool:
@@ -235,13 +220,6 @@ def _object(record: Record, name: str) -> dict[str, Any]:
     """Return a JSON object of the record, or an empty one if it is missing."""
     value = record.columns.get(name)
     return value if isinstance(value, dict) else {}
-
-
-def _id(record: Record, given: Any) -> str | int | None:
-    """Return the trace's id."""
-    if not isinstance(given, str | int | None):
-        raise InputError(f"{record.place}: the trace's id is {show(given)}; give a string, or leave the row out")
-    return given
 
 
 def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
@@ -295,8 +273,7 @@ PRIME_RL = Format(
     "prime_rl",
     (
         *required(ids="token_ids", mask="loss_mask", old_logprobs="inference_logprobs"),
-        *optional(step="step", advantage="advantages", sampler_logprobs="inference_logprobs"),
-        *optional(logprobs="trainer_logprobs", entropy="entropy", clipped="is_masked", weight="rl_weights"),
+        *optional(step="step", advantage="advantages", sampler_logprobs="inference_logprobs", weight="rl_weights"),
     ),
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as in training",
@@ -312,7 +289,7 @@ VERIFIERS = Format(
         *required(group="example_id", reward="reward"),
         *optional(prompt="prompt", response="completion"),
     ),
-    _result_rows,
+    left_out=((FAILED, lambda record: "completion" not in record.columns or record.columns.get("error")),),
     notes=(RETOKENISED, NO_SPECIAL_TOKENS),
 )
 
@@ -323,7 +300,7 @@ VERIFIERS_GRAPH = Format(
         *(Column("group", "task.key"), Column("group", "task.hash")),
         Column("temperature", "calls.sampling.temperature"),
     ),
-    _graph_rows,
+    lambda records, policy: (row for record in records for row in _trace_rows(record)),
     notes=(PATHS,),
 )
 

@@ -11,7 +11,6 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import cached_property
-from typing import Any
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy
@@ -75,7 +74,8 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
     opening = opening_of(policy)
     for record in records:
         texts = [need(record, name) for name in ("prompt", "response", "response_tokens")]
-        if not isinstance(texts[0], str) or not isinstance(texts[1], str) or not _is_text(texts[2]):
+        flat = [*texts[:2], *texts[2]] if isinstance(texts[2], list) else [None]
+        if not {*map(type, flat)} <= {str}:
             raise InputError(f"{record.place}: `prompt`, `response`, `response_tokens` are {show(texts)}; give text")
         row = read_row(RL_LOGGING_BOARD, record)
         prompt, response, own = texts
@@ -93,10 +93,6 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         found["group"] = prompt
         remarks += others_in(response, opening, policy.tokenizer.all_special_tokens)
         yield replace(row, columns=found, left_out=UNFOUND if found["response_ids"] is None else None, remarks=remarks)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, list) and set(map(type, value)) <= {str}
 
 
 RL_LOGGING_BOARD = Format(

@@ -36,12 +36,9 @@ def _rows(records: Iterable[Record], _policy: Policy | None) -> Iterator[Row]:
                 own = Record(record.path, f"{record.place}, trajectory {at}", trajectory)
                 name = trajectory.get("name", UNNAMED)
                 role = f"{name}_{at}" if name == UNNAMED else name
-                yield from _trajectory_rows(own, {"group": (_task(record), role)}, number)
-
-
-def _task(record: Record) -> str:
-    """Return the task of an episode, from its id {task}:{number of the rollout}."""
-    return str(need(record, "episode_id" if "episode_id" in record.columns else "id")).split(":")[0]
+                # An episode's id is {task}:{number of the rollout}.
+                task = str(need(record, "episode_id" if "episode_id" in record.columns else "id")).split(":")[0]
+                yield from _trajectory_rows(own, {"group": (task, role)}, number)
 
 
 def _trajectory_rows(trajectory: Record, columns: dict[str, Any], number: int | None) -> Iterator[Row]:

@@ -13,10 +13,12 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from gradscope.errors import InputError, show
+from gradscope.errors import InputError, first_line, show
 from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import (
@@ -32,6 +34,7 @@ from gradscope.rollouts.formats.base import (
 )
 from gradscope.rollouts.formats.columns import read_row
 from gradscope.rollouts.group_rewards import group_moments
+from gradscope.runs import Inert, load_tensors
 
 UNTRAINED = "they have no train data, though other samples do"
 TWICE = "another rank's train data has the same sample"
@@ -49,6 +52,17 @@ AS_ONE = (
     "samples, or one rollout gave several"
 )
 SIBLING = "their rewards count in the group's mean through another sample of the same rollout, as in miles"
+SINGULAR = {"response_lengths": "response_length", "loss_masks": "loss_mask", "sample_indices": "sample_index"}
+"""List columns of train data → their names for a single sample."""
+
+IN_SAMPLES = frozenset(
+    (
+        *("group_index", "index", "tokens", "response", "response_length", "reward", "loss_mask", "rollout_log_probs"),
+        *("status", "remove_sample", "weight_versions", "rollout_top_p_token_offsets"),
+        *("sample_index", "rollout_position", "log_probs", "ref_log_probs", "advantages", "execution"),
+    )
+)
+"""Entries read from a sample in a file of tensors; others (experts, images, caches) can be 1,000 times larger."""
 Key = tuple[int | None, int | None, int, int]
 
 
@@ -69,7 +83,9 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
         if key in joined:
             left_out.append(Row(record.place, {}, key[0], left_out=TWICE))
         else:
-            chosen.append(_join(record, sampled.get(key)))
+            # Of both, the train data's columns, and those found only in the rollout data.
+            others = sampled[key].columns if key in sampled else {}
+            chosen.append(replace(record, columns=others | record.columns))
         joined.add(key)
     if trained:
         _place_rewards(chosen)
@@ -93,19 +109,15 @@ def _keyed(records: Iterable[Record]) -> Iterator[tuple[Record, Key]]:
     """
     seen: Counter[object] = Counter()
     for record in records:
-        _check_whole(record)
+        if (whole_number(record, "cp_size") or 1) > 1:
+            raise InputError(
+                f"{record.place}: the file holds one of {record.columns['cp_size']} parts of each sequence (context "
+                "parallelism); give only the rollout data, or dump with a context-parallel size of 1"
+            )
         index = whole_number(record, "index" if "index" in record.columns else "sample_index")
         key = whole_number(record, "rollout_id"), index, hash(tuple(_tokens(record)))
         yield record, (*key, seen[(record.path, key)])
         seen[(record.path, key)] += 1
-
-
-def _check_whole(record: Record) -> None:
-    if (whole_number(record, "cp_size") or 1) > 1:
-        raise InputError(
-            f"{record.place}: the file holds one of {record.columns['cp_size']} parts of each sequence (context "
-            "parallelism); give only the rollout data, or dump with a context-parallel size of 1"
-        )
 
 
 def _is_evaluation(record: Record) -> bool:
@@ -129,11 +141,6 @@ def _check_tokens(trained: list[tuple[Record, Key]], sampled: dict[Key, Record])
                 f"{record.place}: `tokens` differ from those of {other.place}, which has the same index; give "
                 "logs of a single run"
             )
-
-
-def _join(trained: Record, sampled: Record | None) -> Record:
-    """Return the train data's columns, plus those found only in the rollout data."""
-    return Record(trained.path, trained.place, ({} if sampled is None else sampled.columns) | trained.columns)
 
 
 def _place_rewards(trained: list[Record]) -> None:
@@ -162,15 +169,11 @@ def _row(record: Record) -> Row:
     ids = {"prompt_ids": tokens[:start], "response_ids": tokens[start:]}
     row = read_row(SLIME, replace(record, columns=record.columns | ids))
     row = replace(row, labels={**row.labels, **dict.fromkeys(ids, "tokens")})
-    scored = {name: row.columns[name] for name in ("reward", "group") if name in row.columns}
-    reasons = {
-        EMPTY: length == 0,
-        IMAGES: record.columns.get("has_images"),
-        REMOVED: record.columns.get("remove_sample") is True,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            return replace(row, columns=scored, left_out=reason)
+    removed = record.columns.get("remove_sample") is True
+    reasons = {EMPTY: length == 0, IMAGES: record.columns.get("has_images"), REMOVED: removed}
+    if (reason := next((reason for reason, holds in reasons.items() if holds), None)) is not None:
+        scored = {name: row.columns[name] for name in ("reward", "group") if name in row.columns}
+        return replace(row, columns=scored, left_out=reason)
     unfinished = record.columns.get("status") in ("aborted", "failed", "pending")
     if unfinished and not {"advantage", "reward"} & row.columns.keys():
         return replace(row, columns={}, left_out=UNSCORED)
@@ -211,20 +214,15 @@ def _scale_as_trained(rows: list[Row], records: list[Record]) -> list[Row]:
 
 def _mark_stale(rows: list[Row], records: list[Record]) -> Iterator[Row]:
     """Yield the rows, with a remark on those with tokens sampled by weights older than the step's newest."""
-    versions = [_versions(record) for record in records]
+    given = [record.columns.get("weight_versions") for record in records]
+    texts = [[*map(str, own)] if isinstance(own, list) else [] for own in given]
+    versions = [[int(text) for text in own if text.isdecimal() and len(text) < 20] for own in texts]
     newest: dict[int | None, int] = {}
     for row, own in zip(rows, versions, strict=True):
         newest[row.step] = max([newest.get(row.step, 0), *own])
     for row, own in zip(rows, versions, strict=True):
         stale = own and min(own) < newest[row.step]
         yield replace(row, remarks=(*row.remarks, STALE)) if stale else row
-
-
-def _versions(record: Record) -> list[int]:
-    """Return the version numbers of the weights that sampled the parts of a response."""
-    found = record.columns.get("weight_versions")
-    found = found if isinstance(found, list) else []
-    return [int(one) for one in found if isinstance(one, int | str) and str(one).isdecimal() and len(str(one)) < 20]
 
 
 def _tokens(record: Record) -> list[int]:
@@ -244,18 +242,84 @@ def _response_length(record: Record) -> int:
     raise InputError(f"{record.place}: neither `response_length` nor `log_probs` says where the response starts")
 
 
+def _read_samples(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the samples of a file saved by torch, without executing anything in it."""
+    content = load_tensors(path, inert=True)
+    samples = content.get("samples", _split_columns(content)) if isinstance(content, dict) else None
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        found = show([*content]) if isinstance(content, dict) else type(content).__name__
+        raise InputError(
+            f"{path} has no list `samples` but {found}; give debug rollout or train data of slime or miles"
+        )
+    # The rewards of the whole batch: slime's are next to the samples, miles's among each rank's columns.
+    content = {"raw_reward": _columns_of(content).get("raw_reward")} | content
+    told = ("rollout_id", "rank", "cp_size", "metadata", "raw_reward")
+    shared = {name: _numbers(f"{path}", name, content.get(name)) for name in told}
+    for index, sample in enumerate(samples):
+        place = f"{path}, sample {index}"
+        # A sample's rollout_id is that of its execution; the file's is the step.
+        own = {"execution": sample.get("rollout_id", sample.get("rollout_ids"))}
+        own |= {SINGULAR.get(n, n): v for n, v in sample.items() if isinstance(n, str)}
+        own = {name: _numbers(place, name, v) for name, v in own.items() if name in IN_SAMPLES}
+        own["is_routed"] = None if sample.get("rollout_routed_experts") is None else True
+        shown = [sample.get(name) for name in ("multimodal_inputs", "multimodal_train_inputs")]
+        own["has_images"] = True if any(map(_is_something, shown)) else None
+        yield place, shared | {name: v for name, v in own.items() if v is not None}
+
+
+def _split_columns(content: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Split train data with a list per column into samples, using the columns with an entry for each."""
+    data = _columns_of(content)
+    tokens = data.get("tokens")
+    if not isinstance(tokens, list):
+        return None
+    lists = {name: [*v] if isinstance(v, torch.Tensor) and v.dim() else v for name, v in data.items()}
+    lists = {name: v for name, v in lists.items() if isinstance(v, list) and len(v) == len(tokens)}
+    return [{name: values[index] for name, values in lists.items()} for index in range(len(tokens))]
+
+
+def _is_something(value: Any) -> bool:
+    """Return whether a value is neither None nor empty, nor a dictionary of only such values."""
+    if isinstance(value, dict):
+        return any(map(_is_something, value.values()))
+    return value is not None and not (isinstance(value, list) and not value)
+
+
+def _columns_of(content: dict[str, Any]) -> dict[str, Any]:
+    data = content.get("rollout_data")
+    return data if isinstance(data, dict) else {}
+
+
+def _numbers(place: str, name: str, value: Any) -> Any:
+    """Convert tensors and arrays to numbers, also inside lists and dictionaries."""
+    if isinstance(value, list) and any(isinstance(one, torch.Tensor | Inert) for one in value):
+        return [_numbers(place, name, one) for one in value]
+    if isinstance(value, dict):
+        return {key: _numbers(place, name, one) if isinstance(one, torch.Tensor) else one for key, one in value.items()}
+    if not isinstance(value, torch.Tensor | Inert):
+        return value
+    try:
+        return value.tolist()
+    except (ValueError, RuntimeError, TypeError) as error:  # sparse, or without saved values
+        why = first_line(error)
+        raise InputError(
+            f"{place}: `{name:.40}` is a tensor without plain numbers ({why}); save it dense, on the CPU"
+        ) from error
+
+
 SLIME = Format(
     "slime",
     (
         Column("tokens", required=True),
         *optional(step="rollout_id", group="group_index", reward="reward", response="response"),
-        *optional(response_mask="loss_mask", old_logprobs="log_probs", logprobs="log_probs"),
-        *optional(ref_logprobs="ref_log_probs", advantage="advantages", entropy="entropy"),
+        *optional(response_mask="loss_mask", old_logprobs="log_probs"),
+        *optional(ref_logprobs="ref_log_probs", advantage="advantages"),
         *optional(sampler_logprobs="rollout_log_probs", prompt_ids="prompt_ids", response_ids="response_ids"),
         *optional(old_logprobs="rollout_log_probs"),
     ),
     _rows,
     suffix=".pt",
+    read=_read_samples,
     notes=(
         "ratios are relative to slime's log_probs (the trainer's own, before the step) if the log has them, otherwise "
         "to its rollout_log_probs; a run with --use-rollout-logprobs trained with the latter: leave its train data out",

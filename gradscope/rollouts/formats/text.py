@@ -68,9 +68,10 @@ def _parse_chat(value: Any, *, is_chat: bool) -> tuple[Any, tuple[str, ...]]:
         return value["messages"], ()
     if not isinstance(value, str) or not (is_chat or CHAT.match(value)):
         return value, ()
-    for parse in (parse_json, _parse_python, _parse_array):
+    listed = re.sub(r"\}\s*\n\s*\{", "}, {", value)  # as numpy prints a list, without commas
+    for parse, text in ((parse_json, value), (_parse_python, value), (_parse_python, listed)):
         try:
-            found = parse(value)
+            found = parse(text)
         except ValueError:
             continue
         found = found.get("messages") if isinstance(found, dict) else found
@@ -89,11 +90,6 @@ def _parse_python(text: str) -> Any:
             return ast.literal_eval(text.strip())
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(str(error)) from error
-
-
-def _parse_array(text: str) -> Any:
-    """Return a list as numpy prints it, without commas. Raises ValueError if it is none."""
-    return _parse_python(re.sub(r"\}\s*\n\s*\{", "}, {", text))
 
 
 def without_nulls(message: Any) -> Any:
@@ -184,11 +180,6 @@ def opening_of(policy: Policy | None) -> str | None:
     for token in tokenizer.all_special_tokens:
         text = text.replace(token, "")
     return THOUGHT.sub("", text).strip()
-
-
-def ends_with_opening(prompt: str, opening: str) -> bool:
-    """Return whether a prompt without special tokens ends with the template's opening of an answer."""
-    return THOUGHT.sub("", prompt).rstrip().endswith(opening)
 
 
 def others_in(response: Any, opening: str | None, special: Sequence[str] = ()) -> tuple[str, ...]:

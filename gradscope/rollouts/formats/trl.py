@@ -18,7 +18,7 @@ from gradscope.policy import Policy
 from gradscope.rollouts.files import Record
 from gradscope.rollouts.formats.base import NO_SPECIAL_TOKENS, RETOKENISED, Format, Row, optional, required
 from gradscope.rollouts.formats.columns import read_row
-from gradscope.rollouts.formats.text import ends_with_opening, opening_of
+from gradscope.rollouts.formats.text import THOUGHT, opening_of
 from gradscope.runs import parse_json_file
 
 REPEATED = "the previous file holds the same generation (TRL writes the newest one at every logging step)"
@@ -65,7 +65,7 @@ def _doubts(prompt: Any, policy: Policy | None, opening: str | None) -> tuple[st
         return ()
     if not opening:
         return (MAYBE_LOST,)
-    return (MARKS_LOST,) if ends_with_opening(prompt, opening) else ()
+    return (MARKS_LOST,) if THOUGHT.sub("", prompt).rstrip().endswith(opening) else ()
 
 
 def _evaluated(folder: Path) -> frozenset[int]:

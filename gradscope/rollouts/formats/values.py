@@ -17,6 +17,9 @@ from gradscope.rollouts.formats.base import ReadingOptions, Row
 from gradscope.rollouts.formats.text import CUT
 from gradscope.runs import parse_json
 
+LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
+NUMBERS = ("group_reward_mean", "group_reward_std", "grad_norm", "loss_scale", "process", "micro_batch")
+"""Columns with a number per response that has no rule of its own."""
 LARGEST_ID = 2**31
 """No vocabulary has an id this large."""
 MISSING = "they have no prompt or no response"
@@ -86,22 +89,16 @@ def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
     ids = row.columns[name]
     if not isinstance(ids, list) or not set(map(type, ids)) <= {int}:
         raise InputError(f"{row.place}: `{row.label(name)}` is {show(ids)}; give a list of whole numbers")
-    size = policy.vocab_size if policy else None
-    limit = LARGEST_ID if size is None else size
+    limit = policy.vocab_size if policy else LARGEST_ID
     if ids and (min(ids) < 0 or max(ids) >= limit):
         position, token = next((at, i) for at, i in enumerate(ids) if not 0 <= i < limit)
-        bound = f"0 to {limit - 1}" + ("" if size is None else ", the policy's vocabulary")
+        bound = f"0 to {limit - 1}" + (", the policy's vocabulary" if policy else "")
         raise Unfit(
             FOREIGN,
             f"{row.place}: `{row.label(name)}` holds {token} at position {position}; give ids of {bound}; were these "
             "made with another tokenizer?",
         )
     return ids
-
-
-def is_templated(row: Row) -> bool:
-    """Return whether the prompt is a chat that the template tokenizes."""
-    return "prompt_ids" not in row.columns and isinstance(row.columns.get("prompt"), list)
 
 
 def _encode_prompt(row: Row, policy: Policy, options: ReadingOptions) -> tuple[list[int], tuple[str, ...]]:
@@ -161,6 +158,9 @@ def parse_response(
         factors = np.array(parse_per_token(row, "sampler_correction", kept))
         uncorrected = advantage if (factors[kept] == 0).any() else None
         advantage = (np.array(advantage) * factors).tolist()
+    numbers = {name: parse_number(row, name) for name in NUMBERS}
+    if "loss_scale" in row.columns and not (numbers["loss_scale"] or 0.0) > 0:
+        raise InputError(f"{row.place}: `loss_scale` is {show(row.columns['loss_scale'])}; give a number above 0")
     temperature = options.temperature
     if temperature is None:
         temperature = parse_number(row, "temperature") if "temperature" in row.columns else 1.0
@@ -181,18 +181,9 @@ def parse_response(
         uncorrected_advantage=uncorrected,
         response_mask=None if kept.all() else kept.tolist(),
         step=row.step,
-        loss_scale=_loss_scale(row),
-        **{name: parse_logprobs(row, name, kept) for name in ("old_logprobs", "ref_logprobs", "sampler_logprobs")},
-        **{name: parse_number(row, name) for name in ("group_reward_mean", "group_reward_std", "grad_norm")},
-        **{name: parse_number(row, name) for name in ("process", "micro_batch")},
+        **{name: parse_logprobs(row, name, kept) for name in LOGPROBS},
+        **numbers,
     )
-
-
-def _loss_scale(row: Row) -> float | None:
-    scale = parse_number(row, "loss_scale")
-    if "loss_scale" in row.columns and (scale is None or scale <= 0):
-        raise InputError(f"{row.place}: `loss_scale` is {show(row.columns['loss_scale'])}; give a number above 0")
-    return scale
 
 
 def parse_reward(row: Row, options: ReadingOptions, *, needed: bool = True) -> float | None:
@@ -265,8 +256,10 @@ def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
     _check_length(row, name, values, len(kept))
     try:
         numbers = np.array(values, dtype=np.float64)  # None becomes NaN
-    except OverflowError:
-        numbers = np.array([math.nan if value is None else _float(value) for value in values])
+    except OverflowError:  # integers of hundreds of digits
+        bound = int(1.7e308)
+        values = [max(min(value, bound), -bound) if isinstance(value, int) else value for value in values]
+        numbers = np.array(values, dtype=np.float64)
     numbers[np.isinf(numbers)] = np.nan
     beyond = np.abs(numbers) > LARGEST  # False for NaN
     numbers[beyond & ~kept] = np.nan
@@ -277,14 +270,6 @@ def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
             f"±{LARGEST:g}, or drop the token with `response_mask`"
         )
     return numbers.tolist()
-
-
-def _float(value: int | float) -> float:
-    """Convert to float; integers too large for one become the largest float."""
-    try:
-        return float(value)
-    except OverflowError:
-        return 1.7e308 if value > 0 else -1.7e308
 
 
 def _check_length(row: Row, name: str, values: list, length: int) -> None:

@@ -24,6 +24,7 @@ from gradscope.rollouts.formats.base import (
     Row,
     optional,
     required,
+    whole_number,
 )
 from gradscope.rollouts.formats.columns import read_row
 
@@ -59,11 +60,7 @@ def _rows(records: Iterable[Record], policy: Policy | None) -> Iterator[Row]:
 
 def _row(record: Record, has_penalty: bool) -> Row:
     row = read_row(VERL, record)
-    if row.step == 0:  # the validation before training; training starts at 1
-        return Row(row.place, {}, row.step, left_out=EVALUATED)
-    if (reward := _number(record, "reward")) is not None and reward == record.columns.get("score"):
-        row = replace(row, remarks=(*row.remarks, VALIDATED))
-    if has_penalty and (penalty := _number(record, "overlong_reward")):
+    if row.left_out is None and has_penalty and (penalty := _number(record, "overlong_reward")):
         reward = record.columns["score"] + penalty
         row = replace(row, columns=row.columns | {"reward": reward}, remarks=(*row.remarks, PENALISED))
     return row
@@ -81,6 +78,11 @@ def _has_penalty(file: list[Record]) -> bool:
     return not all(acc is not None and abs(score - acc - penalty) < 1e-4 for penalty, score, acc in rows)
 
 
+def _is_validated(record: Record) -> bool:
+    reward = _number(record, "reward")
+    return reward is not None and reward == record.columns.get("score")
+
+
 def _number(record: Record, name: str) -> float | None:
     value = record.columns.get(name)
     return value if isinstance(value, (int, float)) else None
@@ -93,6 +95,8 @@ VERL = Format(
         *optional(step="step", group="uid", ground_truth="gts"),
     ),
     _rows,
+    left_out=((EVALUATED, lambda record: whole_number(record, "step") == 0),),  # a validation; training starts at 1
+    remarks=((VALIDATED, _is_validated),),
     has_parts=True,
     keeps_single_rewards=True,
     notes=(

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import ceil
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pandas as pd
 
 from gradscope.resampling import in_brackets
 from gradscope.runs import counted, digits
-
-if TYPE_CHECKING:
-    from gradscope.updates.comparison.compare import Comparison
+from gradscope.updates.comparison.result import Comparison
 
 ALIKE = 0.95
 """If the cosine's lower bound is at least this, the weighting is said to change only the step's size."""
@@ -23,13 +20,6 @@ ONE_BATCH = """No number from one batch is known to predict how well a run ends.
 This describes one batch: which gradients each weighting enlarges, and whether the update stands out from the noise
 between prompts. Nearly equal weights give a cosine near 1 if token gradients are orthogonal; only its difference
 from the cosine that the energies alone would give says something about their directions."""
-RECORD = """How far to trust it: in a preregistered trial on the two embedded policies (10 checkpoints, 4 weightings),
-the difference had the same sign as the difference in reward after ten steps in 28 of 40 cases (share .70 [.62, .80]
-over checkpoints; correlation .69 [.16, .88]; leaving out any one of three of the checkpoints takes its lower bound
-below 0). Counting optimizer steps does no worse: the rule that Lopti and the random split, which take two, earn more
-than GRPO and the others less is right in 31 of 40. Whether the gain predicts at which checkpoint a weighting earns more
-is unknown."""
-"""From figures/prediction_scores.csv (analyses/paper/prediction.py)."""
 WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards; with fewer than six others there
 are none. Thresholds over the batch (quantiles of entropy, covariances), random draws and, for directions, the update
 itself are held fixed."""
@@ -79,7 +69,8 @@ def gain_sentence(comparison: Comparison) -> str:
     return (
         "First-order gain in expected reward of one AdamW step (two, if the weighting takes two) on unseen prompts, as "
         "if the policy itself had sampled all responses; each step is made from one half of the prompts and judged on "
-        f"the other: {own}{told}.\n{RECORD}"
+        f"the other: {own}{told}.\nIn a preregistered trial this predicted rewards no better than the number of "
+        "optimizer steps does (docs/comparing.md)."
     )
 
 

@@ -3,8 +3,7 @@
 For each row of weights, one backward pass gives ‖u_p‖², ⟨u_p, u_p of plain⟩ and U (`TokenJacobian.gram`). Forward mode
 along U then gives ⟨g_t, U⟩ of every token and thus, with the weights, every inner product with U. Under AdamW a second
 derivative is taken along U ⊘ (√v̂ + ε). Memory limits the rows per pass: each needs two parameter-sized vectors (its sum
-and one prompt's), in addition to plain's and autograd's. A row that is a combination of plain and another (Lopti's
-second step is plain minus its first) needs no pass, since everything is linear in the weights.
+and one prompt's), in addition to plain's and autograd's.
 """
 
 from __future__ import annotations
@@ -21,11 +20,6 @@ from torch import Tensor
 from gradscope.gradients import Derivative, SumsPlan, TokenJacobian, Vectors, latest_end
 from gradscope.policy import AdamWState
 from gradscope.updates.comparison.noise import Products
-
-TRIED = 512
-"""Number of tokens used to guess a combination of rows, which is then checked on all."""
-CANCELLED = 1e-2
-"""A combination whose square is below this fraction of its parts' squares is too inexact, and takes a pass."""
 
 
 @dataclass(frozen=True)
@@ -77,43 +71,56 @@ def pass_through(
     row = J.batch.response_mask.nonzero()[:, 0]
     rows = row[asked].unique() if asked.any() else row.unique()
     inside = torch.isin(row, rows)
-    work = _Work(J.select(rows), weights[:, inside] / J.num_tokens, J.prompts, metric)
-    work.slopes_of = slopes_of
+    work = _Work(J.select(rows), weights[:, inside] / J.num_tokens, J.prompts, metric, slopes_of)
     work.run()
     changes = torch.zeros(len(work.changes), *weights.shape, dtype=torch.float64)
     changes[:, :, inside] = work.changes
     plain, *adamw = changes.numpy()
-    missing = tuple(sorted(work.missing))
+    missing = tuple(range(work.taken, len(weights)))
     how = work.plan, work.derivative, work.at_once, work.slopes
     return Passes(work.products(), plain, adamw[0] if adamw else None, *how, missing)
 
 
 class _Work:
+    """The passes over one Jacobian's tokens, `at_once` rows at a time, and what has come of them so far."""
+
     def __init__(
-        self, J: TokenJacobian, weights: Float[Tensor, "R k"], prompts: Int[Tensor, " n"], metric: AdamWState | None
+        self,
+        J: TokenJacobian,
+        weights: Float[Tensor, "R k"],
+        prompts: Int[Tensor, " n"],
+        metric: AdamWState | None,
+        slopes_of: SlopesOf | None,
     ) -> None:
         self.J, self.weights, self.metric, self.prompts = J.until(None), weights, metric, prompts
-        self.begun, self.deadline = monotonic(), J.resources.deadline
-        self.missing, self.taken, self.longest = set(), 0, 0.0
-        self.slopes_of: SlopesOf | None = None
+        self.begun, self.deadline, self.longest = monotonic(), J.resources.deadline, 0.0
+        self.taken = 0
+        """Rows that are done: the first ones."""
+        self.slopes_of = slopes_of
         self.slopes: Float[np.ndarray, " K"] | None = None
         size, n = len(weights), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
-        self.crossed: dict[int, Float[np.ndarray, "n n"]] = {}
-        """⟨u_p of plain, u_q⟩, from the sketches."""
         self.changes = torch.zeros(1 + (metric is not None), *weights.shape, dtype=torch.float64)
         self.scale: Tensor | None = None
         self.at_once = J.rows_at_once(size, metric=metric is not None)  # in addition to plain
         self.way = J.plan_gram(min(size, self.at_once + 1), pairs="within").way
 
     def run(self) -> None:
-        combined = find_combinations(self.weights.numpy())
-        self._take([row for row in range(len(self.weights)) if row not in combined])
-        self.missing |= {row for row, (_, _, other) in combined.items() if other in self.missing}
-        made = {row: parts for row, parts in combined.items() if row not in self.missing}
-        cancelled = [row for row, parts in made.items() if not self._combine(row, *parts)]
-        self._take(cancelled)
-        if self.slopes is None and self.slopes_of is not None and not self._is_late(monotonic(), self.longest):
+        """Compute all rows' sums and the changes along them, up to those that would end too late."""
+        while self.taken < len(self.weights):
+            started = monotonic()
+            if self.taken > 1 and self._is_late(started):
+                break
+            chosen = [*range(self.taken, min(self.taken + self.at_once, len(self.weights)))]
+            totals, self.plan = self._sum(chosen)
+            if 0 in chosen and self.slopes_of is not None and self.deadline is None:
+                self.slopes = self.slopes_of(totals.rows[0])
+            for number, directions in enumerate(self._directions(totals)):
+                changes = self.J.jvp(directions)
+                self.changes[number, chosen] = changes.logprob.double()
+            self.derivative, self.taken = changes.how, chosen[-1] + 1
+            self.longest = max(self.longest, monotonic() - started)
+        if self.slopes is None and self.slopes_of is not None and not self._is_late(monotonic()):
             self.slopes = self.slopes_of(self._sum([0])[0].rows[0])  # under a deadline, weightings come first
 
     def products(self) -> Products:
@@ -122,36 +129,20 @@ class _Work:
         number = torch.searchsorted(self.prompts, self.J.batch.group_ids)[response]
 
         def by_prompt(values: Float[Tensor, "R k"]) -> Float[np.ndarray, "R n"]:
-            return (
-                torch.zeros(len(values), len(self.prompts), dtype=torch.float64).index_add_(1, number, values).numpy()
-            )
+            sums = torch.zeros(len(values), len(self.prompts), dtype=torch.float64)
+            return sums.index_add_(1, number, values).numpy()
 
         along, to_plain, from_plain = weights * changes, weights * changes[:1], weights[:1] * changes
         return Products(
             self.own, by_prompt(along), self.kernel, self.own_plain, by_prompt(to_plain), by_prompt(from_plain)
         )
 
-    def _take(self, rows: Sequence[int]) -> None:
-        """Compute these rows' sums and the changes along them; rows that would end too late become `missing`."""
-        for start in range(0, len(rows), self.at_once):
-            chosen, started = rows[start : start + self.at_once], monotonic()
-            if self.taken > 1 and self._is_late(started, self.longest):
-                self.missing |= {*rows[start:]}
-                break
-            totals, self.plan = self._sum(chosen)
-            if 0 in chosen and self.slopes_of is not None and self.deadline is None:
-                self.slopes = self.slopes_of(totals.rows[chosen.index(0)])
-            for number, directions in enumerate(self._directions(totals)):
-                changes = self.J.jvp(directions)
-                self.changes[number, chosen] = changes.logprob.double()
-            self.derivative, self.taken = changes.how, self.taken + len(chosen)
-            self.longest = max(self.longest, monotonic() - started)
-
-    def _is_late(self, now: float, longest: float) -> bool:
+    def _is_late(self, now: float) -> bool:
         """Return whether a pass as long as the longest would end far beyond the deadline or run mostly after it."""
         if self.deadline is None:
             return False
-        late = now + longest / 2 > self.deadline or now + longest > latest_end(self.begun, self.deadline)
+        far, end = now + self.longest / 2 > self.deadline, now + self.longest
+        late = far or end > latest_end(self.begun, self.deadline)
         return self.J.resources.processes.gather([late])[0]
 
     def _sum(self, chosen: Sequence[int]) -> tuple[Vectors, SumsPlan]:
@@ -164,9 +155,6 @@ class _Work:
         self.own_plain[np.ix_(chosen, place)] = found.products[:, :count, plain].T
         sketches = found.sketches.cpu().double().transpose(0, 1)
         self.kernel[np.ix_(chosen, place, place)] = (sketches @ sketches.transpose(1, 2))[:count].numpy()
-        for number, row in enumerate(chosen):
-            self.crossed[row] = np.zeros((len(self.prompts),) * 2)
-            self.crossed[row][np.ix_(place, place)] = (sketches[plain] @ sketches[number].T).numpy()
         return found.totals[:count], found.plan
 
     def _directions(self, totals: Vectors) -> Iterator[Vectors]:
@@ -178,33 +166,3 @@ class _Work:
             for row in totals.rows:
                 row.mul_(self.scale.to(row))
             yield totals
-
-    def _combine(self, row: int, plain: float, factor: float, other: int) -> bool:
-        """Fill a row as plain·(first row) + factor·(other row); return False if they nearly cancel."""
-        squares = plain**2 * self.own[0], factor**2 * self.own[other]
-        own = squares[0] + squares[1] + 2 * plain * factor * self.own_plain[other]
-        if own.sum() < CANCELLED * np.sum(squares):
-            return False
-        self.own[row], self.own_plain[row] = own, plain * self.own[0] + factor * self.own_plain[other]
-        crossed = plain * factor * self.crossed[other]
-        self.kernel[row] = plain**2 * self.kernel[0] + factor**2 * self.kernel[other] + crossed + crossed.T
-        self.changes[:, row] = plain * self.changes[:, 0] + factor * self.changes[:, other]
-        return True
-
-
-def find_combinations(weights: Float[np.ndarray, "R K"]) -> dict[int, tuple[float, float, int]]:
-    """Map each row equal to a·(first row) + c·(row b), up to rounding, to (a, c, b); row b is not itself in the map.
-
-    >>> find_combinations(np.array([[1.0, 1.0, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 2.0]]))
-    {2: (1.0, -1.0, 1)}
-    """
-    some = np.unique(np.linspace(0, weights.shape[1] - 1, TRIED).astype(int))
-    found: dict[int, tuple[float, float, int]] = {}
-    for row, own in enumerate(weights):
-        for other in (o for o in range(1, row) if o not in found):
-            pair = weights[[0, other]]
-            factors = np.linalg.lstsq(pair[:, some].T, own[some], rcond=None)[0]
-            if own.any() and np.abs(factors @ pair - own).max() <= 1e-12 * np.abs(factors[:, None] * pair).max():
-                found[row] = (*np.round(factors, 12).tolist(), other)
-                break
-    return found

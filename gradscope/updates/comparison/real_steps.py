@@ -10,14 +10,13 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.gradients import FORWARD_MODE, TokenJacobian, Vectors
-from gradscope.objective import Weighting, split_steps
+from gradscope.objective import Update, Weighting, split_steps
 from gradscope.policy import PART, flat_slices, square_norm
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import track
-from gradscope.updates.apply_update import OptimizerStep, update_cost
 from gradscope.updates.directions import log_odds_change
-from gradscope.updates.make_update import Update
 from gradscope.updates.movement import Movement
+from gradscope.updates.optimizer_step import OptimizerStep, update_cost
 
 Masks = Sequence[tuple[str, Bool[np.ndarray, " K"]]]
 """(name, tokens) of each optimizer step, in order."""
@@ -36,7 +35,7 @@ def take_steps(
     for name, own in track(weightings.items(), "taking real steps", progress, unit="weightings"):
         if not isinstance(own, Weighting):
             masks = [(step, _spread(plain.batch, mask)) for step, mask in own]
-            own = Update(name, split_steps(plain.batch, len(plain.batch), masks), plain.settings)
+            own = Update(split_steps(plain.batch, len(plain.batch), masks), plain.batch, plain.settings, name=name)
         moved = steps.take(own, displacement=True)
         changes.append(_log_odds(moved))
         cosines.append(_cosine(moved.displacement, plain.displacement))
@@ -86,7 +85,7 @@ def _as_trained(weighting: Weighting, plain: Movement) -> Weighting | Update:
         return weighting
     batch, drawn = plain.batch, torch.Generator().manual_seed(0)
     masks = weighting.rule.drawn_groups(batch.old_logprobs, batch.response_mask, len(batch), drawn)
-    return Update(str(weighting), split_steps(batch, len(batch), masks), plain.settings)
+    return Update(split_steps(batch, len(batch), masks), batch, plain.settings, name=str(weighting))
 
 
 def _gains(J: TokenJacobian, direction: Float[Tensor, " P"]) -> Float[np.ndarray, " n"]:

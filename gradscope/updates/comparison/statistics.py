@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from jaxtyping import Float
 
-from gradscope.gradients import LOGITS, PARAMETERS, stands_for
+from gradscope.gradients import ADAMW, LOGITS, PARAMETERS, stands_for
 from gradscope.objective import clip_scale
 from gradscope.resampling import bootstrap, prompt_clusters
 from gradscope.updates.comparison.noise import norms_and_cosines, signal_to_noise, signal_to_noise_difference
@@ -30,6 +30,17 @@ class Judge:
     seed: int
     confidence: float
     resamples: int
+
+    def judge(
+        self, weights: Float[np.ndarray, "R K"], passes: Passes
+    ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """Return the numbers of each row, [R], and of its intervals, [R·A], by column."""
+        carried, energy = self.energies(weights)
+        if ADAMW in self.table and self.table[ADAMW].notna().any():
+            more = self.energies(weights, ADAMW, "_adamw")
+            carried, energy = carried | more[0], energy | more[1]
+        numbers = columns(self.gradients(weights, passes) | carried) | {"zero_share": (weights == 0).mean(1)}
+        return numbers, columns(energy) | {"gradient_share": self.gradient_shares(weights, passes).ravel()}
 
     def directions(self, name: str, changes: Float[np.ndarray, "R K"]) -> dict[str, Found]:
         """Return the share of tokens that move with their advantage, among those that have one and move."""

@@ -34,6 +34,7 @@ def test_what_sampler_and_trainer_differ_by_is_told_by_interval_with_its_power()
         assert mismatch_rows(nothing, LABELS)[1] is None
 
 
+@pytest.mark.all
 def test_an_error_of_the_logits_is_seldom_told_from_the_power_1():
     wrong, draws = 0, 80
     for seed in range(draws):

@@ -105,6 +105,7 @@ def test_columns_of_the_table_are_the_tokens_shares():
     assert add_columns(m.table, None) is m.table
 
 
+@pytest.mark.all
 def test_without_signal_no_share_of_it_is_printed_and_with_much_it_is():
     """By three standard errors with seven degrees of freedom, 1 % of batches without signal have one."""
     said = [diagnose(plant(0.0, seed)[0]) for seed in range(200)]

@@ -43,7 +43,7 @@ def run(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def page(run) -> Path:
+def page(run, undrawn) -> Path:
     """What the command writes of the checkpoint."""
     out = run.parent / "report"
     flags = ["--temperature", str(TEMPERATURE), "--max-grad-norm", str(CLIP), "--no-compare"]

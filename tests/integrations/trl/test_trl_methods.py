@@ -63,11 +63,14 @@ def test_with_both_methods_off_every_update_is_that_of_grpo_trainer_bit_for_bit(
 @pytest.mark.parametrize("order", every(2, ["low-first", "high-first"]))
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"loss_type": "bnpo"},
-        {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
-        REUSE | {"use_bias_correction_kl": False, "epsilon": 0.02, "epsilon_high": 0.01, "delta": 1.05},
-    ],
+    every(
+        2,
+        [
+            {"loss_type": "bnpo"},
+            {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
+            REUSE | {"use_bias_correction_kl": False, "epsilon": 0.02, "epsilon_high": 0.01, "delta": 1.05},
+        ],
+    ),
     ids=["on-policy", "accumulated", "off-policy with KL and active clips"],
 )
 def test_the_gradient_of_each_pass_is_that_of_gradscopes_trainer(checkpoint, tmp_path, ours, settings, order):

@@ -29,7 +29,7 @@ from support.trl_runs import (
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from gradscope.diagnosis import Verdict
-from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer, RolloutWriter, TokenMonitor
+from gradscope.integrations.trl import GradScopeGRPOTrainer, TokenMonitor
 
 pytestmark = needs_trl
 
@@ -76,46 +76,21 @@ UNCHANGED = {
 
 
 @bonus_is_left_out
-@pytest.mark.parametrize("name", UNCHANGED)
-def test_ten_steps_end_with_the_same_weights_bit_for_bit(checkpoint, tmp_path, name):
+@pytest.mark.parametrize("name", every(2, UNCHANGED))
+def test_four_steps_end_with_the_same_weights_bit_for_bit(checkpoint, tmp_path, name):
     from trl.trainer import utils
 
     ends, head = [], utils._ChunkedLogProbFunction
     for folder in ("without", "with"):
-        trainer = make(checkpoint, tmp_path / folder, max_steps=10, **UNCHANGED[name])
+        trainer = make(checkpoint, tmp_path / folder, max_steps=4, **UNCHANGED[name])
         callback = monitor(trainer) if folder == "with" else None
         train(trainer)
         ends.append(weights(trainer.model))
         assert not {"compute_loss", "_get_per_token_logps_and_entropies"} & set(vars(trainer))
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
-    assert [row["step"] for row in callback.rows] == list(range(1, 11))
+    assert [row["step"] for row in callback.rows] == list(range(1, 5))
     assert callback.cpu_seconds > 0 and callback.seconds > 0
     assert utils._ChunkedLogProbFunction is head
-
-
-def test_the_embedded_policy_ends_with_the_same_weights(tmp_path):
-    from gradscope.policy import find_checkpoint
-
-    ends = []
-    for folder in ("without", "with"):
-        trainer = make_trainer(find_checkpoint("embedded"), tmp_path / folder, max_steps=10, temperature=0.7)
-        if folder == "with":
-            monitor(trainer)
-        train(trainer)
-        ends.append(weights(trainer.model))
-    assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
-
-
-def test_beside_the_other_callbacks_all_see_every_step(checkpoint, tmp_path):
-    trainer = make_trainer(checkpoint, tmp_path, max_steps=2)
-    others = [GradScopeCallback(trainer, every=1, micro_batch_size=3), RolloutWriter(trainer)]
-    trainer.add_callback(others[0])
-    callback = monitor(trainer)
-    trainer.add_callback(others[1])
-    train(trainer)
-    assert [row["step"] for row in callback.rows] == [row["step"] for row in others[0].rows] == others[1].steps
-    for live, exact in zip(callback.rows, others[0].rows, strict=True):
-        assert [live[f"token_share/{a}"] for a in INTERVALS] == [exact[f"token_share/{a}"] for a in INTERVALS]
 
 
 # ---- what the numbers are
@@ -241,7 +216,7 @@ def by_hand(trainer, model, step, settings):
 
 
 @bonus_is_left_out
-@pytest.mark.parametrize("name", every(2, LOSSES))
+@pytest.mark.parametrize("name", every(4, LOSSES))
 def test_each_number_is_that_of_a_loop_over_the_trainers_own_logits(checkpoint, tmp_path, name):
     settings = {"max_steps": 4, "learning_rate": 1e-3} | LOSSES[name]
     trainer = make(checkpoint, tmp_path, **settings)
@@ -306,7 +281,7 @@ def make_fused(checkpoint, folder, *, fused, max_steps=4, **settings):
     return trainer
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "grpo"])
+@pytest.mark.parametrize("loss_type", every(2, ["dapo", "grpo"]))
 def test_a_pass_of_its_own_gives_what_the_losss_pass_would(checkpoint, tmp_path, loss_type):
     seen = monitor(trainer := make_fused(checkpoint, tmp_path / "seen", fused=False, loss_type=loss_type))
     train(trainer)
@@ -324,10 +299,10 @@ def test_a_pass_of_its_own_gives_what_the_losss_pass_would(checkpoint, tmp_path,
     assert places[1] == [places[0][0], [], places[0][2], []]
 
 
-def test_with_passes_of_its_own_ten_steps_end_with_the_same_weights(checkpoint, tmp_path):
+def test_with_passes_of_its_own_four_steps_end_with_the_same_weights(checkpoint, tmp_path):
     ends = []
     for folder in ("without", "with"):
-        trainer = make_fused(checkpoint, tmp_path / folder, fused=True, max_steps=10, learning_rate=1e-3)
+        trainer = make_fused(checkpoint, tmp_path / folder, fused=True, max_steps=4, learning_rate=1e-3)
         for module in trainer.model.modules():
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.2
@@ -335,7 +310,7 @@ def test_with_passes_of_its_own_ten_steps_end_with_the_same_weights(checkpoint, 
         train(trainer)
         ends.append(weights(trainer.model))
     assert all(torch.equal(ends[0][name], weight) for name, weight in ends[1].items())
-    assert len(callback.rows) == 10 and not any(math.isnan(row["token_share/p0-25"]) for row in callback.rows)
+    assert len(callback.rows) == 4 and not any(math.isnan(row["token_share/p0-25"]) for row in callback.rows)
 
 
 def test_without_such_passes_a_warning_says_that_nothing_is_seen(checkpoint, tmp_path):
@@ -495,6 +470,7 @@ def test_histograms_are_those_of_the_steps_since_the_last_log(checkpoint, tmp_pa
         assert told["num"] == heights.sum()
 
 
+@pytest.mark.all
 def test_an_alert_is_sent_where_a_planted_verdict_changes(checkpoint, tmp_path):
     """First tokens of π < ¼ are trained on, then, nearly alone, the others; an alert at the first window of either."""
 
@@ -605,7 +581,7 @@ def test_a_loss_whose_weights_are_not_known_has_no_passes_of_its_own(checkpoint,
         TokenMonitor(make(checkpoint, tmp_path, kind="rloo"), forward_every=2)
 
 
-@pytest.mark.parametrize("coef", [0.0, 0.1])
+@pytest.mark.parametrize("coef", every(2, [0.1, 0.0]))
 def test_what_the_loss_has_beside_log_probabilities_is_named_once_and_on_the_page(checkpoint, tmp_path, coef):
     trainer = make_trainer(checkpoint, tmp_path, entropy_coef=coef, max_steps=3)
     callback = monitor(trainer, page_every=3)

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from support.refusals import refused
+from support.tiers import every
 from support.trl_runs import Recorder, import_trl, make_trainer, needs_trl, save_policy, train, weights
 from torch.nn.functional import softplus
 
@@ -112,8 +113,8 @@ def summed(checkpoint, step, path):
 LOSSES = {
     "a mask by entropy": (by_entropy, {}),
     "a mask by entropy in compute_loss": (by_entropy, {"method": "compute_loss"}),
-    "a clip of its own": (clipped_twice, OFF_POLICY),
     "RLOO, a mask by entropy": (by_entropy, {"base": "RLOOTrainer", **ACCUMULATED}),
+    "a clip of its own": (clipped_twice, OFF_POLICY),
     "RLOO, a clip of its own": (clipped_twice, {"base": "RLOOTrainer", **OFF_POLICY}),
     "RLOO": (None, {"base": "RLOOTrainer", "epsilon": 0.05, **OFF_POLICY}),
     "cispo": (None, {"loss_type": "cispo", "epsilon_high": 1.01, "beta": 0.1, **OFF_POLICY}),
@@ -122,12 +123,12 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", every(3, LOSSES))
 def test_training_is_the_same_bit_for_bit_and_rows_sum_to_the_trainers_gradient(checkpoint, tmp_path, name):
     loss, settings = LOSSES[name]
     ends = []
     for folder in ("without", "with"):
-        trainer = make(checkpoint, tmp_path / folder, loss, **{"max_steps": 3} | settings)
+        trainer = make(checkpoint, tmp_path / folder, loss, **{"max_steps": 2} | settings)
         watching, recorder = watch_all(trainer) if folder == "with" else None, Recorder(trainer)
         train(trainer)
         ends.append(weights(trainer.model))
@@ -151,7 +152,9 @@ def test_training_is_the_same_bit_for_bit_and_rows_sum_to_the_trainers_gradient(
         assert (found.kind, found.reading) == ("same", "logged") and run.words in found.notes
 
 
-@pytest.mark.parametrize(("loss", "named"), [(entropy_bonus, "entropies"), (decayed, "log π"), (with_tools, "tokens")])
+@pytest.mark.parametrize(
+    ("loss", "named"), every(2, [(entropy_bonus, "entropies"), (decayed, "log π"), (with_tools, "tokens")])
+)
 def test_a_gradient_beside_the_kept_tokens_log_probabilities_is_said_and_left_out(checkpoint, tmp_path, loss, named):
     """By each who watches, once in a run, and in the note of what is written; the rest is as without it."""
     trainer = make(checkpoint, tmp_path, loss, max_steps=2, learning_rate=1e-4)
@@ -205,6 +208,7 @@ def test_a_loss_that_makes_its_own_log_probabilities_is_not_written_and_one_warn
     assert writer.steps == [] and not writer.folder.exists()
 
 
+@pytest.mark.all
 def test_slopes_are_without_fp16s_scale(checkpoint, tmp_path):
     """Of a trainer whose loss accelerate scales by 1024, and whose gradients are unscaled before the step."""
 

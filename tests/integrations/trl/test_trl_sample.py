@@ -190,7 +190,7 @@ def test_a_samples_shares_are_those_of_some_of_the_prompts(checkpoint, tmp_path,
     assert sum(fits) == 1
 
 
-@pytest.mark.parametrize("loss", [{}, {"loss_type": "cispo", "epsilon_high": 1.1}])
+@pytest.mark.parametrize("loss", every(2, [{}, {"loss_type": "cispo", "epsilon_high": 1.1}]))
 def test_all_prompts_say_what_is_measured_without_a_budget(checkpoint, tmp_path, monkeypatch, loss):
     settings = {"num_iterations": 2, "beta": 0.1, "move": 0.02, "max_steps": 2} | SIXTEEN | loss
     plain = make_trainer(checkpoint, tmp_path / "plain", **settings)
@@ -221,6 +221,7 @@ def test_training_within_a_budget_is_training_without_the_callback_bit_for_bit(c
         assert torch.equal(a["random"], b["random"]) and a["training"] == b["training"]
 
 
+@pytest.mark.all
 def test_weights_in_bfloat16_are_measured_by_sums(checkpoint, tmp_path, monkeypatch):
     trainer = make_trainer(checkpoint, tmp_path, max_steps=1, **SIXTEEN)
     trainer.model.to(torch.bfloat16)
@@ -231,7 +232,7 @@ def test_weights_in_bfloat16_are_measured_by_sums(checkpoint, tmp_path, monkeypa
     assert sum(row[f"grad_share/{a}"] for a in INTERVALS) == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", every(2, [False, True]))
 def test_with_adapters_it_is_the_adapters_gradient(checkpoint, tmp_path, monkeypatch, checkpointing):
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
@@ -244,6 +245,7 @@ def test_with_adapters_it_is_the_adapters_gradient(checkpoint, tmp_path, monkeyp
     assert row["grad_projection"] == pytest.approx(1, abs=SAME)
 
 
+@pytest.mark.all
 def test_another_gradient_than_the_measured_one_is_warned_of_where_all_prompts_were(checkpoint, tmp_path, monkeypatch):
     base = import_trl().GRPOTrainer
 
@@ -267,7 +269,7 @@ def test_another_gradient_than_the_measured_one_is_warned_of_where_all_prompts_w
 # ---- how much is measured
 
 
-@pytest.mark.parametrize(("every", "position"), [(1, 1.0), (4, 1.0), (1, 3.0)])
+@pytest.mark.parametrize(("every", "position"), [(1, 1.0), (4, 1.0), pytest.param(1, 3.0, marks=pytest.mark.all)])
 def test_measuring_keeps_to_its_share_of_the_time(checkpoint, tmp_path, monkeypatch, every, position):
     """Each step takes 1,000 seconds; a prompt some 2 · 12 · 3 (its positions, and passes), or three times as many."""
     trainer = make_trainer(checkpoint, tmp_path, max_steps=16, learning_rate=1e-4, **SIXTEEN)
@@ -292,6 +294,7 @@ def test_measuring_keeps_to_its_share_of_the_time(checkpoint, tmp_path, monkeypa
     assert "(budget 15 %)" in words
 
 
+@pytest.mark.all
 def test_the_pilot_alone_may_exceed_the_budget_and_later_steps_make_up_for_it(checkpoint, tmp_path, monkeypatch):
     trainer = make_trainer(checkpoint, tmp_path, max_steps=12, **SIXTEEN)
     callback, clock = watch(trainer, monkeypatch, budget=0.1, step=100.0, position=10.0, every=1)

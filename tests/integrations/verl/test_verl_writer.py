@@ -15,6 +15,7 @@ import torch
 from support.cli import run
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.refusals import refused
+from support.tiers import every
 from support.words import make_tokenizer
 
 from gradscope import load_policy
@@ -211,7 +212,7 @@ def test_rows_are_the_batch(truth, tmp_path, monkeypatch, kind):
     assert all(row["prompt"] == decode(row["prompt_ids"]) for row in written)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", every(2, KINDS))
 @pytest.mark.parametrize("known", [True, False])
 def test_rows_say_their_process_and_micro_batch_where_these_are_known(truth, tmp_path, monkeypatch, kind, known):
     """Twelve responses to two processes, each in micro-batches of two; the last two are padding in a store."""
@@ -240,6 +241,8 @@ def test_a_step_whose_norm_stands_out_is_written(truth, tmp_path, monkeypatch, k
     assert [int(path.stem[5:]) for path in sorted(writer.folder.iterdir())] == writer.steps
 
 
+@pytest.mark.all
+@pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_log_is_diagnosed_without_a_flag(truth, checkpoint, tmp_path, monkeypatch, kind):
     trainer, _ = make_trainer(make_config(tmp_path), kind)
@@ -257,13 +260,13 @@ def test_the_log_is_diagnosed_without_a_flag(truth, checkpoint, tmp_path, monkey
 
 def test_steps_that_are_not_due_are_not_copied_and_a_new_run_removes_later_files(truth, tmp_path):
     folder = tmp_path / "rollouts"
-    for first, every, wanted in ((1, 2, [1, 3, 5]), (4, 1, [1, 3, 4, 5]), (1, 3, [1, 4])):
-        trainer, writer = make_trainer(make_config(tmp_path), "padded", folder=folder, every=every)
+    for first, number, wanted in ((1, 2, [1, 3, 5]), (4, 1, [1, 3, 4, 5]), (1, 3, [1, 4])):
+        trainer, writer = make_trainer(make_config(tmp_path), "padded", folder=folder, every=number)
         for trainer.global_steps in range(first, 6):
             update(trainer, as_padded(truth))
         trainer._shutdown_dump_executor()
         assert [int(path.stem[5:]) for path in sorted(folder.glob("*.parquet"))] == wanted
-        assert writer.steps == [step for step in range(first, 6) if (step - 1) % every == 0]
+        assert writer.steps == [step for step in range(first, 6) if (step - 1) % number == 0]
 
 
 def test_updates_of_one_step_are_one_file_of_their_mean_loss(truth, tmp_path, monkeypatch):
