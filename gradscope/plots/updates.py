@@ -62,8 +62,6 @@ def plot_movement(
     require(table, ["interval", "advantage", column], what="the movement table")
     if value not in _WORDS:
         raise InputError(f"value is {value!r}; give one of {', '.join(_WORDS)}")
-    if not 0 <= leave_out < 1:
-        raise InputError(f"leave_out is {leave_out}; give a number from 0 to below 1, such as 0.01")
     ax = new_axes(ax)
     labels = interval_labels(edges)
     rows = []

@@ -16,7 +16,6 @@ from gradscope import load_policy
 from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import get_task
 from gradscope.trainer import OPTIMIZER
-from gradscope.updates.comparison.describe import RECORD
 
 ROOT = Path(__file__).parents[2]
 TINY = {"questions_per_step": 1, "group_size": 4, "mini_batch_size": 4, "max_new_tokens": 60, "save_rollouts": True}
@@ -89,7 +88,7 @@ def log_probability(policy, batch, row):
     return float(logits.log_softmax(-1)[kept - 1].gather(1, ids[kept][:, None]).sum())
 
 
-def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
+def test_the_record_of_the_gain_in_the_docs_is_that_of_the_kept_branches():
     found = prediction.table()
     kept = pd.read_csv(ROOT / "figures/prediction_scores.csv").set_index("score")
     again = prediction.score(found).set_index("score")
@@ -99,13 +98,13 @@ def test_the_record_that_compare_prints_is_that_of_the_kept_branches():
     def told(row: pd.Series) -> str:
         return "{:.2f} [{:.2f}, {:.2f}]".format(*row[["value", "lower", "upper"]]).replace("0.", ".")
 
-    words = " ".join(RECORD.split())
+    words = " ".join((ROOT / "docs/comparing.md").read_text(encoding="utf-8").split())
     assert f"in {signs['value'] * 40:.0f} of 40 cases (share {told(signs)}" in words
     without = prediction.without_each(found)
     pd.testing.assert_frame_equal(pd.read_csv(ROOT / "figures/prediction_without.csv"), without, rtol=1e-6)
     fails = without.loc[without["lower"] < 0, prediction.ORIGIN].apply(tuple, axis=1).tolist()
     assert fails == [("cpu", 30, 0), ("certain", 30, 0), ("certain", 30, 40)]  # the page names them
     left_out = "leaving out any one of three of the checkpoints takes its lower bound below 0"
-    assert f"correlation {told(correlation)}; {left_out})" in words
+    assert f"correlation {told(correlation)}; {left_out}" in words
     assert f"right in {alone['value'] * 40:.0f} of 40" in words
     assert prediction.predicts(again.reset_index()) and kept.loc[again.index[2:], "lower"].min() < 0.5

@@ -125,9 +125,7 @@ def rows(m: Measured) -> Rows:
     return Rows(join_rows(parts), unweighted=("token_share",), kept=kept)
 
 
-def _alone(
-    statistic: str, values: np.ndarray, counts: np.ndarray, unit: str, labels: tuple[str, ...]
-) -> pd.DataFrame:
+def _alone(statistic: str, values: np.ndarray, counts: np.ndarray, unit: str, labels: tuple[str, ...]) -> pd.DataFrame:
     found = np.vstack([values, np.full((2, len(labels)), np.nan)])
     return make_rows(statistic, found, counts, unit=unit, intervals=labels)
 
@@ -305,9 +303,7 @@ def _added(d: Diagnosis) -> list[Finding]:
 def _explained(d: Diagnosis) -> str:
     """Say where no interval's energy is told from what (1−π)² alone predicts; "" where one is."""
     rows = {label: d.pick("added_index", "raw", label) for label in d.labels}
-    known = {
-        label: row for label, row in rows.items() if not isnan(row["lower"]) and not says_nothing(row, "bits")
-    }
+    known = {label: row for label, row in rows.items() if not isnan(row["lower"]) and not says_nothing(row, "bits")}
     if any(judge(row, write=times) is not Verdict.UNDECIDED for row in known.values()):
         return ""
     which = f"No energy of {counted(len(known), 'judged interval')}"
