@@ -102,7 +102,7 @@ class MeasuredRun:
     @property
     def minutes_left(self) -> float | None:
         """Minutes left for everything before the page is written; None without a time limit."""
-        return None if self.left is None else max(1.0, self.left - AFTER) / 60
+        return None if self.left is None else max(1.0, self.left - AFTER * self.watch.slowness()) / 60
 
 
 @dataclass(frozen=True, kw_only=True)

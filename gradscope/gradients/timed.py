@@ -89,7 +89,7 @@ class TimedMeasurement(TableMeasurement):
     @property
     def left(self) -> float:
         """Seconds that are left for the table and what is computed after it."""
-        return 60 * self.settings.minutes - self.watch.seconds() - self._finishing
+        return 60 * self.settings.minutes - self.watch.seconds() - self._finishing * self.watch.slowness()
 
     def restore(self, parts: Parts) -> None:
         """Take up an interrupted run: what was allotted, the seconds spent, and the prompts booked."""

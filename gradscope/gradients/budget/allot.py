@@ -30,7 +30,7 @@ ENOUGH = 30
 """Measured tokens per interval of π that usually give a confidence interval: an effective sample of six. SmolLM2 needs
 19 to 24; how many a sample by prompt has is random."""
 AFTER = 8.0
-"""Seconds for everything else: the self-check, the page."""
+"""Seconds for everything else, the self-check and the page, on processors of its own; times `Stopwatch.slowness`."""
 MARGIN = 1.2
 """Factor on the time that everything, or a verdict, is estimated to take."""
 ROOM = 2 * FEWEST

@@ -5,16 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+SLOWEST = 5.0
+"""Most that the price of what follows grows by: waiting for a disk looks like waiting for a processor."""
+
 
 class Stopwatch:
     """Counts seconds since its creation, plus those of earlier runs of the same measurement."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._start = clock, clock()
+        self._clock, self._start, self._computed = clock, clock(), time.process_time()
         self.earlier = 0.0
 
     def seconds(self) -> float:
         return self.earlier + self._clock() - self._start
+
+    def slowness(self) -> float:
+        """Return the seconds that pass while this process computes for one, 1 to SLOWEST: others use the processors."""
+        computed = time.process_time() - self._computed
+        return min(max(1.0, (self._clock() - self._start) / max(computed, 1e-9)), SLOWEST)
 
 
 def describe_seconds(seconds: float) -> str:
