@@ -9,10 +9,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from gradscope.errors import InputError, show
-from gradscope.rollouts.trained_run import TrainedRun
+from gradscope.rollouts.trained_run import Precision, TrainedRun
 from gradscope.runs import (
     PACKED,
     file_hash,
@@ -165,23 +165,34 @@ def read_loss(path: Path) -> dict[str, Any] | None:
     return _read_settings(own, own.read_bytes()) if os.path.isfile(own := loss_file(path)) else None
 
 
-def _read_settings(path: Path, told: bytes | None) -> dict[str, Any] | None:
+def _read_settings(path: Path, told: bytes | None, what: str = "loss settings") -> dict[str, Any] | None:
     try:
         found = None if told is None else parse_json(told)
     except ValueError as error:
-        raise InputError(f"{path}: the loss settings are not JSON ({error}); leave them out") from error
+        raise InputError(f"{path}: the {what} are not JSON ({error}); leave them out") from error
     if told is not None and not isinstance(found, dict):
-        raise InputError(f"{path}: the loss settings are {show(found)}; give an object, {{setting: value}}")
+        raise InputError(f"{path}: the {what} are {show(found)}; give an object, {{setting: value}}")
     return found
 
 
 def read_run(files: Iterable[Path]) -> TrainedRun:
-    """Read what the first of a log's parquet files that has RUN_KEY says of the run; nothing if none has it."""
+    """Read what the first of a log's parquet files that has RUN_KEY says of the run; nothing if none has it.
+
+    Raises InputError for an entry that is not a TrainedRun's fields.
+    """
     told = ((file, parquet_metadata(file).get(RUN_KEY)) for file in files if file.suffix == ".parquet")
-    found = next((_read_settings(file, entry) for file, entry in told if entry), {})
-    trained = None if found.get("trained") is None else frozenset(found["trained"])
-    frozen, left_out = frozenset(found.get("frozen", ())), tuple(sorted(found.get("left_out", ())))
-    return TrainedRun(found.get("precision"), trained, frozen, found.get("other_loss"), left_out)
+    file, entry = next(((file, entry) for file, entry in told if entry), (Path(), b"{}"))
+    found = _read_settings(file, entry, "facts of the run")
+    kinds = {"trained": list, "frozen": list, "left_out": list, "other_loss": str, "precision": str}
+    for name, kind in kinds.items():
+        value = found.get(name)
+        is_known = isinstance(value, kind) and (name != "precision" or value in get_args(Precision))
+        if value is not None and not (is_known and all(isinstance(each, str) for each in value)):
+            raise InputError(f"{file}: {RUN_KEY.decode()} has {name} {show(value)}; write it as RolloutWriter does")
+    trained, frozen, left_out = (found.get(name) for name in ("trained", "frozen", "left_out"))
+    trained = None if trained is None else frozenset(trained)
+    known = frozenset(frozen or ()), found.get("other_loss"), tuple(sorted(left_out or ()))
+    return TrainedRun(found.get("precision"), trained, *known)
 
 
 def _natural_key(path: Path) -> list[Any]:

@@ -226,3 +226,12 @@ def test_the_hash_of_a_log_changes_with_what_it_says_of_its_loss(batch, tmp_path
         assert len({*found}) == 3
         write_rollouts(file, batch)
         assert rollouts_hash(path) == found[0]
+
+
+@pytest.mark.parametrize("told", ["[]", "{", '{"trained": 3}', '{"frozen": [3]}', '{"precision": "int8"}'])
+def test_facts_of_a_run_that_nobody_writes_are_refused_in_a_line(batch, tmp_path, told):
+    path = write_rollouts(tmp_path / "rollouts.parquet", batch)
+    table = pq.read_table(path)
+    pq.write_table(table.replace_schema_metadata({**(table.schema.metadata or {}), b"gradscope.run": told}), path)
+    with refused(path):
+        read_dump(path)
