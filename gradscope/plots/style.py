@@ -26,7 +26,7 @@ POSITIVE, NEGATIVE = "#2a7f62", "#b5483a"
 BLUE, ORANGE = "#0072b2", "#d55e00"
 LOOKS = (
     *((NEUTRAL, "s"), ("#999999", "D"), (BLUE, "o"), (ORANGE, "o"), ("#56b4e9", "^"), ("#e69f00", "^")),
-    *((ORANGE, "s"), (NEUTRAL, "D")),
+    *((ORANGE, "s"), (NEUTRAL, "D"), ("#2a9d8f", "^")),
 )
 """Colour and marker of a series of points, by its number."""
 

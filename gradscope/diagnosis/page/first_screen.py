@@ -30,7 +30,7 @@ DRAWN = (("token_share", "none", "of the tokens", 0), ("squared_share", "raw", "
 SUMMED = (("gradient_share", "raw", "of the summed gradient", 3),)
 PARTED = (
     ("own_share", "raw", "of the gradient, with own prompts", 3),
-    ("others_share", "raw", "of the gradient, with other prompts", 4),
+    ("others_share", "raw", "of the gradient, with other prompts", 8),
 )
 """The same, parted, where it is known."""
 

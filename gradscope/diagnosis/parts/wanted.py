@@ -232,7 +232,7 @@ def _others(d: Diagnosis) -> Finding:
         told = [f"{name_interval(n)} {share_words(r)}" for n, r in zip(d.labels, shares, strict=True) if r is not None]
         detail = f"Their part by interval: {'; '.join(told)}." if told else ""
         return tell(Verdict.MORE, "other prompts want part of this update.", detail)
-    enough = "four times as many would show a signal a quarter as strong"
+    enough = "with four times as many, a signal four times as weak would show"
     if errors > 0:
         enough = f"at this strength it would take about {ceil(d.scope.supply.prompts * TOLD / errors):,}"
     few = f"{prompts} do not tell whether other prompts want any of this update"
@@ -253,7 +253,7 @@ def _holders(d: Diagnosis) -> Finding:
         detail = (
             f"Tokens with {name_interval(low)} are {percent(tokens['value'])} % of the tokens. They have "
             f"{percent(energy['value'])} % of the energy (how large), {percent(own + others)} % of the gradient (what "
-            f"is left in the sum), of which {percent(others)} with other prompts."
+            f"is left in the sum), {percent(others)} % of it with other prompts."
         )
     prompts, kinds = groups[groups["driver"] == "prompt"], groups[_drawn(groups)]
     most = kinds.loc[(kinds["gradient_share"] - kinds["num_tokens"] / half["n"]).idxmax()]
@@ -311,7 +311,7 @@ def _draw_kinds(kinds: pd.DataFrame, sheets: Sheets) -> Block:
     places: Sequence[str] = kinds["at"].tolist()
     series = [
         make_series(frame, places, words, look, factor=100.0)
-        for frame, words, look in ((own, "with own prompt", 3), (kinds.rename(columns=names), "with other prompts", 4))
+        for frame, words, look in ((own, "with own prompt", 3), (kinds.rename(columns=names), "with other prompts", 8))
     ]
     caption = "Shares of the summed gradient by kind of token, position, entropy, sign of the weight and reward."
     look = {"ylabel": "share (%)", "lying": True, "size": (4.6, 0.9 + 0.2 * len(places))}
