@@ -87,12 +87,13 @@ class _Stage:
         if self.total is None:
             return self.name
         words = f" ({self.words})" if self.words else ""
-        return f"{self.name} {self.done:,.0f} of {self.total:,.0f} {self.unit}".rstrip() + words
+        return f"{self.name} {self.done:,.0f} of {max(self.done, self.total):,.0f} {self.unit}".rstrip() + words
 
     def left(self, now: float) -> float | None:
         """Return the seconds left, at the speed so far."""
         gained = self.done - self.first
-        return (self.total - self.done) * (now - self.started) / gained if self.total and gained > 0 else None
+        ahead = max(0, (self.total or 0) - self.done)  # a total may be an estimate
+        return ahead * (now - self.started) / gained if self.total and gained > 0 else None
 
 
 class Reporter(Progress):

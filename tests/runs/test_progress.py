@@ -237,3 +237,13 @@ def test_summing_comparing_and_diagnosing_report_to_whom_they_are_given(small):
     assert set(told.costs) <= set(outermost) and outermost.count("measuring") == 1 and not told.unfinished
     for part in ("summed gradients", "one predicted step", "comparing token weightings"):
         assert any(stage.within[:1] == (part,) for stage in told.stages), part
+
+
+def test_more_than_was_estimated_leaves_no_time_below_none():
+    told = Told()
+    with told.reporter.stage("prompts", 2, "prompts") as done:
+        for _ in range(4):
+            told.pass_time(100)
+            done(1)
+        told.pass_time(100)
+    assert any("4 of 4" in line for line in told.lines) and not any("-" in line for line in told.lines)
