@@ -119,8 +119,10 @@ class SpikeRecorder(Watching):
 
     def _explain(self, number: int, norm: float, typical: float | None) -> None:
         trainer, parts = self.trainer, self._watcher.seen()
-        if len(parts) < len(self._watcher.parts):
-            raise InputError("the loss does not use TRL's log π")
+        seen, kept = len(parts) == len(self._watcher.parts), any(bool(part.kept.any()) for part in parts)
+        lacks = "" if seen and kept else "a process trains no token" if seen else "the loss does not use TRL's log π"
+        if missing := [*filter(None, self._processes.gather([lacks]))]:  # in all of them, for they work together
+            raise InputError(missing[0])
         if self.weights:
             trainer.save_model(str(step_file(self.folder, number, "").with_suffix("")))
         line = math.inf if typical is None else self.times * typical
@@ -143,10 +145,13 @@ class SpikeRecorder(Watching):
         send_alert(trainer, f"gradscope, step {number}", told, warn=True)
         send_page(trainer, path, "gradscope-spike")
 
+    @property
+    def _processes(self) -> Processes:
+        return Processes(self.trainer.accelerator.process_index, self.trainer.accelerator.num_processes)
+
     def _step(self, J: TokenJacobian, parts: Sequence[SeenBatch]) -> SpikedStep:
         """Return the step's tokens over all processes, with the weights of the trainer's own backward pass."""
-        accelerator, window = self.trainer.accelerator, [part.inputs for part in parts]
-        processes = Processes(accelerator.process_index, accelerator.num_processes)
+        processes, window = self._processes, [part.inputs for part in parts]
         num_tokens = sum(processes.gather([J.num_tokens])) / processes.count
 
         def joined(name: str) -> Tensor | None:
