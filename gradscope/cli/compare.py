@@ -16,7 +16,7 @@ from gradscope.cli.measuring import MeasuredRun, MeasuringFlags
 from gradscope.diagnosis import supply_of
 from gradscope.errors import InputError
 from gradscope.gradients import Afterwards, MeasureSettings, SumsPlan, plan_sums, read_table
-from gradscope.objective import COMPARED, make_weighting, spell_out
+from gradscope.objective import COMPARED, LossSettings, make_weighting, spell_out
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch, own_first
 from gradscope.runs import Processes, file_hash, plain_json, write_parquet, write_text
@@ -52,8 +52,8 @@ class Compare(ComparisonChoices, MeasuringFlags):
         self._comparison_settings(self.settings).check()
         self._compare(self.measure(self.model, self.rollouts, self.out))
 
-    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
-        return plan_sums(policy, batch, memory)
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int, loss: LossSettings) -> SumsPlan | None:
+        return plan_sums(policy, batch, memory, loss=loss)
 
     def follow_table(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
         passes = compare_cost(self._rows, metric=self.find_state(policy) is not None, take_steps=self.take_steps)

@@ -15,6 +15,7 @@ from gradscope.cli.measuring import PlannedFlags
 from gradscope.diagnosis import SUMMARY, THEORY, add_summary
 from gradscope.errors import InputError
 from gradscope.gradients import TABLE, MeasureSettings, SumsPlan, read_table
+from gradscope.objective import LossSettings
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
@@ -60,6 +61,7 @@ class Measure(PlannedFlags):
         print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
         print(f"{self.out / TABLE}, figures in {self.out / 'figures'}")
         asked = {"temperature": self.settings.temperature, **self.reading, "base": self.base}
+        asked["weighting"] = self.settings.loss.weighting
         asked = {name.replace("_", "-"): value for name, value in asked.items() if value is not None}
         words = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in asked.items()}
         flags = "".join(f" --{name} {shlex.quote(word)}" for name, word in words.items())
@@ -74,5 +76,5 @@ class Measure(PlannedFlags):
         if self.theory and not self.figures:
             raise InputError("--theory needs figures; leave out --no-figures, or --theory")
 
-    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
-        return super().plan_sums(policy, batch, memory) if self.figures else None
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int, loss: LossSettings) -> SumsPlan | None:
+        return super().plan_sums(policy, batch, memory, loss) if self.figures else None

@@ -45,6 +45,7 @@ from gradscope.gradients import (
     settle_batch,
     settle_minutes,
 )
+from gradscope.objective import LossSettings, settle_loss
 from gradscope.policy import (
     AdamWState,
     Policy,
@@ -150,11 +151,12 @@ class MeasuringFlags(ReadingFlags):
             with command_progress().stage("reading the rollouts"):
                 dump = self._read(model, rollouts, policy)
             settings = self._settle(policy, policy.device.type, dump)
+            dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))
             state = self._read_metric(model, policy, settings)
         # Free memory differs by process and moment: fix it once for all.
         resources = resources.settle(policy.device)
         with processes.together():
-            sums = self.plan_sums(policy, settle_batch(settings, dump.batch), resources.vectors)
+            sums = self.plan_sums(policy, settle_batch(settings, dump.batch), resources.vectors, settings.loss)
             following = Afterwards() if sums is None else self.follow_table(policy, sums, processes)
             known = {"optimizer_state": state, "resources": resources, "watch": watch, "following": following}
             measurement = prepare_measurement(policy, dump.batch, settings, **known, tell=print)
@@ -187,9 +189,9 @@ class MeasuringFlags(ReadingFlags):
         state = self.find_state(policy)
         return {"optimizer_state": state and optimizer_hash(state), "max_grad_norm": self.max_grad_norm}
 
-    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int) -> SumsPlan | None:
+    def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int, loss: LossSettings) -> SumsPlan | None:
         """Plan the summed gradients; None if there are none. Raises InputError if they do not fit."""
-        return plan_sums(policy, batch, memory, metric=self.own and self.find_state(policy) is not None)
+        return plan_sums(policy, batch, memory, loss=loss, metric=self.own and self.find_state(policy) is not None)
 
     def follow_table(self, policy: Policy, sums: SumsPlan, processes: Processes) -> Afterwards:
         """Return what follows the table within the same minutes, of which these sums are a part."""
@@ -252,8 +254,9 @@ class PlannedFlags(MeasuringFlags):
         dump = self._read(model, rollouts, policy)
         print_notes([note for note in dump.notes if note.kind in OF_STEPS])
         settings = self._settle(policy, device.type if self.flops is None else "cuda", dump)
+        dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))
         resources = Resources(self.gradient_memory, self.chunk_memory).settle(device)
-        sums = self.plan_sums(policy, dump.batch, resources.vectors)
+        sums = self.plan_sums(policy, dump.batch, resources.vectors, settings.loss)
         known = {"speed": self.flops, "sums": sums, "chunk_memory": resources.activations}
         with command_progress().stage("timing this machine"):
             return plan_batch(policy, dump.batch, settings, **known)

@@ -35,7 +35,7 @@ from gradscope.gradients import (
     prepare_measurement,
     statistics_of,
 )
-from gradscope.objective import LossSettings
+from gradscope.objective import LossSettings, settle_loss
 from gradscope.policy import AdamWState, Policy, PolicyLike
 from gradscope.rollouts import BatchLike, Note, TokenBatch, own_responses, read_logged
 from gradscope.runs import ALONE, SILENT, Processes, Progress, settle_progress
@@ -110,6 +110,7 @@ def look_at(
     policy, batch, told = read_logged(policy, batch)
     if told and not own_loss:
         settings = replace(settings, loss=LossSettings.from_log(told))
+    batch = settle_loss(batch, settings.loss)
     step, saved, metric = settle_step(policy.model, settings.step, state)
     logged = None
     if table is None:
@@ -121,7 +122,7 @@ def look_at(
     table = contributions.drop_columns(table)  # of whatever loss and prompts
     whole, batch = batch, batch.of_prompts(table["group"].unique()) if "group" in table else batch
     check_table(table, batch, settings)
-    batch = with_advantages(batch, table)
+    batch = with_advantages(batch, table, settings.loss)
     if logged is None and processes.is_main:
         logged = note_logged(policy, batch, table)
     J = TokenJacobian(policy, batch, resources, statistics=statistics_of(table, policy, batch, processes))

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gradscope.objective import LossSettings
 from gradscope.resampling import Supply
 from gradscope.rollouts import TokenBatch, served_prompts
 
@@ -41,9 +42,9 @@ def supply_of(table: pd.DataFrame, batch: TokenBatch, minutes: float | None = No
     return Supply(informative, table["group"].nunique(), responses, served, prompts, minutes)
 
 
-def with_advantages(batch: TokenBatch, table: pd.DataFrame) -> TokenBatch:
-    """Add the table's advantages to a batch with rewards only, so that steps use the table's weights."""
-    if batch.advantages is not None or batch.rewards is None:
+def with_advantages(batch: TokenBatch, table: pd.DataFrame, loss: LossSettings) -> TokenBatch:
+    """Add the table's advantages to a batch that has none, so that steps use the table's weights."""
+    if batch.advantages is not None or (batch.rewards is None and not loss.is_whole):
         return batch
     advantages = torch.full(batch.input_ids.shape, float("nan"))
     advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))

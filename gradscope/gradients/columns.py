@@ -14,7 +14,7 @@ from torch import Tensor
 from gradscope.errors import InputError
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.frozen import measuring
-from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights
+from gradscope.objective import LossSettings, TokenStatistics, batch_statistics, batch_weights, settle_advantages
 from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import ALONE, Processes, digits
@@ -45,13 +45,8 @@ def identify_tokens(policy: Policy, one: TokenBatch, row: int) -> dict[str, obje
     }
 
 
-def describe_tokens(
-    one: TokenBatch, statistics: TokenStatistics, loss: LossSettings, *, num_tokens: int
-) -> dict[str, object]:
-    """Return the probabilities, advantages and weights (Eq. 2) of one response's kept tokens.
-
-    statistics: of these tokens [k]. num_tokens: of the whole batch.
-    """
+def describe_tokens(one: TokenBatch, statistics: TokenStatistics) -> dict[str, Tensor]:
+    """Return the probabilities of one response's kept tokens, and what is logged of them. statistics: of these [k]."""
     kept, logprob = one.response_mask[0], statistics.logprob.float().cpu()
     unknown = torch.full_like(logprob, float("nan"))
     old, ref = one.old_logprobs, one.ref_logprobs
@@ -62,25 +57,32 @@ def describe_tokens(
         "entropy": statistics.entropy,
         "old_logprob": unknown if old is None else old[0][kept],
         "ref_logprob": unknown if ref is None else ref[0][kept],
-        "advantage": known_advantages(one)[0][kept],
     }
-    if one.sampler_logprobs is not None:
-        out["sampler_logprob"] = one.sampler_logprobs[0][kept]
-    if one.loss_scales is not None:
-        out["loss_scale"] = one.loss_scales[0].expand(len(logprob))
-    return out | _weigh(one, logprob, loss, num_tokens)
+    for name in ("sampler_logprob", "teacher_logprob"):
+        if (logged := getattr(one, f"{name}s")) is not None:
+            out[name] = logged[0][kept]
+    of_response = {"loss_scale": one.loss_scales, "pair": one.pair_ids, "chosen": one.chosen}
+    return out | {name: own[0].expand(len(logprob)) for name, own in of_response.items() if own is not None}
 
 
-def _weigh(one: TokenBatch, logprob: Float[Tensor, " k"], loss: LossSettings, num_tokens: int) -> dict[str, Tensor]:
-    """Return Eq. 2's weights; NaN where the advantage is unknown."""
-    kept, advantages = one.response_mask, known_advantages(one)
-    known = ~advantages.isnan()
-    one = replace(one, advantages=torch.where(known, advantages, 0.0))
-    spread = torch.zeros(one.input_ids.shape).masked_scatter_(kept, logprob)
-    parts = batch_weights(spread, one, loss, num_tokens=num_tokens)
+def weigh_tokens(batch: TokenBatch, columns: Mapping[str, Tensor], loss: LossSettings) -> dict[str, Tensor]:
+    """Return advantage and weights (Eq. 2) of every kept token; NaN where the advantage is unknown.
+
+    columns: `logprob` and `entropy` [n]. For a loss of its own, the advantage is the weight before the loss's scale.
+    """
+    kept, advantages = batch.response_mask, known_advantages(batch)
+    known = torch.ones_like(kept) if loss.is_whole else ~advantages.isnan()
+    batch = replace(batch, advantages=torch.where(known, advantages, 0.0))
+    logprob, entropy = (
+        torch.zeros(batch.input_ids.shape).masked_scatter_(kept, columns[name].float())
+        for name in ("logprob", "entropy")
+    )
+    parts = batch_weights(logprob, batch, loss, num_tokens=batch.num_tokens, entropy=entropy)
+    if loss.is_whole:
+        advantages = settle_advantages(batch, logprob, loss, entropy=entropy)
     weights = {"policy_weight": parts.policy, "kl_weight": parts.kl, "weight": parts.total}
     out = {name: torch.where(known, w, float("nan"))[kept] for name, w in weights.items()}
-    return out | {"clipped": (parts.clipped & known)[kept]}
+    return {"advantage": advantages[kept]} | out | {"clipped": (parts.clipped & known)[kept]}
 
 
 def refuse_infinite_weights(columns: Mapping[str, object] | pd.DataFrame) -> None:
@@ -177,7 +179,8 @@ def refuse_other_loss(table: pd.DataFrame, batch: TokenBatch, loss: LossSettings
     known = replace(batch, advantages=torch.full(batch.input_ids.shape, float("nan")))
     known.advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
     logprob = torch.tensor(table["logprob"].to_numpy(np.float32))
-    own = _weigh(known, logprob, loss, batch.num_tokens)["weight"].double().numpy()
+    entropy = torch.tensor(table["entropy"].to_numpy(np.float32))
+    own = weigh_tokens(known, {"logprob": logprob, "entropy": entropy}, loss)["weight"].double().numpy()
     theirs = table["weight"].to_numpy(np.float64)
     if wrong := int((~np.isclose(theirs, own, rtol=1e-3, atol=1e-5, equal_nan=True)).sum()):
         raise InputError(

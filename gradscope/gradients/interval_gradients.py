@@ -30,7 +30,7 @@ from gradscope.gradients.operator.gram import Gram, SumsPlan
 from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.resources import Resources
 from gradscope.intervals import EDGES, assign_intervals, interval_labels
-from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages
+from gradscope.objective import PAPER, LossSettings, batch_loss, fill_unknown, resolve_advantages, settle_loss
 from gradscope.policy import AdamWState, PolicyLike
 from gradscope.rollouts import BatchLike, TokenBatch, read_inputs
 from gradscope.runs import counted
@@ -105,7 +105,10 @@ def interval_gradients(
         InputError: the batch has no response tokens, no advantages and rewards, or a NaN advantage.
     """
     policy, batch = read_inputs(policy, batch)
-    J = TokenJacobian(policy, replace(batch, advantages=resolve_advantages(batch)), resources)
+    batch = settle_loss(batch, loss)
+    J = TokenJacobian(
+        policy, batch if loss.is_whole else replace(batch, advantages=resolve_advantages(batch)), resources
+    )
     edges = [float(edge) for edge in edges]
     _check(J.batch, intervals, edges)
     size, batch = len(edges) - 1, J.batch

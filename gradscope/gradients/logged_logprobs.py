@@ -40,8 +40,11 @@ FEWEST = 20
 """Fewest tokens for any conclusion."""
 APART = 0.5
 """Mean distance in nats above which a shift is tested."""
-NEARER = 4.0
-"""How many times closer the log has to be to the neighbours' log π than to the tokens' own."""
+NEARER, NEARER_OTHERS = 4.0, 2.0
+"""How many times closer the log has to be to the neighbours' log π than to the tokens' own: that of a sampler, and that
+of another policy, whose log-probabilities differ from these anyway."""
+SAMPLERS, OTHERS = ("old_logprob", "sampler_logprob"), ("ref_logprob", "teacher_logprob")
+"""Columns of the policy that sampled the tokens, and those of other policies."""
 
 OFF = 0.01
 """Mean distance in nats up to which the stated reading is accepted; bfloat16 engines differ by this much."""
@@ -55,7 +58,6 @@ ALIKE, EXACT = 1.1, 1e-4
 """Readings count as equally good if their distances differ by at most this factor or this many nats."""
 RESPONSES, EACH = 32, 8
 """Responses to examine, and tokens of each."""
-COLUMNS = ("old_logprob", "sampler_logprob")
 BASES = (2, 10)
 TEMPERATURES = tuple(np.round(np.arange(0.1, 2.001, 0.05), 2).tolist())
 TOP_K = (5, 10, 20, 30, 40, 50, 64, 100, 200, 512, 1024)
@@ -136,18 +138,19 @@ def refuse_foreign_logprobs(
 ) -> None:
     """Raise InputError if logged log π are 0.0 at most unlikely tokens, or belong to the neighbouring token."""
     mine, told = (torch.cat(list(values)).double().numpy() for values in (own, logged))
+    instead = " (tokens then count as on-policy)" if name in SAMPLERS else ""
     unlikely = ~np.isnan(told) & (mine < np.log(LIKELY))
     zero = int((told[unlikely] == 0).sum())
     if unlikely.sum() >= FEWEST and zero > MOST * unlikely.sum():
         raise InputError(
             f"{name} is 0.0, a probability of 1, at {zero} of the {int(unlikely.sum())} tokens that the policy gives "
-            f"less than {LIKELY}: the log holds none; drop the column (tokens then count as on-policy), or log them"
+            f"less than {LIKELY}: the log holds none; drop the column{instead}, or log them"
         )
     apart = _distance(own, logged, 0)
     if not apart > APART:
         return
     for shift, words in ((1, "next"), (-1, "previous")):
-        if NEARER * (other := _distance(own, logged, shift)) < apart:
+        if (NEARER if name in SAMPLERS else NEARER_OTHERS) * (other := _distance(own, logged, shift)) < apart:
             raise InputError(
                 f"{name} is that of the {words} token: on average {other:.2f} nats from its log π, and {apart:.2f} "
                 "from the token's own; shift the column by one"
@@ -173,7 +176,7 @@ def find_contradictions(
     columns: `logprob` and, if logged, `old_logprob` and `sampler_logprob`, in table order. Free if these agree to OFF
     nats; else costs a forward pass over at most RESPONSES responses.
     """
-    logged = {name: np.asarray(columns[name], dtype=np.float64) for name in COLUMNS if name in columns}
+    logged = {name: np.asarray(columns[name], dtype=np.float64) for name in SAMPLERS if name in columns}
     own, found = np.asarray(columns["logprob"], dtype=np.float64), []
     for name, told in logged.items():
         known = np.isfinite(told)
@@ -192,7 +195,7 @@ def note_logged(policy: Policy, batch: TokenBatch, columns: Mapping[str, np.ndar
     found = find_contradictions(policy, batch, columns)
     explained, told = {contradiction.column for contradiction in found}, []
     own = np.asarray(columns["logprob"], dtype=np.float64)
-    for name in COLUMNS:
+    for name in SAMPLERS:
         apart = np.abs(np.asarray(columns.get(name, np.nan), dtype=np.float64) - own)
         apart = apart[np.isfinite(apart)]
         if name not in explained and len(apart) >= FEWEST and apart.mean() > UNEXPLAINED:

@@ -12,7 +12,7 @@ from gradscope.errors import InputError
 from gradscope.gradients.engine.products import Precision
 from gradscope.gradients.sample import Design
 from gradscope.intervals import EDGES
-from gradscope.objective import PAPER, LossSettings, resolve_advantages
+from gradscope.objective import PAPER, LossSettings, resolve_advantages, settle_loss
 from gradscope.policy import Policy
 from gradscope.rollouts import LARGEST, TokenBatch
 
@@ -158,7 +158,8 @@ def settle_batch(settings: MeasureSettings, batch: TokenBatch) -> TokenBatch:
     """Return the batch with the temperatures and advantages to measure with."""
     if settings.temperature is not None:
         batch = batch.at_temperature(settings.temperature)
-    if batch.advantages is None and batch.rewards is not None:
+    batch = settle_loss(batch, settings.loss)
+    if not settings.loss.is_whole and batch.advantages is None and batch.rewards is not None:
         batch = replace(batch, advantages=resolve_advantages(batch, eps=settings.advantage_eps))
     return batch
 

@@ -13,8 +13,8 @@ from jaxtyping import Int
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.gradients.columns import describe_tokens, refuse_infinite_weights
-from gradscope.gradients.logged_logprobs import refuse_foreign_logprobs
+from gradscope.gradients.columns import describe_tokens, refuse_infinite_weights, weigh_tokens
+from gradscope.gradients.logged_logprobs import OTHERS, SAMPLERS, refuse_foreign_logprobs
 from gradscope.intervals import assign_intervals
 from gradscope.objective import LossSettings, TokenStatistics
 from gradscope.rollouts import TokenBatch
@@ -66,7 +66,7 @@ def find_statistics(
     names: of the responses, in errors; None: their rows. Raises InputError if the policy gives a token probability 0, a
     weight is infinite, or logged log-probabilities cannot belong to these tokens.
     """
-    sizes, num_tokens = batch.response_mask.sum(1), batch.num_tokens
+    sizes = batch.response_mask.sum(1)
     bounds = np.cumsum([0, *sizes.tolist()])
     with processes.together():
         kept = sizes.nonzero()[:, 0]
@@ -74,7 +74,7 @@ def find_statistics(
         found, start = {}, 0
         for row in track(mine.tolist(), "scoring", progress, unit="responses"):
             named = row if names is None else names[row]
-            for name, values in _response_columns(meter, batch, row, loss, num_tokens, named).items():
+            for name, values in _response_columns(meter, batch, row, named).items():
                 # One preallocated tensor per column: thousands of small ones took three times the memory.
                 whole = found.setdefault(name, values.new_empty(int(sizes[mine].sum())))
                 whole[start : start + len(values)] = values
@@ -87,7 +87,11 @@ def find_statistics(
             own = process == rank
             for name, values in share.items():
                 columns[name][own] = values
-    for name in ("old_logprob", "sampler_logprob"):
+    columns |= weigh_tokens(batch, columns, loss)
+    rows = torch.arange(len(sizes)) if names is None else torch.tensor(names)
+    response, positions = rows.repeat_interleave(sizes), batch.positions()[batch.response_mask]
+    refuse_infinite_weights(columns | {"response": response, "position": positions})
+    for name in (*SAMPLERS, *OTHERS):
         if name in columns:
             own, logged = (columns[which].split(sizes.tolist()) for which in ("logprob", name))
             refuse_foreign_logprobs(own, logged, name)
@@ -99,9 +103,7 @@ def find_statistics(
     )
 
 
-def _response_columns(
-    meter: TokenGradientMeter, batch: TokenBatch, row: int, loss: LossSettings, num_tokens: int, named: int
-) -> dict[str, Tensor]:
+def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, named: int) -> dict[str, Tensor]:
     """Compute one response's columns, in its own pass, so that the digits of π do not depend on other responses."""
     ids, targets = batch.sequence(row)
     one = batch.select([row])
@@ -109,10 +111,7 @@ def _response_columns(
     *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
     statistics = TokenStatistics(*known)
     _check_probabilities(statistics, one, named)
-    columns = describe_tokens(one, statistics, loss, num_tokens=num_tokens)
-    positions = one.positions()[0][one.response_mask[0]]
-    refuse_infinite_weights(columns | {"response": torch.full_like(positions, named), "position": positions})
-    return columns | {"logit_grad_norm": norms}
+    return describe_tokens(one, statistics) | {"logit_grad_norm": norms}
 
 
 def _check_probabilities(statistics: TokenStatistics, one: TokenBatch, row: int) -> None:

@@ -181,6 +181,8 @@ class TimedMeasurement(TableMeasurement):
     def _is_weighted(self) -> bool:
         """Return whether any token can have a weight, by advantage or KL; otherwise there is nothing to sum."""
         advantages, loss = self.whole.advantages, self.settings.loss
+        if loss.is_whole:
+            return True
         pulled = loss.kl_coef > 0 and self.whole.ref_logprobs is not None
         return pulled or (advantages is not None and bool(advantages[self.whole.response_mask].any()))
 

@@ -180,10 +180,12 @@ class Updater:
             self.accumulate(part, match)
             wanted = self.grad_norm()
             self.optimizer.zero_grad()
-        if weighting is not None:
+        weighted = weighting is not None or settings.weighting is not None
+        if weighted:
             weights = self._weigh(part, settings, weighting)
             part = replace(part, batch=replace(part.batch, advantages=weights))
-        totals = self.accumulate(part, settings, weighted=weighting is not None, score=score)
+            settings = replace(settings, weighting=None, kl_coef=0.0 if settings.is_whole else settings.kl_coef)
+        totals = self.accumulate(part, settings, weighted=weighted, score=score)
         loss, counts = totals.loss, totals[1:4]
         norm = self.grad_norm()
         finite = all(map(math.isfinite, (loss, norm, norm if wanted is None else wanted)))
@@ -230,11 +232,17 @@ class Updater:
         every = (self.model, part.batch, pieces, found, self.device, self.processes)
         return StepTotals(*sums, gather_statistics(*every) if score else None)
 
-    def _weigh(self, part: StepTokens, settings: LossSettings, weighting: Weighting) -> Float[Tensor, "B S"]:
-        """Compute w_t of the step's tokens under the current policy, by one more forward pass."""
+    def _weigh(self, part: StepTokens, settings: LossSettings, weighting: Weighting | None) -> Float[Tensor, "B S"]:
+        """Compute w_t of the step's tokens under the current policy, without the loss's scale, by one more forward pass.
+
+        weighting: None: the settings'.
+        """
         found = batch_statistics(
             self.model, part.batch, micro_batch_size=self.micro_batch_size, device=self.device, processes=self.processes
         )
+        if weighting is None:
+            own, known = replace(part.batch, loss_scales=None), {"num_tokens": 1, "entropy": found.entropy}
+            return batch_weights(found.logprob, own, settings, **known).policy
         known = {"entropy": found.entropy, "sampler_logprobs": part.batch.sampler_logprobs}
         own = (part.batch.old_logprobs, part.batch.advantages, part.batch.response_mask)
         return weigh_step(weighting, found.logprob, *own, settings, **known)

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import pandas as pd
@@ -103,7 +103,41 @@ class Tokens(Mapping[str, Weights]):
 
     def mean_by_response(self, values: Weights) -> Weights:
         """Average over each response; return each token's mean [K]."""
-        return self.sum_by_response(values) / self.sum_by_response(np.ones_like(values))
+        return self.sum_by_response(values) / self.lengths
+
+    @cached_property
+    def teacher(self) -> Weights:
+        """log ν of the teacher, NaN where unknown. Raises InputError if it is unknown everywhere."""
+        return self.known("teacher_logprob") if np.isnan(self["teacher_logprob"]).all() else self["teacher_logprob"]
+
+    @cached_property
+    def lengths(self) -> Weights:
+        """|y|, the number of tokens in each token's response."""
+        return self.sum_by_response(np.ones(len(self["response"])))
+
+    @cached_property
+    def signs(self) -> Weights:
+        """1 in chosen responses, −1 in rejected ones."""
+        return np.where(self.known("chosen") > 0, 1.0, -1.0)
+
+    def margin(self, by_response: Weights) -> Weights:
+        """Return chosen minus rejected of each token's pair [K], from a number per response [K].
+
+        Raises InputError unless each pair has one chosen and one rejected response.
+        """
+        _, first, pair = np.unique(
+            np.stack([self.known("pair"), self["response"]]), axis=1, return_index=True, return_inverse=True
+        )
+        names, of_pair = np.unique(self["pair"][first], return_inverse=True)
+        signs = self.signs[first]
+        for sign, word in ((1, "chosen"), (-1, "rejected")):
+            counts = np.bincount(of_pair, signs == sign, len(names))
+            if len(wrong := np.flatnonzero(counts != 1)):
+                raise InputError(
+                    f"{len(wrong)} of {len(names)} pairs do not have one {word} response (pair {names[wrong[0]]:g} has "
+                    f"{int(counts[wrong[0]])}); give both sides of each pair"
+                )
+        return np.bincount(of_pair, signs * by_response[first])[of_pair][pair]
 
     @cached_property
     def place(self) -> Weights:
@@ -122,6 +156,11 @@ def within(default: Number, low: Number, high: Number = math.inf, *, above: str 
     return field(default=default, metadata={"range": (low, high), "above": above})
 
 
+def one_of(default: str, *others: str) -> Any:
+    """Declare a parameter that is one of several words."""
+    return field(default=default, metadata={"words": (default, *others)})
+
+
 @dataclass(frozen=True)
 class Weighting(ABC):
     """A token weighting and its parameters. Raises InputError for a parameter out of range."""
@@ -132,23 +171,40 @@ class Weighting(ABC):
     """Trainer (a name of SOURCES) → the spelling of its loss here, with that trainer's defaults."""
     OWN_LOSSES: ClassVar[tuple[str, ...]] = ()
     """Trainers whose own loss the tests differentiate; for others, they use the published formula."""
+    IS_SAMPLED: ClassVar[bool] = True
+    """Whether the policy sampled the tokens; False for losses on given text."""
+    DENOMINATOR: ClassVar[Literal["tokens", "responses", "pairs"]] = "tokens"
+    """What the loss is a mean over."""
     _spelled: ClassVar[str] = ""
     """The user's spelling; "" for name and parameters."""
 
     def __post_init__(self) -> None:
         for parameter in fields(self):
-            value, (low, high) = getattr(self, parameter.name), parameter.metadata.get("range", (-math.inf, math.inf))
-            number, sort = ("whole number", int) if isinstance(parameter.default, int) else ("number", int | float)
-            if isinstance(value, bool) or not isinstance(value, sort) or not low <= value <= high:
-                upper = f" to {high:g}" if high < math.inf else " or more"
-                raise InputError(f"{self.NAME}: {parameter.name} is {value!r}; give a {number} of {low:g}{upper}")
-            if (above := parameter.metadata.get("above")) and value < (least := getattr(self, above)):
+            value, known = getattr(self, parameter.name), parameter.metadata
+            self._check_value(parameter.name, value, parameter.default, known)
+            if (above := known.get("above")) and value < (least := getattr(self, above)):
                 raise InputError(f"{self.NAME}: {parameter.name} is {value:g}, below {above}, {least:g}; swap them")
+
+    def _check_value(self, name: str, value: Any, default: Any, known: Mapping[str, Any]) -> None:
+        if (words := known.get("words")) is not None:
+            if value not in words:
+                raise InputError(f"{self.NAME}: {name} is {value!r}; give one of {', '.join(words)}")
+            return
+        low, high = known.get("range", (-math.inf, math.inf))
+        number, sort = ("whole number", int) if isinstance(default, int) else ("number", int | float)
+        if isinstance(value, bool) or not isinstance(value, sort) or not low <= value <= high:
+            upper = f" to {high:g}" if high < math.inf else " or more"
+            raise InputError(f"{self.NAME}: {name} is {value!r}; give a {number} of {low:g}{upper}")
 
     @property
     def rule(self) -> StepRule:
         """Return the equivalent step rule if masks and advantage factors express this weighting, else plain."""
         return StepRule()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is a loss of its own, without advantages and without a KL part beside it."""
+        return False
 
     @property
     def alpha_and_eta(self) -> tuple[Number | None, Number | None] | None:
@@ -172,8 +228,8 @@ class Weighting(ABC):
         """Return w_t [K] in each optimizer step; 0 in steps that leave the token out.
 
         columns: of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`, `policy_weight`
-        of the plain loss, and others that the weighting needs (`entropy`, `sampler_logprob`). `loss_scale`, if present,
-        is included in `policy_weight` and, with "token-mean", in the result.
+        of the plain loss, and others that the weighting needs (`entropy`, `sampler_logprob`, `ref_logprob`,
+        `teacher_logprob`, `pair`, `chosen`). `loss_scale`, if present, is included in `policy_weight` and, with "token-mean", in the result.
         aggregation: one of AGGREGATIONS. Raises InputError for a missing column.
         """
         if aggregation not in AGGREGATIONS:
@@ -198,6 +254,7 @@ class Weighting(ABC):
         >>> str(make_weighting("cispo:eps_high=5.0")), str(WEIGHTINGS["cispo"](eps_high=5.0))
         ('cispo:eps_high=5.0', 'cispo')
         """
-        values = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        changed = ",".join(f"{name}={value!r}".removesuffix(".0") for name, value in values.items())
+        given = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) is not f.default}
+        values = {name: own for name, own in given.items() if own != getattr(type(self), name)}
+        changed = ",".join(f"{name}={value}".removesuffix(".0") for name, value in values.items())
         return self._spelled or self.NAME + (f":{changed}" if changed else "")

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError, checked
 from gradscope.objective.equations import kl_slope
+from gradscope.objective.rewardless import REWARDLESS
 from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Number, Tokens, Weighting, Weights, within
 from gradscope.runs import run_file
@@ -32,8 +33,14 @@ from gradscope.runs import run_file
 GITHUB = "https://github.com/"
 SOURCES = {
     "TRL": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py"),
+    "TRL's SFT": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/trainer/sft_trainer.py"),
+    "TRL's DPO": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/trainer/dpo_trainer.py"),
+    "TRL's KTO": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/trainer/kto_trainer.py"),
+    "TRL's CPO": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/experimental/cpo/cpo_trainer.py"),
+    "TRL's ORPO": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/experimental/orpo/orpo_trainer.py"),
     "TRL's GMPO": ("1.16", f"{GITHUB}huggingface/trl/blob/v1.16.0/trl/experimental/gmpo/gmpo_trainer.py"),
     "verl": ("0.9.1", f"{GITHUB}verl-project/verl/blob/v0.9.1/verl/trainer/ppo/core_algos.py"),
+    "verl's distillation": ("0.9.1", f"{GITHUB}verl-project/verl/blob/v0.9.1/verl/trainer/distillation/losses.py"),
     "verl's corrections": ("0.9.1", f"{GITHUB}verl-project/verl/blob/v0.9.1/verl/trainer/ppo/rollout_corr_helper.py"),
     "prime-rl": ("2026-08-21", f"{GITHUB}PrimeIntellect-ai/prime-rl/blob/559b44772/src/prime_rl/trainer/rl/loss.py"),
     "SkyRL": ("2026-08-21", f"{GITHUB}NovaSky-AI/SkyRL/blob/a9564572e/skyrl/backends/skyrl_train/utils/ppo_utils.py"),
@@ -659,7 +666,7 @@ _NAMED = (
     *(GMPO, VESPO, DPPOKL, CPPO, FIPO, TOPR, DRO, OPSM),
     *(TIS, SequenceTIS, SequenceMask, SeqMaskTIS, KL),
 )
-WEIGHTINGS = {kind.NAME: kind for kind in (*_COMPARED, *_NAMED)}
+WEIGHTINGS = {kind.NAME: kind for kind in (*_COMPARED, *_NAMED, *REWARDLESS)}
 """Name → weighting."""
 COMPARED = tuple(kind.NAME for kind in _COMPARED)
 """Weightings compared by default; each takes a separate backward pass."""

@@ -43,11 +43,12 @@ class Note(str):
         return str(self), self.kind
 
 
-_PER_TOKEN = ("advantages", "uncorrected_advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs")
+LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
+_PER_TOKEN = ("advantages", "uncorrected_advantages", *LOGPROBS)
 _PER_RESPONSE = {
     **{"rewards": "reward", "steps": "step", "loss_scales": "loss_scale", "grad_norms": "grad_norm"},
     **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
-    **{"process_ids": "process", "micro_batch_ids": "micro_batch"},
+    **{"process_ids": "process", "micro_batch_ids": "micro_batch", "pair_ids": "pair", "chosen": "chosen"},
 }
 """Field → its name in a row."""
 
@@ -85,6 +86,8 @@ class TokenBatch:
     """log π_ref in nats, under the reference policy."""
     sampler_logprobs: Float[Tensor, "B S"] | None = None
     """The sampling engine's log-probabilities, in nats, if logged in addition to the trainer's `old_logprobs`."""
+    teacher_logprobs: Float[Tensor, "B S"] | None = None
+    """log ν in nats, under the teacher of a distillation."""
     steps: Int[Tensor, " B"] | None = None
     """Training step of each response, as numbered in the log; a group belongs to a single step."""
     group_reward_means: Float[Tensor, " B"] | None = None
@@ -99,6 +102,10 @@ class TokenBatch:
     """Index of the trainer's process that trained on the response."""
     micro_batch_ids: Float[Tensor, " B"] | None = None
     """Index of the response's micro-batch within its process and step."""
+    pair_ids: Float[Tensor, " B"] | None = None
+    """Id shared by the chosen and the rejected response of a preference pair."""
+    chosen: Float[Tensor, " B"] | None = None
+    """1 for the chosen response of a pair (or a desirable one), 0 for the rejected."""
     grad_norms: Float[Tensor, " B"] | None = None
     """Norm of the step's gradient before clipping, as logged by the trainer."""
     uncorrected_advantages: Float[Tensor, "B S"] | None = None
@@ -267,7 +274,7 @@ class TokenBatch:
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Yield a native row per response with everything known, as for `write_rollouts`; advantages as corrected."""
-        per_token = {"advantage": "advantages"} | {n: n for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
+        per_token = {"advantage": "advantages"} | {name: name for name in LOGPROBS}
         for row, start in enumerate(self.response_start.tolist()):
             real = self.attention_mask[row].nonzero()[:, 0]
             own = real[real >= start]
@@ -318,12 +325,15 @@ class Response:
     ref_logprobs: list[float] | None = None
     response_mask: list[bool] | None = None
     sampler_logprobs: list[float] | None = None
+    teacher_logprobs: list[float] | None = None
     step: int | None = None
     group_reward_mean: float | None = None
     group_reward_std: float | None = None
     loss_scale: float | None = None
     process: float | None = None
     micro_batch: float | None = None
+    pair: float | None = None
+    chosen: float | None = None
     grad_norm: float | None = None
     reward_parts: Mapping[str, float] | None = None
     uncorrected_advantage: float | list[float] | None = None

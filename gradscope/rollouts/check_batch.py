@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
-from gradscope.rollouts.batch import LARGEST, ROUNDING, TokenBatch
+from gradscope.rollouts.batch import LARGEST, LOGPROBS, ROUNDING, TokenBatch
 
 
 def check_batch(policy: Policy, batch: TokenBatch) -> None:
@@ -38,7 +38,7 @@ def check_batch(policy: Policy, batch: TokenBatch) -> None:
         raise InputError(
             f"the reward of response {row} is {float(batch.rewards[row]):g}; give a finite number within ±{LARGEST:g}"
         )
-    for name in ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
+    for name in ("advantages", *LOGPROBS):
         _check_per_token(batch, name)
 
 

@@ -48,7 +48,7 @@ from gradscope.runs import counted
 
 ALL_OR_NONE = (
     *("group", "temperature", "step", "group_reward_mean", "group_reward_std"),
-    *("loss_scale", "process", "micro_batch"),
+    *("loss_scale", "process", "micro_batch", "pair", "chosen"),
 )
 """Columns that every row needs if any row has them, since missing values have no substitute."""
 
@@ -56,6 +56,7 @@ WITHOUT = {
     "old_logprobs": "assumed on-policy there (ratio 1)",
     "ref_logprobs": "no KL part there",
     "sampler_logprobs": "corrections based on them have the factor 1 there",
+    "teacher_logprobs": "no distillation there",
 }
 """Consequence of an unknown log-probability, by column."""
 
@@ -277,7 +278,7 @@ class _Reading:
 
     def _group(self, row: Row, prompt_ids: Sequence[int]) -> tuple[int | None, object]:
         """Return the key of the row's group."""
-        group = row.columns.get("group", tuple(prompt_ids))
+        group = row.columns.get("group", row.columns.get("pair", tuple(prompt_ids)))
         try:
             if isinstance(group, float) and not math.isfinite(group):
                 raise TypeError("NaN is not even itself")

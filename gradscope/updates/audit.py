@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian
-from gradscope.objective import LossSettings, resolve_advantages
+from gradscope.objective import LossSettings, resolve_advantages, settle_loss
 from gradscope.policy import PolicyLike, flat_slices, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
 from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
@@ -138,7 +138,9 @@ def audit(
     """
     policy, batch, told = read_logged(policy, batch)
     loss = LossSettings.from_log(told) if loss is None else loss
-    batch = replace(batch, advantages=resolve_advantages(batch))
+    batch = settle_loss(batch, loss)
+    if not loss.is_whole:
+        batch = replace(batch, advantages=resolve_advantages(batch))
     run, slices = batch.run, flat_slices(policy.model)
     theirs = _match(gradient, slices) if isinstance(gradient, Mapping) else None
     if theirs is not None and not any(own.any() for own in theirs.values()):

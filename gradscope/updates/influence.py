@@ -94,7 +94,7 @@ def predict_step(
     J.check_room(len(names) + 2)  # before anything is measured
     refuse_narrow_arithmetic(J.model)
     before = J.statistics
-    batch = resolve(J.batch, before)
+    batch = resolve(J.batch, before, loss)
     cotangents = _cotangents(batch, before, loss, edges, names)
     stacked = torch.stack([*cotangents.values()])
     if gradients is None:
@@ -198,7 +198,8 @@ def _cotangents(
     batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number], names: Sequence[str]
 ) -> dict[str, Float[Tensor, " K"]]:
     """Return ∂loss/∂log π of each token by source; 0 for sources outside the loss."""
-    weights, keep = batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens), batch.response_mask
+    keep, known = batch.response_mask, {"num_tokens": batch.num_tokens, "entropy": before.entropy}
+    weights = batch_weights(before.logprob, batch, loss, **known)
     intervals = old_intervals(batch, edges)[keep]
     policy, kl = -weights.policy[keep] / batch.num_tokens, -weights.kl[keep] / batch.num_tokens
     own = {name: policy * (intervals == int(name)) for name in names if name.isdigit()} | {"kl": kl}

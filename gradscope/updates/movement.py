@@ -19,7 +19,7 @@ from gradscope.objective import (
     TokenStatistics,
     batch_weights,
     fill_unknown,
-    resolve_advantages,
+    settle_advantages,
 )
 from gradscope.rollouts import TokenBatch
 from gradscope.runs import counted
@@ -77,7 +77,8 @@ def movement_table(movements: Sequence[Movement], *, edges: Sequence[Number] = E
 
 def token_keys(batch: TokenBatch, before: TokenStatistics, loss: LossSettings, edges: Sequence[Number]) -> pd.DataFrame:
     """Return the columns of `movement_table` from `response` to `weight`, for a batch as `resolve` returns it."""
-    keep, weights = batch.response_mask, batch_weights(before.logprob, batch, loss, num_tokens=batch.num_tokens)
+    keep, known = batch.response_mask, {"num_tokens": batch.num_tokens, "entropy": before.entropy}
+    weights = batch_weights(before.logprob, batch, loss, **known)
     columns = {
         "response": keep.nonzero()[:, 0].int(),
         "position": batch.positions()[keep].int(),
@@ -106,10 +107,11 @@ def _changes(movement: Movement) -> dict[str, Float[Tensor, "B S"]]:
     return moved | {"delta_entropy": after.entropy - before.entropy}
 
 
-def resolve(batch: TokenBatch, before: TokenStatistics) -> TokenBatch:
+def resolve(batch: TokenBatch, before: TokenStatistics, loss: LossSettings) -> TokenBatch:
     """Return the batch with advantages and, if unknown, the policy's own log-probabilities as π_old."""
     old = fill_unknown(batch.old_logprobs, before.logprob)
-    return replace(batch, advantages=resolve_advantages(batch), old_logprobs=old)
+    advantages = settle_advantages(batch, before.logprob, loss, entropy=before.entropy)
+    return replace(batch, advantages=advantages, old_logprobs=old)
 
 
 def _check_movements(movements: Sequence[Movement]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradscope.errors import InputError, checked
 from gradscope.gradients import BACKWARD, Resources, TokenJacobian, Vectors, refuse_narrow_weights
 from gradscope.intervals import EDGES
-from gradscope.objective import PAPER, LossSettings, Update, Updater, Weighting, fitting_size
+from gradscope.objective import PAPER, LossSettings, Update, Updater, Weighting, fitting_size, settle_loss
 from gradscope.policy import (
     PART,
     PolicyLike,
@@ -85,7 +85,7 @@ class OptimizerStep:
         ):
             model.eval()
             before = J.statistics
-            batch = resolve(J.batch, before)
+            batch = resolve(J.batch, before, self._loss)
             if not isinstance(update, Update):
                 update = make_update(update, batch, loss=self._loss)
             how = {"num_steps": len(update.steps), "scratch": not fits}
@@ -137,7 +137,7 @@ def influence(
             does not fit, the gradient is not finite (so no step would be taken), or the disk has no room for a scratch
             file.
     """
-    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    J = _look_at(policy, batch, loss, resources)
     given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
     return OptimizerStep(J, **given).predicted(edges=edges, gradients=gradients)
 
@@ -174,7 +174,7 @@ def apply_update(
         InputError: the weights are below float32, advantages are unknown, the optimizer state does not fit, a gradient
             exceeds the bytes, or the disk has no room for scratch files.
     """
-    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    J = _look_at(policy, batch, loss, resources)
     given = {"loss": loss, "step": step, "optimizer_state": optimizer_state}
     return OptimizerStep(J, **given).take(update, displacement=displacement)
 
@@ -191,10 +191,15 @@ def apply_updates(
     resources: Resources | None = None,
 ) -> list[Movement]:
     """Call `apply_update` for each update, from the same weights and statistics."""
-    J = TokenJacobian(*read_inputs(policy, batch), resources or Resources(ANY))
+    J = _look_at(policy, batch, loss, resources)
     steps = OptimizerStep(J, loss=loss, step=step, optimizer_state=optimizer_state)
     told = track(updates, "taking steps", J.resources.progress, unit="updates")
     return [steps.take(update) for update in told]
+
+
+def _look_at(policy: PolicyLike, batch: BatchLike, loss: LossSettings, resources: Resources | None) -> TokenJacobian:
+    policy, batch = read_inputs(policy, batch)
+    return TokenJacobian(policy, settle_loss(batch, loss), resources or Resources(ANY))
 
 
 def _fits(model: nn.Module, step: StepSettings, memory: int) -> bool:

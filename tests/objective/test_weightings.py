@@ -13,6 +13,7 @@ from support.cli import complaint
 from torch import Tensor
 
 from gradscope.objective import SOURCES, WEIGHTINGS, make_weighting, spell_out
+from gradscope.objective.rewardless import REWARDLESS
 
 LOW, HIGH = 0.2, 0.24
 
@@ -286,7 +287,7 @@ def spell(name: str, parameters: dict[str, float]) -> str:
 
 
 def test_every_weighting_is_looked_at():
-    assert {*PRINTED, *DRAWN} == {*WEIGHTINGS}
+    assert {*PRINTED, *DRAWN} == {*WEIGHTINGS} - {kind.NAME for kind in REWARDLESS}
 
 
 @pytest.mark.parametrize("case", ["on-policy", "old", "other sampler"])
@@ -543,6 +544,10 @@ def test_a_weighting_is_called_as_the_user_called_it():
 def test_every_parameter_has_a_range_and_every_trainers_own_is_in_it():
     for name, kind in WEIGHTINGS.items():
         for parameter in fields(kind):
+            if words := parameter.metadata.get("words"):
+                said = complaint(kind, **{parameter.name: "k9"})
+                assert said == f"{name}: {parameter.name} is 'k9'; give one of {', '.join(words)}"
+                continue
             low, high = parameter.metadata["range"]
             for wrong in (low - 1, high + 1, math.nan):
                 if not math.isinf(wrong):

@@ -63,7 +63,7 @@ def follow_table(
 ) -> Afterwards:
     """Return what these products take after a table; nothing if the batch gives no weights."""
     memory = Resources(settings.gradient_memory).settle(policy.device).vectors
-    plan = plan_sums(policy, batch, memory, metric=metric)
+    plan = plan_sums(policy, batch, memory, loss=settings.loss, metric=metric)
     if plan is None:
         return Afterwards()
     size = sum(parameter.numel() for parameter in policy.model.parameters())

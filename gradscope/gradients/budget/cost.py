@@ -49,6 +49,7 @@ from gradscope.gradients.settings import (
 )
 from gradscope.gradients.statistics import find_statistics
 from gradscope.intervals import EDGES, assign_intervals
+from gradscope.objective import PAPER, LossSettings
 from gradscope.policy import Policy, find_blocks
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import TokenBatch, check_batch
@@ -441,12 +442,14 @@ def plan_batch(
     return replace(plan(chosen, looked), minutes=minutes)
 
 
-def plan_sums(policy: Policy, batch: TokenBatch, memory: int, *, metric: bool = False) -> SumsPlan | None:
+def plan_sums(
+    policy: Policy, batch: TokenBatch, memory: int, *, loss: LossSettings = PAPER, metric: bool = False
+) -> SumsPlan | None:
     """Plan the summed gradients by prompt that follow a table; None without weights.
 
     Raises InputError if they do not fit into `memory` bytes.
     """
-    if batch.advantages is None and batch.rewards is None:
+    if batch.advantages is None and batch.rewards is None and not loss.is_whole:
         return None
     return TokenJacobian(policy, batch, Resources(memory)).plan_gram(len(EDGES) - 1, metric=metric)
 

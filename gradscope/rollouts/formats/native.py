@@ -19,13 +19,13 @@ from gradscope.runs import replacing, write_json
 
 COLUMNS = (
     *("prompt_ids", "response_ids", "prompt", "response", "advantage", "reward", "group", "temperature"),
-    *("response_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs"),
+    *("response_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs"),
 )
 """Known columns, whose near misses are reported; other columns are ignored."""
 
 MORE = (
     *("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std"),
-    *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm", "reward_parts"),
+    *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm", "reward_parts", "pair", "chosen"),
 )
 """Further known columns, whose near misses may be a user's own columns."""
 
@@ -39,6 +39,7 @@ ALIASES = {
     "logprobs": "old_logprobs",
     "sampling_logprobs": "old_logprobs",
     "reference_logprobs": "ref_logprobs",
+    "teacher_log_probs": "teacher_logprobs",
     "temp": "temperature",
 }
 """Other common names of a column that differ in more than spelling."""

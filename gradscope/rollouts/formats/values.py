@@ -12,13 +12,15 @@ import numpy as np
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy, check_prompt
-from gradscope.rollouts.batch import LARGEST, ROUNDING, Response
+from gradscope.rollouts.batch import LARGEST, LOGPROBS, ROUNDING, Response
 from gradscope.rollouts.formats.base import ReadingOptions, Row
 from gradscope.rollouts.formats.text import CUT
 from gradscope.runs import parse_json
 
-LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
-NUMBERS = ("group_reward_mean", "group_reward_std", "grad_norm", "loss_scale", "process", "micro_batch")
+NUMBERS = (
+    *("group_reward_mean", "group_reward_std", "grad_norm", "loss_scale", "process", "micro_batch"),
+    *("pair", "chosen"),
+)
 """Columns with a number per response that has no rule of its own."""
 LARGEST_ID = 2**31
 """No vocabulary has an id this large."""

@@ -45,6 +45,7 @@ from gradscope.objective import (
     describe_off_policyness,
     make_weighting,
     resolve_advantages,
+    settle_loss,
     spell_out,
 )
 from gradscope.policy import AdamWState, PolicyLike
@@ -52,7 +53,7 @@ from gradscope.resampling import short_of
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
 from gradscope.updates.comparison.passes import pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_cost, gains_on_unseen_prompts, take_steps
-from gradscope.updates.comparison.result import Comparison, ComparisonSettings
+from gradscope.updates.comparison.result import Comparison, ComparisonSettings, in_words
 from gradscope.updates.comparison.statistics import BOUNDS, Judge, columns
 from gradscope.updates.influence import entropy_slopes
 from gradscope.updates.optimizer_step import OptimizerStep, update_cost
@@ -105,7 +106,7 @@ def compare(
     settings: ComparisonSettings | None = None,
     resources: Resources = Resources(micro_batch=4),  # noqa: B008  (frozen)
 ) -> Comparison:
-    """Compare token weightings with plain GRPO on one batch; the policy is left unchanged.
+    """Compare token weightings with the plain update on one batch (GRPO's, or that of `settings.loss.weighting`).
 
     Each distinct row of weights costs a backward pass over the batch and a forward-mode derivative along its sum. An
     optimizer state adds another derivative and, on each half of the prompts, real steps and one derivative;
@@ -131,7 +132,8 @@ def compare(
     s = ComparisonSettings(loss=LossSettings.from_log(told)) if settings is None else settings
     resources = resources.settle(policy.device)
     s.check()
-    if unknown := int(resolve_advantages(batch)[batch.response_mask].isnan().sum()):
+    batch = settle_loss(batch, s.loss)
+    if not s.loss.is_whole and (unknown := int(resolve_advantages(batch)[batch.response_mask].isnan().sum())):
         raise InputError(f"{unknown} tokens have no advantage and thus no weight; give rewards or advantages for all")
     step, saved, metric = settle_step(policy.model, s.step, optimizer_state)
     given = table is not None
@@ -169,7 +171,8 @@ def compare_rows(
     step, if known.
     """
     s, labels, notes = settings, interval_labels(settings.edges), _notes(table, settings.loss)
-    chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes)
+    chosen = _settle([weightings] if isinstance(weightings, str) else weightings, table, notes, s.loss)
+    plain = str(chosen[0])
     sums = _make_sums(chosen, table, s.aggregation)
     weights = _distinct(sums)
     slopes_of = partial(entropy_slopes, J.until(None), step=s.step, optimizer_state=saved)
@@ -198,9 +201,13 @@ def compare_rows(
     split = _split(sums)
     if split:
         words = f"{', '.join(split)} {'takes' if len(split) == 1 else 'take'} two optimizer steps"
-        notes.append(Note(f"{words}, which under SGD equal GRPO's single step to first order.", "two-steps"))
+        notes.append(
+            Note(f"{words}, which under SGD equal {in_words(plain)}'s single step to first order.", "two-steps")
+        )
     if any(weighting.rule.control == "matched-norm" for weighting in chosen):
-        notes.append(Note("matched-norm is GRPO's update, rescaled to the norm of Reweight's.", "matched-norm"))
+        notes.append(
+            Note(f"matched-norm is {in_words(plain)}'s update, rescaled to the norm of Reweight's.", "matched-norm")
+        )
     judge = Judge(table, labels, s.seed, s.confidence, s.resamples)
     numbers, numbers_by_interval = judge.judge(weights, passes)
     if passes.entropy_slopes is not None:
@@ -216,16 +223,16 @@ def compare_rows(
         name: [(own.step, own.weights != 0) for own in parts] for name, parts in split.items()
     }
     if s.take_steps:
-        taken = {name: weighting for name, weighting in once.items() if name != PLAIN} | taken
-        left = [own.method for own in sums if not own.same_as and own.method not in (PLAIN, *taken)]
+        taken = {name: weighting for name, weighting in once.items() if name != plain} | taken
+        left = [own.method for own in sums if not own.same_as and own.method not in (plain, *taken)]
         if names := ", ".join(dict.fromkeys(left)):
-            why = "a trainer's batch lacks the needed columns, or the steps do not add up to GRPO's"
+            why = f"a trainer's batch lacks the needed columns, or the steps do not add up to {in_words(plain)}'s"
             notes.append(Note(f"No real step was taken under {names}: {why}.", "no-step"))
     stepped = real is not None and bool(taken or s.take_steps)
     if stepped := stepped and (s.take_steps or fits("real steps", update_cost() * (1 + len(taken)))):
         changes, cosines = take_steps(real, taken)
         kinds = ["all", *("all" if isinstance(own, Weighting) else "both" for own in taken.values())]
-        steps = {"method": [PLAIN, *taken], "step": kinds, "step_cosine": cosines}
+        steps = {"method": [plain, *taken], "step": kinds, "step_cosine": cosines}
         rows = _join_steps(rows, pd.DataFrame(steps | columns(judge.directions("right_step", changes))))
     if saved is not None and s.aggregation == "token-mean":  # as the trainer steps
         judged = [w for w in chosen if str(w) in once or (str(w) in split and w.rule.lopti_eta is not None)]
@@ -264,7 +271,7 @@ def distinct_rows(
     """Return how many rows of weights a comparison on this table would pass through the network: all but those that
     equal another up to rounding.
     """
-    chosen = _settle(weightings, table, _notes(table, settings.loss))
+    chosen = _settle(weightings, table, _notes(table, settings.loss), settings.loss)
     return len(_distinct(_make_sums(chosen, table, settings.aggregation)))
 
 
@@ -277,16 +284,19 @@ def _notes(table: pd.DataFrame, loss: LossSettings) -> list[Note]:
     return notes
 
 
-def _settle(given: Sequence[str | Weighting] | None, table: pd.DataFrame, notes: list[Note]) -> list[Weighting]:
-    """Return the weightings, plain GRPO first; by default, the known ones that the table has columns for."""
+def _settle(
+    given: Sequence[str | Weighting] | None, table: pd.DataFrame, notes: list[Note], loss: LossSettings
+) -> list[Weighting]:
+    """Return the weightings, the plain update first; by default, the known ones that the table has columns for."""
     plain = WEIGHTINGS[PLAIN]()
+    object.__setattr__(plain, "_spelled", loss.weighting or "")  # its weights are in the table
     if given is not None:
         named = [
             weighting
             for own in given
             for weighting in (map(make_weighting, spell_out(own)) if isinstance(own, str) else [own])
         ]
-        chosen = [plain, *(weighting for weighting in named if str(weighting) != PLAIN)]
+        chosen = [plain, *(weighting for weighting in named if str(weighting) != str(plain))]
         names = [*map(str, chosen)]  # one weighting by two names is two
         if twice := [name for name in names if names.count(name) > 1]:
             raise InputError(f"{twice[0]} is given twice; give each weighting once")

@@ -39,7 +39,7 @@ def describe(comparison: Comparison) -> str:
 
 
 def signal_sentence(comparison: Comparison) -> str:
-    """Say whether plain GRPO's signal differs from 0, and at how many prompts it would equal the noise."""
+    """Say whether the plain update's signal differs from 0, and at how many prompts it would equal the noise."""
     row = comparison.table.iloc[0]
     value, lower, upper = (row[f"signal_to_noise{end}"] for end in ("", "_lower", "_upper"))
     n = comparison.num_prompts
@@ -47,7 +47,7 @@ def signal_sentence(comparison: Comparison) -> str:
         return comparison.too_few
     if not np.isfinite(lower):
         return "Whether the update has a signal was not judged: its signal to noise has no interval."
-    found = f"plain GRPO's signal to noise is {digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
+    found = f"plain {comparison.plain}'s signal to noise is {digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
     if lower > 0:
         return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
     if upper <= 0:
@@ -65,7 +65,7 @@ def gain_sentence(comparison: Comparison) -> str:
         return ""
     rows = table[(table["same_as"] == "") & table["gain"].notna()].set_index("method")
     [own, *others] = [f"{name} {cell}" for name, cell in zip(rows.index, _gains(rows), strict=True)]
-    told = f"; minus GRPO's: {', '.join(others)}" if others else ""
+    told = f"; minus {comparison.plain}'s: {', '.join(others)}" if others else ""
     return (
         "First-order gain in expected reward of one AdamW step (two, if the weighting takes two) on unseen prompts, as "
         "if the policy itself had sampled all responses; each step is made from one half of the prompts and judged on "
@@ -75,7 +75,7 @@ def gain_sentence(comparison: Comparison) -> str:
 
 
 def weighting_sentences(comparison: Comparison) -> list[str]:
-    """Say of each weighting that differs from GRPO's what it does to this batch's update; none of too few prompts.
+    """Say of each weighting that differs from the plain update what it does to this batch's update; none of too few prompts.
 
     Where the cosine's lower bound is at least `ALIKE`, the weighting is said to change only the step's size; where its
     upper bound is below, the direction.
@@ -89,10 +89,12 @@ def weighting_sentences(comparison: Comparison) -> list[str]:
         norm, cosine, energies = (_cell(row, n) for n in ("norm_ratio", "cosine", "cosine_from_energies"))
         along = f"cosine {cosine}, the energies alone give {energies}"
         if row["cosine_lower"] >= ALIKE:
-            sentences.append(f"{name} here: GRPO with {norm} of its step, {along}.")
+            sentences.append(f"{name} here: {comparison.plain} with {norm} of its step, {along}.")
             continue
-        turned = "another direction than GRPO's" if row["cosine_upper"] < ALIKE else "direction undecided"
-        sentences.append(f"{name} here: {turned}, {along}; norm {norm} of GRPO's.")
+        turned = (
+            f"another direction than {comparison.plain}'s" if row["cosine_upper"] < ALIKE else "direction undecided"
+        )
+        sentences.append(f"{name} here: {turned}, {along}; norm {norm} of {comparison.plain}'s.")
     return [*sentences, SCALE] if (rows["cosine_lower"] >= ALIKE).any() else sentences
 
 
@@ -104,7 +106,7 @@ def _cell(row: pd.Series, name: str) -> str:
 
 
 def _gains(rows: pd.DataFrame) -> list[str]:
-    """Return plain GRPO's gain, then the other weightings' differences from it."""
+    """Return the plain update's gain, then the other weightings' differences from it."""
     return _plain(rows[:1], "gain", digits) + _plain(rows[1:], "gain_difference", digits)
 
 
@@ -117,7 +119,7 @@ def _design(c: Comparison) -> str:
     return (
         f"{counted(len(names), 'weighting')} ({', '.join(names)}) on {counted(len(c.weights), 'token')} of "
         f"{counted(c.num_prompts, 'prompt')}, of which "
-        f"{c.num_informative_prompts} have unequal rewards; each against plain GRPO ({c.aggregation})."
+        f"{c.num_informative_prompts} have a gradient; each against plain {c.plain} ({c.aggregation})."
     )
 
 

@@ -19,6 +19,11 @@ from gradscope.updates.comparison.passes import Passes
 from gradscope.updates.step_settings import StepSettings
 
 
+def in_words(update: str) -> str:
+    """Return what a sentence calls the update that others are compared with."""
+    return "GRPO" if update == "grpo" else update
+
+
 @dataclass(frozen=True, kw_only=True)
 class ComparisonChoices:
     """Settings of a comparison that are flags of `gradscope compare`, too."""
@@ -35,7 +40,7 @@ class ComparisonSettings(ComparisonChoices):
     """Everything that affects a comparison's numbers, apart from the policy, the batch and the weightings."""
 
     loss: LossSettings = PAPER
-    """The plain loss. Its KL part is ignored, since no weighting changes it."""
+    """The loss whose update others are compared with. Its KL part is ignored, since no weighting changes it."""
     edges: Sequence[int | float] = EDGES
     """Edges of the intervals of π, as in the table."""
     step: StepSettings | None = None
@@ -63,7 +68,7 @@ class Comparison:
     """A row per weighting and optimizer step. `method`; `step`: "all"; "low" and "high" for the steps of a two-step
     weighting; "both" for its two real steps together; `same_as`: the earlier row with the same weights (up to rounding)
     and therefore the same numbers, or "". Each number has columns NAME_lower and NAME_upper; NAME_difference is the
-    difference to plain GRPO.
+    difference to the update compared with, in the first row.
 
     norm_ratio: ‖U‖ over plain's, U being the summed gradient; cosine: of U and plain's; cosine_from_energies: what the
     tokens' energies alone would make of it, Σ r·e/√(Σ e·Σ r²·e) with plain's energies e = (w‖g‖)² and the ratios r of
@@ -88,7 +93,7 @@ class Comparison:
     labels: tuple[str, ...]
     num_prompts: int
     num_informative_prompts: int
-    """Prompts with a nonzero advantage."""
+    """Prompts with a nonzero advantage, or weight of a loss without advantages."""
     notes: tuple[Note, ...]
     passes: Passes
     """The underlying inner products and changes along the sums, and how they were computed."""
@@ -97,6 +102,11 @@ class Comparison:
     """Settings of the real steps; None: no step was taken."""
     supply: Supply | None = None
     """The prompts that were compared and those that there are; None: these are all."""
+
+    @property
+    def plain(self) -> str:
+        """The update that others are compared with, in words."""
+        return in_words(self.table["method"].iloc[0])
 
     @property
     def too_few(self) -> str:
