@@ -179,6 +179,7 @@ def find_loss_flags(args: Sequence[str]) -> tuple[str, ...]:
     ('kl_coef', 'kl_corrected')
     """
     given = {arg.partition("=")[0].removeprefix("--").removeprefix("no-").replace("-", "_") for arg in args}
+    given |= {"weighting"} if "update" in given else set()
     return tuple(field.name for field in fields(LossSettings) if field.name in given)
 
 

@@ -12,9 +12,9 @@ from typing import Any, Unpack
 
 import pandas as pd
 
-from gradscope.diagnosis.findings import Findings
+from gradscope.diagnosis.findings import WARNINGS, Findings
 from gradscope.diagnosis.measured import Clock, Measured
-from gradscope.diagnosis.notes import WARNINGS, check_table, note_limits, tell_pooled
+from gradscope.diagnosis.notes import check_table, note_limits, tell_pooled
 from gradscope.diagnosis.page.contents import make_report
 from gradscope.diagnosis.page.first_screen import advise
 from gradscope.diagnosis.parts import asked_products, settle_parts

@@ -13,6 +13,12 @@ import pandas as pd
 
 from gradscope.diagnosis.format import percent
 
+WARNINGS = (
+    *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
+    *("other-step", "pooled", "several-runs"),
+)
+"""Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
+
 
 class Verdict(StrEnum):
     """A finding's verdict, for use in code."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pandas as pd
 
+from gradscope.diagnosis.findings import WARNINGS
 from gradscope.diagnosis.format import as_sentence
 from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.diagnosis.update import count_informative_prompts, has_gradient
@@ -25,11 +26,6 @@ from gradscope.resampling import FEWEST
 from gradscope.rollouts import Note, TokenBatch, own_responses
 from gradscope.runs import digits
 
-WARNINGS = (
-    *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
-    *("other-step", "pooled", "several-runs"),
-)
-"""Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
 CAVEATS = (
     *WARNINGS,
     *("unknown-advantages", "no-gradient", "one-prompt", "few-prompts", "impossible-advantages", "mixed-groups"),

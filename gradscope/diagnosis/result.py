@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from gradscope.diagnosis.findings import Findings
-from gradscope.diagnosis.notes import WARNINGS
+from gradscope.diagnosis.findings import WARNINGS, Findings
 from gradscope.diagnosis.rows import Rows, join_rows, pick_row
 from gradscope.diagnosis.settings import DiagnosisSettings
 from gradscope.errors import InputError

@@ -9,10 +9,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import isfinite
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+import tyro
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -51,7 +52,7 @@ class LossSettings:
     """Multiply the penalty by π_θ/π_old, as TRL does unless told otherwise (use_bias_correction_kl)."""
     kl_estimator: Estimator = "k3"
     """The penalty at a token: k1 = log(π/π_ref), k2 = k1²/2, k3 = π_ref/π − 1 + k1 (the paper's, TRL's)."""
-    weighting: str | None = None
+    weighting: Annotated[str | None, tyro.conf.arg(aliases=("--update",))] = None
     """The token weighting that makes the update, NAME[:key=value,…]: sft, dft, opd:estimator=k1, dpo:beta=.1, …; its
     w_t replaces the policy part. None: plain GRPO."""
 
