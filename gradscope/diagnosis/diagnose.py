@@ -23,6 +23,7 @@ from gradscope.diagnosis.result import Diagnosis, Scope
 from gradscope.diagnosis.rows import Rows
 from gradscope.diagnosis.settings import DiagnosisKeywords, DiagnosisSettings
 from gradscope.diagnosis.update import has_gradient, with_advantages
+from gradscope.diagnosis.wording import words_for
 from gradscope.errors import checked
 from gradscope.gradients import (
     Afterwards,
@@ -178,6 +179,7 @@ def _first_notes(m: Measured, logged: Sequence[Note]) -> list[Note]:
     told = (*logged, *batch.without_notes("on-policy").notes)  # the part off_policy knows more about that
     first = [note for kind in WARNINGS for note in told if note.kind == kind]
     whole = {"second_moments": m.metric is not None, "whole_state": m.saved is not None}
+    whole["is_sampled"] = m.settings.loss.is_sampled
     return [*first, *(note for note in told if note not in first), *note_limits(m.table, m.labels, **whole)]
 
 
@@ -208,5 +210,6 @@ def assemble(m: Measured, parts: Mapping[str, ModuleType]) -> Diagnosis:
 def say(found: Diagnosis) -> Diagnosis:
     """Add what each part says about the numbers, in the order of the parts, and what to do next."""
     asked = (part for name, part in found.parts.items() if name in found.rows and hasattr(part, "say"))
-    findings = Findings(finding for part in asked for finding in part.say(found))
+    words = words_for(found.scope.settings.loss)
+    findings = Findings(finding.reworded(words) for part in asked for finding in part.say(found))
     return replace(found, findings=findings, advice=advise(findings))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from math import isnan
 from typing import Any, SupportsIndex, overload
@@ -12,6 +12,7 @@ from typing import Any, SupportsIndex, overload
 import pandas as pd
 
 from gradscope.diagnosis.format import percent
+from gradscope.diagnosis.wording import reword
 
 WARNINGS = (
     *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
@@ -58,6 +59,11 @@ class Finding:
 
     def __iter__(self) -> Iterator[str]:
         return iter((self.statement, self.detail, self.tone))
+
+    def reworded(self, words: Mapping[str, str]) -> Finding:
+        """Return the finding with these words replaced in what it says."""
+        said = {name: reword(getattr(self, name), words) for name in ("statement", "detail", "brief", "next")}
+        return replace(self, **said)
 
 
 class Findings(tuple[Finding, ...]):

@@ -51,13 +51,15 @@ def by_weight(notes: Sequence[Note]) -> list[Note]:
     return sorted(notes, key=lambda note: places.get(getattr(note, "kind", "dump"), len(places)))
 
 
-def note_limits(table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool) -> list[Note]:
+def note_limits(
+    table: pd.DataFrame, labels: Sequence[str], *, second_moments: bool, whole_state: bool, is_sampled: bool = True
+) -> list[Note]:
     """Return notes on what is missing, sampled or approximate: tokens, prompts, norms, the optimizer's state."""
     size, unknown = len(table), int(table["weight"].isna().sum())
     prompts, informative = table["group"].nunique(), count_informative_prompts(table)
     measured = int(table[PARAMETERS].notna().sum())
     of = "Numbers about gradients have" if informative < prompts else "Numbers have"
-    improbable = describe_improbable(table)
+    improbable = describe_improbable(table) if is_sampled else ""
     told = [
         (bool(improbable), "improbable", improbable),
         (unknown, "unknown-advantages", f"Advantages are unknown at {unknown:,} of {size:,} tokens, so "

@@ -60,5 +60,6 @@ __all__ = [
     "join_statistics", "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs",
     "make_weighting", "micro_batches", "most_logits", "numbers_of", "off_policy_sentence", "off_policyness",
     "parts_at_once", "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight", "rows_at_once",
-    "settle_advantages", "settle_loss", "spell_out", "split_steps", "statistics_and_gradient", "token_weights", "weigh_step", "widen", "within",
+    "settle_advantages", "settle_loss", "spell_out", "split_steps", "statistics_and_gradient", "token_weights",
+    "weigh_step", "widen", "within",
 ]  # fmt: skip

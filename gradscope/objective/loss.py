@@ -66,6 +66,16 @@ class LossSettings:
         """Whether the loss has a weighting that needs neither advantages nor a KL part."""
         return self.weighting is not None and self.weighed.is_whole
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether the loss is of tokens that the policy sampled, not of given text."""
+        return self.weighting is None or self.weighed.IS_SAMPLED
+
+    @property
+    def has_sides(self) -> bool:
+        """Whether the loss is of chosen and rejected responses."""
+        return self.weighting is not None and self.weighed.DENOMINATOR != "tokens"
+
     def check(self) -> None:
         """Raise InputError for settings that define no loss."""
         check_estimator(self.kl_estimator)

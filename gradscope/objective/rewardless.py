@@ -1,9 +1,10 @@
-"""Losses without a reward whose gradient is a weight on ∇ log π: supervised, distillation on sampled tokens, preferences.
+"""Losses without a reward whose gradient is a weight on ∇ log π: supervised, distilled on sampled tokens, preferences.
 
-The weights are w_t = −N · ∂loss/∂ log π_t times the loss's own denominator over N: `Weighting.DENOMINATOR` names it, and
-`settle_loss` puts N over it into the batch's `loss_scales`. ν is the teacher, h a pair's margin: the sum over the chosen
-response of log π − log π_ref, minus that over the rejected one; h̄ is the same of means per token, and without a reference
-where the loss has none. |y| counts a response's kept tokens, σ is the logistic function; + is for chosen, − for rejected.
+The weights are w_t = −N · ∂loss/∂ log π_t times the loss's own denominator over N: `Weighting.DENOMINATOR` names it,
+and `settle_loss` puts N over it into the batch's `loss_scales`. ν is the teacher, h a pair's margin: the sum over the
+chosen response of log π − log π_ref, minus that over the rejected one; h̄ is the same of means per token, and without a
+reference where the loss has none. |y| counts a response's kept tokens, σ is the logistic function; + is for chosen, −
+for rejected.
 """
 
 from __future__ import annotations

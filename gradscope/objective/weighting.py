@@ -229,8 +229,8 @@ class Weighting(ABC):
 
         columns: of a token table: `response`, `logprob`, `old_logprob` (NaN: on-policy), `advantage`, `policy_weight`
         of the plain loss, and others that the weighting needs (`entropy`, `sampler_logprob`, `ref_logprob`,
-        `teacher_logprob`, `pair`, `chosen`). `loss_scale`, if present, is included in `policy_weight` and, with "token-mean", in the result.
-        aggregation: one of AGGREGATIONS. Raises InputError for a missing column.
+        `teacher_logprob`, `pair`, `chosen`). `loss_scale`, if present, is included in `policy_weight` and, with
+        "token-mean", in the result. aggregation: one of AGGREGATIONS. Raises InputError for a missing column.
         """
         if aggregation not in AGGREGATIONS:
             raise InputError(f"aggregation is {aggregation!r}; give one of {', '.join(AGGREGATIONS)}")

@@ -48,11 +48,13 @@ def token_classes(tokens: pd.Series, special: Set[str] = frozenset()) -> pd.Seri
 
 @checked
 def add_drivers(table: pd.DataFrame, *, classes: int = 4, special: Set[str] = frozenset()) -> pd.DataFrame:
-    """Add categorical columns for `by=`: entropy_class, position_class, length_class, advantage_sign, token_class.
+    """Add categorical columns for `by=`: entropy_class, position_class, length_class, advantage_sign, token_class,
+    teacher_class.
 
     Classes are [lo, hi) with equally many tokens, the last one closed; ties lead to fewer classes. entropy_class is in
     nats, length_class in tokens of the response in the table, advantage_sign "negative", "zero" or "positive".
-    length_class and token_class need columns `response` and `token`, as from `measure`. NaN gets no category.
+    teacher_class is of log ν − log π, in nats, where a teacher's log ν is known. length_class and token_class need
+    columns `response` and `token`, as from `measure`. NaN gets no category.
     """
     needed = ["entropy", "position", "advantage"]
     if missing := [c for c in needed if c not in table]:
@@ -62,6 +64,9 @@ def add_drivers(table: pd.DataFrame, *, classes: int = 4, special: Set[str] = fr
     signs = table["advantage"].map(np.sign).map({-1: "negative", 0: "zero", 1: "positive"})
     columns = {f"{name}_class": _quantile_classes(table[name], classes) for name in ("entropy", "position")}
     columns["advantage_sign"] = pd.Categorical(signs, ["negative", "zero", "positive"])
+    if "teacher_logprob" in table and table["teacher_logprob"].notna().any():
+        gap = (table["teacher_logprob"] - table["logprob"]).rename("teacher_gap")
+        columns["teacher_class"] = _quantile_classes(gap, classes)
     if "response" in table:
         lengths = table.groupby("response")["position"].transform("size")
         columns["length_class"] = _quantile_classes(lengths, classes)

@@ -21,6 +21,7 @@ from gradscope.updates.directions import (
 )
 from gradscope.updates.influence import (
     BY,
+    SIDES,
     Influence,
     influence_cost,
     influence_table,
@@ -33,7 +34,7 @@ from gradscope.updates.spike import Spike, SpikedStep, explain_spike, tabulate_s
 from gradscope.updates.step_settings import SGD, StepSettings, read_moments, settle_step, state_step
 
 __all__ = [
-    "BY", "ONE_BATCH", "SGD", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonChoices",
+    "BY", "ONE_BATCH", "SGD", "SIDES", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonChoices",
     "ComparisonSettings", "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepSettings", "apply_update",
     "apply_updates", "audit", "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe",
     "distinct_rows", "explain_spike", "gain_sentence", "gradient_of_moments", "influence", "influence_cost",

@@ -46,6 +46,8 @@ Number = int | float
 
 BY = "by."
 """Prefix of the columns of contributions."""
+SIDES = ("chosen", "rejected")
+"""Sources in place of the intervals, where the loss is of chosen and rejected responses."""
 STATISTICS = ("mean_abs", "mean", "share")
 
 
@@ -55,9 +57,10 @@ class Influence:
 
     contributions: pd.DataFrame
     """A row per kept response token with the keys of `updates.movement_table` (`response` to `weight`); each source's
-    contribution to the predicted change of log π, in nats, float64: `by.0`, … per interval of π_old, `by.kl`,
-    `by.momentum` (AdamW), `by.decay`; their sum `predicted`; and `entropy_part`, the contribution of the token's
-    gradient to the predicted change of the mean entropy, in nats, which add up to the loss's part."""
+    contribution to the predicted change of log π, in nats, float64: `by.0`, … per interval of π_old (of preferences,
+    `by.chosen` and `by.rejected`: per side), `by.kl`, `by.momentum` (AdamW), `by.decay`; their sum `predicted`; and
+    `entropy_part`, the contribution of the token's gradient to the predicted change of the mean entropy, in nats, which
+    add up to the loss's part."""
     method: Derivative
     """How the derivatives were computed."""
     clip_factor: float
@@ -90,7 +93,8 @@ def predict_step(
 
     step and loss: checked; moments: `read_moments` of the optimizer's state.
     """
-    names = [*map(str, range(len(interval_labels(edges)))), "kl", *["momentum"] * (step.optimizer == "adamw"), "decay"]
+    own = SIDES if loss.has_sides else map(str, range(len(interval_labels(edges))))
+    names = [*own, "kl", *["momentum"] * (step.optimizer == "adamw"), "decay"]
     J.check_room(len(names) + 2)  # before anything is measured
     refuse_narrow_arithmetic(J.model)
     before = J.statistics
@@ -162,7 +166,8 @@ def influence_table(
     """
     sources = _sources(contributions)
     clusters, intervals = prompt_clusters(contributions), contributions["interval"].to_numpy()
-    targets = {a: intervals == a for a in range(sum(name.isdigit() for name in sources))}
+    size = sum(name.isdigit() for name in sources) or int(intervals.max()) + 1
+    targets = {a: intervals == a for a in range(size)}
     rows = []
     for target, chosen in (targets | {"all": np.full(len(intervals), True)}).items():
         parts = contributions.loc[chosen, [f"{BY}{name}" for name in sources]].to_numpy(np.float64)
@@ -203,6 +208,9 @@ def _cotangents(
     intervals = old_intervals(batch, edges)[keep]
     policy, kl = -weights.policy[keep] / batch.num_tokens, -weights.kl[keep] / batch.num_tokens
     own = {name: policy * (intervals == int(name)) for name in names if name.isdigit()} | {"kl": kl}
+    if loss.has_sides:
+        chosen = batch.spread_over_tokens(batch.chosen)[keep] > 0
+        own |= dict(zip(SIDES, (policy * chosen, policy * ~chosen), strict=True))
     return {name: own.get(name, torch.zeros_like(kl)) for name in names}
 
 

@@ -24,6 +24,7 @@ from gradscope.diagnosis.page.viewer import Viewer, prompt_texts, viewer_data
 from gradscope.diagnosis.parts import gather
 from gradscope.diagnosis.result import TITLE, Diagnosis
 from gradscope.diagnosis.terms import add_weighted_norms
+from gradscope.diagnosis.wording import words_for
 from gradscope.errors import checked
 from gradscope.gradients import PARAMETERS
 from gradscope.intervals import name_interval
@@ -74,7 +75,8 @@ def make_report(
     d, sheets = diagnosis, Sheets(gather(diagnosis.parts.values(), "LABELS"))
     sections = make_sections(d, sheets)
     moved = d.frames.get("movement")
-    reader = viewer(d.table, batch=batch, tokenizer=policy.tokenizer, movement=moved).page.viewer
+    shown = d.table.drop(columns="advantage") if d.scope.settings.loss.is_whole else d.table
+    reader = viewer(shown, batch=batch, tokenizer=policy.tokenizer, movement=moved).page.viewer
     linked = [token[0] for s in sections for block in s.blocks if isinstance(block, Table) for token in block.tokens]
     reader = replace(reader, needed=[*linked, *([] if reader.first is None else [reader.first])])
     decision = decide(d, brief=True)
@@ -91,6 +93,7 @@ def make_report(
         tiles=make_tiles(d),
         lead=make_lead(d, sheets),
         next=d.advice,
+        words=words_for(d.scope.settings.loss),
     )
     return Report(page, sheets.tables, to_json(d))
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from gradscope.diagnosis.wording import reword
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,11 +20,13 @@ _FONTS = ["DejaVu Sans", "Verdana", "Geneva"]
 """Fonts for the page's reader: the one used for layout, or others as wide."""
 
 
-def inline_svg(drawing: Figure | Axes, prefix: str) -> str:
+def inline_svg(drawing: Figure | Axes, prefix: str, words: Mapping[str, str] = MappingProxyType({})) -> str:
     """Return the drawing as an `svg` element; its ids begin with `prefix`, its width is the column's or its own.
 
-    The same drawing and prefix give the same text.
+    words: replaced in the drawing's text. The same drawing and prefix give the same text.
     """
+    for text in drawing.figure.findobj(lambda artist: hasattr(artist, "set_text")) if words else ():
+        text.set_text(reword(text.get_text(), words))
     root, inside = re.search(r"<svg([^>]*)>(.*)", _draw(drawing), re.S).groups()
     box, width = re.search(r'viewBox="[^"]*"', root)[0], re.search(r'width="([\d.]+)pt"', root)[1]
     inside = re.sub(r"<(metadata|style)\b.*?</\1>", "", inside, flags=re.S).replace(" xlink:href=", " href=")

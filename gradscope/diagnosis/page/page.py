@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -113,3 +114,5 @@ class Page:
     """The one figure of the first screen."""
     next: tuple[str, ...] = ()
     """What to do now, at the page's end."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Words that are replaced in all text (`wording.words_for`)."""

@@ -15,6 +15,7 @@ import pandas as pd
 from gradscope.diagnosis.page.drawings import inline_svg
 from gradscope.diagnosis.page.page import Page, Table
 from gradscope.diagnosis.page.viewer import viewer_data
+from gradscope.diagnosis.wording import reword_html
 from gradscope.runs import digits, write_text
 
 TONES = {"plain": "", "good": "good", "warn": "caution", "bad": "problem"}
@@ -56,12 +57,12 @@ def render(page: Page) -> str:
         script=Markup(script),
         tones=TONES,
         kind=lambda block: type(block).__name__,
-        svg=lambda figure: Markup(inline_svg(figure.drawing, f"f{next(number)}")),
+        svg=lambda figure: Markup(inline_svg(figure.drawing, f"f{next(number)}", page.words)),
         cells=table_cells,
         link=lambda figure: quote(figure.csv),
     )
     # Lone surrogates, which broken tokens can contain, cannot be encoded as UTF-8.
-    return html.encode("utf-8", "replace").decode("utf-8")
+    return reword_html(html, page.words).encode("utf-8", "replace").decode("utf-8")
 
 
 def table_cells(table: Table) -> tuple[list[str], list[list[str]]]:

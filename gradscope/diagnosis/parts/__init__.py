@@ -48,6 +48,7 @@ from gradscope.diagnosis.parts import (
     mismatch,
     modules,
     off_policy,
+    preferences,
     signal,
     summed,
     temperatures,
@@ -63,7 +64,7 @@ from gradscope.runs import run_file
 PARTS: dict[str, ModuleType] = {
     part.__name__.rpartition(".")[2]: part
     for part in (
-        *(wanted, dominance, summed, signal, influence, directions, entropy, where, largest, kl, mismatch),
+        *(wanted, dominance, preferences, summed, signal, influence, directions, entropy, where, largest, kl, mismatch),
         *(off_policy, temperatures, weightings, theory, layers, modules, drivers),
     )
 }

@@ -39,7 +39,7 @@ DEFINITIONS = {
     "right direction": (
         "Among tokens with a positive advantage that moved, the share whose probability rose in the step; among those "
         "with a negative advantage, the share whose probability fell. Chance gives one half. Responses that share a "
-        "prefix but differ in reward pull the same token both ways, so some wrong directions are unavoidable."
+        "prefix but differ in sign pull the same token both ways, so some wrong directions are unavoidable."
     ),
 }
 WAYS = {"positive": ("rose", "likelier"), "negative": ("fell", "less likely")}

@@ -45,6 +45,7 @@ LABELS = {
     "predicted_index": "index that (1−π)² alone predicts",
     "added_index": "measured over predicted by (1−π)²",
 }
+OWN_WEIGHT = "The weight of a token in the loss's gradient: −N·∂loss/∂ log π, N being the number of tokens."
 DEFINITIONS = {
     "probability interval": (
         "Response tokens are grouped by π, the policy's probability of the token at the sampling temperature, into "
@@ -337,7 +338,8 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
         blocks.append(sheets.series("dominance", _series(d), caption, bars=OVER_PROMPTS, **_LOOK))
     frame = pd.DataFrame([_interval_row(d, label) for label in d.labels]).dropna(axis=1, how="all")
     blocks.append(sheets.table("intervals", frame, "Each probability interval in numbers."))
-    return blocks + define(DEFINITIONS)
+    own = {"w": OWN_WEIGHT} if found.scope.settings.loss.is_whole else {}
+    return blocks + define(DEFINITIONS | own)
 
 
 def _interval_row(d: Diagnosis, label: str) -> dict[str, object]:

@@ -57,6 +57,8 @@ def influence_rows(
     momentum and decay, add up to 1.
     """
     table = influence_table(contributions, seed=seed, resamples=resamples)
+    if f"{BY}0" not in contributions:  # preferences: by side
+        return join_rows([]), table
     top = len(labels) - 1
     parts = []
     for name, source in (("low_to_high_share", 0), ("high_to_high_share", top)):

@@ -112,5 +112,6 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
     of = "in this batch" if measured == whole else f"of the {measured:,} measured ({whole:,} in the batch)"
     caption = f"The tokens with the largest ‖w·g‖ {of}, linked to the viewer."
     shown = ["response", "position", "token", "reward", *(c for c in spikes if c.startswith(REWARD_PART))]
-    shown += ["prob", "advantage", "weight", "param_grad_norm", "weighted_norm", "squared_share"]
+    shown += ["prob", *["advantage"] * (not found.scope.settings.loss.is_whole), "weight"]
+    shown += ["param_grad_norm", "weighted_norm", "squared_share"]
     return [sheets.table("spikes", readable(spikes), caption, shown, links=True)]

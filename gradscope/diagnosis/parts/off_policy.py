@@ -41,7 +41,9 @@ DEFINITIONS = {
 
 
 def rows(m: Measured) -> Rows:
-    """The rows of `lag_rows`."""
+    """The rows of `lag_rows`; none of text that no policy sampled."""
+    if not m.settings.loss.is_sampled:
+        return Rows()
     # A log with its loss has all that went into it: without old log-probabilities, the ratio was 1.
     logged = m.batch.old_logprobs is None and any(note.kind == "loss" for note in m.batch.notes)
     if m.table["old_logprob"].isna().any() and not logged:

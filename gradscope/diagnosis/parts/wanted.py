@@ -49,6 +49,7 @@ DRIVERS = {
     "token_class": "kind of token",
     "position_class": "position",
     "entropy_class": "entropy",
+    "teacher_class": "log ν − log π",
     "sign": "sign of the weight",
     "reward": "reward",
 }
@@ -313,7 +314,8 @@ def _draw_kinds(kinds: pd.DataFrame, sheets: Sheets) -> Block:
         make_series(frame, places, words, look, factor=100.0)
         for frame, words, look in ((own, "with own prompt", 3), (kinds.rename(columns=names), "with other prompts", 8))
     ]
-    caption = "Shares of the summed gradient by kind of token, position, entropy, sign of the weight and reward."
+    *names, last = (_name(driver) for driver in kinds["driver"].unique())
+    caption = f"Shares of the summed gradient by {', '.join(names)} and {last}."
     look = {"ylabel": "share (%)", "lying": True, "size": (4.6, 0.9 + 0.2 * len(places))}
     bars = "95 % over folds of prompts" if kinds["others_lower"].notna().any() else ""
     return sheets.series("update_groups", pd.concat(series), caption, bars=bars, **look)

@@ -65,7 +65,7 @@ def shares_by(
     classes = max(1, min(classes, int(np.isfinite(squares).sum()) // PRINTABLE))
     table = add_drivers(table, classes=classes, special=special)
     parts = []
-    for driver in ("token_class", "position_class", "length_class", "entropy_class", "advantage_sign"):
+    for driver in ("token_class", "position_class", "length_class", "entropy_class", "advantage_sign", "teacher_class"):
         if driver not in table:
             continue
         column = table[driver].astype("category").cat.remove_unused_categories()

@@ -20,7 +20,7 @@ ONE_BATCH = """No number from one batch is known to predict how well a run ends.
 This describes one batch: which gradients each weighting enlarges, and whether the update stands out from the noise
 between prompts. Nearly equal weights give a cosine near 1 if token gradients are orthogonal; only its difference
 from the cosine that the energies alone would give says something about their directions."""
-WHAT_STAYS = """95 % intervals are over prompts, including those with equal rewards; with fewer than six others there
+WHAT_STAYS = """95 % intervals are over prompts, including those without a gradient; with fewer than six others there
 are none. Thresholds over the batch (quantiles of entropy, covariances), random draws and, for directions, the update
 itself are held fixed."""
 
@@ -47,7 +47,8 @@ def signal_sentence(comparison: Comparison) -> str:
         return comparison.too_few
     if not np.isfinite(lower):
         return "Whether the update has a signal was not judged: its signal to noise has no interval."
-    found = f"plain {comparison.plain}'s signal to noise is {digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
+    told = f"{digits(value)}{in_brackets(lower, upper, digits)} for one prompt"
+    found = f"plain {comparison.plain}'s signal to noise is {told}"
     if lower > 0:
         return f"The update has a signal: {found}, so signal equals noise at about {_prompts(value)} prompts."
     if upper <= 0:
@@ -75,7 +76,7 @@ def gain_sentence(comparison: Comparison) -> str:
 
 
 def weighting_sentences(comparison: Comparison) -> list[str]:
-    """Say of each weighting that differs from the plain update what it does to this batch's update; none of too few prompts.
+    """Say of each weighting that differs from the plain update what it does to this batch's; none of too few prompts.
 
     Where the cosine's lower bound is at least `ALIKE`, the weighting is said to change only the step's size; where its
     upper bound is below, the direction.
