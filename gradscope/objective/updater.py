@@ -233,7 +233,7 @@ class Updater:
         return StepTotals(*sums, gather_statistics(*every) if score else None)
 
     def _weigh(self, part: StepTokens, settings: LossSettings, weighting: Weighting | None) -> Float[Tensor, "B S"]:
-        """Compute w_t of the step's tokens under the current policy, by one more forward pass, without the loss's scale.
+        """Compute w_t of the step's tokens under the current policy, by one more forward pass; without the scale.
 
         weighting: None: the settings'.
         """

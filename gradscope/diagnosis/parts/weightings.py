@@ -27,8 +27,8 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
     c = replace(found.rows["weightings"].kept["made"], table=table, by_interval=by_interval)
     caption = (
         f"Each token weighting against the baseline, plain {c.plain}, policy term only: share of the gradient energy "
-        "by interval; norm of the summed gradient and its cosine with the baseline's, beside the cosine that the tokens' "
-        "energies alone would give; signal to noise of one prompt; share of the tokens "
+        "by interval; norm of the summed gradient and its cosine with the baseline's, beside the cosine that the "
+        "tokens' energies alone would give; signal to noise of one prompt; share of the tokens "
         "that one step moves in the direction of their advantage, to first order; share of tokens that carry it."
     )
     shown = ["method", "step", "same_as", "norm_ratio", "cosine", "cosine_from_energies", "signal_to_noise"]

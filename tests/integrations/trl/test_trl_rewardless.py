@@ -82,8 +82,8 @@ def trainer_of(kind: type, case: Case, **settings: object) -> object:
     )
     known = {"model": torch.nn.Identity(), "ref_model": case.ref_model, "accelerator": everything}
     known |= {"aux_loss_enabled": False, "precompute_ref_logps": False, "ld_alpha": None, "use_weighting": False}
-    known |= {"_metrics": {"train": defaultdict(list)}, "_total_train_tokens": 0, "_tp_size": 1, "compute_loss_func": None}
-    known |= {"label_smoother": None, "label_smoothing": 0.0, "is_encoder_decoder": False}
+    known |= {"_metrics": {"train": defaultdict(list)}, "_total_train_tokens": 0, "_tp_size": 1}
+    known |= {"compute_loss_func": None, "label_smoother": None, "label_smoothing": 0.0, "is_encoder_decoder": False}
     vars(made).update(known | settings)
     return made
 
@@ -115,7 +115,8 @@ def dpo(case: Case, name: str) -> Tensor:
     from trl import DPOTrainer
 
     kind, _, beta = name.partition(":beta=")
-    known = {"loss_types": [{"dpo": "sigmoid"}.get(kind, kind)], "loss_weights": [1.0], "f_divergence_type": "reverse_kl"}
+    known = {"loss_types": [{"dpo": "sigmoid"}.get(kind, kind)], "loss_weights": [1.0]}
+    known |= {"f_divergence_type": "reverse_kl"}
     args = SimpleNamespace(gradient_checkpointing_kwargs=None)
     made = trainer_of(DPOTrainer, case, args=args, beta=float(beta or 0.1), **known)
     inputs = {"input_ids": case.ids, "attention_mask": case.real.long(), "completion_mask": case.mask.long()}
