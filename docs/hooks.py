@@ -85,7 +85,7 @@ def make_methods() -> str:
     parts = [f"| {' | '.join(head)} |\n{'|---' * len(head)}|"]
     for name, kind in WEIGHTINGS.items():
         formula = " ".join((inspect.getdoc(kind) or "").split("\n\n")[0].split())
-        defaults = ", ".join(f"{parameter.name} {parameter.default:g}" for parameter in fields(kind))
+        defaults = ", ".join(f"{parameter.name} {_shown(parameter.default)}" for parameter in fields(kind))
         whose = "<br>".join(f"{link(trainer)}: `{written}`" for trainer, written in kind.TRAINERS.items())
         own = ", ".join(f"{trainer} {SOURCES[trainer][0]}" for trainer in kind.OWN_LOSSES)
         shown = f"[`{name}`](#{name})" + (" •" if name in COMPARED else "")
@@ -96,10 +96,15 @@ def make_methods() -> str:
         for parameter in fields(kind):
             low, high = parameter.metadata.get("range", (-inf, inf))
             span = f"{low:g} to {high:g}" if high < inf else "any number" if low == -inf else f"{low:g} or more"
-            rows.append(f"| `{parameter.name}` | {parameter.default:g} | {span} |")
+            span = ", ".join(parameter.metadata.get("words", (span,)))
+            rows.append(f"| `{parameter.name}` | {_shown(parameter.default)} | {span} |")
         text = _methods_text(inspect.getdoc(kind) or "")
         parts.append(f"### `{name}`\n\n{text}\n\n" + ("\n".join(rows) if len(rows) > 2 else "No parameters."))
     return "\n\n".join(parts)
+
+
+def _shown(default: float | str) -> str:
+    return default if isinstance(default, str) else f"{default:g}"
 
 
 def _methods_text(text: str) -> str:

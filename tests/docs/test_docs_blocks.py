@@ -18,6 +18,7 @@ PAGES = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY /
 PAGES = ["README.md", *PAGES]
 DEAR = {
     "README.md",
+    "docs/beyond-grpo.md",
     "docs/comparing.md",
     "docs/concepts.md",
     "docs/cost.md",

@@ -65,11 +65,12 @@ def make(m: Measured) -> PredictedStep | None:
             f"Influence between probability intervals refers to a step on {batch.num_tokens:,} of {len(m.table):,} "
             f"tokens (whole prompts within {within}, those with an advantage first).",
         )
-    # The step's intervals are by π_old, and its KL part is a separate source.
+    # The step's intervals are by π_old, its KL part is a separate source, and preferences have two sides instead.
     known = m.table[m.table["old_logprob"].notna()]
     same = assign_intervals(np.exp(known["old_logprob"].clip(upper=0)), m.settings.edges) == known["interval"]
     plain = whole and not m.table["kl_weight"].any()
-    totals = m.made["sums"].totals if "sums" in m.made and plain and same.all() else None
+    shared = "sums" in m.made and plain and same.all() and not m.settings.loss.has_sides
+    totals = m.made["sums"].totals if shared else None
     J = m.jacobian.alone().select(rows)
     found = OptimizerStep(J, **m.step_keywords()).predicted(edges=m.settings.edges, gradients=totals)
     return PredictedStep(found, rows, found.entropy_slopes if plain else None)
