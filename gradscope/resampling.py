@@ -13,6 +13,8 @@ prompt). analyses/verdicts/coverage.py tests the coverage.
 
 Other intervals are Student's t over independent rows, a jackknife over parts that add up, or a jackknife over folds of
 clusters, for statistics of pairs of clusters; shares of such a statistic have Fieller's bounds, which may be infinite.
+A sample without a large cluster makes both such a statistic and its error too small, which `bound_products_by_folds`
+allows for.
 """
 
 from __future__ import annotations
@@ -487,8 +489,42 @@ def bound_by_folds(values: np.ndarray, left: np.ndarray, *, confidence: float = 
     >>> bound_by_folds(folds.mean(0), (folds.sum(0) - folds) / 2).round(2).ravel().tolist()  # of a mean: Student's
     [3.0, -3.57, 9.57]
     """
-    reach = _fold_reach(left, confidence) * np.sqrt(np.diag(_fold_covariance(left)))
+    reach = _student(len(left) - 1, confidence) * fold_errors(left)
     return np.stack([values, values - reach, values + reach])
+
+
+def bound_products_by_folds(
+    values: np.ndarray, left: np.ndarray, sizes: np.ndarray, *, confidence: float = 0.95
+) -> np.ndarray:
+    """Return [3, n]: `bound_by_folds` for sums of products of different clusters, whose sizes differ.
+
+    Where a sample lacks a large cluster, both such a sum and its error are too small. So Student's t has (e − 1)/2
+    degrees of freedom with e the effective number of clusters, at most F − 1; and the bounds reach at least as far as
+    those on the scale of asinh(value/reach), which is linear where the value is not told from 0, and else a logarithm.
+    analyses/verdicts/groups.py tests the coverage.
+
+    sizes: squared sizes of the clusters, [clusters].
+
+    >>> values, left = np.array([0.0, 10.0]), np.array([[-0.1, 9.0], [0.0, 10.0], [0.1, 11.0]])
+    >>> bound_products_by_folds(values, left, np.ones(9)).round(2).tolist()
+    [[0.0, 10.0], [-0.58, 5.03], [0.58, 16.16]]
+    """
+    with np.errstate(invalid="ignore", divide="ignore"):  # no size, nothing varies
+        freedom = min(len(left) - 1, (effective_number(sizes) - 1) / 2)
+        reach = _student(freedom, confidence) * fold_errors(left)
+        bent = _student(freedom, confidence) * fold_errors(np.arcsinh(left / reach))
+        middle = np.arcsinh(values / reach)
+        lower, upper = reach * np.sinh(middle - bent), reach * np.sinh(middle + bent)
+    return np.stack([values, np.fmin(values - reach, lower), np.fmax(values + reach, upper)])
+
+
+def effective_number(sizes: np.ndarray) -> float:
+    """Return the effective number of clusters, (Σx)²/Σx² with x their sizes; NaN if all are 0.
+
+    >>> effective_number(np.array([1.0, 1.0, 0.0])), effective_number(np.array([3.0, 1.0]))
+    (2.0, 1.6)
+    """
+    return float(sizes.sum() ** 2 / np.square(sizes).sum()) if sizes.any() else float("nan")
 
 
 def bound_shares_by_folds(
@@ -509,7 +545,7 @@ def bound_shares_by_folds(
     >>> bound_shares_by_folds(np.array([6.0]), exact, 12.0, whole, confidence=0.99).ravel().tolist()
     [0.5, -inf, inf]
     """
-    covariance, reach = _fold_covariance(np.column_stack([left, left_whole])), _fold_reach(left, confidence)
+    covariance, reach = _fold_covariance(np.column_stack([left, left_whole])), _student(len(left) - 1, confidence)
     variances, along, of_whole = np.diag(covariance)[:-1], covariance[:-1, -1], covariance[-1, -1]
     # (part − θ·whole)² − t²·Var ≤ 0 is a·θ² − 2b·θ + c ≤ 0.
     a, b, c = whole**2 - reach**2 * of_whole, parts * whole - reach**2 * along, parts**2 - reach**2 * variances
@@ -520,17 +556,22 @@ def bound_shares_by_folds(
     return np.stack([shares, (b - root) / a, (b + root) / a])
 
 
+def fold_errors(left: np.ndarray) -> np.ndarray:
+    """Return the standard errors [n] of statistics by a delete-a-fold jackknife; left: without each fold, [F, n]."""
+    return np.sqrt(np.diag(_fold_covariance(left)))
+
+
 def _fold_covariance(left: np.ndarray) -> np.ndarray:
     away = left - left.mean(0)
     return (len(left) - 1) / len(left) * away.T @ away
 
 
-def _fold_reach(left: np.ndarray, confidence: float) -> float:
-    """Return Student's quantile for a jackknife over these folds."""
+def _student(freedom: Number, confidence: float) -> float:
+    """Return the end of Student's interval with these degrees of freedom, in standard errors."""
     from scipy.stats import t
 
     check_levels(confidence, 1)
-    return float(t.ppf((1 + confidence) / 2, len(left) - 1))
+    return float(t.ppf((1 + confidence) / 2, freedom))
 
 
 def in_brackets(lower: float, upper: float, write: Callable[[float], str]) -> str:

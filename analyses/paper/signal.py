@@ -75,8 +75,7 @@ def tabulate(signals: pd.DataFrame) -> pd.DataFrame:
 
 def errors_from_zero(found: GroupSignals) -> float:
     """Return the whole signal over its jackknife standard error."""
-    value, lower, upper = found.signal_bounds()[:, -1]
-    return float(value / _error(lower, upper, len(found.left_signal)))
+    return float(found.signal[-1] / found.signal_errors()[-1])
 
 
 def bound_noise_scale(found: GroupSignals) -> np.ndarray:

@@ -13,7 +13,8 @@ bootstrap's own bias and widened by Student's t, by the n/(n−1) of a variance,
 distribution; it may be negative. **Noise** is the estimate of E‖G_a − E G_a‖², so that signal + noise = ‖G_a‖² exactly.
 The **signal fraction**, signal/‖G_a‖², is about the expected cosine with the G_a of another such batch. Bounds on
 signal are a jackknife over prompts with Student's t (a redrawn batch pairs a prompt with itself, which biases a squared
-norm); those on the fraction are signal's over this batch's ‖G_a‖².
+norm) that allows for prompts of unequal size (`bound_products_by_folds`); those on the fraction are signal's over this
+batch's ‖G_a‖².
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jaxtyping import Float, Int
 
 from gradscope.diagnosis.rows import join_rows, make_rows
 from gradscope.gradients import Gram
-from gradscope.resampling import Seed, Shortage, centred_bootstrap, short_of
+from gradscope.resampling import Seed, Shortage, bound_products_by_folds, centred_bootstrap, short_of
 
 Pairs = Float[np.ndarray, "n A n A"]
 QUANTILE = 0.975
@@ -113,11 +114,9 @@ def _shortages(pairs: Pairs) -> list[Shortage | None]:
 def signal_and_noise(grams: Float[np.ndarray, "k n n"]) -> dict[str, Float[np.ndarray, "3 k"]]:
     """Compute gradient_norm, signal and noise of k groups of tokens, from inner products of n prompts' gradients.
 
-    Each is value, lower and upper bound. Only signal has bounds: leave-one-out jackknife, Student's t with n − 1
-    degrees of freedom; NaN for too few prompts. Signal and noise are NaN for a single prompt.
+    Each is value, lower and upper bound. Only signal has bounds: `bound_products_by_folds` with prompts as folds; NaN
+    for too few prompts. Signal and noise are NaN for a single prompt.
     """
-    from scipy.stats import t
-
     n = grams.shape[1]
     square, own = grams.sum((1, 2)), np.einsum("kpp->k", grams)
     out = {name: np.full((3, len(grams)), np.nan) for name in ("gradient_norm", "signal", "noise")}
@@ -133,9 +132,9 @@ def signal_and_noise(grams: Float[np.ndarray, "k n n"]) -> dict[str, Float[np.nd
     diagonal = np.einsum("kpp->kp", grams)
     left = apart[:, None] - 2 * (grams.sum(2) - diagonal)
     signals = n**2 / ((n - 1) * (n - 2)) * left
-    error = np.sqrt((n - 1) / n * ((signals - signals.mean(1, keepdims=True)) ** 2).sum(1))
-    reach = t.ppf(QUANTILE, n - 1) * error
-    out["signal"][1:] = out["signal"][0] - reach, out["signal"][0] + reach
+    for place, signal in enumerate(out["signal"][0]):
+        found = bound_products_by_folds(np.array([signal]), signals[place][:, None], diagonal[place])
+        out["signal"][:, place] = found[:, 0]
     return out
 
 

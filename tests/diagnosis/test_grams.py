@@ -86,9 +86,14 @@ def test_the_jackknife_of_signal_is_that_of_leaving_each_prompt_out():
         rest = np.delete(vectors, out, axis=0)
         pairs = [rest[p] @ rest[q] for p in range(6) for q in range(6) if p != q]
         left.append(49 * np.mean(pairs))
-    error = math.sqrt(6 / 7 * np.square(left - np.mean(left)).sum())
-    reach = t.ppf(0.975, 6) * error
-    assert found[1:] == pytest.approx([found[0] - reach, found[0] + reach], rel=1e-10)
+    squares = np.square(vectors).sum(1)
+    student = t.ppf(0.975, min(6, (squares.sum() ** 2 / (squares**2).sum() - 1) / 2))
+    reach = student * math.sqrt(6 / 7 * np.square(left - np.mean(left)).sum())
+    bent = np.arcsinh(np.array(left) / reach)
+    bent = student * math.sqrt(6 / 7 * np.square(bent - bent.mean()).sum())
+    ends = [reach * math.sinh(math.asinh(found[0] / reach) + side * bent) for side in (-1, 1)]
+    expected = [min(found[0] - reach, ends[0]), max(found[0] + reach, ends[1])]
+    assert found[1:] == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.3, 1.0])

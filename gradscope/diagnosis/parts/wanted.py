@@ -7,7 +7,6 @@ from math import ceil, isnan
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from gradscope.diagnosis.findings import Finding, Verdict
 from gradscope.diagnosis.format import percent, share_words
@@ -19,7 +18,7 @@ from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
 from gradscope.gradients import Contributions, GroupSignals
 from gradscope.intervals import name_interval
 from gradscope.plots import make_series
-from gradscope.resampling import bound_by_folds, in_brackets, short_of
+from gradscope.resampling import bound_products_by_folds, effective_number, fold_errors, in_brackets, short_of
 from gradscope.runs import counted
 from gradscope.theory import add_drivers
 
@@ -87,7 +86,7 @@ def rows(m: Measured) -> Rows:
 
 def _rows_of(found: Contributions, m: Measured, metric: str) -> list[pd.DataFrame]:
     """Return the rows of one metric."""
-    table, names, prompts = m.table, [*m.labels, "all"], _effective_prompts(found)
+    table, names, prompts = m.table, [*m.labels, "all"], effective_number(found.squares)
     short = short_of(int(prompts))
     signals = found.grouped(table["interval"].to_numpy(), len(m.labels))
     own, others, error = group_parts(found, signals)
@@ -167,43 +166,31 @@ def group_parts(found: Contributions, signals: GroupSignals) -> tuple[np.ndarray
 
     Bounds and error are NaN where fewer than six effective prompts have the gradient.
     """
-    n, square = found.num_prompts, found.square_norm
-    own = signals.own * n / square
-    if found.folds is None:
-        others, count = _bare(np.nan_to_num(signals.signal)), n
-        others[:, -1:] = _bound_by_prompts(found)
-    else:
-        others, count = signals.signal_bounds(), len(found.by_fold)
-    others = others * n * (n - 1) / square
-    if short_of(int(_effective_prompts(found))) is not None:
-        others[1:] = np.nan
-    reach = stats.t.ppf(0.975, count - 1) if count > 1 else np.nan
-    return own, others, float((others[2, -1] - others[1, -1]) / (2 * reach))
+    n, scale = found.num_prompts, (found.num_prompts - 1) * found.num_prompts / found.square_norm
+    own = signals.own * n / found.square_norm
+    if short_of(int(effective_number(found.squares))) is not None:
+        return own, _bare(np.nan_to_num(signals.signal) * scale), np.nan
+    if found.folds is not None:
+        return own, signals.signal_bounds() * scale, signals.signal_errors()[-1] * scale
+    left, others = _leave_prompts_out(found), _bare(signals.signal)
+    others[:, -1:] = bound_products_by_folds(signals.signal[-1:], left, found.squares)
+    return own, others * scale, float(fold_errors(left)[0]) * scale
 
 
-def _bound_by_prompts(found: Contributions) -> np.ndarray:
-    """Return the whole signal [3, 1] with bounds that leave out each prompt; NaN for fewer than three.
+def _leave_prompts_out(found: Contributions) -> np.ndarray:
+    """Return the whole signal without each prompt, [n, 1].
 
     With A_p and O_p the sums of `along` and `own` over prompt p, U without p is ‖G − G_p‖² − Σ_{q≠p}‖G_q‖², which is
     U − 2(A_p − O_p).
     """
-    n, prompts = found.num_prompts, found.prompts.numpy()
-    parts = np.bincount(prompts, (found.along - found.own).numpy(), minlength=n)
-    if n < 3:
-        return np.array([[parts.sum() / (n * (n - 1)) if n > 1 else 0.0], [np.nan], [np.nan]])
-    left = (parts.sum() - 2 * parts)[:, None] / ((n - 1) * (n - 2))
-    return bound_by_folds(np.array([parts.sum() / (n * (n - 1))]), left)
+    n = found.num_prompts
+    parts = np.bincount(found.prompts.numpy(), (found.along - found.own).numpy(), minlength=n)
+    return (parts.sum() - 2 * parts)[:, None] / ((n - 1) * (n - 2))
 
 
 def _bare(values: np.ndarray) -> np.ndarray:
     """Return values without bounds [3, n]."""
     return np.stack([values, *[np.full_like(values, np.nan)] * 2])
-
-
-def _effective_prompts(found: Contributions) -> float:
-    """Return (Σ‖G_p‖²)²/Σ‖G_p‖⁴."""
-    squares = np.bincount(found.prompts.numpy(), found.own.numpy(), minlength=found.num_prompts)
-    return float(squares.sum() ** 2 / (squares**2).sum())
 
 
 def say(found: Diagnosis) -> list[Finding]:

@@ -161,9 +161,14 @@ def test_without_folds_the_whole_has_the_bounds_of_leaving_out_each_prompt():
         return (np.square(kept.sum(0)).sum() - np.square(kept).sum()) / (len(kept) * (len(kept) - 1))
 
     left = np.array([signal(np.delete(sums, prompt, axis=0)) for prompt in range(9)])
-    reach = stats.t.ppf(0.975, 8) * np.sqrt(8 / 9 * np.square(left - left.mean()).sum())
+    squares, value = np.square(sums).sum(1), signal(sums)
+    student = stats.t.ppf(0.975, min(8, (squares.sum() ** 2 / np.square(squares).sum() - 1) / 2))
+    reach = student * np.sqrt(8 / 9 * np.square(left - left.mean()).sum())
+    bent = np.arcsinh(left / reach)
+    bent = student * np.sqrt(8 / 9 * np.square(bent - bent.mean()).sum())
+    lower, upper = (reach * np.sinh(np.arcsinh(value / reach) + side * bent) for side in (-1, 1))
     whole = np.square(terms.sum(0)).sum()
-    expected = np.array([signal(sums), signal(sums) - reach, signal(sums) + reach]) * 9 * 8 / whole
+    expected = np.array([value, min(value - reach, lower), max(value + reach, upper)]) * 9 * 8 / whole
     all_of_them = rows.rows[(rows.rows["statistic"] == "others_share") & (rows.rows["interval"] == "all")]
     assert all_of_them[["value", "lower", "upper"]].to_numpy()[0] == pytest.approx(expected)
     assert rows.rows.query("statistic == 'others_share' and interval != 'all'")["lower"].isna().all()
