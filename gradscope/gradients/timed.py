@@ -116,8 +116,8 @@ class TimedMeasurement(TableMeasurement):
                 if not needed and not self._fits(place):
                     break
                 self._book(place, parts)
-                if len(self._speeds) == RECENT:  # now their speed is known
-                    reserved = self._allot(self._pace()[0])[0].reserved
+                if len(self._speeds) >= RECENT:  # their speed is known, and changes with what else the machine does
+                    reserved = self._allot(*self._pace(RECENT))[0].reserved
                     self.allotment = replace(self.allotment, reserved=reserved)
                 done(1)
         while self._grow(parts):
@@ -147,15 +147,22 @@ class TimedMeasurement(TableMeasurement):
             tokens, size = pd.concat([frame for frame, _ in self._scouts.values()]), len(self.edges) - 1
             self._sample = ThresholdSample(tokens, len(places), size, self.settings.sample, self.settings.seed)
 
-    def _allot(self, position: float) -> tuple[Allotment, float | None]:
-        """Return what the time allows, and the minutes of a verdict. position: seconds of one of a forward pass."""
-        lengths, count = Lengths.of(self.whole), self.processes.count
+    def _allot(self, position: float, measuring: float = 0.0) -> tuple[Allotment, float | None]:
+        """Return what the time allows at a pace, and the minutes of a verdict.
+
+        position: seconds of one of a forward pass; measuring: those spent on the tokens of one in a booked prompt.
+        """
+        lengths, count = self._lengths, self.processes.count
         known = {"prompts": len(self.order), "intervals": len(self.edges) - 1, "wanted": self._wanted}
-        used = sum(scoring + measuring for _, scoring, measuring in self._speeds)
-        left = self.left + used
+        # At another pace, what is booked would have taken this long.
+        left = self.left + sum(map(self._size, self._frames)) * (position + measuring)
         spent, time = 60 * self.settings.minutes - left, (left * count, position * lengths.positions)
         found = allot(*time, lengths, self.following, **known, again=self._again)
         return found, None if found.verdict is None else (spent + found.verdict / count) / 60
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return Lengths.of(self.whole)
 
     def _describe(self) -> str:
         """Say what these minutes will give."""
@@ -350,14 +357,14 @@ class TimedMeasurement(TableMeasurement):
         """Find, from what prompts took, the seconds of a forward pass and, if there are too few, those of a verdict."""
         if not self._speeds:  # all of them are of an earlier run
             self._speeds = [(self._size(place), seconds, 0.0) for place, (_, seconds) in self._scouts.items()]
-        position, used = self._pace()[0], self.batch.response_mask.any(1)
+        (position, measuring), used = self._pace(), self.batch.response_mask.any(1)
         self.pass_seconds = self.processes.gather([position * float(self.batch.attention_mask[used].sum())])[0]
         booked, wanted = len(self.J.prompts), self._wanted
         if wanted is None or booked >= wanted:
             self.verdict_minutes = None
         else:
             least = MARGIN * self.watch.seconds() / 60 * wanted / booked
-            self.verdict_minutes = self._allot(position)[1] or least
+            self.verdict_minutes = self._allot(position, measuring)[1] or least
 
     def _add_metric(self, frames: dict[int, pd.DataFrame]) -> None:
         """Measure the same tokens in AdamW's metric, whose v̂ includes the gradient of all booked prompts."""

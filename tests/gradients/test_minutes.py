@@ -241,6 +241,14 @@ def test_a_machine_that_gets_slower_gives_fewer_prompts_in_the_same_minutes(poli
     assert taken <= 1.25 and table["group"].nunique() < steady["group"].nunique()
 
 
+def test_time_for_what_follows_is_kept_once_a_busy_machine_is_idle(policy, run_by_clock):
+    batch = many_prompts(policy, 30)
+    _, busy, _, _ = run_by_clock(batch, 1.0, rate=0.05, passes=(9.0,))
+    table, idle, taken, _ = run_by_clock(batch, 1.0, rate=0.05, passes=(9.0,), slower=(0.15, 0.1))
+    assert busy.allotment.reserved == 0.0 and idle.allotment.reserved == 9.0
+    assert taken <= 1.25 and table["group"].nunique() >= FEWEST
+
+
 def test_a_sample_grows_once_every_prompt_is_booked(policy, run_by_clock):
     batch = many_prompts(policy, 12)
     table, measurement, taken, _ = run_by_clock(batch, 1.0, rate=0.008)
