@@ -12,7 +12,7 @@ from gradscope.runs import digits
 from gradscope.updates import StepSettings
 
 VACUOUS = 0.9
-"""Width between a share's bounds from which on it says nothing of the share."""
+"""How much of 0 to 1 a share's bounds allow from which on they say nothing of it."""
 LEAST = 0.01
 """Lower bound of a share from which on even bounds far apart say something."""
 SPREAD = 100.0
@@ -36,17 +36,29 @@ def percent(value: float) -> str:
 
 
 def says_nothing(row: pd.Series, unit: str = "share") -> bool:
-    """Return whether bounds allow almost everything. unit: share, bits or norm.
+    """Return whether bounds allow almost everything. unit: share, bits or norm; others always say something.
 
-    >>> says_nothing(pd.Series({"lower": -10.33, "upper": 11.58}))
-    True
+    >>> [says_nothing(pd.Series({"lower": low, "upper": high})) for low, high in ((-10.33, 11.58), (-10.33, 0.47))]
+    [True, False]
     """
-    width = row["upper"] - row["lower"]
     if unit == "share":
-        return bool(width >= VACUOUS and row["lower"] < LEAST)
+        return bool(min(row["upper"], 1.0) - max(row["lower"], 0.0) >= VACUOUS and row["lower"] < LEAST)
     if unit == "bits":
-        return bool(width >= log2(SPREAD) and row["lower"] < 0 < row["upper"])
-    return bool(row["upper"] >= SPREAD * row["lower"])
+        return bool(row["upper"] - row["lower"] >= log2(SPREAD) and row["lower"] < 0 < row["upper"])
+    return unit == "norm" and bool(row["upper"] >= SPREAD * row["lower"])
+
+
+def drop_vacuous(rows: pd.DataFrame, unit: str = "share") -> pd.DataFrame:
+    """Return rows without those bounds that say nothing, which sentences and tables leave out and no figure draws.
+
+    unit: of rows without a column of that name.
+
+    >>> drop_vacuous(pd.DataFrame({"value": [0.4, 0.4], "lower": [-0.2, 0.3], "upper": [1.2, 0.5]}))["upper"].tolist()
+    [nan, 0.5]
+    """
+    units = rows["unit"] if "unit" in rows else [unit] * len(rows)
+    vacuous = [says_nothing(row, own) for own, (_, row) in zip(units, rows.iterrows(), strict=True)]
+    return rows.assign(**{end: rows[end].mask(vacuous) for end in ("lower", "upper")})
 
 
 def share_words(row: pd.Series) -> str:

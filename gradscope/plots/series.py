@@ -128,7 +128,8 @@ def _draw_panel(
         ax.set_xticks(range(len(places)))
         name_intervals(ax, places)
         ax.set_ylim(low, high)
-    ax.legend(**_BELOW)
+    if len(each) > 1:  # else the labels say what it is
+        ax.legend(**_BELOW)
 
 
 def measure_bars(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:

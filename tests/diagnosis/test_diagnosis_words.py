@@ -26,8 +26,10 @@ from gradscope.diagnosis import (
     say,
 )
 from gradscope.diagnosis.format import percent
-from gradscope.diagnosis.page.first_screen import make_tiles
-from gradscope.diagnosis.parts import dominance, kl
+from gradscope.diagnosis.page.first_screen import make_lead, make_tiles
+from gradscope.diagnosis.page.page import Figure
+from gradscope.diagnosis.page.sheets import Sheets
+from gradscope.diagnosis.parts import dominance, kl, signal
 from gradscope.diagnosis.parts.theory import BoundMargins
 from gradscope.intervals import interval_labels
 from gradscope.objective import PAPER
@@ -168,6 +170,29 @@ FEW_TOKENS = rows("dominance_index", [0.9, 0.0, 0.0, 0.0], metric="raw", unit="b
 FEW_TOKENS = FEW_TOKENS.assign(lacks="tokens", wanted=32)
 FEW_SUMMED = rows("gradient_share", [0.6, 0.2, 0.15, 0.05], metric="raw", half=np.nan)
 FEW_SUMMED = FEW_SUMMED.assign(lacks="prompts", wanted=6)
+CONTRIBUTIONS = {
+    "own_share": rows("own_share", [0.4, 0.1, 0.05, 0.02, 0.57], metric="raw", half=np.nan),
+    "others_share": rows("others_share", [0.3, 0.1, 0.03, 0.0, 0.43], metric="raw", half=0.1),
+    "signal_share": rows("signal_share", [0.7, 0.2, 0.1, 0.0], metric="raw", half=0.15),
+    "signal_errors": one_row("signal_errors", 8.0, 100, unit="ratio").assign(metric="raw"),
+    "largest_half": one_row("largest_half", 0.02, 100, unit="share").assign(metric="raw"),
+    "effective_prompts": one_row("effective_prompts", 9.5, 100, unit="prompts").assign(metric="raw"),
+}
+"""Tokens with π < ¼ hold 70 % of the gradient, 30 % with other prompts."""
+GROUPS = pd.DataFrame({"driver": ["prompt", "response", "token_class"], "value": ["3", "1", "word"]})
+GROUPS = GROUPS.assign(num_tokens=100, gradient_share=1.0, own_share=0.57, others_share=0.43)
+
+
+def contributed(change: dict[str, pd.DataFrame | None] | None = None, **known: object) -> Callable[[], Diagnosis]:
+    """A diagnosis with every token's share of the gradient."""
+    return later(CONTRIBUTIONS | (change or {}), groups=GROUPS, **known)
+
+
+UNTOLD = {
+    "signal_errors": one_row("signal_errors", 0.9, 100, unit="ratio").assign(metric="raw"),
+    "others_share": rows("others_share", [0.3, 0.1, 0.03, 0.0, 0.43], metric="raw", half=0.6),
+    "signal_share": None,
+}
 NO_WEIGHT = {
     "dominance_index": rows("dominance_index", [np.nan, 1.0, 1.0, 1.0], metric="raw", unit="bits"),
     "squared_share": rows("squared_share", [0.0, 0.3, 0.3, 0.4], metric="raw"),
@@ -246,6 +271,11 @@ CASES: dict[str, tuple[Callable[[], Diagnosis], dict[str, Verdict]]] = {
         later(one_change("right_direction_positive_actual", [0.5] * 5, half=0.05)), {"direction_positive": V.UNDECIDED}
     ),
     "a predicted step": (later(PREDICTED), {"direction_positive": V.MORE}),
+    "other prompts want it": (contributed(), {"update": V.MORE, "wanted": V.MORE, "holders": V.FACT}),
+    "other prompts do not tell": (contributed(UNTOLD), {"update": V.UNDECIDED, "wanted": V.UNDECIDED}),
+    "an energy that is not told": (
+        contributed(one_change("squared_share", [0.5, 0.3, 0.15, 0.05], half=0.5)), {"update": V.MORE}
+    ),
     "kinds of tokens": (later(where=make_where()), {"where_token_class": V.MORE, "where_position_class": V.MORE}),
     "kinds of tokens, wide": (
         later(where=make_where().assign(squared_lower=[0.0, 0.45, 0.0, 0.45])), {"where_token_class": V.UNDECIDED}
@@ -354,6 +384,40 @@ def test_tokens_with_a_reward_conflict_are_what_is_read_next():
 def test_a_bound_that_excludes_no_signal_is_not_printed(half, value):
     found = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=half))
     assert [tile.value for tile in make_tiles(found) if tile.label == "signal fraction"] == [value]
+
+
+def test_the_headline_keeps_what_is_large_in_the_sum_and_wanted_apart():
+    headline, summed, *_ = decide(contributed()())
+    for number in ("2.0 %", "50 % [45, 55]", "70 %", "yes, 70 % [55, 85]"):  # tokens, energy, gradient, wanted
+        assert number in headline
+    assert "43 % [33, 53]" in summed and "dominate" not in headline
+    assert "not told by 12 prompts" in decide(contributed(UNTOLD)())[0]
+    few = contributed(informative=5)()
+    assert decide(few) == (few.scope.supply.too_few,)
+    # Without tokens there, what other prompts want of all of it is first.
+    none = contributed({"token_share": NOTHING})()
+    assert decide(none)[0] == none.findings["wanted"].statement and "update" not in {f.kind for f in none.findings}
+
+
+@pytest.mark.parametrize(("half", "drawn"), [(0.1, True), (0.7, False)])
+def test_bounds_that_say_nothing_are_neither_printed_nor_drawn(half, drawn):
+    shares = rows("others_share", [0.3, 0.1, 0.03, 0.0, 0.43], metric="raw", half=half)
+    found = contributed({"others_share": shares})()
+    with_others = drawn_numbers(make_lead(found, Sheets()).drawing).query("series.str.contains('other prompts')")
+    assert with_others["lower"].notna()[:1].tolist() == [drawn]
+    assert ("[no usable bounds]" in found.findings["wanted"].statement) is not drawn
+
+
+def test_a_single_series_has_no_legend():
+    (figure,) = [block for block in signal.show(plant(), Sheets()) if isinstance(block, Figure)]
+    (axes,) = figure.drawing.axes
+    assert axes.get_legend() is None and len(drawn_numbers(figure.drawing)) == 5
+    (figure,) = [
+        block
+        for block in signal.show(plant({"a": PLANTED["signal_fraction"].assign(metric="adamw")}), Sheets())
+        if isinstance(block, Figure)
+    ]
+    assert len(figure.drawing.axes[0].get_legend().texts) == 2
 
 
 @pytest.mark.parametrize(("large", "said"), [(1.0, False), (4.0, True)])

@@ -11,7 +11,7 @@ import pytest
 from gradscope.diagnosis import make_trend_report
 from gradscope.diagnosis.page.trend import follow
 from gradscope.diagnosis.rows import join_rows, make_rows, one_row
-from gradscope.plots import plot_trend
+from gradscope.plots import drawn_numbers, plot_trend
 from gradscope.resampling import TOO_FEW, Supply
 
 LOW = "[0, ¼)"
@@ -71,12 +71,21 @@ def test_rollouts_of_another_step_are_hollow_and_said_first():
 
 
 def test_a_lower_bound_of_nearly_0_does_not_flatten_an_index():
-    indices = [(1.0, 0.5, 1.4), (-0.5, -23.0, 1.9), (1.5, 1.0, 1.9)]
+    indices = [(1.0, 0.5, 1.4), (-0.5, -23.0, -0.1), (1.5, 1.0, 1.9)]
     rows = [make_rows("dominance_index", np.array(own)[:, None], 9, unit="bits", intervals=[LOW]) for own in indices]
     trend = pd.concat([row.assign(step=step, metric="raw") for step, row in enumerate(rows)], ignore_index=True)
     low, high = plot_trend(follow(trend, [LOW])).axes[0].get_ylim()
     plt.close("all")
     assert low == -4.5 and high > 1.9
+
+
+def test_bounds_that_a_sentence_calls_unusable_have_no_band():
+    trend = pd.concat([checkpoint(step, bounds) for step, bounds in enumerate([(0.5, 0.0, 0.95), (0.5, -0.4, 0.6)])])
+    (finding,) = make_trend_report(trend).page.findings
+    assert "[no usable bounds] at step 0, 50 % [−40, 60] at step 1" in finding.statement
+    drawn = drawn_numbers(plot_trend(follow(trend, [LOW])))
+    plt.close("all")
+    assert drawn.set_index("step")["lower"].isna().tolist() == [True, False]
 
 
 def test_notes_of_a_page_are_sentences():

@@ -16,7 +16,7 @@ from gradscope.diagnosis.as_json import FILE, to_json
 from gradscope.diagnosis.findings import Finding as Told
 from gradscope.diagnosis.format import as_sentence, bits_words, number_words, share_words
 from gradscope.diagnosis.notes import by_weight
-from gradscope.diagnosis.page.first_screen import HEADLINE, decide, make_lead, make_tiles
+from gradscope.diagnosis.page.first_screen import decide, make_lead, make_tiles
 from gradscope.diagnosis.page.page import KEYS, Block, Figure, Finding, Page, Section, Table
 from gradscope.diagnosis.page.render import render, write_page
 from gradscope.diagnosis.page.sheets import DATA, Sheets
@@ -126,7 +126,7 @@ def _list_numbers(d: Diagnosis, sheets: Sheets) -> Table:
 
 def _as_evidence(finding: Told, decision: Sequence[str]) -> Finding | None:
     """Return a finding for the page; for one that the first screen states, only its basis."""
-    if finding.kind == HEADLINE or any(finding.statement in words for words in decision):
+    if any(said and said in words for said in (finding.statement, finding.brief) for words in decision):
         return Finding(finding.detail) if finding.detail else None
     return Finding(finding.brief or finding.statement, finding.detail, finding.tone)
 

@@ -19,11 +19,11 @@ from gradscope.intervals import name_interval
 from gradscope.resampling import FEWEST, TOO_FEW, in_brackets
 from gradscope.runs import counted
 
-HEADLINE = "dominance_raw"
-"""Kind of the finding that is stated first."""
+HEADLINES = ("update", "wanted", "dominance_raw")
+"""Kinds of the findings that are stated first, the best first; of too few prompts, the last."""
 HOLDERS, WANTED = "holders", "wanted"
 """Kinds of the findings that say which tokens the summed gradient is made of, and whether other prompts want it."""
-NEXT = (HEADLINE, "spikes", WANTED, "added")
+NEXT = (HEADLINES[-1], "spikes", WANTED, "added")
 """Kinds of the findings that ask for something, most urgent first; others come last."""
 DRAWN = (("token_share", "none", "of the tokens", 0), ("squared_share", "raw", "of the gradient energy", 2))
 """Series of the figure: statistic, metric, words and look; then those of the summed gradient."""
@@ -43,18 +43,20 @@ def advise(findings: Findings) -> tuple[str, ...]:
 
 
 def decide(d: Diagnosis, *, brief: bool = False) -> tuple[str, ...]:
-    """Return up to three sentences: whose energy and whose summed gradient it is, how much is signal, what comes next.
+    """Return up to three paragraphs: what is large, in the sum and wanted; which tokens are; what comes next.
 
-    Too few prompts or tokens for a verdict are the only sentence. brief: omit the numbers that `make_tiles` shows.
+    Too few prompts for a verdict are the only one. brief: omit the numbers that `make_tiles` shows.
     """
-    first = next((finding for finding in d.findings if finding.kind == HEADLINE), None)
+    told = {finding.kind: finding for finding in d.findings}
+    kinds = HEADLINES[-1:] if d.scope.supply.too_few else HEADLINES
+    first = next((told[kind] for kind in kinds if kind in told), None)
     statement = "" if first is None else (brief and first.brief) or first.statement
     if d.scope.supply.too_few and first is not None and first.verdict is Verdict.UNDECIDED:
         return (statement,)
     todo = f"Next: {_lower(d.advice[0])}" if d.advice else ""
-    holders = (finding.statement for finding in d.findings if finding.kind == HOLDERS)
-    summed = " ".join(filter(None, (*holders, _summed(d))))
-    return tuple(filter(None, (statement, summed, todo)))
+    summed = "" if first is not None and first.kind == HEADLINES[0] else _summed(d)
+    others = [told[kind].statement for kind in (HOLDERS, WANTED) if kind in told and told[kind] is not first]
+    return tuple(filter(None, (statement, " ".join(filter(None, (summed, *others))), todo)))
 
 
 def _lower(words: str) -> str:
@@ -73,8 +75,7 @@ def _summed(d: Diagnosis) -> str:
         return f"{TOO_FEW} whose the summed gradient is: {why}."
     if says_nothing(share):
         words = f"How much of {of} tokens with {low} account for cannot be told"
-    wanted = [finding.statement for finding in d.findings if finding.kind == WANTED]
-    return " ".join((f"{words}.", *wanted))
+    return f"{words}."
 
 
 def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:

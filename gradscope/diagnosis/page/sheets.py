@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from pandas.api.types import is_numeric_dtype
 
-from gradscope.diagnosis.format import number_words, share_words
+from gradscope.diagnosis.format import drop_vacuous, number_words, share_words
 from gradscope.diagnosis.page.page import KEYS, Block, Definition, Figure, Paragraph, Table
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, name_interval
@@ -72,7 +72,7 @@ class Sheets:
                 plt.close(number)
         numbers = drawn_numbers(drawing)
         if bars and any(numbers[name].notna().any() for name in numbers if str(name).endswith("lower")):
-            caption += f" Bars: {bars}."
+            caption += f" Bars: {bars}, unless they allow almost everything."
         if token_column is not None:
             numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
             caption += " Single tokens are in tokens.parquet."
@@ -161,5 +161,5 @@ def series_of(
     for statistic, metric, words, look in wanted:
         own = rows[(rows["statistic"] == statistic) & (rows["metric"] == metric)]
         if len(own):
-            parts.append(make_series(own, places, words, look, panel=panel, factor=factor))
+            parts.append(make_series(drop_vacuous(own), places, words, look, panel=panel, factor=factor))
     return pd.concat(parts, ignore_index=True)

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.findings import Verdict, judge
-from gradscope.diagnosis.format import as_sentence, percent, share_words, times, times_words
+from gradscope.diagnosis.format import as_sentence, drop_vacuous, percent, share_words, times, times_words
 from gradscope.diagnosis.page.contents import Report
 from gradscope.diagnosis.page.page import Finding, Links, Page, Section
 from gradscope.diagnosis.page.sheets import Sheets, csv, define, redraw
@@ -46,7 +46,8 @@ def make_trend_report(
         "trend_drawn",
         lambda: plot_trend(followed),
         f"Headline numbers at {which}; bands: 95 % over each checkpoint's prompts, cut off where an index in bits "
-        "falls far; hollow: rollouts of another step; crosses: too few prompts or tokens for bounds.",
+        "falls far; hollow: rollouts of another step; crosses: bounds allow almost everything, or there are too few "
+        "prompts or tokens for any.",
         again=redraw(plot_trend, csv("followed")),
     )
     foreign = sorted(trend.loc[trend["other_step"], "step"].unique().tolist()) if "other_step" in trend else []
@@ -82,7 +83,7 @@ def follow(trend: pd.DataFrame, labels: Sequence[str]) -> pd.DataFrame:
         same = (trend["statistic"] == statistic) & (trend["metric"] == metric) & (trend["interval"] == interval)
         rule = 0.5 if place == ["all"] else 0.0
         found.append(trend[same].assign(title=title, rule=rule))
-    return pd.concat(found, ignore_index=True)
+    return drop_vacuous(pd.concat(found, ignore_index=True))
 
 
 def _sentences() -> dict[tuple[str, str], str]:

@@ -11,7 +11,7 @@ import pandas as pd
 
 from gradscope import plots
 from gradscope.diagnosis.findings import Finding, Verdict, judge
-from gradscope.diagnosis.format import says_nothing, share_words, step_words
+from gradscope.diagnosis.format import drop_vacuous, says_nothing, share_words, step_words
 from gradscope.diagnosis.measured import Measured
 from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import OVER_PROMPTS, Sheets, csv, define, redraw
@@ -145,7 +145,7 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
         for kind, look in LOOKS.items():
             own = directions[(directions["kind"] == kind) & (directions["sign"] == sign)]
             if len(own):
-                own = own.rename(columns={"interval": "at", "share": "value"})
+                own = drop_vacuous(own.rename(columns={"interval": "at", "share": "value"}))
                 panel = f"{SIGN_WORDS[sign]}: share that {moved}"
                 parts.append(make_series(own, found.labels, f"{kind} step", look, panel=panel, factor=100.0))
     sheets.keep("directions", directions)

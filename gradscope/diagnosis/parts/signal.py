@@ -14,6 +14,7 @@ from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows, join_rows
 from gradscope.diagnosis.sums import cosine_matrix, signal_rows
 from gradscope.intervals import name_interval
+from gradscope.plots import METRICS
 
 TITLE = "Signal, noise and cosines"
 ASKS = ("sums",)
@@ -27,7 +28,7 @@ DEFINITIONS = {
 }
 COSINES = {"raw": ("cosines", ""), "adamw": ("adamw_cosines", ", AdamW-preconditioned")}
 """Metric → frame, and words."""
-FRACTIONS = (("signal_fraction", "raw", "raw", 2), ("signal_fraction", "adamw", "AdamW", 4))
+FRACTIONS = (("signal_fraction", "raw", METRICS["raw"], 2), ("signal_fraction", "adamw", METRICS["adamw"], 4))
 
 
 def rows(m: Measured) -> Rows:

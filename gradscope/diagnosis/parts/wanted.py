@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.findings import Finding, Verdict
-from gradscope.diagnosis.format import percent, share_words
+from gradscope.diagnosis.format import drop_vacuous, percent, says_nothing, share_words
 from gradscope.diagnosis.measured import REWARD_PART, Measured
 from gradscope.diagnosis.page.page import KEYS, Block
 from gradscope.diagnosis.page.sheets import Sheets, define, readable
@@ -18,7 +18,7 @@ from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
 from gradscope.gradients import Contributions, GroupSignals
 from gradscope.intervals import name_interval
 from gradscope.plots import make_series
-from gradscope.resampling import bound_products_by_folds, effective_number, fold_errors, in_brackets, short_of
+from gradscope.resampling import bound_products_by_folds, effective_number, fold_errors, short_of
 from gradscope.runs import counted
 from gradscope.theory import add_drivers
 
@@ -197,12 +197,43 @@ def say(found: Diagnosis) -> list[Finding]:
     """Say what other prompts want of this update, and which tokens, token strings and prompts hold it."""
     if found.pick("own_share", "raw", "all") is None:
         return []
-    return [_others(found), _holders(found)]
+    others = _others(found)
+    return [*_keep_apart(found, others.verdict), others, _holders(found)]
+
+
+def _keep_apart(d: Diagnosis, verdict: Verdict) -> list[Finding]:
+    """Say of the lowest interval what is large, what is left in the sum, and what other prompts want.
+
+    verdict: whether they want any of the update. Nothing if the interval has no token, or all of them.
+    """
+    low, errors = d.scope.low, d.pick("signal_errors", "raw")["value"]
+    tokens, energy = d.pick("token_share", "none", low), d.pick("squared_share", "raw", low)
+    if tokens is None or energy is None or not 0 < tokens["value"] < 1:
+        return []
+    own, others = (d.pick(name, "raw", low)["value"] for name in ("own_share", "others_share"))
+    share = d.pick("signal_share", "raw", low)
+    wanted = f"not told by {counted(d.scope.supply.prompts, 'prompt')}"
+    if isnan(errors):
+        wanted = "too few effective prompts to say"
+    elif verdict is Verdict.MORE:
+        wanted = "yes" if share is None or says_nothing(share) else f"yes, {share_words(share)} of it in these tokens"
+    large = share_words(energy)
+    if isnan(energy["value"]) or says_nothing(energy):
+        large = "an unknown part"
+    elif isnan(energy["lower"]) and energy["lacks"] == "tokens":
+        large = "too few were measured to say what part"
+    statement = (
+        f"Tokens with {name_interval(low)} are {percent(tokens['value'])} % of the tokens. Large: {large} of the "
+        f"gradient energy. Left in the sum: {percent(own + others)} % of this gradient. Wanted by other prompts: "
+        f"{wanted}."
+    )
+    about = [("token_share", "none", low), ("squared_share", "raw", low), ("others_share", "raw", low)]
+    return [Finding("update", verdict, statement, about=tuple(about))]
 
 
 def _others(d: Diagnosis) -> Finding:
     own, others = d.pick("own_share", "raw", "all"), d.pick("others_share", "raw", "all")
-    each = f"products of prompts with themselves are {_exactly(own)}, with each other {_exactly(others)}"
+    each = f"products of prompts with themselves are {share_words(own)}, with each other {share_words(others)}"
     each = f"Of the squared norm of this gradient, {each}"
     about = (("own_share", "raw", "all"), ("others_share", "raw", "all"))
 
@@ -227,22 +258,9 @@ def _others(d: Diagnosis) -> Finding:
     return tell(Verdict.UNDECIDED, f"{few}.", todo=f"{more} before comparing weightings; {enough}.")
 
 
-def _exactly(row: pd.Series) -> str:
-    """Write a share with its bounds, however wide."""
-    return f"{percent(row['value'])} %{in_brackets(row['lower'], row['upper'], percent)}"
-
-
 def _holders(d: Diagnosis) -> Finding:
-    half, low, groups = d.pick("largest_half", "raw"), d.scope.low, d.frames["groups"]
-    count, detail = round(half["value"] * half["n"]), ""
-    tokens, energy = d.pick("token_share", "none", low), d.pick("squared_share", "raw", low)
-    own, others = (d.pick(name, "raw", low)["value"] for name in ("own_share", "others_share"))
-    if tokens is not None and energy is not None:
-        detail = (
-            f"Tokens with {name_interval(low)} are {percent(tokens['value'])} % of the tokens. They have "
-            f"{percent(energy['value'])} % of the energy (how large), {percent(own + others)} % of the gradient (what "
-            f"is left in the sum), {percent(others)} % of it with other prompts."
-        )
+    half, groups = d.pick("largest_half", "raw"), d.frames["groups"]
+    count = round(half["value"] * half["n"])
     prompts, kinds = groups[groups["driver"] == "prompt"], groups[_drawn(groups)]
     most = kinds.loc[(kinds["gradient_share"] - kinds["num_tokens"] / half["n"]).idxmax()]
     few = f"{carriers(prompts['gradient_share'].to_numpy()):,} of {counted(len(prompts), 'prompt')}"
@@ -257,7 +275,7 @@ def _holders(d: Diagnosis) -> Finding:
     if len(words):
         each = ", ".join(f"{row.value!r} ({percent(row.gradient_share)} %)" for row in words.itertuples())
         statement += f" The token strings with the largest parts are {each}."
-    return Finding("holders", Verdict.FACT, statement, detail, about=(("largest_half", "raw", ""),))
+    return Finding("holders", Verdict.FACT, statement, about=(("largest_half", "raw", ""),))
 
 
 def _drawn(groups: pd.DataFrame) -> pd.Series:
@@ -298,7 +316,7 @@ def _draw_kinds(kinds: pd.DataFrame, sheets: Sheets) -> Block:
     names = {"others_share": "value", "others_lower": "lower", "others_upper": "upper"}
     places: Sequence[str] = kinds["at"].tolist()
     series = [
-        make_series(frame, places, words, look, factor=100.0)
+        make_series(drop_vacuous(frame), places, words, look, factor=100.0)
         for frame, words, look in ((own, "with own prompt", 3), (kinds.rename(columns=names), "with other prompts", 8))
     ]
     *names, last = (_name(driver) for driver in kinds["driver"].unique())

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from gradscope.diagnosis.findings import Finding, Verdict, judge
-from gradscope.diagnosis.format import percent, share_bounds, share_words
+from gradscope.diagnosis.format import drop_vacuous, percent, share_bounds, share_words
 from gradscope.diagnosis.measured import Measured
 from gradscope.diagnosis.page.page import Block
 from gradscope.diagnosis.page.sheets import DATA, Sheets
@@ -137,16 +137,10 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
             continue
         rows = rows.assign(at=[f"{r.value} ({r.num_tokens:,})" for r in rows.itertuples()])
         names = {"share": "value", "lower": "lower", "upper": "upper"}
-        series = [
-            make_series(
-                rows.drop(columns="value").rename(columns={f"{of}_{end}": name for end, name in names.items()}),
-                rows["at"].tolist(),
-                said,
-                look,
-                factor=100.0,
-            )
-            for of, said, look in SERIES
-        ]
+        series = []
+        for of, said, look in SERIES:
+            own = rows.drop(columns="value").rename(columns={f"{of}_{end}": name for end, name in names.items()})
+            series.append(make_series(drop_vacuous(own), rows["at"].tolist(), said, look, factor=100.0))
         caption = f"Shares by {words}: of the tokens and of the gradient energy."
         look = {"ylabel": "share (%)", "xlabel": words, "lying": True}
         bars = "95 % for all together"

@@ -145,8 +145,8 @@ class GroupSignals:
     def signal_bounds(self, confidence: float = 0.95) -> Float[np.ndarray, "3 A1"]:
         """Return `signal` with lower and upper bounds, over folds (`bound_products_by_folds`).
 
-        Bounds of 95 % hold in 94 % or more of planted batches. They are NaN where fewer than six prompts have a gradient.
-        Raises InputError without folds.
+        Bounds of 95 % hold in at least 94 % of planted batches. They are NaN where fewer than six prompts have a
+        gradient. Raises InputError without folds.
         """
         left, squares = self._left(self.left_signal), self._left(self.squares)
         found = bound_products_by_folds(self.signal, left, squares, confidence=confidence)
