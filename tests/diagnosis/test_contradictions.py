@@ -253,7 +253,7 @@ def test_two_lines_of_python_draw_each_figure_again_from_the_files_beside_the_pa
         pd.testing.assert_frame_equal(*both, check_dtype=False, rtol=1e-5, atol=1e-9)
 
 
-ENDS = re.compile(rf"\[{NUMBER}, {NUMBER}\]")
+ENDS = re.compile(rf"{NUMBER}(?: %|×)? \[{NUMBER}, {NUMBER}\]")
 
 
 @pytest.mark.parametrize("name", NAMES[:10])

@@ -290,8 +290,10 @@ def _added(d: Diagnosis) -> list[Finding]:
     added, alone = d.pick("added_index", "raw", low), d.pick("predicted_index", "none", low)
     if added is None or isnan(added["lower"]) or says_nothing(added, "bits"):
         return []
-    detail = f"(1−π)² alone predicts {times_words(alone)} the average per token."
     verdict = judge(added, write=times)
+    # What does not differ would be the same number again.
+    told = f"(1−π)² alone predicts {times_words(alone)} the average per token."
+    detail = "" if verdict is Verdict.UNDECIDED else told
     words = {
         Verdict.MORE: "account for more gradient energy than (1−π)² alone predicts",
         Verdict.LESS: "account for less gradient energy than (1−π)² alone predicts",

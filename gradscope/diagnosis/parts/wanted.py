@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, isnan
 
 import numpy as np
@@ -212,23 +212,27 @@ def _keep_apart(d: Diagnosis, verdict: Verdict) -> list[Finding]:
         return []
     own, others = (d.pick(name, "raw", low)["value"] for name in ("own_share", "others_share"))
     share = d.pick("signal_share", "raw", low)
-    wanted = f"not told by {counted(d.scope.supply.prompts, 'prompt')}"
-    if isnan(errors):
-        wanted = "too few effective prompts to say"
-    elif verdict is Verdict.MORE:
-        wanted = "yes" if share is None or says_nothing(share) else f"yes, {share_words(share)} of it in these tokens"
-    large = share_words(energy)
-    if isnan(energy["value"]) or says_nothing(energy):
-        large = "an unknown part"
-    elif isnan(energy["lower"]) and energy["lacks"] == "tokens":
-        large = "too few were measured to say what part"
-    statement = (
-        f"Tokens with {name_interval(low)} are {percent(tokens['value'])} % of the tokens. Large: {large} of the "
-        f"gradient energy. Left in the sum: {percent(own + others)} % of this gradient. Wanted by other prompts: "
-        f"{wanted}."
-    )
+
+    def tell(write: Callable[[pd.Series], str]) -> str:
+        wanted = f"not told by {counted(d.scope.supply.prompts, 'prompt')}"
+        if isnan(errors):
+            wanted = "too few effective prompts to say"
+        elif verdict is Verdict.MORE:
+            wanted = "yes" if share is None or says_nothing(share) else f"yes, {write(share)} of it in these tokens"
+        large = write(energy)
+        if isnan(energy["value"]) or says_nothing(energy):
+            large = "an unknown part"
+        elif isnan(energy["lower"]) and energy["lacks"] == "tokens":
+            large = "too few were measured to say what part"
+        return (
+            f"Tokens with {name_interval(low)} are {percent(tokens['value'])} % of the tokens. Large: {large} of the "
+            f"gradient energy. Left in the sum: {percent(own + others)} % of this gradient. Wanted by other prompts: "
+            f"{wanted}."
+        )
+
     about = [("token_share", "none", low), ("squared_share", "raw", low), ("others_share", "raw", low)]
-    return [Finding("update", verdict, statement, about=tuple(about))]
+    brief = tell(lambda row: f"{percent(row['value'])} %")
+    return [Finding("update", verdict, tell(share_words), brief=brief, about=tuple(about))]
 
 
 def _others(d: Diagnosis) -> Finding:
