@@ -91,7 +91,7 @@ notebooks: dev
 	$(INSTALL) --editable '.[notebook]'
 	@mkdir -p docs/notebooks
 	for name in analyses/notebooks/*.py; do \
-	    TQDM_DISABLE=1 GRADSCOPE_PROGRESS=off PYTHONWARNINGS=ignore $(BIN)/jupytext --set-kernel python3 --to notebook --execute --output docs/notebooks/$$(basename $$name .py).ipynb $$name || exit 1; \
+	    TQDM_DISABLE=1 HF_HUB_DISABLE_PROGRESS_BARS=1 GRADSCOPE_PROGRESS=off PYTHONWARNINGS=ignore $(BIN)/jupytext --set-kernel python3 --to notebook --execute --output docs/notebooks/$$(basename $$name .py).ipynb $$name || exit 1; \
 	done
 
 vllm: $(VLLM_STAMP)
