@@ -32,6 +32,8 @@ SERIES = ["panel", "series", "look", "at", "value", "lower", "upper"]
 WHOLE = "all"
 _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.2), "ncols": 2, "columnspacing": 1.0}
 """Where legends are."""
+_DOWN = 0.6
+"""Inches from the axes to the legend of a panel."""
 BELOW = 4.0
 """Bits shown below the lowest point of a trend."""
 STEP_TITLES = {
@@ -122,14 +124,14 @@ def _draw_panel(
     if lying:
         ax.set_yticks(range(len(places)), places)
         ax.set_xlim(low, high)
-        ax.margins(y=0.2)
-        ax.invert_yaxis()
+        ax.set_ylim(len(places) - 0.3, -0.7)
     else:
         ax.set_xticks(range(len(places)))
         name_intervals(ax, places)
         ax.set_ylim(low, high)
     if len(each) > 1:  # else the labels say what it is
-        ax.legend(**_BELOW)
+        down = _DOWN / ax.get_figure().get_figheight()
+        ax.legend(**_BELOW | {"bbox_to_anchor": (0.5, -down)})
 
 
 def measure_bars(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
