@@ -72,7 +72,7 @@ class Sheets:
                 plt.close(number)
         numbers = drawn_numbers(drawing)
         if bars and any(numbers[name].notna().any() for name in numbers if str(name).endswith("lower")):
-            caption += f" Bars: {bars}, unless they allow almost everything."
+            caption += f" Bars: {bars}."
         if token_column is not None:
             numbers = numbers[numbers[token_column].isna()].dropna(axis=1, how="all")
             caption += " Single tokens are in tokens.parquet."
@@ -82,6 +82,7 @@ class Sheets:
     def series(self, name: str, series: pd.DataFrame, caption: str, *, bars: str = "", **look: Unpack[Look]) -> Block:
         """Return the figure of these series. look: arguments of `plot_series`."""
         again = redraw(plot_series, csv(name), *(f"{key}={value!r}" for key, value in look.items()))
+        bars = f"{bars}, unless they allow almost everything" if bars else ""  # `drop_vacuous`
         return self.figure(name, lambda: plot_series(series, **look), caption, again=again, bars=bars)
 
     def keep(self, name: str, frame: pd.DataFrame) -> None:
