@@ -59,11 +59,11 @@ def diagnose(
     """Diagnose one checkpoint on one batch of rollouts, leaving the policy unchanged.
 
     policy, batch: objects, or paths for `load_policy` and `read_rollouts`. changes: fields of DiagnosisSettings (loss,
-    seed, minutes, …) that override `settings`; if neither gives a loss, the one recorded in the rollouts is used, if
-    any. table: from `measure(policy, batch, …)` with the same loss, edges and temperatures, possibly of a sample of
-    tokens; None: measure it here. optimizer_state: AdamW's `state_dict()` or its file, for AdamW's metric and as the
-    state that steps start from, or an `AdamWState` for the metric alone; None: no numbers in AdamW's metric, and steps
-    use `settings.step`, else the paper's SGD.
+    seed, minutes, …) that override `settings`, and weighting, the loss's; if neither gives a loss, the one recorded in
+    the rollouts is used, if any. table: from `measure(policy, batch, …)` with the same loss, edges and temperatures,
+    possibly of a sample of tokens; None: measure it here. optimizer_state: AdamW's `state_dict()` or its file, for
+    AdamW's metric and as the state that steps start from, or an `AdamWState` for the metric alone; None: no numbers in
+    AdamW's metric, and steps use `settings.step`, else the paper's SGD.
 
     processes: all call this with the same arguments, including a table, and share the summed gradients; all but the
     main process get None. verdict_minutes: the time limit with which a given table would suffice for a verdict, for
@@ -74,13 +74,15 @@ def diagnose(
     policy or batch does not permit is left out with a note.
     """
     own_loss = settings is not None or "loss" in changes
+    chosen = {name: changes.pop(name) for name in ("weighting",) if name in changes}
     settings = checked(DiagnosisSettings, "diagnose")(**vars(settings or DiagnosisSettings()) | changes)
+    settings = replace(settings, loss=replace(settings.loss, **chosen))
     settings.check()
-    chosen = settle_parts(settings.parts)
+    parts = settle_parts(settings.parts)
     progress = settle_progress(progress) if processes.is_main else SILENT
     known = {"micro_batch": settings.micro_batch_size, "processes": processes, "progress": progress}
     resources = Resources(settings.gradient_memory, **known)
-    wanted = asked_products(chosen)
+    wanted = asked_products(parts)
     given = {"table": table, "resources": resources, "verdict_minutes": verdict_minutes}
     m = look_at(policy, batch, settings, optimizer_state, own_loss=own_loss, **given)
     if settings.minutes is None and m.weighted:  # else planned by time
@@ -88,7 +90,7 @@ def diagnose(
     make_products(m, wanted)
     if not processes.is_main:
         return None
-    found = say(assemble(m, chosen))
+    found = say(assemble(m, parts))
     return replace(found, report=partial(make_report, found, m.policy, m.batch))
 
 
@@ -110,7 +112,8 @@ def look_at(
     watch, processes = Stopwatch(), resources.processes
     policy, batch, told = read_logged(policy, batch)
     if told and not own_loss:
-        settings = replace(settings, loss=LossSettings.from_log(told))
+        logged = LossSettings.from_log(told)
+        settings = replace(settings, loss=replace(logged, weighting=settings.loss.weighting or logged.weighting))
     batch = settle_loss(batch, settings.loss)
     step, saved, metric = settle_step(policy.model, settings.step, state)
     logged = None

@@ -83,8 +83,9 @@ class DiagnosisSettings(DiagnosisChoices):
 
 
 class DiagnosisKeywords(TypedDict, total=False):
-    """Fields of `DiagnosisSettings` as keywords of `diagnose`."""
+    """Fields of `DiagnosisSettings` as keywords of `diagnose`; weighting: that of `loss`."""
 
+    weighting: str | None
     loss: LossSettings
     edges: tuple[Number, ...]
     tokens_per_interval: int | Literal["auto", "enough"] | None

@@ -33,7 +33,7 @@ from gradscope.intervals import EDGES
 from gradscope.objective import LossSettings
 from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
 from gradscope.rollouts import BatchLike, read_logged, rollouts_hash
-from gradscope.runs import RunFolder, counted, write_parquet_parts
+from gradscope.runs import RunFolder, counted, file_hash, write_parquet_parts
 
 Number = int | float
 
@@ -72,7 +72,7 @@ def measure(
         resources: `activations`, the bytes that one batched backward pass may carry, affects only speed, memory and
             rounding. Several processes share the responses, and all get the table.
         settings: the fields of MeasureSettings, by name. `loss` defaults to the settings recorded in the log, if the
-            batch is a path.
+            batch is a path; `weighting` replaces its weighting.
 
     Returns:
         A row per token that response_mask keeps (with `minutes`, only for the prompts used):
@@ -92,11 +92,13 @@ def measure(
     Warns if logged log-probabilities fit another temperature or a truncated distribution better. Doubts raised by the
     batch itself are in `batch.notes`.
     """
-    watch, asked = Stopwatch(), checked(MeasureSettings, "measure")(**settings)
+    watch, chosen = Stopwatch(), {name: settings.pop(name) for name in ("weighting",) if name in settings}
+    asked = checked(MeasureSettings, "measure")(**settings)
     given, path = isinstance(policy, Policy), Path(batch) if isinstance(batch, str | Path) else None
     policy, batch, told = read_logged(policy, batch)
     if told and "loss" not in settings:
         asked = replace(asked, loss=LossSettings.from_log(told))
+    asked = replace(asked, loss=replace(asked.loss, **chosen))
     state = optimizer_state
     if isinstance(state, str | Path):
         state = read_adamw_state(policy, state)
@@ -155,7 +157,9 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
 
 def measure_folder(out: str | Path, policy: Policy, settings: MeasureSettings, known: Mapping[str, Any]) -> RunFolder:
     """Return a measurement's folder, keyed by everything that affects the results. known: rollouts and optimizer."""
-    key = make_key(policy, {**known, "settings": asdict(settings), "blocks": policy.blocks_name})
+    file, colon, _ = (settings.loss.weighting or "").rpartition(".py:")
+    own = {"weighting_file": file_hash(Path(f"{file}.py"))} if colon else {}
+    key = make_key(policy, {**known, "settings": asdict(settings), "blocks": policy.blocks_name} | own)
     return RunFolder(out, key, defaults={"settings": asdict(MeasureSettings())})
 
 

@@ -72,7 +72,9 @@ class MeasureSettings:
 
 
 class MeasureKeywords(TypedDict, total=False):
-    """The fields of `MeasureSettings`, as keywords of `measure`."""
+    """The fields of `MeasureSettings`, as keywords of `measure`; weighting: that of `loss`."""
+
+    weighting: str | None
 
     temperature: Number | None
     tokens_per_interval: int | Literal["auto", "enough"] | None
