@@ -156,7 +156,7 @@ def _of_prefix(d: Diagnosis) -> list[Finding]:
 
 
 def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
-    changes = found.statistics[found.statistics["statistic"].str.contains("_change")]
+    changes = found.statistics[found.statistics["statistic"].isin([name for name in LABELS if "_change" in name])]
     if not len(changes):
         return []
     shown = ["statistic", "value", "lower", "upper", "n"]
