@@ -1,18 +1,20 @@
 """The equations: advantages, token weights, the loss, log π, and the optimizer step that is trained and measured."""
 
 from gradscope.objective.batch_logprobs import (
-    Quantity,
     batch_statistics,
     choosing_places,
+    evaluate_kept,
     finish,
     fitting_size,
+    given_at,
+    given_for,
     join_statistics,
     kept_logprobs,
     kept_numbers,
     loss_logprobs,
+    make_ready,
     micro_batches,
     most_logits,
-    numbers_of,
 )
 from gradscope.objective.equations import (
     TokenWeights,
@@ -30,7 +32,6 @@ from gradscope.objective.logprobs import (
     logit_gradient,
     parts_at_once,
     rows_at_once,
-    statistics_and_gradient,
     widen,
 )
 from gradscope.objective.loss import (
@@ -46,6 +47,7 @@ from gradscope.objective.loss import (
     weigh_step,
 )
 from gradscope.objective.off_policy import describe_off_policyness, off_policy_sentence, off_policyness
+from gradscope.objective.quantities import LOGPROB, Divergence, Given, Quantity, make_quantity
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.step_rule import ORDERS, StepRule
 from gradscope.objective.updater import StepResult, StepTokens, Update, Updater, clip_scale, split_steps
@@ -53,13 +55,13 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "LossSettings", "Quantity", "StepResult", "StepRule",
-    "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update", "Updater", "Weighting", "batch_loss",
-    "batch_statistics", "batch_weights", "can_pack", "check_weighting", "choosing_places", "clip_scale",
-    "describe_off_policyness", "fill_unknown", "finish", "fitting_size", "gather_logprobs", "grpo_advantages",
-    "join_statistics", "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs",
-    "make_weighting", "micro_batches", "most_logits", "numbers_of", "off_policy_sentence", "off_policyness",
-    "parts_at_once", "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight", "rows_at_once",
-    "settle_advantages", "settle_loss", "spell_out", "split_steps", "statistics_and_gradient", "token_weights",
-    "weigh_step", "widen", "within",
+    "COMPARED", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings",
+    "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update",
+    "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights", "can_pack", "check_weighting",
+    "choosing_places", "clip_scale", "describe_off_policyness", "evaluate_kept", "fill_unknown", "finish",
+    "fitting_size", "gather_logprobs", "given_at", "given_for", "grpo_advantages", "join_statistics", "kept_logprobs",
+    "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs", "make_quantity", "make_ready",
+    "make_weighting", "micro_batches", "most_logits", "off_policy_sentence", "off_policyness", "parts_at_once",
+    "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight", "rows_at_once", "settle_advantages",
+    "settle_loss", "spell_out", "split_steps", "token_weights", "weigh_step", "widen", "within",
 ]  # fmt: skip

@@ -11,8 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
-from functools import partial
-from typing import Literal, TypeVar
+from itertools import accumulate, pairwise
+from typing import TypeVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,8 +26,8 @@ from gradscope.objective.logprobs import (
     rows_at_once,
     token_statistics,
     trained_logprobs,
-    widen,
 )
+from gradscope.objective.quantities import Given, Quantity
 from gradscope.objective.shared_prompts import attending, can_pack, packed_inputs, packing_for
 from gradscope.policy import without_cudnn_attention
 from gradscope.rollouts import TokenBatch
@@ -35,9 +35,6 @@ from gradscope.runs import ALONE, Processes
 
 Piece = tuple[Int[Tensor, " _"], TokenBatch]
 """A micro-batch, with its rows in the batch."""
-
-Quantity = Literal["logprob", "entropy"]
-"""A quantity of a token's distribution, in nats at its temperature."""
 
 LOGITS = {"cpu": 1 << 30, "cuda": 8 << 30}
 """Bytes for a micro-batch's logits and all tensors of that size, by device."""
@@ -86,23 +83,57 @@ def kept_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, " K"]:
     return _compute_kept(model, piece, lambda logits, ids, at: gather_logprobs(logits, ids, temperature=at), copies=4)
 
 
-def kept_numbers(model: nn.Module, piece: TokenBatch, names: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
-    """Compute the named quantities of every kept token, differentiably, in one forward pass; see `kept_logprobs`."""
-    return _compute_kept(model, piece, partial(numbers_of, names=names), copies=6)
+def kept_numbers(model: nn.Module, piece: TokenBatch, quantities: Sequence[Quantity]) -> Float[Tensor, "K Q"]:
+    """Compute quantities of every kept token, differentiably, in one forward pass; see `kept_logprobs`."""
+    given = [given_for(quantity, piece) for quantity in quantities]
+    ends = [0, *accumulate(map(len, given))]
+
+    def compute(logits: Float[Tensor, "k N"], ids: Tensor, at: Tensor, *given: Tensor) -> Float[Tensor, "k Q"]:
+        own = (make_ready(q, given[a:b], logits) for q, (a, b) in zip(quantities, pairwise(ends), strict=True))
+        return torch.stack([q.numbers(logits, ids, at, g) for q, g in zip(quantities, own, strict=True)], -1)
+
+    copies = max(quantity.copies for quantity in quantities)
+    return _compute_kept(model, piece, compute, copies=copies, given=[tensor for own in given for tensor in own])
 
 
-def numbers_of(
-    logits: Float[Tensor, "k N"], ids: Int[Tensor, " k"], at: Float[Tensor, " k"], names: Sequence[Quantity]
-) -> Float[Tensor, "k Q"]:
-    """Compute the named quantities of tokens from their logits, differentiably, in nats at their temperature."""
+def evaluate_kept(model: nn.Module, piece: TokenBatch, quantity: Quantity) -> Float[Tensor, "K 2"]:
+    """Compute a quantity of every kept token, and 1 where a clamp leaves it no gradient, else 0."""
 
-    def entropies() -> Float[Tensor, " k"]:
-        logprobs = (widen(logits) / at[:, None]).log_softmax(-1)
-        # With a finite floor, the term of an impossible token is 0 · finite = 0.
-        return -(logprobs.exp() * logprobs.clamp(min=torch.finfo(logprobs.dtype).min)).sum(-1)
+    def compute(logits: Float[Tensor, "k N"], ids: Tensor, at: Tensor, *given: Tensor) -> Float[Tensor, "k 2"]:
+        found = quantity.evaluate(logits, ids, at, make_ready(quantity, given, logits))
+        return torch.stack([found.value, found.clamped.to(found.value)], -1)
 
-    made = {"logprob": lambda: gather_logprobs(logits, ids, temperature=at), "entropy": entropies}
-    return torch.stack([made[name]() for name in names], -1)
+    return _compute_kept(model, piece, compute, copies=quantity.copies, given=given_for(quantity, piece))
+
+
+@torch.no_grad()
+def given_for(quantity: Quantity, piece: TokenBatch) -> Given:
+    """Return `given_at` of a piece's kept tokens; the piece must start at column 0."""
+    if quantity.teacher is not None:
+        return (_kept_logits(quantity.teacher_model, piece, hidden=True)[0],)
+    return tuple(values[piece.response_mask] for values in piece.candidates) if quantity.asks_teacher else ()
+
+
+@torch.no_grad()
+def given_at(quantity: Quantity, ids: Int[Tensor, "b n"], places: Int[Tensor, " k"], candidates: Given) -> Given:
+    """Return what a quantity is given of the tokens whose logits are at these indices of [b · n].
+
+    That is the input of the teacher's head [k, hidden], less than its logits, or else the logged candidates.
+    """
+    if quantity.teacher is None:
+        return candidates if quantity.asks_teacher else ()
+    teacher = quantity.teacher_model
+    ids = ids.to(_device(teacher))
+    with choosing_places(teacher, places, keep=True) as found:
+        teacher(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return (found[0],)
+
+
+@torch.no_grad()
+def make_ready(quantity: Quantity, given: Given, logits: Float[Tensor, "k N"]) -> Given:
+    """Turn what `given_at` returns into what `Quantity.evaluate` takes, beside these logits."""
+    ready = given if quantity.teacher is None else (finish(quantity.teacher_model, *given),)
+    return tuple(values.to(logits.device) for values in ready)
 
 
 def loss_logprobs(model: nn.Module, piece: TokenBatch) -> Float[Tensor, "b n"]:
@@ -162,13 +193,13 @@ def join_statistics(parts: Sequence[TokenStatistics]) -> TokenStatistics:
 
 
 def _compute_kept(
-    model: nn.Module, piece: TokenBatch, compute: Callable[[Tensor, Tensor, Tensor], Found], *, copies: int
+    model: nn.Module, piece: TokenBatch, compute: Callable[..., Found], *, copies: int, given: Sequence[Tensor] = ()
 ) -> Found:
-    """Apply `compute` to (logits [k, N], ids, temperatures) of the kept tokens, as many at a time as fit."""
+    """Apply `compute` to (logits [k, N], ids, temperatures, *given) of the kept tokens, as many at a time as fit."""
     size = most_logits(model, copies)
     if piece.num_tokens <= size:
-        return compute(*_kept_logits(model, piece))
-    parts = zip(*(values.split(size) for values in _kept_logits(model, piece, hidden=True)), strict=True)
+        return compute(*_kept_logits(model, piece), *given)
+    parts = zip(*(v.split(size) for v in (*_kept_logits(model, piece, hidden=True), *given)), strict=True)
 
     def go_on(hidden: Float[Tensor, "k hidden"], *of_part: Tensor) -> Found:
         return compute(finish(model, hidden), *of_part)

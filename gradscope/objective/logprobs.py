@@ -84,7 +84,7 @@ def token_statistics(
     >>> round(stats.log_one_minus_prob.item(), 4)  # 1 − π is 4e-18, where float32 π is 1.0
     -40.0
     """
-    shifted, largest, rest, normaliser = _normalise(logits, temperature)
+    shifted, largest, rest, normaliser = normalise(logits, temperature)
     logprob, log_one_minus_prob = _logprob_and_complement(shifted, largest, rest, normaliser, token_ids)
     probs = (shifted - normaliser.unsqueeze(-1)).exp_()
     # Σ π_j (normaliser − z_j) has no negative terms. With a finite floor, impossible tokens add 0 · finite = 0.
@@ -107,7 +107,7 @@ def logit_gradient(
     >>> logit_gradient(torch.zeros(4), torch.tensor(2))
     tensor([-0.2500, -0.2500,  0.7500, -0.2500])
     """
-    shifted, largest, rest, normaliser = _normalise(logits, temperature)
+    shifted, largest, rest, normaliser = normalise(logits, temperature)
     _, log_one_minus_prob = _logprob_and_complement(shifted, largest, rest, normaliser, token_ids)
     gradient = shifted.sub_(normaliser.unsqueeze(-1)).exp_().neg_()
     return gradient.scatter_(-1, token_ids.unsqueeze(-1), log_one_minus_prob.exp().unsqueeze(-1))
@@ -121,7 +121,7 @@ def statistics_and_gradient(
     temperature: Number | Float[Tensor, "*#tokens"] = 1.0,
 ) -> tuple[TokenStatistics, Float[Tensor, "*tokens vocab"]]:
     """Compute `token_statistics` and `logit_gradient` together, in fewer passes over the logits."""
-    shifted, largest, rest, normaliser = _normalise(logits, temperature)
+    shifted, largest, rest, normaliser = normalise(logits, temperature)
     logprob, log_one_minus_prob = _logprob_and_complement(shifted, largest, rest, normaliser, token_ids)
     probs = (shifted - normaliser.unsqueeze(-1)).exp_()
     surprise = shifted.clamp_(min=torch.finfo(shifted.dtype).min).mul_(probs).sum(-1)
@@ -151,7 +151,7 @@ def gather_logprobs(
     return F.logsigmoid(own.squeeze(-1) - others.logsumexp(-1))
 
 
-def _normalise(
+def normalise(
     logits: Float[Tensor, "*tokens vocab"], temperature: Number | Float[Tensor, "*#tokens"]
 ) -> tuple[Float[Tensor, "*tokens vocab"], Int[Tensor, "*tokens"], Float[Tensor, "*tokens"], Float[Tensor, "*tokens"]]:
     """Return z = (logits − max) / T, the index of the max, log Σ exp z over the others, and log Σ exp z over all."""

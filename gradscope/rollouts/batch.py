@@ -45,6 +45,7 @@ class Note(str):
 
 LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
 _PER_TOKEN = ("advantages", "uncorrected_advantages", *LOGPROBS)
+_PER_CANDIDATE = ("teacher_top_ids", "teacher_top_logprobs")
 _PER_RESPONSE = {
     **{"rewards": "reward", "steps": "step", "loss_scales": "loss_scale", "grad_norms": "grad_norm"},
     **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
@@ -88,6 +89,10 @@ class TokenBatch:
     """The sampling engine's log-probabilities, in nats, if logged in addition to the trainer's `old_logprobs`."""
     teacher_logprobs: Float[Tensor, "B S"] | None = None
     """log ν in nats, under the teacher of a distillation."""
+    teacher_top_ids: Int[Tensor, "B S c"] | None = None
+    """Ids of the tokens whose log ν was logged at each position, in any order, each once; −1 for none."""
+    teacher_top_logprobs: Float[Tensor, "B S c"] | None = None
+    """Their log ν in nats; −inf for none."""
     steps: Int[Tensor, " B"] | None = None
     """Training step of each response, as numbered in the log; a group belongs to a single step."""
     group_reward_means: Float[Tensor, " B"] | None = None
@@ -145,18 +150,23 @@ class TokenBatch:
         per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
         if any(part.shape != self.input_ids.shape[:1] for part in (self.reward_parts or {}).values()):
             raise InputError(f"reward_parts do not match the {len(self.input_ids)} responses; give a number for each")
+        candidates = [getattr(getattr(self, name), "shape", None) for name in _PER_CANDIDATE]
+        if candidates[0] != candidates[1]:
+            raise InputError("teacher_top_ids and teacher_top_logprobs are not of one shape; give both, [B, S, c] each")
         named = [f.name for f in fields(self) if f.name not in ("notes", "reward_parts", "run")]
         for name, value in ((name, getattr(self, name)) for name in named):
-            if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN):
+            if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN, *_PER_CANDIDATE):
                 continue
             shape = self.input_ids.shape[:1] if name in per_response else self.input_ids.shape
+            if name in _PER_CANDIDATE:
+                shape = torch.Size([*shape, value.shape[-1] if isinstance(value, Tensor) and value.dim() == 3 else 1])
             if not isinstance(value, Tensor) or value.shape != shape:
                 given = f"of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
                 raise InputError(f"{name} is {given}; give a tensor of shape {[*shape]}, as input_ids has it")
             if (name in ("attention_mask", "response_mask")) != (value.dtype == torch.bool):
                 wanted = "numbers" if value.dtype == torch.bool else "bool, such as mask.bool()"
                 raise InputError(f"{name} is of {value.dtype}; give {wanted}")
-            if name in ("input_ids", "response_start", "group_ids", "steps") and (
+            if name in ("input_ids", "response_start", "group_ids", "steps", "teacher_top_ids") and (
                 value.is_floating_point() or value.is_complex()
             ):
                 raise InputError(f"{name} is {value.dtype}; give integers, such as ids.long()")
@@ -168,6 +178,11 @@ class TokenBatch:
     def width(self) -> int:
         """Number of columns, at least the length of the longest sequence."""
         return self.input_ids.shape[1]
+
+    @property
+    def candidates(self) -> tuple[Int[Tensor, "B S c"], Float[Tensor, "B S c"]] | tuple[()]:
+        """Return the teacher's logged candidates and their log ν; nothing if none were logged."""
+        return () if self.teacher_top_ids is None else (self.teacher_top_ids, self.teacher_top_logprobs)
 
     @property
     def num_tokens(self) -> int:
@@ -231,7 +246,8 @@ class TokenBatch:
         # Columns past the end repeat the last one: masked, with a valid id.
         columns = (start[:, None] + offsets).clamp(max=self.input_ids.shape[1] - 1)
         values = self.tensors()
-        values = {name: v.gather(1, columns) if v.dim() == 2 else v for name, v in values.items()}
+        rows = torch.arange(len(self), device=start.device)[:, None]
+        values = {name: v[rows, columns] if v.dim() > 1 else v for name, v in values.items()}
         real = offsets < lengths[:, None]
         values["attention_mask"], values["response_mask"] = real, values["response_mask"] & real
         values["input_ids"] = values["input_ids"].masked_fill(~real, 0)
@@ -240,7 +256,7 @@ class TokenBatch:
 
     def narrow(self, width: int) -> TokenBatch:
         """Return the first `width` columns."""
-        return replace(self, **{name: v[:, :width] if v.dim() == 2 else v for name, v in self.tensors().items()})
+        return replace(self, **{name: v[:, :width] if v.dim() > 1 else v for name, v in self.tensors().items()})
 
     def to(self, device: torch.device | str) -> TokenBatch:
         """Move the batch to a device, for a forward pass."""

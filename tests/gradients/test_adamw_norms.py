@@ -76,7 +76,7 @@ def test_oddly_built_decoders_are_exact_too(name):
         parameter.requires_grad_(True)
     with measuring(policy.model):
         meter = TokenGradientMeter(policy, ids)
-        meter.use_metric(Metric(policy.model, scale))
+        meter.use(metric=Metric(policy.model, scale))
         found = meter.measure(ids, targets, torch.arange(len(targets)), temperature=1.0)
     policy.model.eval()
     each = torch.log_softmax(policy.model(input_ids=ids[None]).logits[0], -1)

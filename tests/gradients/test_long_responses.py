@@ -120,7 +120,7 @@ def test_norms_are_the_same_where_a_graph_does_not_fit(monkeypatch, name):
         monkeypatch.setattr(graph_memory, "GRAPH", {"cpu": room, "cuda": room})
         with measuring(policy.model):
             meter = TokenGradientMeter(policy, ids, rules=False)
-            meter.use_metric(Metric(policy.model, scale))
+            meter.use(metric=Metric(policy.model, scale))
             found.append(meter.measure(ids, targets, torch.tensor([0, 2, 3]), temperature=0.7))
     whole, again = found
     for part in ("logit_grad_norm", "act_grad_norm", "param_grad_norm", "scaled_grad_norm"):

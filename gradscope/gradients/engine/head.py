@@ -14,12 +14,16 @@ from gradscope.gradients.engine.ownership import Ownership, parameter_slopes
 from gradscope.gradients.engine.recording import Call, Recorder, streams_last
 from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import (
+    LOGPROB,
+    Given,
+    Quantity,
     TokenStatistics,
     choosing_places,
     finish,
+    given_at,
     join_statistics,
+    make_ready,
     parts_at_once,
-    statistics_and_gradient,
 )
 from gradscope.policy import Policy, takes
 
@@ -51,8 +55,14 @@ class Head:
     def __init__(self, policy: Policy, ownership: Ownership, split_point: str | None, memory: int) -> None:
         self.model, self.blocks, self.ownership, self.split_point = policy.model, policy.blocks, ownership, split_point
         self._keeps_logits = takes(self.model, "logits_to_keep")
-        self.rows = logit_rows(policy.vocab_size, memory)
-        """Number of positions whose logits fit into memory."""
+        self._vocabulary, self._memory = policy.vocab_size, memory
+        self.of: Quantity = LOGPROB
+        """The quantity whose gradient is measured; e − π stands for its slope at logits / T."""
+
+    @property
+    def rows(self) -> int:
+        """Number of positions whose logits fit into memory, with those of a teacher."""
+        return logit_rows(self._vocabulary * (6 if self.of.teacher is not None else 5) // 5, self._memory)
 
     def measure(self, stack: Stack, *, keep_calls: bool = False) -> HeadPass:
         """Run one pass for all targets, or several if logits would not fit; keep_calls: return all modules' calls."""
@@ -78,7 +88,7 @@ class Head:
 
     @torch.no_grad()
     def measure_cheaply(
-        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float, candidates: Given = ()
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
         """Compute the targets' log π, log(1−π), entropy and ‖e − π‖, which need no backward pass."""
         reach, statistics, norms = int(targets[-1]), [], []
@@ -89,10 +99,14 @@ class Head:
             with choosing_places(self.model, targets - 1, keep=True) as found:
                 self.model(input_ids=prefix[None], use_cache=False)
             hidden = found[0].split(self.rows)
-        for part, states in zip(parts, hidden, strict=True):
+        beside = given_at(self.of, prefix[None], targets - 1, candidates)
+        beside = [*zip(*(values.split(self.rows) for values in beside), strict=True)] or [()] * len(parts)
+        for part, states, own in zip(parts, hidden, beside, strict=True):
             logits = logits_at(self.model, prefix, part - 1) if states is None else finish(self.model, states)
+            given = make_ready(self.of, own, logits)
             for few in parts_at_once(logits):
-                found, errors = statistics_and_gradient(logits[few], ids[part][few], temperature=temperature)
+                own = tuple(values[few] for values in given)
+                found, errors = self.of.statistics_and_slope(logits[few], ids[part][few], temperature, own)
                 statistics.append(found)
                 norms.append(_norms(*unit_errors(errors)))
         return join_statistics(statistics), torch.cat(norms)
@@ -120,9 +134,13 @@ class Head:
         with Recorder(*parts, "head", keep_all=keep_calls) as recorder:
             kept = {"logits_to_keep": targets_at.kept} if self._keeps_logits else {}
             logits = targets_at.rows(self.model(input_ids=stack.ids, use_cache=False, **kept).logits)
+        places = sequences * stack.ids.shape[1] + positions
+        candidates = tuple(values[part] for values in stack.candidates)
+        given = make_ready(self.of, given_at(self.of, stack.ids, places, candidates), logits)
         seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
         for few in parts_at_once(logits):
-            statistics, errors = statistics_and_gradient(logits[few], token_ids[few], temperature=temperature[few])
+            own = (token_ids[few], temperature[few], tuple(values[few] for values in given))
+            statistics, errors = self.of.statistics_and_slope(logits[few], *own)
             unit, size = unit_errors(errors)
             found.append(statistics)
             sizes.append(size)

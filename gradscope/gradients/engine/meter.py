@@ -32,7 +32,7 @@ from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_spe
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_before
-from gradscope.objective import TokenStatistics, logit_gradient
+from gradscope.objective import LOGPROB, Given, Quantity, TokenStatistics, given_at, make_ready
 from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.runs import SILENT, Progress
 
@@ -92,8 +92,14 @@ class TokenGradientMeter:
         """Reports progress within a long response."""
         keep_freed_memory()
 
-    def use_metric(self, metric: Metric | None) -> None:
-        """Also measure norms of gradients scaled entry by entry from now on; None: stop doing so."""
+    @property
+    def of(self) -> Quantity:
+        """The quantity whose gradients are measured."""
+        return self.head.of
+
+    def use(self, of: Quantity = LOGPROB, metric: Metric | None = None) -> None:
+        """Measure this quantity's gradients from now on. metric: also their norms scaled entry by entry; None: not."""
+        self.head.of = of
         self.metric = self.graph.metric = metric
         if self.decoder is not None:
             self.decoder.metric = metric
@@ -153,10 +159,10 @@ class TokenGradientMeter:
         )
 
     def measure_cheaply(
-        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float
+        self, ids: Int[Tensor, " n"], targets: Int[Tensor, " m"], *, temperature: float, candidates: Given = ()
     ) -> tuple[TokenStatistics, Float[Tensor, " m"]]:
         """Compute what needs no backward pass: log π, log(1−π) and entropy of the targets, and ‖e − π‖."""
-        return self.head.measure_cheaply(ids, targets, temperature=temperature)
+        return self.head.measure_cheaply(ids, targets, temperature=temperature, candidates=candidates)
 
     @property
     def _together(self) -> bool:
@@ -214,9 +220,10 @@ class TokenGradientMeter:
 
     def _measure_apart(self, sequence: SequenceTokens) -> TokenGradients:
         """Measure all targets of a sequence whose graph does not fit, one gradient per token."""
-        ids, targets, temperature = sequence.ids, sequence.targets, sequence.temperature
-        statistics, logit_norm = self.measure_cheaply(ids, targets, temperature=temperature)
-        each = measure_plainly(self.model, self.blocks, ids, targets, temperature=temperature, metric=self.metric)
+        ids, targets = sequence.ids, sequence.targets
+        known = {"temperature": sequence.temperature, "candidates": sequence.candidates}
+        statistics, logit_norm = self.measure_cheaply(ids, targets, **known)
+        each = measure_plainly(self.model, self.blocks, ids, targets, **known, metric=self.metric, of=self.of)
         found = []
         # Closed even if interrupted, which restores the model's flags.
         with self.progress.stage("norms", len(targets), "tokens") as advance, closing(each):
@@ -294,8 +301,10 @@ class TokenGradientMeter:
             with torch.enable_grad(), recomputing(self.model, self.blocks, int(targets[-1])):
                 logits = logits_at(self.model, ids[: targets[-1]], targets - 1)
                 each = logits.unbind()
-            errors = logit_gradient(logits, ids[targets], temperature=temperature)
-            seeds = unit_errors(errors)[0] / temperature
+            candidates = tuple(values[picks.cpu()] for values in sequence.candidates)
+            given = given_at(self.of, ids[None, : targets[-1]], targets - 1, candidates)
+            found = self.of.evaluate(logits.detach(), ids[targets], temperature, make_ready(self.of, given, logits))
+            seeds = unit_errors(found.slope)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
             for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use these parameters.
                 gradients = torch.autograd.grad(

@@ -22,7 +22,7 @@ from gradscope.gradients.budget.graph_memory import recomputing
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.recording import block_input
 from gradscope.gradients.hooks import first_tensor
-from gradscope.objective import logit_gradient
+from gradscope.objective import LOGPROB, Given, Quantity, given_at, make_ready
 from gradscope.policy import float_parameters, takes
 
 PART = 1 << 24
@@ -52,9 +52,11 @@ def measure_plainly(
     targets: Int[Tensor, " m"],
     *,
     temperature: float,
+    candidates: Given = (),
     metric: Metric | None = None,
+    of: Quantity = LOGPROB,
 ) -> Iterator[TokenNorms]:
-    """Compute all gradients of each token's log π by a plain backward pass from the uncancelled e − π.
+    """Compute all gradients of each token's quantity by a plain backward pass from the uncancelled slope at the logits.
 
     The tokens share one forward pass, which keeps only the blocks' inputs if its graph would not fit. Gradients are
     freed parameter by parameter, as soon as their norms are known.
@@ -83,9 +85,11 @@ def measure_plainly(
             each = (logits[0] if alone else logits[0, targets - 1]).unbind()
         for layer, edge in enumerate(edges):
             handles.append(edge.node.register_prehook(partial(_take_edge, norms, layer, edge.output_nr)))
+        beside = given_at(of, ids[None, :length], (targets - 1).to(device), candidates)
         for k, own in enumerate(each):
             norms.clear()
-            seed = logit_gradient(own, ids[int(targets[k])], temperature=temperature) / temperature
+            given = make_ready(of, tuple(values[k : k + 1] for values in beside), own)
+            (seed,) = of.evaluate(own.detach()[None], ids[targets[k : k + 1]], temperature, given).slope / temperature
             # A seed with largest entry 1: squares would underflow as π → 1.
             size = seed.abs().max()
             size = torch.where(size > 0, size, 1.0)

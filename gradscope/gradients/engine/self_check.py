@@ -31,7 +31,8 @@ def check_engine(meter: TokenGradientMeter, sequences: list[SequenceTokens]) -> 
     count, largest = 0, 0.0
     for sequence, ours in zip(sequences, _measure_together(meter, sequences), strict=True):
         ids, targets = sequence.ids, sequence.asked.targets
-        how = {"temperature": sequence.temperature, "metric": meter.metric}
+        how = {"temperature": sequence.temperature, "metric": meter.metric, "of": meter.of}
+        how["candidates"] = sequence.asked.candidates
         plain = [*measure_plainly(meter.model, meter.blocks, ids, targets, **how)]  # to its end, which restores flags
         engine = _read(ours, sequence.measured)
         for own, target, oracle in zip(engine, targets.tolist(), plain, strict=True):

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from gradscope.objective import Given
+
 
 @dataclass(frozen=True)
 class SequenceTokens:
@@ -20,6 +22,8 @@ class SequenceTokens:
     measured: Int[Tensor, " k"]
     """Indices into `targets`, ascending, of those that get a backward pass."""
     temperature: float = 1.0
+    candidates: Given = ()
+    """A teacher's logged candidates at each target and their log ν, [m, c] each; or nothing."""
 
     @property
     def lengths(self) -> list[int]:
@@ -29,7 +33,12 @@ class SequenceTokens:
     @property
     def asked(self) -> SequenceTokens:
         """Return the same sequence with only its measured targets."""
-        return replace(self, targets=self.targets[self.measured], measured=torch.arange(len(self.measured)))
+        return replace(
+            self,
+            targets=self.targets[self.measured],
+            measured=torch.arange(len(self.measured)),
+            candidates=tuple(values[self.measured] for values in self.candidates),
+        )
 
     @property
     def reach(self) -> int:
@@ -48,6 +57,7 @@ class Stack:
     """Position of each target's logits, one before the token."""
     token_ids: Int[Tensor, " m"]
     temperature: Float[Tensor, " m"]
+    candidates: Given = ()
 
     @classmethod
     def of(
@@ -64,7 +74,9 @@ class Stack:
             torch.cat([s.ids[s.targets] for s in sequences]),
             torch.tensor([s.temperature for s in sequences], dtype=dtype).repeat_interleave(counts),
         )
-        return cls(*(value.to(device, non_blocking=True) for value in values))
+        candidates = (torch.cat(each) for each in zip(*(s.candidates for s in sequences), strict=True))
+        values, candidates = (tuple(v.to(device, non_blocking=True) for v in each) for each in (values, candidates))
+        return cls(*values, candidates)
 
 
 def targets_before(sequences: Sequence[SequenceTokens]) -> Int[Tensor, " m"]:

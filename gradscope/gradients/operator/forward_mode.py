@@ -18,7 +18,7 @@ from torch.func import functional_call
 from gradscope.errors import InputError, first_line
 from gradscope.gradients.frozen import measuring
 from gradscope.gradients.operator.vectors import Vectors, vector_bytes
-from gradscope.objective import Quantity, kept_numbers, most_logits
+from gradscope.objective import LOGPROB, Quantity, kept_numbers, make_quantity, most_logits
 from gradscope.policy import is_upcast, moving
 from gradscope.rollouts import TokenBatch
 
@@ -46,8 +46,22 @@ class Changes:
     """First-order changes of every kept token when the parameters move along each vector; in nats, on the CPU."""
 
     how: Derivative
-    logprob: Float[Tensor, "R K"] | None = None
-    entropy: Float[Tensor, "R K"] | None = None
+    of: tuple[Quantity, ...]
+    values: Float[Tensor, "R K Q"]
+
+    def __getitem__(self, of: Quantity | str) -> Float[Tensor, "R K"]:
+        """Return the changes of a quantity that was asked for."""
+        return self.values[..., self.of.index(make_quantity(of))]
+
+    @property
+    def logprob(self) -> Float[Tensor, "R K"] | None:
+        """Changes of log π; None if not asked for."""
+        return self["logprob"] if LOGPROB in self.of else None
+
+    @property
+    def entropy(self) -> Float[Tensor, "R K"] | None:
+        """Changes of the entropy; None if not asked for."""
+        return self["entropy"] if make_quantity("entropy") in self.of else None
 
 
 def changes_along(
@@ -120,12 +134,17 @@ def refuse_narrow_arithmetic(model: nn.Module) -> None:
 class KeptNumbers(nn.Module):
     """A module that returns Q quantities of each kept token, for `functional_call`."""
 
-    def __init__(self, model: nn.Module, names: Sequence[Quantity] = ("logprob",)) -> None:
+    def __init__(self, model: nn.Module, quantities: Sequence[Quantity]) -> None:
         super().__init__()
-        self.model, self.names = model, names
+        self.model, self.quantities = model, tuple(quantities)
+
+    @property
+    def copies(self) -> int:
+        """Tensors of the size of the logits that exist at once."""
+        return max(6, *(quantity.copies for quantity in self.quantities))
 
     def forward(self, piece: TokenBatch) -> Float[Tensor, "K Q"]:
-        return kept_numbers(self.model, piece, self.names)
+        return kept_numbers(self.model, piece, self.quantities)
 
 
 def _changes(
@@ -138,7 +157,7 @@ def _changes(
 ) -> Float[Tensor, "R K Q"]:
     """Differentiate along each vector, piece by piece."""
     parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
-    changes = torch.zeros(len(vectors), num_tokens, len(module.names), dtype=vectors.rows.dtype)
+    changes = torch.zeros(len(vectors), num_tokens, len(module.quantities), dtype=vectors.rows.dtype)
     for r, vector in enumerate(vectors.rows):
         if not vector.any():
             continue
@@ -146,7 +165,7 @@ def _changes(
         parts = {f"model.{name}": _alone(vector[part]) for name, part in vectors.slices.items()}
         kinds = {name: torch.promote_types(p.dtype, torch.float32) for name, p in parameters.items()}
         tangents = {name: parts[name].view(p.shape).to(p.device, kinds[name]) for name, p in parameters.items()}
-        for places, piece in pieces(micro_batch, 6):
+        for places, piece in pieces(micro_batch, module.copies):
             numbers = partial(_numbers_at, module, piece)
             changes[r, places] = differentiate(numbers, parameters, tangents).to(changes)
     return changes
@@ -164,7 +183,7 @@ def _changes_together(
 ) -> Float[Tensor, "R K Q"]:
     """Do `_changes` in forward mode along several vectors at once."""
     parameters = {f"model.{name}": module.model.get_parameter(name) for name in vectors.slices}
-    changes = torch.zeros(len(vectors), num_tokens, len(module.names), dtype=vectors.rows.dtype)
+    changes = torch.zeros(len(vectors), num_tokens, len(module.quantities), dtype=vectors.rows.dtype)
     active = vectors.rows.any(1).nonzero()[:, 0].cpu()
     for chosen in active.split(TOGETHER):
         rows = vectors.rows[chosen]
@@ -172,7 +191,7 @@ def _changes_together(
             name: rows[:, part].view(len(rows), *parameters[name].shape).to(parameters[name])
             for name, part in ((f"model.{name}", part) for name, part in vectors.slices.items())
         }
-        for places, piece in pieces(max(1, micro_batch // 2), 6 * len(chosen)):
+        for places, piece in pieces(max(1, micro_batch // 2), module.copies * len(chosen)):
             along = partial(_along, partial(_numbers_at, module, piece), parameters)
             changes[chosen[:, None], places] = torch.func.vmap(along)(tangents).to(changes)
     return changes

@@ -3,6 +3,9 @@
 J has a row per kept token of a batch and a column per measured parameter, and is never formed. `vjp` gives wᵀ·J, the
 summed gradient under any token weighting; `jvp` gives J·v, the effect of a step on every token; `gram` gives
 w·J·Jᵀ·wᵀ, the inner products of sums by prompt. Every weighting, interval and optimizer is arithmetic on these.
+
+`of` names another quantity of the same tokens than log π, whose gradients are then the rows: entropy, or a divergence
+from a teacher (`objective.quantities`). Only what is seeded at the logits is another.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -28,14 +30,16 @@ from gradscope.gradients.operator.prompt_parts import PromptParts
 from gradscope.gradients.operator.reverse_mode import add_gradients, differentiable, stream_gradients
 from gradscope.gradients.operator.row_norms import RowNorms
 from gradscope.gradients.operator.sweep import Sweep
+from gradscope.gradients.operator.teachers import settle_quantity, teaching
 from gradscope.gradients.operator.vectors import Vectors, vector_bytes, zero_vectors
 from gradscope.gradients.resources import Resources
 from gradscope.objective import (
+    LOGPROB,
     Quantity,
     TokenStatistics,
     batch_statistics,
+    evaluate_kept,
     fitting_size,
-    kept_logprobs,
     kept_numbers,
     micro_batches,
 )
@@ -171,25 +175,42 @@ class TokenJacobian:
         return out
 
     @normal_tensors()
+    def evaluate(self, of: Quantity | str) -> tuple[Float[Tensor, " K"], Bool[Tensor, " K"]]:
+        """Compute a quantity of every kept token, in nats, and whether a clamp of its loss leaves it no gradient."""
+        of, found = self._settle(of), torch.zeros(self.num_tokens, 2, dtype=torch.float64)
+        with torch.no_grad(), self.frozen(), teaching([of], self.batch.width):
+            for places, piece in self._pieces(self.resources.micro_batch, of.copies):
+                found[places] = evaluate_kept(self.model, piece, of).to(found)
+        value, clamped = self.resources.processes.sum(found).unbind(1)
+        return value, clamped > 0
+
+    @normal_tensors()
     def row_norms(
-        self, tokens: Bool[Tensor, " K"] | None = None, *, scale: Float[Tensor, " P"] | None = None
+        self,
+        tokens: Bool[Tensor, " K"] | None = None,
+        *,
+        scale: Float[Tensor, " P"] | None = None,
+        of: Quantity | str = LOGPROB,
     ) -> RowNorms:
         """Select rows for exact norms: over all parameters, by module, and at every layer's activations.
 
         Args:
             tokens: mask of the tokens to measure, the others get NaN; None: all.
             scale: factor on each entry of a row for `scaled_grad_norm`, such as AdamW's metric.
+            of: the quantity whose gradients are the rows.
 
         Returns:
             An iterable that measures on demand.
 
         Raises:
-            InputError: the model is a bare module, whose blocks are unknown, or the engine cannot measure it.
+            InputError: the model is a bare module, whose blocks are unknown, the engine cannot measure it, or a teacher
+                does not fit.
         """
-        return RowNorms(self, torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens, scale)
+        chosen = torch.ones(self.num_tokens, dtype=torch.bool) if tokens is None else tokens
+        return RowNorms(self, chosen, scale, self._settle(of))
 
     @normal_tensors()
-    def vjp(self, weights: Float[Tensor, "R K"], of: Quantity = "logprob") -> Vectors:
+    def vjp(self, weights: Float[Tensor, "R K"], of: Quantity | str = LOGPROB) -> Vectors:
         """Compute weighted sums of token gradients: row r is Σ_t weights[r, t]·∇ log π_t.
 
         Weights −w_t/num_tokens (Eq. 2) give the gradient of the loss. All rows share one forward pass per micro-batch;
@@ -198,7 +219,7 @@ class TokenJacobian:
 
         Args:
             weights: a row of token weights per vector.
-            of: differentiate each token's log π or its entropy.
+            of: the quantity to differentiate, by default each token's log π.
 
         Returns:
             R vectors as long as the parameters.
@@ -206,23 +227,19 @@ class TokenJacobian:
         Raises:
             InputError: the weights do not have K columns, or the disk has no room for the scratch file.
         """
-        _check_quantities([of])
-        weights = self._check(weights)
+        of, weights = self._settle(of), self._check(weights)
         whole = (len(weights) + 1) * vector_bytes(self.model) <= self.resources.vectors
         sums = Vectors.zeros(self.model, len(weights), None if whole else 0)
 
         def take(row: int, name: str, gradient: Float[Tensor, " p"]) -> None:
             sums.rows[row, sums.slices[name]] += gradient.to(sums.rows)
 
-        with differentiable(self.model, self.batch.width):
-            for places, piece in self._pieces(self._responses_at_once, 4 if of == "logprob" else 6):
+        with differentiable(self.model, self.batch.width), teaching([of], self.batch.width):
+            for places, piece in self._pieces(self._responses_at_once, of.copies):
                 if self._sweep is not None and self._sweep.is_needed(piece):
                     self._sweep.pass_back(piece, weights[:, places], take, of)
                 elif whole:
-                    if of == "logprob":  # in less memory
-                        numbers = kept_logprobs(self.model, piece)
-                    else:
-                        numbers = kept_numbers(self.model, piece, [of])[:, 0]
+                    numbers = kept_numbers(self.model, piece, [of])[:, 0]
                     add_gradients(self.model, numbers, weights[:, places].to(numbers), sums.rows)
                 else:
                     stream_gradients(self.model, piece, weights[:, places], take, of)
@@ -230,10 +247,10 @@ class TokenJacobian:
         return sums
 
     @normal_tensors()
-    def jvp(self, vectors: Vectors, of: Sequence[Quantity] = ("logprob",), *, exact: bool = False) -> Changes:
+    def jvp(self, vectors: Vectors, of: Sequence[Quantity | str] = (LOGPROB,), *, exact: bool = False) -> Changes:
         """Compute the directional derivatives ⟨∇ log π_t, v⟩ of every kept token along each vector v.
 
-        This is the first-order change of log π_t (or of the entropy, or both from the same passes) when the parameters
+        This is the first-order change of log π_t (or of other quantities, all from the same passes) when the parameters
         move by v. Each nonzero vector costs about three forward passes in forward mode. If an operation of the model
         does not support forward mode, a UserWarning says so and central differences are used: 2 to 16 forward passes,
         accurate to about 2e-4 of the root mean square change in float32, unless they route a token to other experts.
@@ -250,18 +267,18 @@ class TokenJacobian:
             InputError: the vectors do not fit the model, it computes below float32, where a tangent would keep only two
                 or three digits, or it does not support forward mode and `exact` is set.
         """
-        _check_quantities(of)
+        of = tuple(map(self._settle, of))
         refuse_narrow_arithmetic(self.model)
         if vectors.rows.shape[1] != (size := zero_vectors(self.model, 0).shape[1]):
             raise InputError(
                 f"vectors have {vectors.rows.shape[1]} entries, the model {size} parameters; give one each"
             )
         settings = self.resources.micro_batch, self._pieces
-        changes, how = changes_along(KeptNumbers(self.model, of), vectors, self.batch, *settings, exact=exact)
+        with teaching(of, self.batch.width):
+            changes, how = changes_along(KeptNumbers(self.model, of), vectors, self.batch, *settings, exact=exact)
         everyone = self.resources.processes.gather([how])
         how = "central differences" if "central differences" in everyone else "forward mode"
-        changes = self.resources.processes.sum(changes)
-        return Changes(how, **{name: changes[..., q] for q, name in enumerate(of)})
+        return Changes(how, of, self.resources.processes.sum(changes))
 
     @normal_tensors()
     def gram(
@@ -308,6 +325,7 @@ class TokenJacobian:
         scale: Float[Tensor, " P"] | AdamWState | None = None,
         folds: int | None = None,
         generator: torch.Generator | None = None,
+        of: Quantity | str = LOGPROB,
     ) -> Contributions:
         """Compute what each token holds of ‖G‖², G = Σ_t w_t·g_t: of its own prompt's part, and of the others'.
 
@@ -325,6 +343,7 @@ class TokenJacobian:
             folds: number of folds for bounds of any grouping; None: no bounds. Eight give bounds about a fifth wider
                 than leaving out every prompt.
             generator: deals the prompts to folds.
+            of: the quantity whose gradient is g_t.
 
         Raises:
             InputError: there is not one finite weight for each token, no such number of folds, or the model does not
@@ -336,7 +355,8 @@ class TokenJacobian:
             raise InputError("weights hold NaN or infinity; give every kept token a finite weight, such as 0")
         if isinstance(scale, AdamWState):
             scale = scale.turn_into_scale(self.model, zero_vectors(self.model, 1)[0])
-        parts = PromptParts(self, weights, self.batch.group_ids if groups is None else groups, scale)
+        groups = self.batch.group_ids if groups is None else groups
+        parts = PromptParts(self, weights, groups, scale, self._settle(of))
         return parts.contribute(folds, generator or torch.Generator().manual_seed(0))
 
     def plan_gram(self, rows: int, *, pairs: Pairs = "all", metric: bool = False, way: Way | None = None) -> SumsPlan:
@@ -394,6 +414,9 @@ class TokenJacobian:
         most = self.resources.micro_batch
         return most if self._sweep is None else self._sweep.most_responses(self.batch.width, most)
 
+    def _settle(self, of: Quantity | str) -> Quantity:
+        return settle_quantity(of, self.policy or self.model, self.batch)
+
     def _check(self, weights: Float[Tensor, "R K"]) -> Float[Tensor, "R K"]:
         if weights.dim() != 2 or weights.shape[1] != self.num_tokens:
             given = " × ".join(str(size) for size in weights.shape)
@@ -428,8 +451,3 @@ class TokenJacobian:
         row, column = piece.response_mask.nonzero().unbind(1)
         start = self.batch.attention_mask[rows].int().argmax(1)
         return self._places[rows[row], start[row] + column]
-
-
-def _check_quantities(of: Sequence[str]) -> None:
-    if unknown := [name for name in of if name not in get_args(Quantity)]:
-        raise InputError(f"of names {unknown[0]!r}; known are {' and '.join(map(repr, get_args(Quantity)))}")

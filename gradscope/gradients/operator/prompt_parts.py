@@ -14,6 +14,7 @@ from gradscope.gradients.engine.results import TOLERANCES
 from gradscope.gradients.operator.contributions import Contributions
 from gradscope.gradients.operator.forward_mode import TANGENTS, TOGETHER
 from gradscope.gradients.operator.vectors import Vectors, vector_bytes
+from gradscope.objective import Quantity
 from gradscope.policy import arithmetic_dtype
 from gradscope.runs import ALONE, SILENT, deal_by_cost, track
 
@@ -35,8 +36,9 @@ class PromptParts:
         weights: Float[Tensor, " K"],
         groups: Int[Tensor, " B"],
         scale: Float[Tensor, " P"] | None,
+        of: Quantity,
     ) -> None:
-        self._jacobian, self._weights, self._groups, self._scale = J, weights, groups, scale
+        self._jacobian, self._weights, self._groups, self._scale, self._of = J, weights, groups, scale, of
         self._live = J.spread(weights).any(1).nonzero()[:, 0]
         """Responses with a weight; the others contribute nothing."""
         mask = J.batch.response_mask
@@ -62,7 +64,7 @@ class PromptParts:
                 for fold, total in zip(chosen, each, strict=True)
             ]
             squares = [self._scale_twice(total) for total in each]
-            changes = J.select(self._live).jvp(sums, exact=True).logprob.double()
+            changes = J.select(self._live).jvp(sums, [self._of], exact=True).values[..., 0].double()
             del sums, each  # before the next ones are made
             by_fold[chosen[:, None], live] = weights[live] * changes
             for fold, square, least in zip(chosen, squares, usual, strict=True):
@@ -100,10 +102,11 @@ class PromptParts:
         self, part: TokenJacobian, places: Int[Tensor, " k"], own: Float[Tensor, " K"], total: Vectors
     ) -> Float[Tensor, "2"]:
         """Add one prompt, whose vector is freed on return; return the sum of `own` over its tokens and ‖D ∘ G_p‖²."""
-        sums = part.vjp(self._weights[places][None])
+        sums = part.vjp(self._weights[places][None], self._of)
         total.rows.add_(sums.rows)
         square = self._scale_twice(sums)
-        own[places] = self._weights[places] * part.jvp(sums, exact=True).logprob[0].double()
+        changes = part.jvp(sums, [self._of], exact=True).values[0, :, 0]
+        own[places] = self._weights[places] * changes.double()
         return own.new_tensor([own[places].sum(), square])
 
     def _places_of(self, rows: Int[Tensor, " b"]) -> Int[Tensor, " k"]:

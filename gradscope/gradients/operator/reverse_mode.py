@@ -14,7 +14,7 @@ from torch.func import functional_call
 from gradscope.gradients.frozen import measuring
 from gradscope.gradients.operator.forward_mode import KeptNumbers
 from gradscope.gradients.operator.vectors import Take
-from gradscope.objective import Quantity
+from gradscope.objective import LOGPROB, Quantity
 from gradscope.policy import flat_slices, float_parameters, is_upcast
 from gradscope.rollouts import TokenBatch
 
@@ -43,7 +43,7 @@ def add_gradients(
 
 
 def stream_gradients(
-    model: nn.Module, piece: TokenBatch, weights: Float[Tensor, "R k"], take: Take, of: Quantity = "logprob"
+    model: nn.Module, piece: TokenBatch, weights: Float[Tensor, "R k"], take: Take, of: Quantity = LOGPROB
 ) -> None:
     """Pass Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens to `take`, one parameter at a time as they are ready.
 

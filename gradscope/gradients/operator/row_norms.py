@@ -12,6 +12,8 @@ from torch import Tensor
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens
+from gradscope.gradients.operator.teachers import teaching
+from gradscope.objective import Quantity
 from gradscope.runs import deal_by_cost
 
 if TYPE_CHECKING:
@@ -25,13 +27,17 @@ class RowNorms:
     Iterating measures this process's share and yields (row of the batch, norms of its kept tokens).
     """
 
-    def __init__(self, J: TokenJacobian, tokens: Bool[Tensor, " K"], scale: Float[Tensor, " P"] | None) -> None:
-        self._jacobian, self._metric = J, None if scale is None else Metric(J.model, scale)
+    def __init__(
+        self, J: TokenJacobian, tokens: Bool[Tensor, " K"], scale: Float[Tensor, " P"] | None, of: Quantity
+    ) -> None:
+        self._jacobian, self._metric, self._of = J, None if scale is None else Metric(J.model, scale), of
         self.sequences: list[SequenceTokens] = []
         """The engine's input for each response."""
         for row, mine in enumerate(tokens.split(J.batch.response_mask.sum(1).tolist())):
-            temperature = float(J.batch.temperature[row])
-            self.sequences.append(SequenceTokens(*J.batch.sequence(row), mine.nonzero()[:, 0], temperature))
+            known = mine.nonzero()[:, 0], float(J.batch.temperature[row])
+            candidates = tuple(values[row][J.batch.response_mask[row]] for values in J.batch.candidates)
+            self.sequences.append(SequenceTokens(*J.batch.sequence(row), *known, candidates))
+        J.meter.use(of, self._metric)
         filled = [row for row, sequence in enumerate(self.sequences) if len(sequence.targets)]
         groups = [[filled[i] for i in group] for group in J.meter.group([self.sequences[row] for row in filled])]
         empty = [[row] for row, sequence in enumerate(self.sequences) if not len(sequence.targets)]
@@ -61,7 +67,7 @@ class RowNorms:
     @contextmanager
     def engine(self) -> Iterator[TokenGradientMeter]:
         """Yield the engine that measures these rows, with the model frozen and the rows' scale in use."""
-        with self._jacobian.frozen():
-            self._jacobian.meter.use_metric(self._metric)
+        with self._jacobian.frozen(), teaching([self._of], self._jacobian.batch.width):
+            self._jacobian.meter.use(self._of, self._metric)
             self._jacobian.meter.progress = self._jacobian.resources.progress
             yield self._jacobian.meter

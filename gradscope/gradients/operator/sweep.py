@@ -23,7 +23,7 @@ from gradscope.gradients.budget.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.engine.recording import BlockCall, block_input, replace_input
 from gradscope.gradients.hooks import first_tensor, replaced_forwards
 from gradscope.gradients.operator.vectors import Take
-from gradscope.objective import Quantity, choosing_places, most_logits, numbers_of
+from gradscope.objective import LOGPROB, Given, Quantity, choosing_places, given_for, make_ready, most_logits
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
 
@@ -42,6 +42,8 @@ class Passed:
     """Indices of the kept tokens' logits among all [b · n]."""
     token_ids: Int[Tensor, " K"]
     temperatures: Float[Tensor, " K"]
+    given: Given = ()
+    """What the quantity is given of each kept token, as `given_for` returns it."""
     hidden: list[Float[Tensor, "b n hidden"] | None] = field(default_factory=list)
     """The input of each block, and the output of the last; None once it is no longer needed."""
     calls: list[BlockCall | None] = field(default_factory=list)
@@ -51,7 +53,8 @@ class Passed:
 
     def only(self, tokens: Int[Tensor, " k"]) -> Passed:
         """Return the same pass for some of the kept tokens."""
-        return replace(self, **{name: getattr(self, name)[tokens] for name in ("places", "token_ids", "temperatures")})
+        chosen = {name: getattr(self, name)[tokens] for name in ("places", "token_ids", "temperatures")}
+        return replace(self, **chosen, given=tuple(values[tokens.to(values.device)] for values in self.given))
 
 
 class _EmbeddedError(Exception):
@@ -86,12 +89,13 @@ class Sweep:
             found[home].append(name)
         return found
 
-    def pass_back(self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take, of: Quantity = "logprob") -> None:
+    def pass_back(self, piece: TokenBatch, weights: Float[Tensor, "R K"], take: Take, of: Quantity = LOGPROB) -> None:
         """Pass Σ_t weights[r, t]·∇ log π_t of a piece's kept tokens to `take`, one block's parameters at a time.
 
         of: the quantity to differentiate.
         """
         passed, segments, deltas = self.record(piece), self.segments(), {}
+        passed.given = given_for(of, piece)
         for row, leaf, numbers, own in self._tails(passed, weights, of):
             (delta,) = self._differentiate(numbers, {row: own.to(numbers)}, [leaf], segments[OUTER], take)[row]
             deltas[row] = deltas[row].add_(delta) if row in deltas else delta
@@ -112,7 +116,7 @@ class Sweep:
     ) -> Iterator[tuple[int, Tensor, Float[Tensor, " k"], Float[Tensor, " k"]]]:
         """Yield (row, hidden states, quantity, weights) for some of a row's own tokens; the head runs on these only."""
         for row, own in enumerate(weights):
-            for kept in own.nonzero()[:, 0].split(most_logits(self.model, 4 if of == "logprob" else 6)):
+            for kept in own.nonzero()[:, 0].split(most_logits(self.model, of.copies)):
                 if len(kept):
                     leaf, numbers = self.run_tail(passed.only(kept.to(self._device)), of)
                     yield row, leaf, numbers, own[kept]
@@ -164,7 +168,7 @@ class Sweep:
         leaf = passed.hidden[index].detach().requires_grad_(True)
         return leaf, passed.calls[index].again(self.blocks[index], leaf.clone())
 
-    def run_tail(self, passed: Passed, of: Quantity = "logprob") -> tuple[Tensor, Float[Tensor, " K"]]:
+    def run_tail(self, passed: Passed, of: Quantity = LOGPROB) -> tuple[Tensor, Float[Tensor, " K"]]:
         """Return (leaf, values): the hidden states after the last block, and the quantity of each kept token."""
         leaf = passed.hidden[-1].detach().requires_grad_(True)
 
@@ -248,11 +252,11 @@ class Sweep:
     def _device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def _numbers(self, passed: Passed, of: Quantity = "logprob") -> Float[Tensor, " K"]:
+    def _numbers(self, passed: Passed, of: Quantity = LOGPROB) -> Float[Tensor, " K"]:
         everything = torch.ones_like(passed.ids)
         with choosing_places(self.model, passed.places):
             logits = self.model(input_ids=passed.ids, attention_mask=everything, use_cache=False).logits.flatten(0, 1)
-        return numbers_of(logits, passed.token_ids, passed.temperatures, (of,))[:, 0]
+        return of.numbers(logits, passed.token_ids, passed.temperatures, make_ready(of, passed.given, logits))
 
 
 def _put_first(output: Any, hidden: Tensor | None) -> Any:

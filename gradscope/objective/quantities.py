@@ -1,0 +1,335 @@
+"""Quantities of a token's distribution that are differentiated: log π of the sampled token, entropy, divergences.
+
+The network below the logits is the same for every quantity F of π = softmax(z), z = logits / T. Only its slope there is
+another. With the pull G_j = ∂F/∂ log π_j,
+
+    ∂F/∂z_j = G_j − π_j Σ_i G_i,          whose sum over j is 0
+
+    log π of o               G_j = 1[j = o]: the slope is e − π
+    entropy H                G_j = −π_j log π_j
+    reverse KL(π‖ν)          G_j = π_j (log π_j − log ν_j)          Σ_o π(o) (log π/ν)(o) (e_o − π) is its slope
+    forward KL(ν‖π)          G_j = −ν_j: the slope is π − ν
+    JSD, 0 < β < 1           G_j = (1−β) π_j log(π_j/m_j),  m = βν + (1−β)π          (Eq. 1, arXiv:2306.13649)
+
+For the likeliest token, whose π may round to 1, the slope is G (1−π) − π Σ_{i≠j} G_i, in which nothing cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from gradscope.errors import InputError
+from gradscope.objective.logprobs import (
+    TokenStatistics,
+    gather_logprobs,
+    normalise,
+    statistics_and_gradient,
+    token_statistics,
+    widen,
+)
+from gradscope.policy import Policy
+
+Number = int | float
+Temperature = Number | Float[Tensor, " k"]
+Given = tuple[Tensor, ...]
+"""What a quantity is given of each token beside the logits: nothing; the teacher's logits [k, N]; or the ids of
+candidates and their log ν, [k, c] each, with −1 and −inf where there is none."""
+Rest = Literal["drop", "tail", "renormalise"]
+INFINITE = 1e30
+"""A divergence beyond this is infinite: log 0 is taken as the least float32, −3e38."""
+LEAST_TAIL = math.log(-math.expm1(-1e-7))
+"""Lower clamp of the tail's log π and log ν, as in TRL."""
+
+
+class Evaluated(NamedTuple):
+    """A quantity of k tokens, detached."""
+
+    value: Float[Tensor, " k"]
+    """In nats, within its range."""
+    slope: Float[Tensor, "k N"]
+    """Its derivative by logits / T."""
+    clamped: Bool[Tensor, " k"]
+    """Whether a clamp leaves no gradient."""
+
+
+@dataclass(frozen=True)
+class Quantity(ABC):
+    """A function of a token's distribution at its temperature."""
+
+    copies: ClassVar[int] = 10
+    """Tensors of the size of the logits that exist at once in a backward pass."""
+    asks_teacher: ClassVar[bool] = False
+    teacher = None  # a field of those that ask for one
+
+    @abstractmethod
+    def evaluate(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> Evaluated:
+        """Compute the quantity and its slope at logits / T, from logits without a graph."""
+
+    def numbers(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> Float[Tensor, " k"]:
+        """Compute the quantity, differentiable once, in forward or reverse mode."""
+        found = self.evaluate(logits.detach(), token_ids, temperature, given)
+        along = (found.slope.div_(_per_row(temperature)) * widen(logits)).sum(-1)
+        return found.value + (along - along.detach())
+
+    def statistics_and_slope(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> tuple[TokenStatistics, Float[Tensor, "k N"]]:
+        """Compute the tokens' statistics and the quantity's slope."""
+        found = token_statistics(logits, token_ids, temperature=temperature)
+        return found, self.evaluate(logits, token_ids, temperature, given).slope
+
+
+@dataclass(frozen=True)
+class LogProb(Quantity):
+    """log π of the sampled token."""
+
+    copies = 4
+
+    def evaluate(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> Evaluated:
+        statistics, slope = self.statistics_and_slope(logits, token_ids, temperature)
+        return Evaluated(statistics.logprob, slope, torch.zeros_like(statistics.logprob, dtype=torch.bool))
+
+    def numbers(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> Float[Tensor, " k"]:
+        return gather_logprobs(logits, token_ids, temperature=temperature)
+
+    def statistics_and_slope(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> tuple[TokenStatistics, Float[Tensor, "k N"]]:
+        return statistics_and_gradient(logits, token_ids, temperature=temperature)
+
+
+@dataclass(frozen=True)
+class Entropy(Quantity):
+    """H = −Σ_j π_j log π_j."""
+
+    copies = 6
+
+    @torch.no_grad()
+    def evaluate(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> Evaluated:
+        logprobs, top = _logprobs(logits, temperature)
+        pulls = logprobs.exp().mul_(_finite(logprobs)).neg_()
+        value = pulls.sum(-1)
+        return Evaluated(value, _slope(pulls, logprobs, top), torch.zeros_like(value, dtype=torch.bool))
+
+
+@dataclass(frozen=True)
+class Divergence(Quantity):
+    """KL or JSD of π and a teacher's ν, over the vocabulary or over candidates S: a loss, whose token weight is −1.
+
+    Both distributions are at the token's temperature, which is therefore the loss's; logged log ν are taken as they
+    are. Without a teacher they come from the batch's `teacher_top_ids` and `teacher_top_logprobs`.
+
+    Raises InputError for a field out of range.
+    """
+
+    beta: Number = 1.0
+    """1: reverse KL, KL(π‖ν); 0: forward KL, KL(ν‖π); between: β KL(ν‖m) + (1−β) KL(π‖m)."""
+    teacher: Policy | nn.Module | None = field(default=None, repr=False)
+    """A model with the policy's vocabulary, run on the same token ids; None: what was logged."""
+    top: int | None = None
+    """Number of candidates; None: the whole vocabulary or, without a teacher, all that were logged."""
+    top_of: Literal["teacher", "policy"] = "teacher"
+    """Whose likeliest tokens are the candidates."""
+    rest: Rest = "drop"
+    """Tokens outside S: dropped from the sum, which may then be negative (verl); one class more, "tail"; or left out of
+    both distributions (TRL without a tail)."""
+    least_logprob: Number | None = None
+    """Lower clamp of log π and log ν by token (verl's `log_prob_min_clamp`); None: none."""
+    least: Number | None = None
+    most: Number | None = None
+    """Range of the value, outside of which a token has no gradient (verl: 0 to `loss_max_clamp`); None: unlimited."""
+    asks_teacher: ClassVar[bool] = True
+
+    @property
+    def teacher_model(self) -> nn.Module:
+        return self.teacher.model if isinstance(self.teacher, Policy) else self.teacher
+
+    def __post_init__(self) -> None:
+        ranges = {"beta": (0, 1), "top": (1, math.inf), "least_logprob": (-math.inf, 0)}
+        for name, (low, high) in ranges.items():
+            value, kind = getattr(self, name), int if name == "top" else int | float
+            if value is not None and not (isinstance(value, kind) and low <= value <= high):
+                raise InputError(f"{name} is {value!r}; give a number from {low:g} to {high:g}")
+        for name, known in (("rest", get_args(Rest)), ("top_of", ("teacher", "policy"))):
+            if (value := getattr(self, name)) not in known:
+                raise InputError(f"{name} is {value!r}; give one of {', '.join(known)}")
+
+    @torch.no_grad()
+    def evaluate(
+        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
+    ) -> Evaluated:
+        ids, teacher = self._candidates(logits, temperature, given)
+        classes = _Classes.of(logits, temperature, ids, beside=self.rest != "renormalise")
+        value, pulls = self._compare(classes, teacher)
+        if not (value.abs() < INFINITE).all():
+            raise InputError(
+                "the divergence is infinite or NaN: one distribution has probability 0 where the other has not; give a "
+                "teacher whose logits are finite"
+            )
+        inside = value if (self.least, self.most) == (None, None) else value.clamp(self.least, self.most)
+        clamped = inside != value
+        if self.least_logprob is not None:
+            clamped |= (pulls == 0).all(-1)
+        return Evaluated(inside, classes.pull(pulls).masked_fill_(clamped[:, None], 0.0), clamped)
+
+    def _candidates(
+        self, logits: Float[Tensor, "k N"], temperature: Temperature, given: Given
+    ) -> tuple[Int[Tensor, "k c"] | None, Float[Tensor, "k d"]]:
+        """Return the candidates (None: all tokens), −1 for none, and log ν of the classes that are compared."""
+        rest = None
+        if self.teacher is None:
+            (ids, known), top = given, min(self.top or given[0].shape[1], given[0].shape[1])
+            known, order = known.double().topk(top)  # the tail keeps the digits that were logged
+            ids = ids.gather(1, order)
+        else:
+            known, _ = _logprobs(given[0], temperature)
+            if self.top is None:
+                return None, known
+            ids = (known if self.top_of == "teacher" else logits).topk(min(self.top, logits.shape[1])).indices
+            known, rest = known.gather(1, ids), known.scatter_(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+        if self.rest == "renormalise":
+            known = known.log_softmax(-1)
+        elif self.rest == "tail":
+            if rest is None:
+                rest = (-known.logsumexp(-1, keepdim=True).expm1()).clamp_(min=0).log_()
+            known = torch.cat([known, rest], 1)
+        return ids, known.to(widen(logits).dtype)
+
+    def _compare(
+        self, classes: _Classes, teacher: Float[Tensor, "k c"]
+    ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k c"]]:
+        """Return the divergence over the first c classes, with these log ν, and its slope at their log π."""
+        own, low = classes.logprobs[:, : teacher.shape[1]], self.least_logprob
+        closed = own.shape == classes.logprobs.shape and low is None  # Σ π over them stays 1, however π changes
+        if classes.ids is not None and self.rest == "tail":
+            low, closed = own.new_full(own.shape[1:], -torch.inf if low is None else low), False
+            low[-1:].clamp_(min=LEAST_TAIL)
+        a, b = (_finite(logprobs if low is None else logprobs.clamp(min=low)) for logprobs in (own, teacher))
+        if self.beta == 0:
+            pulls = b.exp().neg_()
+            value = (pulls * (a - b)).sum(-1)
+        elif self.beta == 1:
+            pulls = (a - b).mul_(a.exp())
+            value = pulls.sum(-1)
+            if not closed:
+                pulls += a.exp()
+        else:
+            middle = torch.logaddexp(b + math.log(self.beta), a + math.log1p(-self.beta))
+            pulls = (a - middle).mul_(a.exp()).mul_(1 - self.beta)
+            value = pulls.sum(-1) + self.beta * (b.exp() * (b - middle)).sum(-1)
+        return value, pulls if low is None else pulls.mul_(own >= low)
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """Classes of tokens under the policy: every token one, or the candidates and, beside them, all other tokens."""
+
+    logprobs: Float[Tensor, "k d"]
+    """log π of each class, −inf for candidates that are none."""
+    top: Int[Tensor, "k 1"]
+    """The likeliest."""
+    ids: Int[Tensor, "k c"] | None = None
+    """The candidates; None: every token is a class."""
+    known: Bool[Tensor, "k c"] | None = None
+    """Whether they are any."""
+    outside: Float[Tensor, "k N"] | None = None
+    """(logits − max) / T, −inf for candidates."""
+
+    @classmethod
+    def of(
+        cls, logits: Float[Tensor, "k N"], temperature: Temperature, ids: Int[Tensor, "k c"] | None, *, beside: bool
+    ) -> _Classes:
+        """Sort the tokens into classes. ids: of candidates, −1 for none. beside: whether other tokens have a class."""
+        if ids is None:
+            return cls(*_logprobs(logits, temperature))
+        known = ids >= 0
+        ids = torch.where(known, ids, ids[:, :1])  # the first again, which changes nothing
+        shifted, *_ = normalise(logits, temperature)
+        classes = shifted.gather(1, ids).masked_fill_(~known, -torch.inf)
+        outside = shifted.scatter_(1, ids, -torch.inf)
+        if beside:
+            classes = torch.cat([classes, outside.logsumexp(-1, keepdim=True)], 1)
+        return cls(*_logprobs(classes, 1.0), ids, known, outside)
+
+    def pull(self, pulls: Float[Tensor, "k c"]) -> Float[Tensor, "k N"]:
+        """Return the slope at every token's logit / T that these slopes at the first classes' log π make."""
+        missing = self.logprobs.shape[1] - pulls.shape[1]
+        slope = _slope(nn.functional.pad(pulls, (0, missing)) if missing else pulls, self.logprobs, self.top)
+        if self.ids is None:
+            return slope
+        candidates = self.ids.shape[1]
+        own = torch.where(self.known, slope[:, :candidates], slope[:, :1])
+        if slope.shape[1] == candidates:
+            return torch.zeros_like(self.outside).scatter_(1, self.ids, own)
+        shares = self.outside.softmax(-1).nan_to_num_(0.0)  # NaN if all tokens are candidates
+        return shares.mul_(slope[:, -1:]).scatter_(1, self.ids, own)
+
+
+def _per_row(values: Temperature) -> Temperature:
+    return values[:, None] if isinstance(values, Tensor) else values
+
+
+def _logprobs(
+    logits: Float[Tensor, "k N"], temperature: Temperature
+) -> tuple[Float[Tensor, "k N"], Int[Tensor, "k 1"]]:
+    """Return log π of every token, and the likeliest."""
+    shifted, largest, _, normaliser = normalise(logits, temperature)
+    return shifted.sub_(normaliser[:, None]), largest[:, None]
+
+
+def _finite(logprobs: Float[Tensor, "k c"]) -> Float[Tensor, "k c"]:
+    """Return log π with a finite floor, by which a term of an impossible token is 0 · finite = 0."""
+    return logprobs.clamp(min=torch.finfo(logprobs.dtype).min)
+
+
+def _slope(
+    pulls: Float[Tensor, "k c"], logprobs: Float[Tensor, "k c"], top: Int[Tensor, "k 1"]
+) -> Float[Tensor, "k c"]:
+    """Return G − π Σ G, without cancellation at the likeliest class; overwrites the pulls."""
+    probs = logprobs.exp()
+    own, likeliest = pulls.gather(1, top), probs.gather(1, top)
+    probs.scatter_(1, top, 0.0)
+    others, improbable = pulls.scatter_(1, top, 0.0).sum(-1, keepdim=True), probs.sum(-1, keepdim=True)
+    return pulls.sub_(probs.mul_(own + others)).scatter_(1, top, own * improbable - likeliest * others)
+
+
+QUANTITIES: Mapping[str, Quantity] = {
+    "logprob": LogProb(),
+    "entropy": Entropy(),
+    "reverse-kl": Divergence(1.0),
+    "forward-kl": Divergence(0.0),
+    "jsd": Divergence(0.5),
+}
+"""Name → quantity; the divergences are from the logged candidates."""
+LOGPROB = QUANTITIES["logprob"]
+
+
+def make_quantity(of: Quantity | str) -> Quantity:
+    """Return the quantity of this name, or the quantity itself. Raises InputError for an unknown name.
+
+    >>> make_quantity("jsd")
+    Divergence(beta=0.5, top=None, top_of='teacher', rest='drop', least_logprob=None, least=None, most=None)
+    """
+    if isinstance(of, Quantity):
+        return of
+    if of not in QUANTITIES:
+        raise InputError(f"of names {of!r}; known are {', '.join(map(repr, QUANTITIES))}, or give a Quantity")
+    return QUANTITIES[of]
