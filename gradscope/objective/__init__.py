@@ -47,7 +47,7 @@ from gradscope.objective.loss import (
     weigh_step,
 )
 from gradscope.objective.off_policy import describe_off_policyness, off_policy_sentence, off_policyness
-from gradscope.objective.quantities import LOGPROB, Divergence, Given, Quantity, make_quantity
+from gradscope.objective.quantities import LOGPROB, Divergence, Given, Outputs, Quantity, make_quantity
 from gradscope.objective.shared_prompts import can_pack
 from gradscope.objective.step_rule import ORDERS, StepRule
 from gradscope.objective.updater import StepResult, StepTokens, Update, Updater, clip_scale, split_steps
@@ -55,7 +55,7 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings",
+    "COMPARED", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings", "Outputs",
     "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update",
     "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights", "can_pack", "check_weighting",
     "choosing_places", "clip_scale", "describe_off_policyness", "evaluate_kept", "fill_unknown", "finish",

@@ -27,7 +27,7 @@ from gradscope.objective.logprobs import (
     token_statistics,
     trained_logprobs,
 )
-from gradscope.objective.quantities import Given, Quantity
+from gradscope.objective.quantities import Given, Outputs, Quantity
 from gradscope.objective.shared_prompts import attending, can_pack, packed_inputs, packing_for
 from gradscope.policy import without_cudnn_attention
 from gradscope.rollouts import TokenBatch
@@ -90,7 +90,7 @@ def kept_numbers(model: nn.Module, piece: TokenBatch, quantities: Sequence[Quant
 
     def compute(logits: Float[Tensor, "k N"], ids: Tensor, at: Tensor, *given: Tensor) -> Float[Tensor, "k Q"]:
         own = (make_ready(q, given[a:b], logits) for q, (a, b) in zip(quantities, pairwise(ends), strict=True))
-        return torch.stack([q.numbers(logits, ids, at, g) for q, g in zip(quantities, own, strict=True)], -1)
+        return torch.stack([q.numbers(Outputs(logits, ids, at, g)) for q, g in zip(quantities, own, strict=True)], -1)
 
     copies = max(quantity.copies for quantity in quantities)
     return _compute_kept(model, piece, compute, copies=copies, given=[tensor for own in given for tensor in own])
@@ -100,8 +100,8 @@ def evaluate_kept(model: nn.Module, piece: TokenBatch, quantity: Quantity) -> Fl
     """Compute a quantity of every kept token, and 1 where a clamp leaves it no gradient, else 0."""
 
     def compute(logits: Float[Tensor, "k N"], ids: Tensor, at: Tensor, *given: Tensor) -> Float[Tensor, "k 2"]:
-        found = quantity.evaluate(logits, ids, at, make_ready(quantity, given, logits))
-        return torch.stack([found.value, found.clamped.to(found.value)], -1)
+        value, _, clamped = quantity.evaluate(Outputs(logits, ids, at, make_ready(quantity, given, logits)))
+        return torch.stack([value, torch.zeros_like(value) if clamped is None else clamped.to(value)], -1)
 
     return _compute_kept(model, piece, compute, copies=quantity.copies, given=given_for(quantity, piece))
 

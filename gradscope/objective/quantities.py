@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
@@ -38,7 +38,6 @@ from gradscope.objective.logprobs import (
 from gradscope.policy import Policy
 
 Number = int | float
-Temperature = Number | Float[Tensor, " k"]
 Given = tuple[Tensor, ...]
 """What a quantity is given of each token beside the logits: nothing; the teacher's logits [k, N]; or the ids of
 candidates and their log ν, [k, c] each, with −1 and −inf where there is none."""
@@ -49,6 +48,21 @@ LEAST_TAIL = math.log(-math.expm1(-1e-7))
 """Lower clamp of the tail's log π and log ν, as in TRL."""
 
 
+@dataclass(frozen=True)
+class Outputs:
+    """What a network returns for k sampled tokens."""
+
+    logits: Float[Tensor, "k N"]
+    token_ids: Int[Tensor, " k"]
+    temperature: Number | Float[Tensor, " k"]
+    given: Given = ()
+
+    def __getitem__(self, few: slice) -> Outputs:
+        """Return the same for some of the tokens."""
+        at = self.temperature[few] if isinstance(self.temperature, Tensor) else self.temperature
+        return Outputs(self.logits[few], self.token_ids[few], at, tuple(values[few] for values in self.given))
+
+
 class Evaluated(NamedTuple):
     """A quantity of k tokens, detached."""
 
@@ -56,11 +70,10 @@ class Evaluated(NamedTuple):
     """In nats, within its range."""
     slope: Float[Tensor, "k N"]
     """Its derivative by logits / T."""
-    clamped: Bool[Tensor, " k"]
-    """Whether a clamp leaves no gradient."""
+    clamped: Bool[Tensor, " k"] | None = None
+    """Whether a clamp leaves no gradient; None: none does."""
 
 
-@dataclass(frozen=True)
 class Quantity(ABC):
     """A function of a token's distribution at its temperature."""
 
@@ -70,25 +83,19 @@ class Quantity(ABC):
     teacher = None  # a field of those that ask for one
 
     @abstractmethod
-    def evaluate(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> Evaluated:
-        """Compute the quantity and its slope at logits / T, from logits without a graph."""
+    def evaluate(self, outputs: Outputs) -> Evaluated:
+        """Compute the quantity and its slope at logits / T, without a graph."""
 
-    def numbers(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> Float[Tensor, " k"]:
+    def numbers(self, outputs: Outputs) -> Float[Tensor, " k"]:
         """Compute the quantity, differentiable once, in forward or reverse mode."""
-        found = self.evaluate(logits.detach(), token_ids, temperature, given)
-        along = (found.slope.div_(_per_row(temperature)) * widen(logits)).sum(-1)
+        found, at = self.evaluate(replace(outputs, logits=outputs.logits.detach())), outputs.temperature
+        along = (found.slope.div_(at[:, None]) * widen(outputs.logits)).sum(-1)
         return found.value + (along - along.detach())
 
-    def statistics_and_slope(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> tuple[TokenStatistics, Float[Tensor, "k N"]]:
+    def statistics_and_slope(self, outputs: Outputs) -> tuple[TokenStatistics, Float[Tensor, "k N"]]:
         """Compute the tokens' statistics and the quantity's slope."""
-        found = token_statistics(logits, token_ids, temperature=temperature)
-        return found, self.evaluate(logits, token_ids, temperature, given).slope
+        found = token_statistics(outputs.logits, outputs.token_ids, temperature=outputs.temperature)
+        return found, self.evaluate(outputs).slope
 
 
 @dataclass(frozen=True)
@@ -97,21 +104,15 @@ class LogProb(Quantity):
 
     copies = 4
 
-    def evaluate(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> Evaluated:
-        statistics, slope = self.statistics_and_slope(logits, token_ids, temperature)
-        return Evaluated(statistics.logprob, slope, torch.zeros_like(statistics.logprob, dtype=torch.bool))
+    def evaluate(self, outputs: Outputs) -> Evaluated:
+        statistics, slope = self.statistics_and_slope(outputs)
+        return Evaluated(statistics.logprob, slope)
 
-    def numbers(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> Float[Tensor, " k"]:
-        return gather_logprobs(logits, token_ids, temperature=temperature)
+    def numbers(self, outputs: Outputs) -> Float[Tensor, " k"]:
+        return gather_logprobs(outputs.logits, outputs.token_ids, temperature=outputs.temperature)
 
-    def statistics_and_slope(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> tuple[TokenStatistics, Float[Tensor, "k N"]]:
-        return statistics_and_gradient(logits, token_ids, temperature=temperature)
+    def statistics_and_slope(self, outputs: Outputs) -> tuple[TokenStatistics, Float[Tensor, "k N"]]:
+        return statistics_and_gradient(outputs.logits, outputs.token_ids, temperature=outputs.temperature)
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,10 @@ class Entropy(Quantity):
     copies = 6
 
     @torch.no_grad()
-    def evaluate(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> Evaluated:
-        logprobs, top = _logprobs(logits, temperature)
+    def evaluate(self, outputs: Outputs) -> Evaluated:
+        logprobs, top = _logprobs(outputs.logits, outputs.temperature)
         pulls = logprobs.exp().mul_(_finite(logprobs)).neg_()
-        value = pulls.sum(-1)
-        return Evaluated(value, _slope(pulls, logprobs, top), torch.zeros_like(value, dtype=torch.bool))
+        return Evaluated(pulls.sum(-1), _slope(pulls, logprobs, top))
 
 
 @dataclass(frozen=True)
@@ -173,11 +171,9 @@ class Divergence(Quantity):
                 raise InputError(f"{name} is {value!r}; give one of {', '.join(known)}")
 
     @torch.no_grad()
-    def evaluate(
-        self, logits: Float[Tensor, "k N"], token_ids: Int[Tensor, " k"], temperature: Temperature, given: Given = ()
-    ) -> Evaluated:
-        ids, teacher = self._candidates(logits, temperature, given)
-        classes = _Classes.of(logits, temperature, ids, beside=self.rest != "renormalise")
+    def evaluate(self, outputs: Outputs) -> Evaluated:
+        ids, teacher = self._candidates(outputs)
+        classes = _Classes.of(outputs, ids, beside=self.rest != "renormalise")
         value, pulls = self._compare(classes, teacher)
         if not (value.abs() < INFINITE).all():
             raise InputError(
@@ -190,28 +186,25 @@ class Divergence(Quantity):
             clamped |= (pulls == 0).all(-1)
         return Evaluated(inside, classes.pull(pulls).masked_fill_(clamped[:, None], 0.0), clamped)
 
-    def _candidates(
-        self, logits: Float[Tensor, "k N"], temperature: Temperature, given: Given
-    ) -> tuple[Int[Tensor, "k c"] | None, Float[Tensor, "k d"]]:
+    def _candidates(self, outputs: Outputs) -> tuple[Int[Tensor, "k c"] | None, Float[Tensor, "k d"]]:
         """Return the candidates (None: all tokens), −1 for none, and log ν of the classes that are compared."""
-        rest = None
         if self.teacher is None:
-            (ids, known), top = given, min(self.top or given[0].shape[1], given[0].shape[1])
-            known, order = known.double().topk(top)  # the tail keeps the digits that were logged
+            ids, known = outputs.given
+            known, order = known.double().topk(min(self.top or known.shape[1], known.shape[1]))
             ids = ids.gather(1, order)
+            rest = (-known.logsumexp(-1, keepdim=True).expm1()).clamp_(min=0).log_()  # the digits that were logged
         else:
-            known, _ = _logprobs(given[0], temperature)
+            known, _ = _logprobs(outputs.given[0], outputs.temperature)
             if self.top is None:
                 return None, known
-            ids = (known if self.top_of == "teacher" else logits).topk(min(self.top, logits.shape[1])).indices
+            whose = known if self.top_of == "teacher" else outputs.logits
+            ids = whose.topk(min(self.top, known.shape[1])).indices
             known, rest = known.gather(1, ids), known.scatter_(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
         if self.rest == "renormalise":
             known = known.log_softmax(-1)
         elif self.rest == "tail":
-            if rest is None:
-                rest = (-known.logsumexp(-1, keepdim=True).expm1()).clamp_(min=0).log_()
             known = torch.cat([known, rest], 1)
-        return ids, known.to(widen(logits).dtype)
+        return ids, known.to(widen(outputs.logits).dtype)
 
     def _compare(
         self, classes: _Classes, teacher: Float[Tensor, "k c"]
@@ -254,15 +247,13 @@ class _Classes:
     """(logits − max) / T, −inf for candidates."""
 
     @classmethod
-    def of(
-        cls, logits: Float[Tensor, "k N"], temperature: Temperature, ids: Int[Tensor, "k c"] | None, *, beside: bool
-    ) -> _Classes:
+    def of(cls, outputs: Outputs, ids: Int[Tensor, "k c"] | None, *, beside: bool) -> _Classes:
         """Sort the tokens into classes. ids: of candidates, −1 for none. beside: whether other tokens have a class."""
         if ids is None:
-            return cls(*_logprobs(logits, temperature))
+            return cls(*_logprobs(outputs.logits, outputs.temperature))
         known = ids >= 0
         ids = torch.where(known, ids, ids[:, :1])  # the first again, which changes nothing
-        shifted, *_ = normalise(logits, temperature)
+        shifted, *_ = normalise(outputs.logits, outputs.temperature)
         classes = shifted.gather(1, ids).masked_fill_(~known, -torch.inf)
         outside = shifted.scatter_(1, ids, -torch.inf)
         if beside:
@@ -283,12 +274,8 @@ class _Classes:
         return shares.mul_(slope[:, -1:]).scatter_(1, self.ids, own)
 
 
-def _per_row(values: Temperature) -> Temperature:
-    return values[:, None] if isinstance(values, Tensor) else values
-
-
 def _logprobs(
-    logits: Float[Tensor, "k N"], temperature: Temperature
+    logits: Float[Tensor, "k N"], temperature: Number | Float[Tensor, " k"]
 ) -> tuple[Float[Tensor, "k N"], Int[Tensor, "k 1"]]:
     """Return log π of every token, and the likeliest."""
     shifted, largest, _, normaliser = normalise(logits, temperature)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from gradscope.errors import InputError
-from gradscope.objective import Divergence, make_quantity
+from gradscope.objective import Divergence, Outputs, make_quantity
 
 N, TOKENS = 13, 7
 CLOSE = {"rtol": 1e-11, "atol": 1e-13}
@@ -52,7 +52,7 @@ def test_a_divergence_over_the_vocabulary_has_autograds_value_and_slope(beta):
     logits, teacher, ids, at = draw()
     known = (teacher / at[:, None]).log_softmax(-1)
     wanted = differentiate(lambda own, t: generalised_jsd(own, known[t], beta), logits, at)
-    found = Divergence(beta, MODEL).evaluate(logits, ids, at, (teacher,))
+    found = Divergence(beta, MODEL).evaluate(Outputs(logits, ids, at, (teacher,)))
     for ours, theirs in zip(found, wanted, strict=False):
         torch.testing.assert_close(ours, theirs, **CLOSE)
     assert not found.clamped.any() and found.slope.sum(1).abs().max() < 1e-15
@@ -73,7 +73,7 @@ def test_the_slopes_of_kls_entropy_and_log_pi_have_their_closed_forms():
     for name, (value, slope) in wanted.items():
         quantity = make_quantity(name)
         quantity = Divergence(quantity.beta, MODEL) if quantity.asks_teacher else quantity
-        found = quantity.evaluate(logits, ids, at, (teacher,) if quantity.asks_teacher else ())
+        found = quantity.evaluate(Outputs(logits, ids, at, (teacher,) if quantity.asks_teacher else ()))
         torch.testing.assert_close(found.value, value, **CLOSE)
         torch.testing.assert_close(found.slope, slope, **CLOSE)
     # The sampled estimator's expected gradient is the reverse KL's: E_v [log π/ν (v) (e_v − π)].
@@ -102,7 +102,7 @@ def test_a_divergence_over_candidates_has_autograds_value_and_slope(source, beta
         quantity = Divergence(beta, rest=rest)
     else:
         given, quantity = (teacher,), Divergence(beta, MODEL, top, source, rest)
-    found = quantity.evaluate(logits, ids, at, given)
+    found = quantity.evaluate(Outputs(logits, ids, at, given))
     torch.testing.assert_close(found.value, value, **CLOSE)
     torch.testing.assert_close(found.slope, slope, **CLOSE)
 
@@ -111,8 +111,8 @@ def test_fewer_candidates_than_were_logged_are_the_likeliest_of_them():
     logits, teacher, ids, at = draw(3)
     known = (teacher / at[:, None]).log_softmax(-1)
     order = torch.stack([torch.randperm(N, generator=torch.Generator().manual_seed(t)) for t in range(TOKENS)])
-    some = Divergence(0, top=3).evaluate(logits, ids, at, (order, known.gather(1, order)))
-    model = Divergence(0, MODEL, top=3).evaluate(logits, ids, at, (teacher,))
+    some = Divergence(0, top=3).evaluate(Outputs(logits, ids, at, (order, known.gather(1, order))))
+    model = Divergence(0, MODEL, top=3).evaluate(Outputs(logits, ids, at, (teacher,)))
     torch.testing.assert_close(some.slope, model.slope, **CLOSE)
 
 
@@ -131,11 +131,11 @@ def test_clamps_of_log_probabilities_and_of_the_loss_are_differentiated_and_coun
 
     value, slope = differentiate(loss, logits, at)
     quantity = Divergence(beta, MODEL, top, least_logprob=low, least=least, most=most)
-    found = quantity.evaluate(logits, ids, at, (teacher,))
+    found = quantity.evaluate(Outputs(logits, ids, at, (teacher,)))
     torch.testing.assert_close(found.value, value, **CLOSE)
     torch.testing.assert_close(found.slope, slope, **CLOSE)
     assert torch.equal(found.clamped, (slope == 0).all(1)) and 0 < found.clamped.sum() < TOKENS
-    unclamped = Divergence(beta, MODEL, top, least_logprob=low).evaluate(logits, ids, at, (teacher,))
+    unclamped = Divergence(beta, MODEL, top, least_logprob=low).evaluate(Outputs(logits, ids, at, (teacher,)))
     assert top is None or bool(unclamped.clamped[0])
 
 
@@ -148,9 +148,9 @@ def test_slopes_in_float32_keep_their_digits_where_pi_rounds_to_1(name):
     quantity = {"entropy": make_quantity("entropy"), "top": Divergence(1, MODEL, 4, rest="tail")}.get(name)
     quantity = quantity or Divergence(make_quantity(name).beta, MODEL)
     given = (teacher.float(),) if quantity.asks_teacher else ()
-    found = quantity.evaluate(logits.float(), ids, at.float(), given).slope.double()
+    found = quantity.evaluate(Outputs(logits.float(), ids, at.float(), given)).slope.double()
     logits, at = logits.float().double(), at.float().double()
-    exact = quantity.evaluate(logits, ids, at, tuple(values.double() for values in given)).slope
+    exact = quantity.evaluate(Outputs(logits, ids, at, tuple(values.double() for values in given))).slope
     assert exact.norm(dim=1).max() < 1e-4 and exact.norm(dim=1).min() < 1e-10
     # A logit of 30 over T of .5 is rounded by 60 · 2⁻²⁴ and so is each log π; errors of the terms add.
     assert ((found - exact).norm(dim=1) / exact.norm(dim=1)).max() < 1e-4
@@ -162,12 +162,12 @@ def test_numbers_have_the_slope_as_their_derivative_in_both_modes(mode):
     quantities = {"entropy": (), Divergence(0.3, MODEL): (teacher,), Divergence(1, MODEL, 3): (teacher,), "logprob": ()}
     for of, given in quantities.items():
         quantity = make_quantity(of)
-        found = quantity.evaluate(logits, ids, at, given)
+        found = quantity.evaluate(Outputs(logits, ids, at, given))
         wanted = found.slope / at[:, None]
         direction = torch.randn(2, *logits.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
 
         def numbers(logits, quantity=quantity, given=given):
-            return quantity.numbers(logits, ids, at, given)
+            return quantity.numbers(Outputs(logits, ids, at, given))
 
         def along(tangent, numbers=numbers):
             return torch.func.jvp(numbers, (logits,), (tangent,))[1]
@@ -188,15 +188,15 @@ def test_impossible_tokens_add_nothing_and_an_infinite_divergence_is_refused():
     logits[:, 2] = teacher[:, 2] = -math.inf
     rest = [0, 1, *range(3, N)]
     for beta in (0, 0.5, 1):
-        found = Divergence(beta, MODEL).evaluate(logits, ids, at, (teacher,))
-        wanted = Divergence(beta, MODEL).evaluate(logits[:, rest], ids, at, (teacher[:, rest],))
+        found = Divergence(beta, MODEL).evaluate(Outputs(logits, ids, at, (teacher,)))
+        wanted = Divergence(beta, MODEL).evaluate(Outputs(logits[:, rest], ids, at, (teacher[:, rest],)))
         torch.testing.assert_close(found.value, wanted.value, **CLOSE)
         torch.testing.assert_close(found.slope[:, rest], wanted.slope, **CLOSE)
         assert (found.slope[:, 2] == 0).all()
     teacher[:, 3] = -math.inf
     with pytest.raises(InputError):
-        Divergence(1, MODEL).evaluate(logits, ids, at, (teacher,))
-    Divergence(0, MODEL).evaluate(logits, ids, at, (teacher,))
+        Divergence(1, MODEL).evaluate(Outputs(logits, ids, at, (teacher,)))
+    Divergence(0, MODEL).evaluate(Outputs(logits, ids, at, (teacher,)))
 
 
 @pytest.mark.parametrize(

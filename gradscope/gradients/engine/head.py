@@ -16,6 +16,7 @@ from gradscope.gradients.engine.stack import Stack
 from gradscope.objective import (
     LOGPROB,
     Given,
+    Outputs,
     Quantity,
     TokenStatistics,
     choosing_places,
@@ -103,10 +104,9 @@ class Head:
         beside = [*zip(*(values.split(self.rows) for values in beside), strict=True)] or [()] * len(parts)
         for part, states, own in zip(parts, hidden, beside, strict=True):
             logits = logits_at(self.model, prefix, part - 1) if states is None else finish(self.model, states)
-            given = make_ready(self.of, own, logits)
+            outputs = Outputs(logits, ids[part], temperature, make_ready(self.of, own, logits))
             for few in parts_at_once(logits):
-                own = tuple(values[few] for values in given)
-                found, errors = self.of.statistics_and_slope(logits[few], ids[part][few], temperature, own)
+                found, errors = self.of.statistics_and_slope(outputs[few])
                 statistics.append(found)
                 norms.append(_norms(*unit_errors(errors)))
         return join_statistics(statistics), torch.cat(norms)
@@ -137,10 +137,10 @@ class Head:
         places = sequences * stack.ids.shape[1] + positions
         candidates = tuple(values[part] for values in stack.candidates)
         given = make_ready(self.of, given_at(self.of, stack.ids, places, candidates), logits)
+        outputs = Outputs(logits, token_ids, temperature, given)
         seeds, found, sizes, norms = torch.empty_like(logits, requires_grad=False), [], [], []
         for few in parts_at_once(logits):
-            own = (token_ids[few], temperature[few], tuple(values[few] for values in given))
-            statistics, errors = self.of.statistics_and_slope(logits[few], *own)
+            statistics, errors = self.of.statistics_and_slope(outputs[few])
             unit, size = unit_errors(errors)
             found.append(statistics)
             sizes.append(size)

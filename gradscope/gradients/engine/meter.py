@@ -32,7 +32,7 @@ from gradscope.gradients.engine.products import PRODUCTS, Precision, measure_spe
 from gradscope.gradients.engine.recording import Cut, Recorder, find_cut
 from gradscope.gradients.engine.results import TokenGradients
 from gradscope.gradients.engine.stack import SequenceTokens, Stack, targets_before
-from gradscope.objective import LOGPROB, Given, Quantity, TokenStatistics, given_at, make_ready
+from gradscope.objective import LOGPROB, Given, Outputs, Quantity, TokenStatistics, given_at, make_ready
 from gradscope.policy import Policy, arithmetic_dtype
 from gradscope.runs import SILENT, Progress
 
@@ -303,8 +303,8 @@ class TokenGradientMeter:
                 each = logits.unbind()
             candidates = tuple(values[picks.cpu()] for values in sequence.candidates)
             given = given_at(self.of, ids[None, : targets[-1]], targets - 1, candidates)
-            found = self.of.evaluate(logits.detach(), ids[targets], temperature, make_ready(self.of, given, logits))
-            seeds = unit_errors(found.slope)[0] / temperature
+            outputs = Outputs(logits.detach(), ids[targets], temperature, make_ready(self.of, given, logits))
+            seeds = unit_errors(self.of.evaluate(outputs).slope)[0] / temperature
             square: dict[str, Tensor] = defaultdict(lambda: seeds.new_zeros(len(picks)))
             for k in range(len(picks) if logits.requires_grad else 0):  # This prefix may not use these parameters.
                 gradients = torch.autograd.grad(

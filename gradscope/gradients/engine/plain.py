@@ -22,7 +22,7 @@ from gradscope.gradients.budget.graph_memory import recomputing
 from gradscope.gradients.engine.metric import Metric
 from gradscope.gradients.engine.recording import block_input
 from gradscope.gradients.hooks import first_tensor
-from gradscope.objective import LOGPROB, Given, Quantity, given_at, make_ready
+from gradscope.objective import LOGPROB, Given, Outputs, Quantity, given_at, make_ready
 from gradscope.policy import float_parameters, takes
 
 PART = 1 << 24
@@ -89,7 +89,8 @@ def measure_plainly(
         for k, own in enumerate(each):
             norms.clear()
             given = make_ready(of, tuple(values[k : k + 1] for values in beside), own)
-            (seed,) = of.evaluate(own.detach()[None], ids[targets[k : k + 1]], temperature, given).slope / temperature
+            (seed,) = of.evaluate(Outputs(own.detach()[None], ids[targets[k : k + 1]], temperature, given)).slope
+            seed = seed / temperature
             # A seed with largest entry 1: squares would underflow as π → 1.
             size = seed.abs().max()
             size = torch.where(size > 0, size, 1.0)

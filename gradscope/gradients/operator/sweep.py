@@ -23,7 +23,7 @@ from gradscope.gradients.budget.graph_memory import graph_bytes, graph_room
 from gradscope.gradients.engine.recording import BlockCall, block_input, replace_input
 from gradscope.gradients.hooks import first_tensor, replaced_forwards
 from gradscope.gradients.operator.vectors import Take
-from gradscope.objective import LOGPROB, Given, Quantity, choosing_places, given_for, make_ready, most_logits
+from gradscope.objective import LOGPROB, Given, Outputs, Quantity, choosing_places, given_for, make_ready, most_logits
 from gradscope.policy import float_parameters
 from gradscope.rollouts import TokenBatch
 
@@ -256,7 +256,8 @@ class Sweep:
         everything = torch.ones_like(passed.ids)
         with choosing_places(self.model, passed.places):
             logits = self.model(input_ids=passed.ids, attention_mask=everything, use_cache=False).logits.flatten(0, 1)
-        return of.numbers(logits, passed.token_ids, passed.temperatures, make_ready(of, passed.given, logits))
+        given = make_ready(of, passed.given, logits)
+        return of.numbers(Outputs(logits, passed.token_ids, passed.temperatures, given))
 
 
 def _put_first(output: Any, hidden: Tensor | None) -> Any:
