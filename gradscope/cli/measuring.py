@@ -42,6 +42,7 @@ from gradscope.gradients import (
     plan_batch,
     plan_sums,
     prepare_measurement,
+    score_by_teacher,
     settle_batch,
     settle_minutes,
 )
@@ -58,12 +59,13 @@ from gradscope.policy import (
     join_launch,
     optimizer_hash,
     outline_policy,
+    policy_hashes,
     read_adamw_state,
     read_state,
 )
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import READER, Dump, TokenBatch, read_checkpoint_dump, rollouts_hash
-from gradscope.runs import Processes, RunFolder, launched
+from gradscope.runs import ALONE, Processes, RunFolder, launched
 from gradscope.updates import StepSettings, read_moments, state_step
 
 OF_STEPS = ("step", "other-step", "pooled")
@@ -121,6 +123,9 @@ class MeasuringFlags(ReadingFlags):
     gradient_memory: MemoryFlag = None
     """Bytes for summed gradients (by interval and prompt, or by weighting). Beyond these, they are sketched, with a
     stated error, which the confidence intervals of diagnose include."""
+    teacher: str | None = None
+    """The teacher of a distillation: a checkpoint with the policy's tokenizer. It is run on the same tokens for their
+    log ν, in place of the log's."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -155,12 +160,13 @@ class MeasuringFlags(ReadingFlags):
             state = self._read_metric(model, policy, settings)
         # Free memory differs by process and moment: fix it once for all.
         resources = resources.settle(policy.device)
+        dump, teacher = self._ask_teacher(policy, dump, device, processes)
         with processes.together():
             sums = self.plan_sums(policy, settle_batch(settings, dump.batch), resources.vectors, settings.loss)
             following = Afterwards() if sums is None else self.follow_table(policy, sums, processes)
             known = {"optimizer_state": state, "resources": resources, "watch": watch, "following": following}
             measurement = prepare_measurement(policy, dump.batch, settings, **known, tell=print)
-            log, folder = rollouts_hash(rollouts), self._folder(out, policy, dump, measurement.settings)
+            log, folder = rollouts_hash(rollouts), self._folder(out, policy, dump, measurement.settings, teacher)
             if processes.is_main:
                 if not self.overwrite:
                     refuse_reread(folder, dump, log)
@@ -168,7 +174,7 @@ class MeasuringFlags(ReadingFlags):
                 print_notes(dump.remarks)
                 if dump.loss is not None and self.loss_flags:
                     print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
-        facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log)}
+        facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log), "teacher": self.teacher}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         hooks = Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
@@ -219,10 +225,27 @@ class MeasuringFlags(ReadingFlags):
         how = {"temperature": self.settings.temperature, "prompts": FEWEST if self.own else 0, **self.reading}
         return read_checkpoint_dump(rollouts, policy, checkpoint_step(model), **how)
 
-    def _folder(self, out: Path, policy: Policy, dump: Dump, settings: MeasureSettings) -> RunFolder:
+    def _ask_teacher(
+        self, policy: Policy, dump: Dump, device: str | None, processes: Processes
+    ) -> tuple[Dump, dict[str, Any]]:
+        """Return the rollouts with a teacher's log ν, and what tells it from others for the run's key."""
+        if self.teacher is None:
+            return dump, {}
+        with processes.together():
+            loading = {"device": device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+            teacher = load_quietly(self.teacher, loading)
+            if (known := policy_hashes(teacher)) == policy_hashes(policy):
+                raise InputError("the teacher is the policy itself, and teaches nothing; give another checkpoint")
+        with command_progress().stage("asking the teacher"):
+            return replace(dump, batch=score_by_teacher(policy, teacher, dump.batch, processes)), known
+
+    def _folder(
+        self, out: Path, policy: Policy, dump: Dump, settings: MeasureSettings, teacher: dict[str, Any]
+    ) -> RunFolder:
         # Not the log's hash, since the log may have grown by later steps.
-        known = self.reading | dump.batch.key() | ({} if settings.metric is None else self.of_steps(policy))
-        return measure_folder(out, policy, settings, known)
+        batch = replace(dump.batch, teacher_logprobs=None) if teacher else dump.batch
+        known = self.reading | batch.key() | ({} if settings.metric is None else self.of_steps(policy))
+        return measure_folder(out, policy, settings, known | ({"teacher": teacher} if teacher else {}))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -252,6 +275,8 @@ class PlannedFlags(MeasuringFlags):
             policy = outline_policy(find_whole(model, self.base), **known)
             device = torch.device(find_device(self.device))
         dump = self._read(model, rollouts, policy)
+        if self.flops is None:
+            dump, _ = self._ask_teacher(policy, dump, self.device, ALONE)
         print_notes([note for note in dump.notes if note.kind in OF_STEPS])
         settings = self._settle(policy, device.type if self.flops is None else "cuda", dump)
         dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))
