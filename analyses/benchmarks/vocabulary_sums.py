@@ -39,9 +39,9 @@ TOP = 20
 @dataclass(frozen=True)
 class Options:
     sizes: tuple[str, ...] = ("S", "M", "V")
-    lengths: tuple[int, ...] = (128, 256)
-    rounds: int = 5
-    responses: int = 8
+    lengths: tuple[int, ...] = (128,)
+    rounds: int = 3
+    responses: int = 2
     out: Path | None = None
     """CSV to write."""
 
