@@ -174,7 +174,8 @@ class MeasuringFlags(ReadingFlags):
                 print_notes(dump.remarks)
                 if dump.loss is not None and self.loss_flags:
                     print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
-        facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log), "teacher": self.teacher}
+        facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log)}
+        facts |= {} if self.teacher is None else {"teacher": self.teacher}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         hooks = Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)

@@ -196,7 +196,7 @@ class Divergence(Quantity):
         else:
             known, _ = _logprobs(outputs.given[0], outputs.temperature)
             if self.top is None:
-                return None, known
+                return None, known.to(widen(outputs.logits).dtype)
             whose = known if self.top_of == "teacher" else outputs.logits
             ids = whose.topk(min(self.top, known.shape[1])).indices
             known, rest = known.gather(1, ids), known.scatter_(1, ids, -torch.inf).logsumexp(-1, keepdim=True)

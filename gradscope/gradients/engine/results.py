@@ -13,7 +13,8 @@ from gradscope.objective import TokenStatistics
 
 @dataclass(frozen=True)
 class TokenGradients:
-    """Unweighted L2 norms of ∇ log π for m response tokens of one sequence; NaN where not requested."""
+    """Unweighted L2 norms of ∇ log π, or of another quantity's gradient, for m response tokens of one sequence; NaN
+    where not requested."""
 
     statistics: TokenStatistics
     """log π, log(1−π) and entropy at the temperature, [m] each."""

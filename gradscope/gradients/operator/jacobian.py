@@ -85,6 +85,8 @@ class TokenJacobian:
         self.resources = (resources or Resources()).settle(self.device)
         self._statistics = None if statistics is None else (statistics, weights_version(self.model))
         self._precision = precision
+        self._settled: list[Quantity] = []
+        """Quantities that fit the model and the batch."""
         if batch.num_tokens == 0:
             raise InputError(
                 "response_mask keeps no token, so there is no gradient; give responses with sampled tokens"
@@ -385,7 +387,7 @@ class TokenJacobian:
 
     def _share_structure(self, some: TokenJacobian) -> TokenJacobian:
         """Give another Jacobian of the same model what is known of its structure."""
-        some._sweep = self._sweep
+        some._sweep, some._settled = self._sweep, self._settled
         if "meter" in vars(self):  # it was made
             some.meter = self.meter
         return some
@@ -415,7 +417,11 @@ class TokenJacobian:
         return most if self._sweep is None else self._sweep.most_responses(self.batch.width, most)
 
     def _settle(self, of: Quantity | str) -> Quantity:
-        return settle_quantity(of, self.policy or self.model, self.batch)
+        """Return the quantity, whose teacher is looked at once."""
+        if not any(of is known for known in self._settled):
+            of = settle_quantity(of, self.policy or self.model, self.batch)
+            self._settled.append(of)
+        return of
 
     def _check(self, weights: Float[Tensor, "R K"]) -> Float[Tensor, "R K"]:
         if weights.dim() != 2 or weights.shape[1] != self.num_tokens:
