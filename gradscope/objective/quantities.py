@@ -40,7 +40,7 @@ from gradscope.policy import Policy
 Number = int | float
 Given = tuple[Tensor, ...]
 """What a quantity is given of each token beside the logits: nothing; the teacher's logits [k, N]; or the ids of
-candidates and their log ν, [k, c] each, with −1 and −inf where there is none."""
+candidates and their log ν, [k, c] each, with −inf where there is none."""
 Rest = Literal["drop", "tail", "renormalise"]
 INFINITE = 1e30
 """A divergence beyond this is infinite: log 0 is taken as the least float32, −3e38."""
@@ -191,7 +191,7 @@ class Divergence(Quantity):
         if self.teacher is None:
             ids, known = outputs.given
             known, order = known.double().topk(min(self.top or known.shape[1], known.shape[1]))
-            ids = ids.gather(1, order)
+            ids = ids.gather(1, order).masked_fill(known == -torch.inf, -1)
             rest = (-known.logsumexp(-1, keepdim=True).expm1()).clamp_(min=0).log_()  # the digits that were logged
         else:
             known, _ = _logprobs(outputs.given[0], outputs.temperature)

@@ -90,7 +90,7 @@ class TokenBatch:
     teacher_logprobs: Float[Tensor, "B S"] | None = None
     """log ν in nats, under the teacher of a distillation."""
     teacher_top_ids: Int[Tensor, "B S c"] | None = None
-    """Ids of the tokens whose log ν was logged at each position, in any order, each once; −1 for none."""
+    """Ids of the tokens whose log ν was logged at each position, in any order, each once; any for none."""
     teacher_top_logprobs: Float[Tensor, "B S c"] | None = None
     """Their log ν in nats; −inf for none."""
     steps: Int[Tensor, " B"] | None = None
