@@ -31,6 +31,8 @@ _DECIDED_HERE = frozenset(
 """Arguments of `apply_chat_template` that control the output format rather than the content."""
 DATE = "strftime_now"
 """The function by which a chat template puts in today's date, and the template's argument that replaces it: a date."""
+GENERATION = re.compile(r"\{%-?\s*generation\b")
+"""What marks the assistant's tokens in a chat template."""
 _DATE_MACRO = (
     "{% macro strftime_now(format) %}{{ dates_by_format[format] if format in dates_by_format else "
     "raise_exception('strftime_now of a format that is written nowhere in the template') }}{% endmacro %}{{ '' }}"
@@ -148,39 +150,70 @@ class Policy:
         BOS appears only once, even if the string was templated and already begins with it. chat_template_kwargs:
         arguments of the template, overriding the policy's.
         """
-        tokenizer = self._need_tokenizer()
+        self._need_tokenizer()
         check_prompt(prompt)
         if isinstance(prompt, str):
             ids = self._encode(prompt)
             doubled = any(ids[:many] == ids[many : 2 * many] for many in (1, 2))
             ids = _begin_once(ids, self._encode(prompt, add_special_tokens=False)) if doubled else ids
             return self._within_vocabulary(ids, prompt)
+        prefilled = prompt[-1]["role"] == "assistant"
+        opening = {"add_generation_prompt": not prefilled, "continue_final_message": prefilled}
+        ids = self._render(prompt, opening | self._template_arguments(chat_template_kwargs))
+        return self._within_vocabulary(list(ids), prompt)
+
+    def encode_whole(
+        self,
+        text: str | list[dict[str, Any]],
+        *,
+        opened: bool = False,
+        assistant: bool = False,
+        tools: list[Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> tuple[list[int], list[int] | None]:
+        """Encode a text or a chat as trainers on given text do: a string as the tokenizer does, a chat by its template.
+
+        opened: open the chat for an answer. assistant: also return a mask of the assistant's tokens, by the template's
+        generation marks. tools: for the template. chat_template_kwargs: override the policy's.
+        """
+        if isinstance(text, str):
+            _check_text(text, "the text")
+            return self._within_vocabulary(self._encode(text), text), None
+        check_prompt(text)
+        told = {"add_generation_prompt": opened} | self._template_arguments(chat_template_kwargs)
+        told |= {"tools": tools} if tools else {}
+        if not assistant:
+            return self._within_vocabulary(list(self._render(text, told)), text), None
+        if not any(GENERATION.search(own) for own in _template_texts(self.tokenizer)):
+            raise InputError(
+                "the chat template does not mark the assistant's tokens ({% generation %}), so which are trained is "
+                "unknown; give the tokenizer the template that was trained with"
+            )
+        found = self._render(text, told | {"return_dict": True, "return_assistant_tokens_mask": True})
+        return self._within_vocabulary(list(found["input_ids"]), text), found["assistant_masks"]
+
+    def _template_arguments(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Return the arguments of the chat template, the given ones overriding the policy's."""
+        told, tokenizer = {**(self.chat_template_kwargs or {}), **(given or {})}, self._need_tokenizer()
         if not has_template(tokenizer):
             raise InputError(
                 "the prompt is a chat, but the tokenizer has no chat template; give the prompt as a string"
             )
-        prefilled = prompt[-1]["role"] == "assistant"
-        told = {**(self.chat_template_kwargs or {}), **(chat_template_kwargs or {})}
         check_template_kwargs(tokenizer, told)
+        return told
+
+    def _render(self, chat: list[dict[str, Any]], told: dict[str, Any]) -> Any:
+        """Return the ids that the chat template makes of a chat; with return_dict, under `input_ids`."""
+        tokenizer = self._need_tokenizer()
         try:
             if isinstance(told.get(DATE), str):
                 told |= _replace_date(tokenizer.get_chat_template(), told.pop(DATE))
-            ids = list(
-                tokenizer.apply_chat_template(
-                    prompt,
-                    tokenize=True,
-                    return_dict=False,
-                    add_generation_prompt=not prefilled,
-                    continue_final_message=prefilled,
-                    **told,
-                )
-            )
+            return tokenizer.apply_chat_template(chat, tokenize=True, **{"return_dict": False} | told)
         except Exception as error:  # a template is third-party code and may raise anything
             raise InputError(
                 f"the tokenizer's chat template raised {type(error).__name__} ({first_line(error)}) on the chat "
-                f"{str(prompt)[:60]!r}; correct the chat, or give the prompt as a string"
+                f"{str(chat)[:60]!r}; correct the chat, or give the prompt as a string"
             ) from error
-        return self._within_vocabulary(ids, prompt)
 
     def encode_response(self, response: str) -> list[int]:
         """Encode a response's text without special tokens; no EOS is added.

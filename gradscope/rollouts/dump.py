@@ -36,6 +36,7 @@ from gradscope.rollouts.formats.text import doubts_of, opening_of, others_in, sp
 from gradscope.rollouts.formats.values import (
     Unfit,
     check_sizes,
+    encode_row,
     parse_ids,
     parse_mask,
     parse_response,
@@ -147,7 +148,7 @@ def make_dump(
     Of a trainer's rows, notes report everything unknown; of native ones, only the temperature. Without group ids,
     identical prompts form a group; a group belongs to a single step. others: steps of files whose rows are not given.
     """
-    is_dump = form.name != "native"
+    is_dump, is_sampled = form.name != "native", form.loss is None
     reading = _Reading(policy, options, form, Passes(others))
     for row in rows:
         reading.take(row)
@@ -155,8 +156,8 @@ def make_dump(
     batch, holes = _count_unknown(replace(collate(reading.responses), **reading.group_moments()))
     assumed = {
         FROM_REWARDS: is_dump and batch.advantages is None and batch.rewards is not None,
-        ON_POLICY: is_dump and batch.old_logprobs is None,
-        NO_TEMPERATURE: not reading.has("temperature"),
+        ON_POLICY: is_dump and is_sampled and batch.old_logprobs is None,
+        NO_TEMPERATURE: is_sampled and not reading.has("temperature"),
     }
     said = [note for note in notes if not reading.is_ids or note not in (RETOKENISED, NO_SPECIAL_TOKENS)]
     said += [*(note for note, holds in assumed.items() if holds), *holes, *reading.notes()]
@@ -221,8 +222,9 @@ class _Reading:
         if row.left_out is not None:
             self._leave_out(row, row.left_out, visit)
             return
-        if row.loss not in self.losses:
-            self.losses.append(row.loss)
+        loss = self._form.loss if row.loss is None else row.loss
+        if loss not in self.losses:
+            self.losses.append(loss)
         try:
             self._parse(row, visit)
         except Unfit as error:
@@ -232,6 +234,9 @@ class _Reading:
 
     def _parse(self, row: Row, visit: Visit) -> None:
         """Add the row's response."""
+        if row.encode is not None:
+            row = encode_row(row, self._policy, self._options)
+            self._templated += isinstance(row.columns.get("prompt"), list)
         prompt_ids, response_ids, remarks = parse_ids(row, self._policy, self._options)
         texts = [None if f"{part}_ids" in row.columns else row.columns[part] for part in ("prompt", "response")]
         self._templated += isinstance(texts[0], list)
@@ -387,7 +392,7 @@ class _Reading:
             told.append(Note(f"{words}{self._options.temperature:g}, which is used", "other-temperature"))
         if self.losses and self.losses[0] is not None:
             words = ", ".join(f"{name} {show(value)}" for name, value in self.losses[0].items())
-            told.append(Note(f"the log records the training loss: {words}", "loss"))
+            told.append(Note(f"{self._form.whose_loss(self.losses[0])}: {words}", "loss"))
         told += [Note(words, "left-out") for words in self._left_out_notes()]
         if not self._unknown:
             return told

@@ -18,11 +18,13 @@ from gradscope.runs import (
     file_hash,
     parquet_metadata,
     parse_json,
+    read_arrow,
+    read_json,
     read_lines,
     read_parquet,
 )
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".pt", ".pkl", *PACKED)
+SUFFIXES = (".jsonl", ".json", ".parquet", ".arrow", ".pt", ".pkl", *PACKED)
 """Suffixes of rollout files; .json is read as .jsonl, and .jsonl.zst and .jsonl.gz are decompressed."""
 
 IN_FOLDERS = (".jsonl", ".parquet", ".pt", ".pkl", *PACKED)
@@ -71,6 +73,8 @@ def list_files(path: Path) -> list[Path]:
         return [path]
     if not os.path.isdir(path):
         raise InputError(f"{path} does not exist; give a file of rollouts, or a folder of rollout files")
+    if saved := _saved_dataset(path):
+        return saved
     for patterns in _patterns(path):
         found = {file for pattern in patterns for file in path.glob(pattern)}
         files = [f for f in found if f.is_file() and (f.suffix in IN_FOLDERS or f.match(EPISODE)) and f.name[0] != "."]
@@ -81,6 +85,20 @@ def list_files(path: Path) -> list[Path]:
     raise InputError(
         f"{path} is a folder without {', '.join(IN_FOLDERS)} files; give the folder that holds the rollouts"
     )
+
+
+def _saved_dataset(path: Path) -> list[Path]:
+    """Return the files of a dataset that `datasets` saved in this folder, of its split `train` if it has several."""
+    if (splits := read_json(path / "dataset_dict.json")) is not None:
+        path = path / "train"
+        if not path.is_dir():
+            raise InputError(f"{path} does not exist; give the folder of one split ({show(splits.get('splits'))})")
+    told = (read_json(path / "state.json") or {}).get("_data_files")
+    names = [file.get("filename") for file in told if isinstance(file, dict)] if isinstance(told, list) else []
+    files = [path / Path(name).name for name in names if isinstance(name, str)]
+    if missing := [file for file in files if not file.is_file()]:
+        raise InputError(f"{missing[0]} does not exist, and {path / 'state.json'} names it; give the whole folder")
+    return files
 
 
 def _patterns(path: Path) -> Iterator[tuple[str, ...]]:
@@ -143,6 +161,8 @@ def read_records(
         records = (Record(path, place, columns) for place, columns in read(path))
     elif path.suffix == ".parquet":
         records = (Record(path, f"{path}, row {index}", row) for index, row in enumerate(read_parquet(path)))
+    elif path.suffix == ".arrow":
+        records = (Record(path, f"{path}, row {index}", row) for index, row in enumerate(read_arrow(path)))
     else:
         records = _read_whole(path) if _is_indented(path) else _read_jsonl(path)
     loss = read_loss(path)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
@@ -32,15 +33,16 @@ from gradscope.rollouts.formats.skyrl import SKYRL
 from gradscope.rollouts.formats.slime import SLIME
 from gradscope.rollouts.formats.torchtitan import TORCHTITAN
 from gradscope.rollouts.formats.trl import TRL
+from gradscope.rollouts.formats.trl_datasets import TRL_KTO, TRL_PREFERENCE, TRL_SFT
 from gradscope.rollouts.formats.verl import VERL
 from gradscope.rollouts.restarts import Passes
-from gradscope.runs import parquet_values, run_file
+from gradscope.runs import parquet_values, parse_json, run_file
 
 READERS: dict[str, Format] = {
     form.name: form
     for form in (
         *(NATIVE, TRL, VERL, PRIME_RL, PRIME_RL_TRACES, NEMO_RL, OPEN_INSTRUCT, SLIME, MS_SWIFT, ROLL, VERIFIERS),
-        *(VERIFIERS_GRAPH, SKYRL, TORCHTITAN, AREAL, RLLM, RL_LOGGING_BOARD),
+        *(VERIFIERS_GRAPH, SKYRL, TORCHTITAN, AREAL, RLLM, RL_LOGGING_BOARD, TRL_PREFERENCE, TRL_KTO, TRL_SFT),
     )
 }
 """Reader of each format, by name."""
@@ -261,15 +263,35 @@ def _pool(dump: Dump, earlier: list[int], prompts: int, read: Callable[[list[int
 
 
 def find_reader(name: str) -> Format:
-    """Return the format of that name, or the user's own, FILE.py:NAME."""
+    """Return the format of that name, maybe with settings, NAME:key=value,…; or the user's own, FILE.py:NAME."""
     file, colon, own = name.rpartition(":")
     form = getattr(run_file(Path(file), "format"), own, None) if colon and file.endswith(".py") else READERS.get(name)
+    plain, _, given = name.partition(":")
+    if given and (made := READERS.get(plain)) is not None and made.make is not None:
+        return made.make(**_parse_settings(plain, given, made.settings))
     if not isinstance(form, Format):
         raise InputError(
             f"rollout format {name!r} is not known; use one of {', '.join(sorted(READERS))}, or path/to/file.py:NAME, "
             "with NAME a gradscope.rollouts.Format of that file"
         )
     return form
+
+
+def _parse_settings(name: str, given: str, kind: type) -> dict[str, Any]:
+    """Parse key=value,… into settings of this dataclass, each of the type of its default."""
+    defaults, found = {own.name: own.default for own in fields(kind)}, {}
+    for part in given.split(","):
+        key, _, word = part.partition("=")
+        sort = {bool: bool, str: str}.get(type(defaults.get(key)), int | None)
+        try:
+            value = word if sort is str else None if word == "none" else parse_json(word)
+        except ValueError:
+            value = ""
+        if key not in defaults or not isinstance(value, sort) or (sort is not bool and isinstance(value, bool)):
+            known = ", ".join(f"{own}={str(value).lower()}" for own, value in defaults.items())
+            raise InputError(f"--format {name}:{given}: {part!r} is no setting; give some of {known}")
+        found[key] = value
+    return found
 
 
 def _open(path: Path, name: str | None) -> tuple[Format, dict[Path, int | None], int]:
@@ -358,7 +380,8 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
         count = len(names & NATIVE.places)
         if names & IDS or not any(form.places & TEXT or len(names & form.places) > count for form in fitting):
             fitting.append(formats["native"])
-    fitting = fitting or [form for form in formats.values() if any(own <= names for own in form.beside)]
+    beside = (form for form in formats.values() if any(own <= names for own in form.beside) and not names & form.unlike)
+    fitting = fitting or [*islice(beside, 1)]
     if len(fitting) > 1:
         raise InputError(
             f"{record.place}: it has all columns of {' and of '.join(form.name for form in fitting)}; give --format, "
@@ -366,9 +389,9 @@ def recognise(record: Record, formats: Mapping[str, Format]) -> Format:
         )
     if fitting:
         return fitting[0]
-    common = {form.name: len(names & form.places) for form in formats.values()}
+    common = {form.name: len(names & form.places) for form in formats.values() if form.needs}
     common["native"] = count_columns(names)
-    nearest = max(formats.values(), key=lambda form: (common[form.name], form.name == "native"))
+    nearest = max((formats[name] for name in common), key=lambda form: (common[form.name], form.name == "native"))
     if nearest.name == "native" and common["native"]:
         return nearest
     given = ", ".join(name[:40] for name in sorted(names)[:12]) or "none"

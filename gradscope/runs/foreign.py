@@ -86,6 +86,23 @@ def read_parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[d
         raise InputError(f"{path} cannot be read as parquet ({first_line(error)}); write it again") from error
 
 
+def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an Arrow file, a stream as `datasets` writes it or a file, with plain lists and None."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(path)) as source:
+            is_file = source.read(6) == b"ARROW1"
+            source.seek(0)
+            reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
+            many = range(reader.num_record_batches) if is_file else ()
+            for batch in (reader.get_batch(place) for place in many) if is_file else reader:
+                for start in range(0, len(batch), 8):
+                    yield from batch.slice(start, 8).to_pylist()
+    except (*BROKEN_FILE, pa.ArrowException) as error:
+        raise InputError(f"{path} cannot be read as Arrow ({first_line(error)}); write it again") from error
+
+
 def parquet_metadata(path: Path) -> dict[bytes, bytes]:
     """Return the metadata of a parquet file's schema; empty if it cannot be read (reading it will raise)."""
     import pyarrow as pa

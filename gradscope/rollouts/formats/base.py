@@ -107,6 +107,9 @@ class Row:
     """Length of the response according to the log; a remark reports a different length of the text."""
     path: Path | None = None
     """Its file."""
+    encode: Callable[[Policy, dict[str, Any]], dict[str, Any]] | None = None
+    """Returns further columns, given the chat template's arguments, for a row whose ids are made of prompt and response
+    together; "remarks", if among them, are further remarks."""
 
     def label(self, name: str) -> str:
         """Return the column's name in the file."""
@@ -158,6 +161,14 @@ class Format:
     """Notes that apply to every log of this format."""
     is_finished: Callable[[Path], bool] = lambda path: True
     """Returns whether the trainer has finished writing a file."""
+    loss: Mapping[str, Any] | None = None
+    """Settings of the loss that such data is for, which counts where neither a file nor the user names one."""
+    unlike: frozenset[str] = frozenset()
+    """Columns that tell another kind of file: a record that has one is not told by `beside`."""
+    settings: type | None = None
+    """Dataclass of settings that the user may give: `--format NAME:key=value,…`."""
+    make: Callable[..., Format] | None = None
+    """Makes the format with such settings."""
     first_step: int = 1
     """Number in the log of the step sampled by checkpoint 0; checkpoint n sampled step n + first_step. 0 if steps count
     from 0 and checkpoints are numbered by completed steps, 1 if both are numbered alike."""
@@ -169,6 +180,12 @@ class Format:
     def places(self) -> frozenset[str]:
         """Names of all columns, at the top of a record."""
         return frozenset(column.place.split(".")[0] for column in self.columns)
+
+    def whose_loss(self, loss: Mapping[str, Any]) -> str:
+        """Say whose these settings of the loss are: the file's, or those that such data is for."""
+        if loss is not self.loss:
+            return "the log records the training loss"
+        return f"the loss is taken to be the one that a dataset of {self.name} is for (--weighting names another)"
 
     @property
     def needs(self) -> frozenset[str]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import datetime
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,7 @@ NUMBERS = (
     *("pair", "chosen"),
 )
 """Columns with a number per response that has no rule of its own."""
+Encoded = TypeVar("Encoded")
 LARGEST_ID = 2**31
 """No vocabulary has an id this large."""
 MISSING = "they have no prompt or no response"
@@ -75,6 +78,15 @@ def parse_ids(row: Row, policy: Policy | None, options: ReadingOptions) -> tuple
     return prompt, _in_place(row, policy.encode_response, whole), remarks + ((CUT,) if whole != response else ())
 
 
+def encode_row(row: Row, policy: Policy | None, options: ReadingOptions) -> Row:
+    """Return a row with the columns that `Row.encode` makes."""
+    if policy is None:
+        raise InputError(f"{row.place}: the row is text; give the policy too, or `prompt_ids` and `response_ids`")
+    told, remarks = encode_dated(row, policy, options, partial(row.encode, policy))
+    remarks = (*row.remarks, *told.pop("remarks", ()), *remarks)
+    return replace(row, columns=row.columns | told, remarks=remarks, encode=None)
+
+
 def check_sizes(row: Row, prompt_ids: list[int], response_ids: list[int], policy: Policy | None) -> None:
     """Raise InputError for an empty prompt, and Unfit for a row longer than the policy's context."""
     if not prompt_ids:
@@ -105,23 +117,31 @@ def _check_ids(row: Row, name: str, policy: Policy | None) -> list[int]:
 
 def _encode_prompt(row: Row, policy: Policy, options: ReadingOptions) -> tuple[list[int], tuple[str, ...]]:
     """Return a prompt's ids, and a remark if its template put in a date: that of the log's file unless one is given."""
+    prompt = row.columns["prompt"]
+    return encode_dated(row, policy, options, lambda told: policy.encode_prompt(prompt, chat_template_kwargs=told))
+
+
+def encode_dated(
+    row: Row, policy: Policy, options: ReadingOptions, encode: Callable[[dict[str, Any]], Encoded]
+) -> tuple[Encoded, tuple[str, ...]]:
+    """Return what the template makes of a row, and a remark if it put in a date: the log's file's unless one is given.
+
+    encode: takes the template's arguments.
+    """
     told = {**_template_kwargs(row), **(options.chat_template_kwargs or {})}
 
-    def encode(**date: str) -> list[int]:
-        told_all = told | date
-        return _in_place(
-            row, lambda prompt: policy.encode_prompt(prompt, chat_template_kwargs=told_all), row.columns["prompt"]
-        )
+    def at(**date: str) -> Encoded:
+        return _in_place(row, encode, told | date)
 
     if not policy.puts_in_date or row.path is None or Policy.DATE in {**(policy.chat_template_kwargs or {}), **told}:
-        return encode(), ()
+        return at(), ()
     written = datetime.fromtimestamp(row.path.stat().st_mtime)
-    ids = encode(**{Policy.DATE: written.isoformat()})
-    put_in = ids != encode(**{Policy.DATE: ANOTHER_DATE})
-    return ids, (DATED.format(f"{written:%Y-%m-%d}"),) if put_in else ()
+    found = at(**{Policy.DATE: written.isoformat()})
+    put_in = found != at(**{Policy.DATE: ANOTHER_DATE})
+    return found, (DATED.format(f"{written:%Y-%m-%d}"),) if put_in else ()
 
 
-def _in_place(row: Row, encode: Callable[[Any], list[int]], text: Any) -> list[int]:
+def _in_place(row: Row, encode: Callable[[Any], Encoded], text: Any) -> Encoded:
     """Encode text; an error names the row."""
     try:
         return encode(text)
