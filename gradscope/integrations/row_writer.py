@@ -37,8 +37,8 @@ Part = Mapping[str, Any]
 OPTIONAL = ("reward", "group", "process", "micro_batch")
 """Columns with a value per response, [B]."""
 PER_TOKEN = (
-    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "sampler_correction", "trainer_logprobs"),
-    "trainer_advantages",
+    *("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs", "sampler_correction"),
+    *("trainer_logprobs", "trainer_advantages"),
 )
 """Columns per token, [B, C], or [B, 1] for whole responses."""
 WAITING = 4

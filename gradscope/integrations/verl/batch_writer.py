@@ -40,9 +40,15 @@ VARIABLES = (FOLDER, EVERY, TEXT, SPIKE, SPIKES)
 """Environment variables."""
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """verl's kl_loss_type → the estimator of the KL penalty. Any name with a + behind it has the gradient of k2."""
+ESTIMATED = ESTIMATORS | {"abs": "abs"}
+"""verl's distillation_loss.loss_mode → the estimator of OPD, for losses on sampled tokens."""
+LARGEST_K3, DUAL = 10.0, 3.0
+"""Bound that verl puts on k3, and its dual clip of a distillation, which has no setting."""
 CANNOT_SAY = "which rows of rollouts cannot express"
 IMAGES = "multi_modal_inputs"
-FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], "uid")
+TEACHER = "teacher_logprobs"
+"""verl's tensor [B, P + R, 1], about the next token each."""
+FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], TEACHER, "uid")
 """Fields read from the store of the default trainer's batches."""
 
 
@@ -52,6 +58,7 @@ def verl_loss(config: Any) -> LossSettings:
     Raises InputError for a loss that rows cannot express, naming the setting.
     """
     actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
+    weighting = _distillation(config)
     mode, correction = policy.get("loss_mode", "vanilla"), config.algorithm.get("rollout_correction", None)
     bypass = bool(correction and correction.get("bypass_mode", False))
     if bypass or mode == "bypass_mode":
@@ -64,8 +71,6 @@ def verl_loss(config: Any) -> LossSettings:
             raise InputError(f"{found}, {CANNOT_SAY}; leave out that setting or the writer")
     if actor.get("entropy_coeff", 0):
         raise InputError(f"actor.entropy_coeff is {actor.entropy_coeff}, a bonus {CANNOT_SAY}; set it to 0")
-    if (config.get("distillation", None) or {}).get("enabled", False):
-        raise InputError(f"distillation.enabled is true, a loss {CANNOT_SAY}; switch one of the two off")
     kind = actor.kl_loss_type if actor.use_kl_loss else "low_var_kl"
     if (estimator := "k2" if kind.endswith("+") else ESTIMATORS.get(kind)) is None:
         raise InputError(f"actor.kl_loss_type is {kind}, {CANNOT_SAY}; use one of {', '.join(ESTIMATORS)}")
@@ -81,9 +86,43 @@ def verl_loss(config: Any) -> LossSettings:
     low, high = (actor.clip_ratio if value is None else value for value in (low, high))
     kl_coef = actor.kl_loss_coef if actor.use_kl_loss else 0.0
     dual, alpha = actor.get("clip_ratio_c", 3.0), policy.get("reweight_alpha", None)
-    settings = LossSettings(low, high, dual, kl_coef, alpha, kl_estimator=estimator)
+    settings = LossSettings(low, high, dual, kl_coef, alpha, kl_estimator=estimator, weighting=weighting)
     settings.check()
     return settings
+
+
+def _distillation(config: Any) -> str | None:
+    """Return the weighting of a distillation on sampled tokens; None without one.
+
+    Raises InputError for another distillation, and for factors that verl multiplies it by.
+    """
+    known = config.get("distillation", None) or {}
+    if not known.get("enabled", False):
+        return None
+    loss = known["distillation_loss"]
+    name, mode = "distillation.distillation_loss.loss_mode", loss.get("loss_mode", "k3")
+    if (estimator := ESTIMATED.get(mode)) is None:
+        raise InputError(
+            f"{name} is {mode}, no loss on sampled tokens, {CANNOT_SAY}; use one of {', '.join(ESTIMATED)}"
+        )
+    told = {"estimator": estimator, "policy_gradient": int(loss.use_policy_gradient)}
+    clamp = math.inf if loss.get("loss_max_clamp", None) is None else loss.loss_max_clamp
+    told["clamp"] = min(clamp, LARGEST_K3) if estimator == "k3" else clamp
+    if loss.use_policy_gradient:
+        correction = config.algorithm.get("rollout_correction", None)
+        if correction and correction.get("rollout_is", None) is not None:
+            raise InputError(
+                f"algorithm.rollout_correction.rollout_is is {correction.rollout_is}, a factor of the distillation "
+                f"{CANNOT_SAY}; leave it out, or set distillation.distillation_loss.use_policy_gradient to false"
+            )
+        told |= {
+            "eps_low": loss.clip_ratio_low,
+            "eps_high": loss.clip_ratio_high,
+            "dual": loss.get("clip_ratio_c", 3.0),
+        }
+    if loss.use_task_rewards:
+        told |= {"coef": loss.distillation_loss_coef, "reward": "term"}
+    return "opd:" + ",".join(f"{name}={value}" for name, value in told.items() if value != math.inf)
 
 
 def _check_bypass(correction: Any) -> None:
@@ -305,6 +344,8 @@ def _from_padded(data: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray]
     mask = to_array(tensors["attention_mask"])
     part = {"prompt_ids": to_array(tensors["prompts"]), "response_ids": to_array(tensors["responses"])}
     part |= {"prompt_mask": mask[:, :width], "response_seen": mask[:, width:]}
+    if TEACHER in tensors:
+        part["teacher_logprobs"] = to_array(tensors[TEACHER][:, width - 1 : -1, 0])
     if "uid" in data.non_tensor_batch:
         part["group"] = data.non_tensor_batch["uid"].astype(str)
     return {name: tensors[name] for name in (*COLUMNS, *SCORES) if name in tensors}, part, slice(None)
@@ -322,6 +363,11 @@ def _from_store(batch: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray]
         mask = "prompt_mask" if own == "prompts" else "response_seen"
         part[mask] = np.arange(part[name].shape[1]) < lengths[:, None]
     part["group"] = groups
+    if (teacher := tensors.pop(TEACHER, None)) is not None:
+        part["teacher_logprobs"] = np.zeros(part["response_ids"].shape, np.float32)
+        for row, own in enumerate(teacher.unbind()):
+            start, count = (int(part[name][row].sum()) for name in ("prompt_mask", "response_seen"))
+            part["teacher_logprobs"][row, :count] = to_array(own[start - 1 : start - 1 + count, 0])
     real = np.array([not tag.get("is_padding", False) for tag in batch.tags])
     return {name: values.to_padded_tensor(0) for name, values in tensors.items()}, part, real
 

@@ -8,6 +8,7 @@ import uuid
 import warnings
 from functools import partial
 from importlib.util import find_spec
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,17 +20,21 @@ with warnings.catch_warnings():
 
 import torch
 from hydra import compose, initialize_config_module
+from support.refusals import refused
+from support.tiers import every
 from support.words import make_tokenizer
 from verl import DataProto
+from verl.trainer.distillation.losses import distillation_ppo_loss
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer, compute_advantage
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.utils import tensordict_utils as tu
 from verl.utils.config import omega_conf_to_dataclass
+from verl.workers.config import DistillationConfig
 from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
-from gradscope.integrations.verl.batch_writer import VerlWriter, WriterSettings, put_into
-from gradscope.objective import LossSettings, batch_weights
+from gradscope.integrations.verl.batch_writer import ESTIMATED, VerlWriter, WriterSettings, put_into, verl_loss
+from gradscope.objective import LossSettings, batch_weights, settle_loss
 from gradscope.rollouts import read_dump
 
 # OTHERS: what hydra, verl's engines and TransferQueue warn of.
@@ -40,11 +45,12 @@ ACTOR = ["strategy=fsdp", "ppo_micro_batch_size_per_gpu=2", "clip_ratio_low=0.1"
 CORRECTED = ["rollout_is=token", "rollout_is_threshold=1.1", "rollout_rs=token_k1", "rollout_rs_threshold=0.8_1.3"]
 
 
-def make_config(folder, *, actor=(), algorithm=()):
+def make_config(folder, *, actor=(), algorithm=(), corrected=CORRECTED, distillation=()):
     """verl's own configuration of its trainer."""
     given = [f"actor_rollout_ref.actor.{value}" for value in (*ACTOR, *actor)]
     given += [f"algorithm.{value}" for value in ("adv_estimator=grpo", *algorithm)]
-    given += [f"algorithm.rollout_correction.{value}" for value in CORRECTED]
+    given += [f"algorithm.rollout_correction.{value}" for value in corrected]
+    given += [f"distillation.{value}" for value in distillation]
     given += [f"actor_rollout_ref.rollout.n={REPEATS}", "actor_rollout_ref.rollout.temperature=0.7"]
     given += [f"trainer.default_local_dir={folder}", f"data.train_batch_size={ROWS // REPEATS}"]
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -211,6 +217,72 @@ def compare(folder, workers, rows, order, *, step=1):
     assert found.clipped.any() and (found.kl.any() == (LossSettings.from_log(dump.loss).kl_coef > 0))
     assert float((found.total - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
     return dump
+
+
+def distilled(mode, policy_gradient, rewarded, clamp):
+    """verl's settings of a distillation."""
+    loss = {"loss_mode": mode, "use_policy_gradient": policy_gradient, "use_task_rewards": rewarded}
+    loss |= {"loss_max_clamp": clamp, "distillation_loss_coef": 0.7, "clip_ratio_low": 0.1, "clip_ratio_high": 0.05}
+    words = {None: "null", True: "true", False: "false"}
+    return ["enabled=true", *(f"distillation_loss.{name}={words.get(v, v)}" for name, v in loss.items())]
+
+
+# verl itself refuses k1 as a loss, not by its other name.
+DISTILLED = [own for own in product(ESTIMATED, (True, False), (False, True), (None, 0.3)) if own[:2] != ("k1", False)]
+
+
+@pytest.mark.parametrize(("mode", "policy_gradient", "rewarded", "clamp"), every(4, DISTILLED))
+def test_weights_of_a_distillation_are_the_slopes_of_verls_loss(
+    watched, tmp_path, mode, policy_gradient, rewarded, clamp
+):
+    known = distilled(mode, policy_gradient, rewarded, clamp)
+    config = make_config(tmp_path, actor=("ppo_mini_batch_size=4",), corrected=(), distillation=known)
+    watched(RayPPOTrainer)
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), 1
+    trainer.actor_rollout_wg = workers = Workers(config, 2)
+    loss = omega_conf_to_dataclass(config.distillation.distillation_loss)
+    trainer.distillation_config = DistillationConfig(distillation_loss=loss)
+    workers.loss = partial(
+        distillation_ppo_loss,
+        config=omega_conf_to_dataclass(config.actor_rollout_ref.actor),
+        distillation_config=trainer.distillation_config,
+    )
+    trainer._init_dump_executor()
+    rows = make_rows()
+    noise = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(3))
+    teacher = (rows["new"] + noise).clamp(max=0.0)
+    # verl keeps the teacher's log-probability of a token one place before it, and numbers of other tokens beside.
+    whole = torch.full((ROWS, PROMPT + LENGTH, 1), -9.0)
+    whole[:, PROMPT - 1 : -1, 0] = teacher
+    rows |= {"teacher_logprobs": whole, "teacher_ids": torch.zeros(whole.shape, dtype=torch.int32)}
+    data = DataProto.from_single_dict(rows)
+    data = compute_advantage(data, adv_estimator="grpo", num_repeat=REPEATS, config=config.algorithm)
+    trainer._update_actor(data)
+    trainer._shutdown_dump_executor()
+    dump = read_dump(tmp_path / "gradscope" / "rollouts")
+    settings = LossSettings.from_log(dump.loss)
+    assert settings.is_whole != rewarded
+    batch = settle_loss(dump.batch, settings)
+    order = [row for row in range(ROWS) if rows["response_mask"][row].any()]
+    new, wanted = torch.full(batch.input_ids.shape, -1.0), torch.zeros(batch.input_ids.shape)
+    for place, row in enumerate(order):
+        start, n = int(batch.response_start[place]), len(workers.slopes[row])
+        new[place, start : start + n], wanted[place, start : start + n] = rows["new"][row, :n], workers.slopes[row]
+        kept = rows["response_mask"][row, :n].bool()
+        assert torch.equal(batch.teacher_logprobs[place, start : start + n][kept], teacher[row, :n][kept])
+    found = batch_weights(new, batch, settings, num_tokens=batch.num_tokens).total
+    wanted = wanted * batch.num_tokens
+    assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
+    assert len(wanted[batch.response_mask].unique()) > 3 or mode in ("abs", "kl")
+
+
+def test_a_distillation_over_more_than_sampled_tokens_is_refused(tmp_path):
+    with refused("forward_kl_topk"):
+        verl_loss(make_config(tmp_path, distillation=distilled("forward_kl_topk", False, False, None)))
+    with refused("rollout_is"):
+        verl_loss(make_config(tmp_path, distillation=distilled("k1", True, True, None)))
+    assert verl_loss(make_config(tmp_path, distillation=distilled("k3", False, True, None))).weighting
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -45,14 +45,20 @@ class Config(dict):
         return self[name]
 
 
-def make_config(folder, *, policy=None, correction=None, distillation=False, **actor):
+DISTILLED = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False, "loss_max_clamp": None}
+DISTILLED |= {"distillation_loss_coef": 0.5, "clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
+
+
+def make_config(folder, *, policy=None, correction=None, distillation=None, **actor):
     policy_loss = Config({"loss_mode": "vanilla"} | (policy or {}))
     rollout = Config(n=2, temperature=TEMPERATURE)
     actor = Config(PLAIN | {"policy_loss": policy_loss} | actor)
     return Config(
         actor_rollout_ref=Config(actor=actor, rollout=rollout),
         algorithm=Config(rollout_correction=Config({"bypass_mode": False} | (correction or {}))),
-        distillation=Config(enabled=distillation),
+        distillation=Config(
+            enabled=distillation is not None, distillation_loss=Config(DISTILLED | (distillation or {}))
+        ),
         data=Config(train_batch_size=3),
         trainer=Config(default_local_dir=str(folder)),
     )
@@ -142,6 +148,11 @@ def as_padded(rows):
     tensors |= right("token_level_scores", [r["scores"] for r in rows])
     for name in ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"):
         tensors |= right(name, [r[name] for r in rows])
+    if "teacher_logprobs" in rows[0]:
+        tensors["teacher_logprobs"] = torch.zeros(len(rows), width + length, 1)
+        for row, own in zip(tensors["teacher_logprobs"], rows, strict=True):
+            start = width - len(own["prompt"])
+            row[start : start + len(own["teacher_logprobs"])] = own["teacher_logprobs"]
     return SimpleNamespace(batch=tensors, non_tensor_batch={"uid": np.array([r["uid"] for r in rows], dtype=object)})
 
 
@@ -155,6 +166,7 @@ def as_stored(rows, monkeypatch):
         "rm_scores": "scores",
     }
     names |= {n: n for n in ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights")}
+    names |= {"teacher_logprobs": "teacher_logprobs"} if "teacher_logprobs" in rows[0] else {}
     stored = {n: torch.nested.as_nested_tensor([r[o] for r in rows], layout=torch.jagged) for n, o in names.items()}
     stored["uid"] = np.array([r["uid"] for r in rows], dtype=object)
 
@@ -210,6 +222,24 @@ def test_rows_are_the_batch(truth, tmp_path, monkeypatch, kind):
     decode = trainer.tokenizer.decode
     assert all(row["response"] == decode(row["response_ids"]) for row in written)
     assert all(row["prompt"] == decode(row["prompt_ids"]) for row in written)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_teachers_log_probabilities_are_the_tokens_own(truth, tmp_path, monkeypatch, kind):
+    """verl has the one about a token at the place before it."""
+    draw, rows = torch.Generator().manual_seed(0), []
+    for own in truth:
+        length = len(own["prompt"]) + len(own["ids"])
+        rows.append(own | {"teacher_logprobs": -torch.rand(length, 1, generator=draw)})
+    trainer, _ = make_trainer(make_config(tmp_path, distillation={}), kind)
+    update(trainer, give(kind, rows, monkeypatch))
+    trainer._shutdown_dump_executor()
+    dump = read_dump(tmp_path / "gradscope" / "rollouts")
+    for row, own in enumerate(rows):
+        start, n, kept = len(own["prompt"]), len(own["ids"]), own["mask"].bool()
+        wanted = torch.stack([own["teacher_logprobs"][start + at - 1, 0] for at in range(n)])
+        assert torch.equal(dump.batch.teacher_logprobs[row, start : start + n][kept], wanted[kept])
+    assert LossSettings.from_log(dump.loss).is_whole
 
 
 @pytest.mark.parametrize("kind", every(2, KINDS))
@@ -351,7 +381,8 @@ def test_divisors_are_those_of_a_loop_over_mini_batches(mode, processes):
         ({"kl_loss_type": "full"}, "full"),
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
         ({"shuffle": True, "ppo_mini_batch_size": 1}, "shuffle"),
-        ({"distillation": True}, "distillation"),
+        ({"distillation": {"loss_mode": "forward_kl_topk"}}, "forward_kl_topk"),
+        ({"distillation": {}, "correction": {"rollout_is": "token"}}, "rollout_is"),
         ({"clip_ratio_high": -1.0}, "clip_ratio_high"),
     ],
 )
@@ -367,6 +398,18 @@ def test_losses_that_rows_can_say(tmp_path):
     assert verl_loss(make_config(tmp_path, correction=bypass, kl_loss_type="k3")) == plain
     without = make_config(tmp_path, use_kl_loss=False, kl_loss_type="abs")
     assert verl_loss(without) == LossSettings(0.3, 0.25, 3.0, 0.0)
+    weightings = {
+        "opd:estimator=k1,policy_gradient=1,eps_low=0.1,eps_high=0.2,dual=3.0": {},
+        "opd:estimator=k3,policy_gradient=0,clamp=10.0": {"loss_mode": "low_var_kl", "use_policy_gradient": False},
+        "opd:estimator=abs,policy_gradient=0,clamp=2.0,coef=0.5,reward=term": {
+            **{"loss_mode": "abs", "use_policy_gradient": False, "use_task_rewards": True, "loss_max_clamp": 2.0}
+        },
+    }
+    for name, given in weightings.items():
+        found = verl_loss(make_config(tmp_path, distillation=given))
+        assert found == replace(plain, weighting=name) and found.weighed.reward == (
+            "term" if "term" in name else "none"
+        )
     reweighted = make_config(tmp_path, policy={"loss_mode": "gradscope", "reweight_alpha": 0.3, "lopti_eta": None})
     assert verl_loss(reweighted) == LossSettings(0.3, 0.25, 3.0, 0.02, 0.3)
 
