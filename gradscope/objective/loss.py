@@ -112,6 +112,13 @@ class LossSettings:
 PAPER = LossSettings()
 ABOUT_ADVANTAGES = ("zero-advantages", "impossible-advantages", "groups-of-one", "mixed-groups")
 """Kinds of notes on advantages and the groups that they come from."""
+REMEDIES = {
+    "ref_logprobs": "give the reference's checkpoint (--reference PATH, in Python with_logprobs_of), write them into "
+    "the rows, or take a loss without a reference (--weighting simpo)",
+    "teacher_logprobs": "give the teacher's checkpoint (--teacher PATH, in Python with_logprobs_of), or write them into "
+    "the rows",
+}
+"""What to do without the log-probabilities of another policy, by field."""
 ABOUT_SAMPLING = ("on-policy", "temperature")
 """Kinds of notes on what was assumed of the policy that sampled the tokens."""
 
@@ -130,6 +137,9 @@ def settle_loss(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
             raise InputError(
                 f"{weighting} needs the column `{column}`, and the rollouts have none; add it to every row"
             )
+    for name in weighting.OTHERS:
+        if getattr(batch, name) is None:
+            raise InputError(f"{weighting} needs `{name}`, and the rollouts have none; {REMEDIES[name]}")
     if not weighting.is_whole:
         return batch
     for kind in ABOUT_ADVANTAGES if weighting.IS_SAMPLED else (*ABOUT_ADVANTAGES, *ABOUT_SAMPLING):

@@ -68,6 +68,7 @@ class OPD(WholeLoss):
     for k1, w = log ν/π, whose mean gradient is that of KL(π‖ν). With 0, k is the loss: w is −1 for k1, in which there
     is no teacher; log ν/π for k2, whose mean gradient is again KL(π‖ν)'s; ν/π − 1 for k3, whose mean gradient is that
     of KL(ν‖π); the sign of log ν/π for abs. Where |k| exceeds `clamp`, k is constant. With `at_old` 1, k is at π_old.
+    As an advantage it is dropped where π is more than `fall` below π_old.
     reward: none; sum: Â is added to A, under one clip (Tinker); term: GRPO's own weight is added to w (verl).
     Tokens that the teacher did not score have no distillation.
     """
@@ -76,8 +77,10 @@ class OPD(WholeLoss):
     TRAINERS: ClassVar = {
         "verl's distillation": "opd:eps_low=0.2,eps_high=0.2,dual=3,clamp=10",
         "Tinker": "opd:at_old=1,reward=sum",
+        "prime-rl": "opd:fall=0.2",
     }
     OWN_LOSSES = ("verl's distillation",)
+    OTHERS = ("teacher_logprobs",)
     estimator: str = one_of("k1", "k2", "k3", "abs")
     policy_gradient: int = within(1, 0, 1)
     coef: float = within(1.0, 0)
@@ -86,6 +89,7 @@ class OPD(WholeLoss):
     eps_high: float = within(math.inf, 0)
     dual: float = within(math.inf, 0)
     at_old: int = within(0, 0, 1)
+    fall: float = within(1.0, 0, 1)
     reward: str = one_of("none", "sum", "term")
 
     @property
@@ -107,6 +111,7 @@ class OPD(WholeLoss):
         advantage = advantage + (tokens.advantage if self.reward == "sum" else 0.0)
         low, high = 1 - self.eps_low, np.where(advantage < 0, self.dual, 1 + self.eps_high)
         clipped = (tokens.ratio > high) | ((advantage < 0) & (tokens.ratio < low))
+        clipped |= np.exp(tokens.old) - np.exp(tokens["logprob"]) > self.fall
         return added + np.where(clipped | (advantage == 0), 0.0, tokens.ratio * advantage)
 
     def _estimate(self, apart: Weights) -> tuple[Weights, Weights]:
@@ -123,8 +128,6 @@ class Preference(OfText):
     """A loss on pairs of a chosen and a rejected response."""
 
     DENOMINATOR = "pairs"
-    REFERENCE: ClassVar[bool] = False
-    """Whether margins are relative to the reference."""
     MEAN: ClassVar[bool] = False
     """Whether a response's log π is its mean per token, not the sum."""
 
@@ -134,7 +137,7 @@ class Preference(OfText):
 
     def of_response(self, tokens: Tokens) -> Weights:
         """Return log π of each token's response, relative to the reference if there is one."""
-        own = tokens["logprob"] - (tokens.known("ref_logprob") if self.REFERENCE else 0.0)
+        own = tokens["logprob"] - (tokens.known("ref_logprob") if self.OTHERS else 0.0)
         return tokens.mean_by_response(own) if self.MEAN else tokens.sum_by_response(own)
 
     def inner(self, tokens: Tokens, of_response: Weights) -> Weights:
@@ -153,7 +156,7 @@ class DPO(Preference):
     NAME = "dpo"
     TRAINERS: ClassVar = {"TRL's DPO": "dpo"}
     OWN_LOSSES = ("TRL's DPO",)
-    REFERENCE = True
+    OTHERS = ("ref_logprobs",)
     beta: float = within(0.1, 0)
 
     def slope(self, margin: Weights) -> Weights:
@@ -167,7 +170,8 @@ class IPO(Preference):
     NAME = "ipo"
     TRAINERS: ClassVar = {"TRL's DPO": "ipo"}
     OWN_LOSSES = ("TRL's DPO",)
-    REFERENCE = MEAN = True
+    OTHERS = ("ref_logprobs",)
+    MEAN = True
     beta: float = within(0.1, 1e-9)
 
     def slope(self, margin: Weights) -> Weights:
@@ -223,6 +227,7 @@ class KTO(OfText):
     NAME = "kto"
     TRAINERS: ClassVar = {"TRL's KTO": "kto"}
     OWN_LOSSES = ("TRL's KTO",)
+    OTHERS = ("ref_logprobs",)
     DENOMINATOR = "responses"
     beta: float = within(0.1, 0)
     z0: float = within(-1.0, -1)

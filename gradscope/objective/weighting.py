@@ -175,6 +175,8 @@ class Weighting(ABC):
     """Whether the policy sampled the tokens; False for losses on given text."""
     DENOMINATOR: ClassVar[Literal["tokens", "responses", "pairs"]] = "tokens"
     """What the loss is a mean over."""
+    OTHERS: ClassVar[tuple[str, ...]] = ()
+    """Log-probabilities of other policies that it needs: ref_logprobs, teacher_logprobs."""
     _spelled: ClassVar[str] = ""
     """The user's spelling; "" for name and parameters."""
 

@@ -95,12 +95,15 @@ def opd_loss(c: dict[str, Tensor], estimator: str, coef: float = 1.0, clamp: flo
     return coef * estimate(estimator, c["logprob"], c["teacher_logprob"]).clamp(-clamp, clamp)
 
 
-def opd_policy_gradient(c, estimator, coef=1.0, clamp=math.inf, low=1.0, high=math.inf, dual=math.inf, add=0.0, old=0):
+def opd_policy_gradient(
+    c, estimator, coef=1.0, clamp=math.inf, low=1.0, high=math.inf, dual=math.inf, add=0.0, old=0, fall=1.0
+):
     at = c["old_logprob"] if old else c["logprob"].detach()
     advantage = -coef * estimate(estimator, at, c["teacher_logprob"]).clamp(-clamp, clamp) + add
     ratio = (c["logprob"] - c["old_logprob"]).exp()
     plain = torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-    return -torch.where(advantage < 0, torch.maximum(plain, dual * advantage), plain)
+    kept = c["logprob"].detach().exp() - c["old_logprob"].exp() >= -fall
+    return -torch.where(kept, torch.where(advantage < 0, torch.maximum(plain, dual * advantage), plain), 0.0)
 
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
@@ -127,6 +130,7 @@ PRINTED = {
     for more, own in (
         ("", {}),
         (",at_old=1,coef=0.5", {"old": 1, "coef": 0.5}),
+        (",fall=0.05", {"fall": 0.05}),
         (",eps_low=0.1,eps_high=0.05,dual=1.2,clamp=0.6", {"low": 0.1, "high": 0.05, "dual": 1.2, "clamp": 0.6}),
     )
 }  # fmt: skip

@@ -57,7 +57,7 @@ class Column:
     Of several columns of one name, the first that a record has counts. Their kinds follow from their names: `prompt`
     and `response` are text or chats, `step` is a whole number. `ids` and `mask` hold prompt and response as one
     sequence, in which the response starts at the first token that the mask keeps; other columns with an entry per
-    token are cut alike, and `weight` is a token's weight in the policy gradient.
+    token are cut alike, `weight` is a token's weight in the policy gradient, and `distilled` in a distillation.
     """
 
     name: str
@@ -163,6 +163,8 @@ class Format:
     """Returns whether the trainer has finished writing a file."""
     loss: Mapping[str, Any] | None = None
     """Settings of the loss that such data is for, which counts where neither a file nor the user names one."""
+    distilled: Mapping[str, Any] | None = None
+    """Settings of the loss of sequences that have no policy gradient, but `distilled` weights."""
     unlike: frozenset[str] = frozenset()
     """Columns that tell another kind of file: a record that has one is not told by `beside`."""
     settings: type | None = None

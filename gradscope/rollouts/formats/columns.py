@@ -20,6 +20,9 @@ OTHER_PARTS = (
     "distillation) are dropped"
 )
 WEIGHTED = "the trainer weights tokens in the policy gradient: each advantage is multiplied by its token's weight"
+WEIGHTED_TEACHER = (
+    "the trainer weights tokens in the distillation by other numbers than 1, which are not in their weights here"
+)
 PER_RESPONSE = frozenset(("step", "reward", "group", "temperature", "chat_template_kwargs", "loss_scale", "length"))
 """Columns of a sequence that have no entry per token."""
 
@@ -55,7 +58,7 @@ def read_row(form: Format, record: Record, told: Mapping[str, Any] | None = None
     about = {"loss": record.loss, "path": record.path, "remarks": remarks}
     row = Row(record.place, found | told, told.pop("step", step), labels, **about)
     row.columns.pop("step", None)
-    return _split_sequence(record, row) if any(column.name == "ids" for column in form.columns) else row
+    return _split_sequence(form, record, row) if any(column.name == "ids" for column in form.columns) else row
 
 
 def _find(columns: Iterable[Column], record: Record) -> tuple[dict[str, Any], dict[str, str]]:
@@ -108,15 +111,18 @@ def split_lists(form: Format, record: Record) -> Iterator[Record]:
         yield replace(record, place=f"{record.place}, entry {index}", columns=known)
 
 
-def _split_sequence(record: Record, row: Row) -> Row:
+def _split_sequence(form: Format, record: Record, row: Row) -> Row:
     """Split a sequence of ids into prompt and response, which starts at the first token kept by the mask.
 
     A column with an entry per token is omitted if all of them are null, a single number is kept as it is; `length` is
-    the number of tokens before padding starts, `weight` is 0 for tokens of other terms of the loss.
+    the number of tokens before padding starts, `weight` is 0 for tokens of other terms of the loss. Where there are
+    only `distilled` weights, these count, and the reference is the teacher.
     """
     for name in ("ids", "mask"):
         need(record, row.labels[name])
     found = dict(row.columns)
+    if isinstance(none := found.get("distilled"), list) and not any(none):
+        del found["distilled"]
     each = {n: v for n, v in found.items() if n not in PER_RESPONSE and (isinstance(v, list) or n != "advantage")}
     count = len(each["ids"]) if isinstance(each["ids"], list) else 0
     for name, values in each.items():
@@ -133,12 +139,21 @@ def _split_sequence(record: Record, row: Row) -> Row:
         end = whole_number(Record(record.path, row.place, {"length": found.pop("length")}), "length")
         if not 0 < end <= count:
             raise InputError(f"{row.place}: the length is {end} for {count} tokens; give 1 to {count}")
-    kept, remarks, weight = each["mask"][:end], row.remarks, each.get("weight", [])[:end]
+    others = {name: value for name, value in found.items() if name not in each}
+    kept, remarks = each["mask"][:end], row.remarks
+    is_rewarded = _any_known(each.get("advantage", ())) and any(v is None or v for v in each.get("weight", [1]))
+    if "distilled" in each and not is_rewarded:
+        each = {"ref_logprobs": [None] * count} | each | {"weight": [v or 0 for v in each["distilled"]]}
+        each["teacher_logprobs"] = each.pop("ref_logprobs")
+        each.pop("advantage", None)
+        row = replace(row, loss=form.distilled if row.loss is None else row.loss)
+        remarks += (WEIGHTED_TEACHER,) if any(v not in (0, 1, None) for v in each["weight"]) else ()
+    each.pop("distilled", None)
+    weight = each.get("weight", [])[:end]
     if any(value is not None for value in weight):
         own = [keep if value is None or value else 0 for keep, value in zip(kept, weight, strict=True)]
         remarks += (OTHER_PARTS,) if own != kept else ()
         kept = own
-    others = {name: value for name, value in found.items() if name not in each}
     if 1 not in kept:
         return replace(row, columns=others, left_out=MASKED_OUT)
     start = kept.index(1)
@@ -146,7 +161,7 @@ def _split_sequence(record: Record, row: Row) -> Row:
     cut["response_mask"] = kept[start:]
     each.pop("mask")
     own = {name: values[start:end] for name, values in each.items()}
-    cut |= {name: values for name, values in own.items() if any(value is not None for value in values)}
+    cut |= {name: values for name, values in own.items() if _any_known(values)}
     scale = [1.0 if value is None else value for value in cut.pop("weight", [])]
     if "advantage" in cut and any(keep and one != 1 for keep, one in zip(cut["response_mask"], scale, strict=False)):
         cut["advantage"] = _scaled(cut["advantage"], scale)
@@ -154,6 +169,10 @@ def _split_sequence(record: Record, row: Row) -> Row:
     ids, mask = row.label("ids"), row.label("mask")
     labels = {**row.labels, "prompt_ids": ids, "response_ids": ids, "response_mask": mask}
     return replace(row, columns=cut | others, labels=labels, remarks=remarks)
+
+
+def _any_known(values: Iterable[Any]) -> bool:
+    return any(value is not None for value in values)
 
 
 def _scaled(values: list[Any], weights: list[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 from gradscope.errors import InputError, show
@@ -44,7 +45,7 @@ from gradscope.rollouts.formats.base import (
     required,
     whole_number,
 )
-from gradscope.rollouts.formats.columns import dig, read_row
+from gradscope.rollouts.formats.columns import dig, read_row, read_rows
 
 FAILED = "they ended in an error"
 UNTRAINED_ERROR = "they ended in an error: trainers leave them out, also from their group"
@@ -53,6 +54,12 @@ UNRESUMED = "the harness did not continue from them (an attempt to compact the m
 NO_IDS = "their messages hold no token ids: the client that sampled them returned none"
 UNTRAINED = "no annotation of the trainer covers them, though others are covered"
 STALE = "they were sampled, at least at first, with weights older than those of the previous step"
+ONLY_DISTILLED = (
+    "they are only distilled, a term with a denominator of its own beside the others' policy gradient; a step of these "
+    "alone is read"
+)
+DISTILLED = {"weighting": "opd:fall=0.2"}
+"""prime-rl's distillation (ref_kl): reverse KL as the advantage, none where π fell by more than 0.2."""
 STREAMS = ("advantages", "trainer_logprobs")
 PATHS = "each path through a trace's messages, from a first to a last one, is a response"
 
@@ -61,11 +68,13 @@ PATH = Format(
     (
         *required(ids="token_ids", mask="mask"),
         *optional(advantage="advantages", old_logprobs="logprobs", sampler_logprobs="logprobs"),
-        *optional(ref_logprobs="reference_logprobs", weight="loss_weights"),
+        *optional(ref_logprobs="reference_logprobs", weight="loss_weights.rl", distilled="loss_weights.ref_kl"),
     ),
+    distilled=DISTILLED,
 )
 """A path through a trace, its nodes' numbers joined."""
-PER_TOKEN = sorted({column.place for column in PATH.columns} - {"token_ids", "mask", "loss_weights"})
+WEIGHTS = ("loss_weights.rl", "loss_weights.ref_kl")
+PER_TOKEN = sorted({column.place for column in PATH.columns} - {"token_ids", "mask", *WEIGHTS})
 
 
 def _trace_rows(
@@ -116,7 +125,7 @@ def _per_token(record: Record, place: int, node: dict[str, Any], *, is_context: 
     found = {"token_ids": ids, "mask": [False] * len(mask) if is_context else mask}
     sampled = sum(map(bool, mask))
     lists = {name: (node.get(name), sampled) for name in PER_TOKEN}
-    for name, (values, length) in (lists | {"loss_weights": (dig(node, "loss_weights.rl"), len(mask))}).items():
+    for name, (values, length) in (lists | {name: (dig(node, name), len(mask)) for name in WEIGHTS}).items():
         values = values or [None] * length
         if not isinstance(values, list) or len(values) != length:
             raise InputError(
@@ -124,7 +133,7 @@ def _per_token(record: Record, place: int, node: dict[str, Any], *, is_context: 
                 f"{'tokens' if length == len(mask) else 'sampled tokens'}"
             )
         each = iter(values)
-        found[name] = [next(each) if kept or name == "loss_weights" else None for kept in mask]
+        found[name] = [next(each) if kept or name in WEIGHTS else None for kept in mask]
     return found
 
 
@@ -218,8 +227,22 @@ def _is_trained(update: Record) -> bool:
 
 def _object(record: Record, name: str) -> dict[str, Any]:
     """Return a JSON object of the record, or an empty one if it is missing."""
-    value = record.columns.get(name)
+    return _object_of(record.columns.get(name))
+
+
+def _object_of(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def _of_one_loss(rows: Iterable[Row]) -> Iterator[Row]:
+    """Leave out, in each step, sequences that are only distilled if others have a policy gradient."""
+    for _, own in groupby(rows, key=lambda row: row.step):
+        own = [*own]
+        mixed = any(row.left_out is None and row.loss is not DISTILLED for row in own)
+        yield from (
+            replace(row, left_out=ONLY_DISTILLED) if mixed and row.left_out is None and row.loss is DISTILLED else row
+            for row in own
+        )
 
 
 def _fold(record: Record, updates: list[Record]) -> dict[str, Any]:
@@ -260,7 +283,9 @@ def _split_stream(update: Record, name: str, stream: Any, nodes: list[dict[str, 
         if any(value is not None for value in values):
             node[name] = values + [None] * (sum(map(bool, mask)) - len(values))
         if name == "trainer_logprobs" and len(own) < len(mask):
-            node["loss_weights"] = {"rl": [1.0] * len(own) + [0.0] * (len(mask) - len(own))}
+            weights = _object_of(node.get("loss_weights")) or {"rl": [1.0] * len(mask)}
+            rest = [0.0] * (len(mask) - len(own))
+            node["loss_weights"] = {n: [*v[: len(own)], *rest] for n, v in weights.items() if isinstance(v, list)}
 
 
 def _mask(node: dict[str, Any]) -> list[Any]:
@@ -274,7 +299,10 @@ PRIME_RL = Format(
     (
         *required(ids="token_ids", mask="loss_mask", old_logprobs="inference_logprobs"),
         *optional(step="step", advantage="advantages", sampler_logprobs="inference_logprobs", weight="rl_weights"),
+        *optional(distilled="ref_kl_weights"),
     ),
+    lambda records, policy: _of_one_loss(read_rows(PRIME_RL, records)),
+    distilled=DISTILLED,
     notes=(
         "ratios are of prime-rl's trainer_logprobs to its inference_logprobs, as in training",
         "the log does not identify prompts: sequences of a step with the same tokens before the first trained one form "
@@ -300,14 +328,14 @@ VERIFIERS_GRAPH = Format(
         *(Column("group", "task.key"), Column("group", "task.hash")),
         Column("temperature", "calls.sampling.temperature"),
     ),
-    lambda records, policy: (row for record in records for row in _trace_rows(record)),
+    lambda records, policy: _of_one_loss(row for record in records for row in _trace_rows(record)),
     notes=(PATHS,),
 )
 
 PRIME_RL_TRACES = Format(
     "prime_rl_traces",
     tuple(Column(name, required=True) for name in ("traces", "task")),
-    _episode_rows,
+    lambda records, policy: _of_one_loss(_episode_rows(records, policy)),
     beside=(frozenset({"trace_id", "branches"}), frozenset({"chunk", "offset"})),
     notes=(
         "ratios are relative to the sampler's log-probabilities, as in prime-rl's training",
