@@ -61,7 +61,7 @@ class Measure(PlannedFlags):
         print(*((self.out / name).read_text(encoding="utf-8") for name in texts), sep="\n")
         print(f"{self.out / TABLE}, figures in {self.out / 'figures'}")
         asked = {"temperature": self.settings.temperature, **self.reading, "base": self.base}
-        asked["weighting"] = self.settings.loss.weighting
+        asked |= {"reference": self.reference, "weighting": self.settings.loss.weighting}
         asked = {name.replace("_", "-"): value for name, value in asked.items() if value is not None}
         words = {name: json.dumps(v) if isinstance(v, dict) else str(v) for name, v in asked.items()}
         flags = "".join(f" --{name} {shlex.quote(word)}" for name, word in words.items())

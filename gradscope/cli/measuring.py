@@ -42,9 +42,9 @@ from gradscope.gradients import (
     plan_batch,
     plan_sums,
     prepare_measurement,
-    score_by_teacher,
     settle_batch,
     settle_minutes,
+    with_logprobs_of,
 )
 from gradscope.objective import LossSettings, settle_loss
 from gradscope.policy import (
@@ -65,9 +65,11 @@ from gradscope.policy import (
 )
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import READER, Dump, TokenBatch, read_checkpoint_dump, rollouts_hash
-from gradscope.runs import ALONE, Processes, RunFolder, launched
+from gradscope.runs import Processes, RunFolder, launched
 from gradscope.updates import StepSettings, read_moments, state_step
 
+OTHERS = {"reference": "ref_logprobs", "teacher": "teacher_logprobs"}
+"""Flag that names another policy → the column of its log π."""
 OF_STEPS = ("step", "other-step", "pooled")
 """Kinds of notes on which of a log's steps were taken."""
 
@@ -126,6 +128,9 @@ class MeasuringFlags(ReadingFlags):
     teacher: str | None = None
     """The teacher of a distillation: a checkpoint with the policy's tokenizer. It is run on the same tokens for their
     log ν, in place of the log's."""
+    reference: str | None = None
+    """The reference policy of a preference loss or KL penalty: a checkpoint with the policy's tokenizer, which is run on
+    the same tokens for their log π_ref, in place of the log's."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 
@@ -155,18 +160,19 @@ class MeasuringFlags(ReadingFlags):
             policy = load_quietly(model, self.loading | {"device": device})
             with command_progress().stage("reading the rollouts"):
                 dump = self._read(model, rollouts, policy)
+        dump, others = self._ask_others(policy, dump, device, processes)
+        with processes.together():
             settings = self._settle(policy, policy.device.type, dump)
             dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))
             state = self._read_metric(model, policy, settings)
         # Free memory differs by process and moment: fix it once for all.
         resources = resources.settle(policy.device)
-        dump, teacher = self._ask_teacher(policy, dump, device, processes)
         with processes.together():
             sums = self.plan_sums(policy, settle_batch(settings, dump.batch), resources.vectors, settings.loss)
             following = Afterwards() if sums is None else self.follow_table(policy, sums, processes)
             known = {"optimizer_state": state, "resources": resources, "watch": watch, "following": following}
             measurement = prepare_measurement(policy, dump.batch, settings, **known, tell=print)
-            log, folder = rollouts_hash(rollouts), self._folder(out, policy, dump, measurement.settings, teacher)
+            log, folder = rollouts_hash(rollouts), self._folder(out, policy, dump, measurement.settings, others)
             if processes.is_main:
                 if not self.overwrite:
                     refuse_reread(folder, dump, log)
@@ -175,7 +181,7 @@ class MeasuringFlags(ReadingFlags):
                 if dump.loss is not None and self.loss_flags:
                     print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
         facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log)}
-        facts |= {} if self.teacher is None else {"teacher": self.teacher}
+        facts |= {name: getattr(self, name) for name in others}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
         hooks = Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
@@ -226,27 +232,30 @@ class MeasuringFlags(ReadingFlags):
         how = {"temperature": self.settings.temperature, "prompts": FEWEST if self.own else 0, **self.reading}
         return read_checkpoint_dump(rollouts, policy, checkpoint_step(model), **how)
 
-    def _ask_teacher(
+    def _ask_others(
         self, policy: Policy, dump: Dump, device: str | None, processes: Processes
     ) -> tuple[Dump, dict[str, Any]]:
-        """Return the rollouts with a teacher's log ν, and what tells it from others for the run's key."""
-        if self.teacher is None:
-            return dump, {}
-        with processes.together():
-            loading = {"device": device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
-            teacher = load_quietly(self.teacher, loading)
-            if (known := policy_hashes(teacher)) == policy_hashes(policy):
-                raise InputError("the teacher is the policy itself, and teaches nothing; give another checkpoint")
-        with command_progress().stage("asking the teacher"):
-            return replace(dump, batch=score_by_teacher(policy, teacher, dump.batch, processes)), known
+        """Return the rollouts with log π of the policies that flags name, and what tells these from others, by flag."""
+        known = {}
+        for name in (name for name in OTHERS if getattr(self, name) is not None):
+            with processes.together():
+                loading = {"device": device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
+                other = load_quietly(getattr(self, name), loading)
+                known[name] = policy_hashes(other)
+                if name == "teacher" and known[name] == policy_hashes(policy):
+                    raise InputError("the teacher is the policy itself, and teaches nothing; give another checkpoint")
+            with command_progress().stage(f"asking the {name}"):
+                told = {"policy": policy, "processes": processes}
+                dump = replace(dump, batch=with_logprobs_of(other, dump.batch, OTHERS[name], **told))
+        return dump, known
 
     def _folder(
-        self, out: Path, policy: Policy, dump: Dump, settings: MeasureSettings, teacher: dict[str, Any]
+        self, out: Path, policy: Policy, dump: Dump, settings: MeasureSettings, others: dict[str, Any]
     ) -> RunFolder:
         # Not the log's hash, since the log may have grown by later steps.
-        batch = replace(dump.batch, teacher_logprobs=None) if teacher else dump.batch
+        batch = replace(dump.batch, **{OTHERS[name]: None for name in others})
         known = self.reading | batch.key() | ({} if settings.metric is None else self.of_steps(policy))
-        return measure_folder(out, policy, settings, known | ({"teacher": teacher} if teacher else {}))
+        return measure_folder(out, policy, settings, known | others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,8 +285,10 @@ class PlannedFlags(MeasuringFlags):
             policy = outline_policy(find_whole(model, self.base), **known)
             device = torch.device(find_device(self.device))
         dump = self._read(model, rollouts, policy)
-        if self.flops is None:
-            dump, _ = self._ask_teacher(policy, dump, self.device, ALONE)
+        # A plan needs no numbers of other policies, which cost little.
+        empty = torch.zeros(dump.batch.input_ids.shape)
+        named = {column: empty for name, column in OTHERS.items() if getattr(self, name) is not None}
+        dump = replace(dump, batch=replace(dump.batch, **named))
         print_notes([note for note in dump.notes if note.kind in OF_STEPS])
         settings = self._settle(policy, device.type if self.flops is None else "cuda", dump)
         dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))

@@ -15,8 +15,8 @@ from gradscope.diagnosis.format import percent
 from gradscope.diagnosis.wording import reword
 
 WARNINGS = (
-    *("logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature", "other-temperature"),
-    *("other-step", "pooled", "several-runs"),
+    *("doubtful-loss", "logged-logprobs", "zero-advantages", "improbable", "certain-tokens", "temperature"),
+    *("other-temperature", "other-step", "pooled", "several-runs"),
 )
 """Kinds of notes that may change the verdict itself; the page shows them first, unfolded."""
 

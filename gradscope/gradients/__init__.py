@@ -27,6 +27,7 @@ from gradscope.gradients.frozen import measuring
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks
 from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
+from gradscope.gradients.other_policies import with_logprobs_of
 from gradscope.gradients.measure import TABLE, Hooks, measure, measure_folder, measure_into, read_table
 from gradscope.gradients.operator.contributions import Contributions, GroupSignals
 from gradscope.gradients.operator.forward_mode import (
@@ -74,5 +75,5 @@ __all__ = [
     "prepare_measurement", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
     "refuse_other_loss", "sampling_probabilities", "sampling_weights", "score_by_teacher", "settle_batch",
     "settle_minutes", "stands_for", "statistics_of", "token_sizes", "vector_bytes", "weighted_quantiles",
-    "zero_vectors",
+    "with_logprobs_of", "zero_vectors",
 ]  # fmt: skip

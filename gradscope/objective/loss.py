@@ -31,7 +31,7 @@ from gradscope.objective.equations import (
 from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Weighting
 from gradscope.objective.weightings import make_weighting
-from gradscope.rollouts import TokenBatch
+from gradscope.rollouts import Note, TokenBatch
 
 Number = int | float
 
@@ -113,10 +113,10 @@ PAPER = LossSettings()
 ABOUT_ADVANTAGES = ("zero-advantages", "impossible-advantages", "groups-of-one", "mixed-groups")
 """Kinds of notes on advantages and the groups that they come from."""
 REMEDIES = {
-    "ref_logprobs": "give the reference's checkpoint (--reference PATH, in Python with_logprobs_of), write them into "
-    "the rows, or take a loss without a reference (--weighting simpo)",
-    "teacher_logprobs": "give the teacher's checkpoint (--teacher PATH, in Python with_logprobs_of), or write them into "
-    "the rows",
+    "ref_logprobs": "give the reference's checkpoint (--reference PATH, in Python gradients.with_logprobs_of), write "
+    "them into the rows, or take a loss without a reference (--weighting simpo)",
+    "teacher_logprobs": "give the teacher's checkpoint (--teacher PATH, in Python gradients.with_logprobs_of), or write "
+    "them into the rows",
 }
 """What to do without the log-probabilities of another policy, by field."""
 ABOUT_SAMPLING = ("on-policy", "temperature")
@@ -127,6 +127,7 @@ def settle_loss(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
     """Return the batch as the loss sees it: one of its own has no advantages, and divides by what it is a mean over.
 
     For those losses `loss_scales`, unless logged, becomes N over their denominator, and notes about advantages go.
+    A note of kind doubtful-loss says what the loss cannot do.
     Raises InputError if the batch lacks what the loss needs.
     """
     if (weighting := settings.weighed) is None:
@@ -140,6 +141,8 @@ def settle_loss(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
     for name in weighting.OTHERS:
         if getattr(batch, name) is None:
             raise InputError(f"{weighting} needs `{name}`, and the rollouts have none; {REMEDIES[name]}")
+    told = (Note(f"{weighting}: {words}", "doubtful-loss") for words in weighting.doubts)
+    batch = replace(batch, notes=(*batch.notes, *(note for note in told if note not in batch.notes)))
     if not weighting.is_whole:
         return batch
     for kind in ABOUT_ADVANTAGES if weighting.IS_SAMPLED else (*ABOUT_ADVANTAGES, *ABOUT_SAMPLING):

@@ -21,6 +21,16 @@ from gradscope.objective.equations import kl_slope
 from gradscope.objective.weighting import Tokens, Weighting, Weights, one_of, within
 
 
+NO_TEACHER = (
+    "k1 as a loss has the weight −1 at every token: its gradient lowers the log π of whatever was sampled, and the teacher "
+    "is not in it; k2 or k3 as a loss, or k1 as a policy gradient, have the teacher in it"
+)
+NEVER_PRAISED = (
+    "{} as a policy gradient gives no token an advantage above 0: each step lowers the log π of what was sampled, most "
+    "where policy and teacher differ, whichever gives the token more; k1's advantage is log ν/π"
+)
+
+
 class WholeLoss(Weighting):
     """A weighting that is a loss of its own."""
 
@@ -95,6 +105,12 @@ class OPD(WholeLoss):
     @property
     def is_whole(self) -> bool:
         return self.reward == "none"
+
+    @property
+    def doubts(self) -> tuple[str, ...]:
+        if not self.policy_gradient:
+            return () if self.estimator != "k1" else (NO_TEACHER,)
+        return () if self.estimator == "k1" or self.reward == "sum" else (NEVER_PRAISED.format(self.estimator),)
 
     def factors(self, tokens: Tokens) -> Weights:
         teacher = tokens.teacher

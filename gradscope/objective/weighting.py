@@ -209,6 +209,11 @@ class Weighting(ABC):
         return False
 
     @property
+    def doubts(self) -> tuple[str, ...]:
+        """What this loss cannot do, whatever the rollouts: sentences for who may not have meant it."""
+        return ()
+
+    @property
     def alpha_and_eta(self) -> tuple[Number | None, Number | None] | None:
         """Return Reweight's α and Lopti's η (None: off) if these two express the weighting, else None.
 

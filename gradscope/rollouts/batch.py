@@ -32,7 +32,7 @@ class Note(str):
     kind: str
     """Its kind; for rollout logs: dump, left-out, unknown-values, step, other-step, pooled, on-policy, temperature,
     other-temperature, groups-of-one, zero-advantages, impossible-advantages, mixed-groups, certain-tokens, padding,
-    several-runs, loss."""
+    several-runs, loss; of a loss: doubtful-loss."""
 
     def __new__(cls, text: str, kind: str = "dump") -> Note:
         note = super().__new__(cls, text)
