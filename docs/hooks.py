@@ -130,7 +130,8 @@ def make_format(name: str) -> str:
     form = READERS[name]
     rows = [[f"`{c.place}`", f"`{c.name}`", "yes" if c.required else ""] for c in form.columns if c.name in NATIVE]
     said = "\n".join(f"- {note[0].upper()}{note[1:]}." for note in form.notes)
-    told = ", ".join(f"`{column}`" for column in sorted(form.needs))
+    sets = [form.needs] if form.needs else form.beside
+    told = "; or ".join(", ".join(f"`{column}`" for column in sorted(own)) for own in sets)
     read = f"\n\nRead are:\n\n{_table(['column', 'native column', 'always there'], rows)}" if rows else ""
     return f"Detected by the columns {told}.{read}\n\ngradscope says of every log of this kind:\n\n{said}"
 

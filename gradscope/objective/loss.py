@@ -115,8 +115,8 @@ ABOUT_ADVANTAGES = ("zero-advantages", "impossible-advantages", "groups-of-one",
 REMEDIES = {
     "ref_logprobs": "give the reference's checkpoint (--reference PATH, in Python gradients.with_logprobs_of), write "
     "them into the rows, or take a loss without a reference (--weighting simpo)",
-    "teacher_logprobs": "give the teacher's checkpoint (--teacher PATH, in Python gradients.with_logprobs_of), or write "
-    "them into the rows",
+    "teacher_logprobs": "give the teacher's checkpoint (--teacher PATH, in Python gradients.with_logprobs_of), or "
+    "write them into the rows",
 }
 """What to do without the log-probabilities of another policy, by field."""
 ABOUT_SAMPLING = ("on-policy", "temperature")

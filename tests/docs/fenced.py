@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from support import dumps
 from support.adapters import save_adapter
+from support.given_text import write_kto_dataset, write_preferences, write_sft_dataset
 from support.policies import make_policy, make_responses, make_tokenizer, save_checkpoint, write_jsonl
 from support.training import train
+from support.verl_stand_ins import write_distillation
 
 FENCE = re.compile(r"^( *)```(\w*)(?: *\{([^}\n]*)\})?[^\n]*\n(.*?)^\1```$", re.M | re.S)
 HIDDEN = re.compile(r"(?:^|\s)\.(norun|parse)\b")
@@ -87,6 +89,10 @@ def make_workshop(folder: Path) -> None:
     dumps.write_roll(folder / "roll")
     dumps.write_verifiers(folder / "verifiers")
     dumps.write_verifiers_graph(folder / "graph")
+    write_sft_dataset(folder / "sft-dataset.jsonl")
+    write_preferences(folder / "preferences")
+    write_kto_dataset(folder / "kto.jsonl")
+    write_distillation(folder / "distillation", rows)
 
 
 def native_rows(policy: Any) -> list[dict[str, Any]]:

@@ -60,11 +60,29 @@ def test_another_tokens_are_told_by_how_far_they_are_off(shift, named):
         refuse_foreign_logprobs(own, logged, "old_logprob")
 
 
+@pytest.mark.parametrize("name", ["teacher_logprob", "ref_logprob"])
+def test_another_policys_column_is_told_from_a_shifted_one(name):
+    """Where it differs by up to half a nat per token from the policy; one further off is not judged."""
+    generator, found = torch.Generator().manual_seed(3), []
+    for seed in range(20):
+        for size in (0.1, 0.3, 0.5, 1.0, 2.0):
+            own = plant(seed)
+            logged = [o + size * torch.randn(o.shape, generator=generator) for o in own]
+            refuse_foreign_logprobs(own, logged, name)
+            if size > 0.5:
+                continue
+            for shift, named in ((1, "previous"), (-1, "next")):
+                with refused(named, name):
+                    refuse_foreign_logprobs(own, [o.roll(shift) for o in logged], name)
+                found.append(named)
+    assert len(found) == 20 * 3 * 2
+
+
 def test_measuring_refuses_them_before_anything_else():
     policy = make_policy("llama")
     batch = make_batch(policy)
     zeros = torch.where(batch.response_mask, 0.0, torch.nan)
-    for name in ("old_logprobs", "sampler_logprobs"):
+    for name in ("old_logprobs", "sampler_logprobs", "teacher_logprobs"):
         with refused(name[:-1]):
             measure(policy, replace(batch, **{name: zeros}))
 

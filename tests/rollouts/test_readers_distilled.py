@@ -1,8 +1,11 @@
-"""What prime-rl's logs say of a distillation, of the same four responses as its other logs."""
+"""What logs say of a distillation (prime-rl's, Tinker's by a recipe), of the same four responses as their other logs."""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,8 +14,8 @@ from support.dumps import SAMPLES
 from support.policies import write_jsonl
 from support.refusals import refused
 
-from gradscope.objective import LossSettings, settle_loss
-from gradscope.rollouts import Dump, read_dump
+from gradscope.objective import LossSettings, batch_weights, settle_loss
+from gradscope.rollouts import Dump, read_dump, write_rollouts
 
 TEACHER = [[-0.25 * (1 + row + place) for place in range(len(s.response))] for row, s in enumerate(SAMPLES)]
 
@@ -87,3 +90,33 @@ def test_distilled_exports_are_read_without_a_teacher_whom_they_do_not_hold(tmp_
         row["rl_weights"], row["ref_kl_weights"] = None, [0.0] * len(row["token_ids"])
     write_jsonl(path, rows)
     assert len(read_dump(path).batch) == 2 and read_dump(path).loss is None
+
+
+def test_tinkers_recipe_gives_the_weights_of_its_loss(repository, tmp_path):
+    """Its KL penalty adds coef·(log ν − log π_old) to the advantage, and importance sampling multiplies it by π/π_old."""
+    page = (repository / "docs/formats/native.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    space = {"write_rollouts": write_rollouts}
+    exec(next(block for block in blocks if "def write_distilled" in block), space)
+    data, teachers = [], []
+    for row, sample in enumerate(SAMPLES):
+        before, ids = [0.0] * len(sample.prompt), sample.prompt + sample.response
+        lists = {"logprobs": sample.sampler, "mask": [float(keep) for keep in sample.mask]}
+        lists["advantages"] = [sample.advantage] * len(sample.response)
+        inputs = {name: SimpleNamespace(data=(before + values)[1:]) for name, values in lists.items()}
+        inputs["target_tokens"] = SimpleNamespace(data=ids[1:])
+        told = SimpleNamespace(to_ints=lambda ids=ids: ids[:-1])
+        data.append(SimpleNamespace(model_input=told, loss_fn_inputs=inputs))
+        teachers.append([None, *before[1:], *TEACHER[row]])
+    space["write_distilled"](path := tmp_path / "step_1.jsonl", data, teachers, 1, coef=0.5)
+    dump = read_dump(path)
+    loss, batch = LossSettings.from_log(dump.loss), dump.batch
+    new = (batch.old_logprobs.nan_to_num(-1.0) - 0.125).clamp(max=0.0)
+    found = batch_weights(new, settle_loss(batch, loss), loss, num_tokens=1).policy
+    for row, sample in enumerate(SAMPLES):
+        start = int(batch.response_start[row])
+        for place, keep in enumerate(sample.mask):
+            apart = TEACHER[row][place] - sample.sampler[place]
+            ratio = math.exp(float(new[row, start + place]) - sample.sampler[place])
+            wanted = ratio * (sample.advantage + 0.5 * apart) * keep
+            assert float(found[row, start + place]) == pytest.approx(wanted, rel=1e-6, abs=1e-7)

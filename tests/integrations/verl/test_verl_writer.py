@@ -16,82 +16,18 @@ from support.cli import run
 from support.policies import make_batch, make_policy, save_checkpoint
 from support.refusals import refused
 from support.tiers import every
-from support.words import make_tokenizer
+from support.verl_stand_ins import TEMPERATURE, Config, as_padded, make_config, make_trainer, update
 
 from gradscope import load_policy
 from gradscope.gradients import TokenJacobian
 from gradscope.integrations.verl.batch_writer import (
-    VerlWriter,
     WriterSettings,
-    put_into,
     read_settings,
     response_divisors,
     verl_loss,
 )
 from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import read_dump
-
-TEMPERATURE = 0.7
-PLAIN = {"clip_ratio": 0.3, "clip_ratio_low": None, "clip_ratio_high": 0.25, "clip_ratio_c": 3.0, "use_kl_loss": True}
-PLAIN |= {"kl_loss_coef": 0.02, "kl_loss_type": "low_var_kl", "loss_agg_mode": "token-mean", "entropy_coeff": 0}
-PLAIN |= {"ppo_mini_batch_size": 3, "ppo_epochs": 1, "loss_scale_factor": None, "shuffle": False}
-PLAIN |= {"ppo_micro_batch_size_per_gpu": 2, "use_dynamic_bsz": False}
-
-
-class Config(dict):
-    """Read as verl's are, by attribute and by `get`."""
-
-    def __getattr__(self, name):
-        return self[name]
-
-
-DISTILLED = {"loss_mode": "k1", "use_policy_gradient": True, "use_task_rewards": False, "loss_max_clamp": None}
-DISTILLED |= {"distillation_loss_coef": 0.5, "clip_ratio_low": 0.1, "clip_ratio_high": 0.2}
-
-
-def make_config(folder, *, policy=None, correction=None, distillation=None, **actor):
-    policy_loss = Config({"loss_mode": "vanilla"} | (policy or {}))
-    rollout = Config(n=2, temperature=TEMPERATURE)
-    actor = Config(PLAIN | {"policy_loss": policy_loss} | actor)
-    return Config(
-        actor_rollout_ref=Config(actor=actor, rollout=rollout),
-        algorithm=Config(rollout_correction=Config({"bypass_mode": False} | (correction or {}))),
-        distillation=Config(
-            enabled=distillation is not None, distillation_loss=Config(DISTILLED | (distillation or {}))
-        ),
-        data=Config(train_batch_size=3),
-        trainer=Config(default_local_dir=str(folder)),
-    )
-
-
-def make_trainer(config, kind, **known):
-    """The least trainer with verl's two methods, whose class has a writer."""
-
-    class Trainer:
-        tokenizer, global_steps, ended, norm = make_tokenizer(), 1, False, 0.25
-        actor_rollout_wg = SimpleNamespace(_dispatch_info={"actor": [0]})
-
-        def _update_actor(self, batch, metrics=None):
-            if metrics is None:
-                return SimpleNamespace(meta_info={"metrics": {"actor/grad_norm": [self.norm]}})
-            metrics["actor/grad_norm"] = self.norm
-            return batch
-
-        def _shutdown_dump_executor(self):
-            self.ended = True
-
-    writer = VerlWriter(WriterSettings(**known))
-    put_into(Trainer, writer)
-    trainer = Trainer()
-    trainer.config, trainer.kind = config, kind
-    return trainer, writer
-
-
-def update(trainer, batch):
-    if trainer.kind == "padded":
-        return trainer._update_actor(batch)
-    metrics = {}
-    assert trainer._update_actor(batch, metrics=metrics) is batch and metrics == {"actor/grad_norm": trainer.norm}
 
 
 @pytest.fixture(scope="module")
@@ -126,34 +62,6 @@ def truth(checkpoint):
 def lengths_of(batch):
     ends = batch.attention_mask.sum(1) - batch.response_start
     return ends.tolist()
-
-
-def as_padded(rows):
-    """A DataProto's stand-in: prompts padded on the left, responses on the right."""
-    width, length = max(len(r["prompt"]) for r in rows), max(len(r["ids"]) for r in rows)
-
-    def right(name, values):
-        padded = [torch.cat([v, v.new_zeros(length - len(v))]) for v in values]
-        return {name: torch.stack(padded)}
-
-    tensors = {
-        "prompts": torch.stack(
-            [torch.cat([r["prompt"].new_zeros(width - len(r["prompt"])), r["prompt"]]) for r in rows]
-        )
-    }
-    before = torch.stack([torch.arange(width) >= width - len(r["prompt"]) for r in rows])
-    after = torch.stack([torch.arange(length) < len(r["ids"]) for r in rows])
-    tensors |= {"attention_mask": torch.cat([before, after], 1).long()}
-    tensors |= right("responses", [r["ids"] for r in rows]) | right("response_mask", [r["mask"] for r in rows])
-    tensors |= right("token_level_scores", [r["scores"] for r in rows])
-    for name in ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"):
-        tensors |= right(name, [r[name] for r in rows])
-    if "teacher_logprobs" in rows[0]:
-        tensors["teacher_logprobs"] = torch.zeros(len(rows), width + length, 1)
-        for row, own in zip(tensors["teacher_logprobs"], rows, strict=True):
-            start = width - len(own["prompt"])
-            row[start : start + len(own["teacher_logprobs"])] = own["teacher_logprobs"]
-    return SimpleNamespace(batch=tensors, non_tensor_batch={"uid": np.array([r["uid"] for r in rows], dtype=object)})
 
 
 def as_stored(rows, monkeypatch):
