@@ -27,7 +27,6 @@ from gradscope.gradients.frozen import measuring
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks
 from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
-from gradscope.gradients.other_policies import with_logprobs_of
 from gradscope.gradients.measure import TABLE, Hooks, measure, measure_folder, measure_into, read_table
 from gradscope.gradients.operator.contributions import Contributions, GroupSignals
 from gradscope.gradients.operator.forward_mode import (
@@ -42,6 +41,7 @@ from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.operator.sketches import Sketcher
 from gradscope.gradients.operator.teachers import score_by_teacher
 from gradscope.gradients.operator.vectors import Vectors, inner_products, vector_bytes, zero_vectors
+from gradscope.gradients.other_policies import with_logprobs_of
 from gradscope.gradients.resources import Resources, latest_end
 from gradscope.gradients.sample import (
     SAMPLING_PROBABILITY,

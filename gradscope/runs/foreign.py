@@ -97,6 +97,7 @@ def read_arrow(path: Path) -> Iterator[dict[str, Any]]:
             reader = pa.ipc.open_file(source) if is_file else pa.ipc.open_stream(source)
             many = range(reader.num_record_batches) if is_file else ()
             for batch in (reader.get_batch(place) for place in many) if is_file else reader:
+                batch.validate(full=True)  # offsets beyond its buffers would be followed
                 for start in range(0, len(batch), 8):
                     yield from batch.slice(start, 8).to_pylist()
     except (*BROKEN_FILE, pa.ArrowException) as error:

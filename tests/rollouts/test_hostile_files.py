@@ -20,6 +20,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from support import dumps
 from support.adapters import save_adapter
+from support.given_text import write_kto_dataset, write_preferences, write_sft_dataset
 from support.policies import make_policy, make_tokenizer, save_checkpoint, write_jsonl
 
 from gradscope.cli.sample import read_prompts
@@ -115,6 +116,9 @@ LOGS += ("verifiers", "verifiers_graph", "prime_rl_traces")
 READERS: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], int]] = {
     "native": (write_native, read_log, 400),
     **{name: (getattr(dumps, f"write_{name}"), read_log, 150) for name in LOGS},
+    "trl_sft": (lambda folder: write_sft_dataset(folder / "sft.jsonl"), read_log, 150),
+    "trl_kto": (lambda folder: write_kto_dataset(folder / "kto.jsonl"), read_log, 150),
+    "trl_preference": (lambda folder: write_preferences(folder / "pairs"), read_log, 100),
     "prompts": (write_prompts, read_prompts, 150),
     "task math": (partial(write_table, rows=MATH), ask, 60),
     "optimizer": (write_optimizer, lambda path: read_adamw_state(policy(), path), 100),
@@ -164,7 +168,8 @@ def packed_rows(rows: Any) -> bytes | None:
 def damaged(draw: st.DrawFn, name: str, content: bytes) -> bytes:
     """What a crash, a full disk, a bug or an enemy makes of a file."""
     kinds = ["cut"]
-    if not name.endswith((".parquet", ".safetensors")):  # pyarrow and the mapped weights trust their own footers
+    # pyarrow and the mapped weights trust their own footers
+    if not name.endswith((".parquet", ".arrow", ".safetensors")):
         kinds += ["byte", "noise"]
     if name.endswith((".json", ".jsonl", ".parquet")) and content:
         kinds += ["value"] * 6

@@ -1,4 +1,4 @@
-"""What logs say of a distillation (prime-rl's, Tinker's by a recipe), of the same four responses as their other logs."""
+"""What logs say of a distillation: prime-rl's, and Tinker's by a recipe, of the four responses of their other logs."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_distilled_exports_are_read_without_a_teacher_whom_they_do_not_hold(tmp_
 
 
 def test_tinkers_recipe_gives_the_weights_of_its_loss(repository, tmp_path):
-    """Its KL penalty adds coef·(log ν − log π_old) to the advantage, and importance sampling multiplies it by π/π_old."""
+    """Its penalty adds coef·(log ν − log π_old) to the advantage, and importance sampling multiplies it by π/π_old."""
     page = (repository / "docs/formats/native.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     space = {"write_rollouts": write_rollouts}

@@ -1,4 +1,4 @@
-"""Datasets of given text, written by `datasets` as users of TRL's trainers write them: words of the tests' tokenizer."""
+"""Datasets of given text, of words of the tests' tokenizer, written by `datasets` as TRL's users write them."""
 
 from __future__ import annotations
 
