@@ -21,8 +21,8 @@ from gradscope.objective.equations import kl_slope
 from gradscope.objective.weighting import Tokens, Weighting, Weights, one_of, within
 
 NO_TEACHER = (
-    "k1 as a loss has the weight −1 at every token: its gradient lowers the log π of whatever was sampled, and there is "
-    "no teacher in it; take k2 or k3 as a loss, or k1 as a policy gradient"
+    "k1 as a loss has the weight −1 at every token: its gradient lowers the log π of whatever was sampled, and no "
+    "teacher is in it; take k2 or k3 as a loss, or k1 as a policy gradient"
 )
 NEVER_PRAISED = (
     "{} as a policy gradient gives no token an advantage above 0: each step lowers the log π of what was sampled, most "
