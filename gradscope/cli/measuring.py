@@ -129,8 +129,8 @@ class MeasuringFlags(ReadingFlags):
     """The teacher of a distillation: a checkpoint with the policy's tokenizer. It is run on the same tokens for their
     log ν, in place of the log's."""
     reference: str | None = None
-    """The reference policy of a preference loss or KL penalty: a checkpoint with the policy's tokenizer, run on the same
-    tokens for their log π_ref, in place of the log's."""
+    """The reference policy of a preference loss or KL penalty: a checkpoint with the policy's tokenizer. It is run on
+    the same tokens for their log π_ref, in place of the log's."""
     overwrite: bool = False
     """Replace a run with other arguments in the same folder."""
 

@@ -31,6 +31,10 @@ NOT_DRAWN = "these were not drawn ({} rows are, at random; rows=N draws another 
 CUT_SHORT = (
     "they are cut at {} tokens, TRL's max_length unless set (max_length=N cuts elsewhere, max_length=none nowhere)"
 )
+UNLIKE_PROMPT = (
+    "TRL trains them after another context than their prompt: tokens at its end merge with the completion's, or the "
+    "template renders it otherwise when an answer follows"
+)
 ROLLOUTS = frozenset(("advantage", "advantages", "reward", "rewards", "score", "old_logprobs", "logprobs", "response"))
 """Columns of rollouts, which no dataset has."""
 
@@ -128,17 +132,19 @@ def _encode(
         own + eos if isinstance(own, str) and not own.endswith(eos) else own for own in (text, other)
     )  # a string without an end ends with ""
     ids, marks = encode(text if prompt is None else prompt + text, assistant=settings.assistant_only_loss)
-    start = 0
+    start, remarks = 0, ()
     if prompt is not None and settings.completion_only_loss:
         opened = encode(prompt, opened=True)[0]
         sides = [ids] if other is None else [ids, encode(prompt + other)[0]]
         start = min(_shared(opened, side) for side in sides)
+        remarks = (UNLIKE_PROMPT,) if start < len(opened) else ()
     mask = [place >= max(start, 1) and (marks is None or bool(marks[place])) for place in range(len(ids))]
-    cut = settings.max_length is not None and len(ids) > settings.max_length
+    if settings.max_length is not None and len(ids) > settings.max_length:
+        remarks += (CUT_SHORT.format(settings.max_length),)
     ids, mask = ids[: settings.max_length], mask[: settings.max_length]
     begin = mask.index(True) if True in mask else len(mask)
     found = {"prompt_ids": ids[:begin], "response_ids": ids[begin:], "response_mask": mask[begin:]}
-    return found | {"remarks": (CUT_SHORT.format(settings.max_length),) if cut else ()}
+    return found | {"remarks": remarks}
 
 
 def _shared(ids: list[int], others: list[int]) -> int:

@@ -196,8 +196,9 @@ def test_kto_rows_are_those_of_trls_kto_trainer(name, template):
 
 def test_a_completion_begins_where_its_ids_part_from_the_prompts():
     tokenizer = merging()
-    for name, known in (("completed", trls_sft), ("pairs", trls_dpo)):
-        found = ours(LETTERS[name], tokenizer)[1]
+    for name, known, merged in (("completed", trls_sft, 1), ("pairs", trls_dpo, 2)):
+        batch, found = ours(LETTERS[name], tokenizer)
+        assert [int(note.split()[0]) for note in batch.notes if "another context" in note] == [merged]
         assert found == known(LETTERS[name], tokenizer)
         assert found[0] == ([1, 6, 7, 10, 5, 2], [3, 4, 5])  # "dea" + "bc" has one token for a and b
     assert found[1] == ([1, 6, 7, 3, 5, 3, 2], [3, 4, 5, 6])  # whose other side's prompt ends before a, too
