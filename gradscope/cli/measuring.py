@@ -65,7 +65,7 @@ from gradscope.policy import (
 )
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import READER, Dump, TokenBatch, read_checkpoint_dump, rollouts_hash
-from gradscope.runs import Processes, RunFolder, launched
+from gradscope.runs import ALONE, Processes, RunFolder, launched
 from gradscope.updates import StepSettings, read_moments, state_step
 
 OTHERS = {"reference": "ref_logprobs", "teacher": "teacher_logprobs"}
@@ -285,10 +285,12 @@ class PlannedFlags(MeasuringFlags):
             policy = outline_policy(find_whole(model, self.base), **known)
             device = torch.device(find_device(self.device))
         dump = self._read(model, rollouts, policy)
-        # A plan needs no numbers of other policies, which cost little.
-        empty = torch.zeros(dump.batch.input_ids.shape)
-        named = {column: empty for name, column in OTHERS.items() if getattr(self, name) is not None}
-        dump = replace(dump, batch=replace(dump.batch, **named))
+        if self.flops is None:
+            dump, _ = self._ask_others(policy, dump, self.device, ALONE)
+        else:  # no weights are loaded, and no numbers needed
+            empty = torch.zeros(dump.batch.input_ids.shape)
+            named = {column: empty for name, column in OTHERS.items() if getattr(self, name) is not None}
+            dump = replace(dump, batch=replace(dump.batch, **named))
         print_notes([note for note in dump.notes if note.kind in OF_STEPS])
         settings = self._settle(policy, device.type if self.flops is None else "cuda", dump)
         dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))

@@ -39,7 +39,6 @@ from gradscope.gradients.operator.forward_mode import (
 from gradscope.gradients.operator.gram import Gram, SumsPlan, Way, block_products, largest_share
 from gradscope.gradients.operator.jacobian import TokenJacobian
 from gradscope.gradients.operator.sketches import Sketcher
-from gradscope.gradients.operator.teachers import score_by_teacher
 from gradscope.gradients.operator.vectors import Vectors, inner_products, vector_bytes, zero_vectors
 from gradscope.gradients.other_policies import with_logprobs_of
 from gradscope.gradients.resources import Resources, latest_end
@@ -73,7 +72,7 @@ __all__ = [
     "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "largest_share",
     "latest_end", "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums",
     "prepare_measurement", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
-    "refuse_other_loss", "sampling_probabilities", "sampling_weights", "score_by_teacher", "settle_batch",
+    "refuse_other_loss", "sampling_probabilities", "sampling_weights", "settle_batch",
     "settle_minutes", "stands_for", "statistics_of", "token_sizes", "vector_bytes", "weighted_quantiles",
     "with_logprobs_of", "zero_vectors",
 ]  # fmt: skip

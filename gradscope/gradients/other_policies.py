@@ -44,4 +44,8 @@ def with_logprobs_of(
     with measuring(other.model, batch.width):
         known = {"micro_batch_size": size, "device": other.device, "processes": processes}
         logprobs = batch_statistics(other.model, batch, **known).logprob.float()
+    if not logprobs[batch.response_mask].isfinite().all():
+        raise InputError(
+            f"{other.path or 'the other policy'} gives a token probability 0 or NaN; does it read these?"
+        )
     return replace(batch, **{column: logprobs.masked_fill(~batch.response_mask, torch.nan)})

@@ -4,37 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.frozen import measuring
-from gradscope.objective import Quantity, batch_statistics, fitting_size, make_quantity
+from gradscope.objective import Quantity, make_quantity
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
-from gradscope.runs import ALONE, Processes
-
-AT_ONCE = 8
-"""Responses that a teacher scores together."""
-
-
-def score_by_teacher(policy: Policy, teacher: Policy, batch: TokenBatch, processes: Processes = ALONE) -> TokenBatch:
-    """Return the batch with `teacher_logprobs`: the teacher's log ν of every kept token, at its response's temperature.
-
-    Raises InputError if the teacher has another vocabulary or a shorter context, or cannot produce a token.
-    """
-    refuse_other_teacher(policy, teacher)
-    if why := teacher.why_too_long(length := int(batch.attention_mask.sum(1).max())):
-        raise InputError(f"a response and its prompt are {length} tokens long, for the teacher {why}; leave it out")
-    size = fitting_size(teacher.model, batch, AT_ONCE, copies=2)
-    with measuring(teacher.model, batch.width):
-        known = {"micro_batch_size": size, "device": teacher.device, "processes": processes}
-        logprobs = batch_statistics(teacher.model, batch, **known).logprob
-    if not logprobs.isfinite().all():
-        raise InputError("the teacher gives a sampled token probability 0 (or NaN); does it read the policy's ids?")
-    return replace(batch, teacher_logprobs=logprobs.masked_fill(~batch.response_mask, torch.nan))
 
 
 @contextmanager
