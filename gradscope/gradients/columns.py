@@ -61,7 +61,7 @@ def describe_tokens(one: TokenBatch, statistics: TokenStatistics) -> dict[str, T
     for name in ("sampler_logprob", "teacher_logprob"):
         if (logged := getattr(one, f"{name}s")) is not None:
             out[name] = logged[0][kept]
-    of_response = {"loss_scale": one.loss_scales, "pair": one.pair_ids, "chosen": one.chosen}
+    of_response = {"loss_scale": one.loss_scales, "pair": one.pair_ids, "chosen": one.chosen, "z0": one.z0s}
     return out | {name: own[0].expand(len(logprob)) for name, own in of_response.items() if own is not None}
 
 

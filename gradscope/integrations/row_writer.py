@@ -30,11 +30,11 @@ import numpy as np
 
 Part = Mapping[str, Any]
 """Responses under the names of native columns: `prompt_ids` with `prompt_mask`, `response_ids` with `response_seen`
-(which positions count; those up to the last one hold a token), `response_mask`, `advantage` [B] or per token,
-`loss_scale` [B], and those of OPTIONAL and PER_TOKEN that the trainer has; all arrays. `reward_parts`, if known: {name:
-[B]}."""
+(which positions count; those up to the last one hold a token), `response_mask`, `loss_scale` [B], `advantage` [B] or
+per token unless the loss has none, and those of OPTIONAL and PER_TOKEN that the trainer has; all arrays.
+`reward_parts`, if known: {name: [B]}."""
 
-OPTIONAL = ("reward", "group", "process", "micro_batch")
+OPTIONAL = ("reward", "group", "process", "micro_batch", "pair", "chosen", "z0")
 """Columns with a value per response, [B]."""
 PER_TOKEN = (
     *("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs", "sampler_correction"),
@@ -93,9 +93,10 @@ def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any
         for row, kept in enumerate(part["response_seen"] > 0):
             seen = kept | _holes(kept)
             prompt, response = part["prompt_ids"][row][part["prompt_mask"][row] > 0], part["response_ids"][row][seen]
-            advantage = part["advantage"][row]
             told = {"prompt_ids": prompt, "response_ids": response}
-            told["advantage"] = advantage[seen] if advantage.ndim else float(advantage)
+            if "advantage" in part:
+                advantage = part["advantage"][row]
+                told["advantage"] = advantage[seen] if advantage.ndim else float(advantage)
             told |= {name: part[name][row].item() for name in OPTIONAL if name in part}
             if "reward_parts" in part:
                 told["reward_parts"] = {name: own[row].item() for name, own in part["reward_parts"].items()}

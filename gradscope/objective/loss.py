@@ -238,7 +238,7 @@ def batch_weights(
     known = {"logprob": logprobs, "entropy": entropy, "old_logprob": batch.old_logprobs}
     known |= {"ref_logprob": batch.ref_logprobs, "teacher_logprob": batch.teacher_logprobs}
     known |= {"sampler_logprob": batch.sampler_logprobs}
-    of_responses = {"pair": batch.pair_ids, "chosen": batch.chosen, "loss_scale": batch.loss_scales}
+    of_responses = {"pair": batch.pair_ids, "chosen": batch.chosen, "z0": batch.z0s, "loss_scale": batch.loss_scales}
     known |= {name: batch.spread_over_tokens(own) for name, own in of_responses.items() if own is not None}
     if weighting.is_whole:
         nothing = torch.zeros_like(logprobs)

@@ -236,7 +236,7 @@ class KTO(OfText):
 
     λ is `desirable` for chosen and `undesirable` for rejected responses. z₀, the batch's estimate of the KL divergence
     from the reference, is a mean over mismatched pairs that no log of responses determines: give the trainer's (−1:
-    unknown).
+    that of each response's column `z0`).
     """
 
     NAME = "kto"
@@ -250,10 +250,11 @@ class KTO(OfText):
     undesirable: float = within(1.0, 0)
 
     def factors(self, tokens: Tokens) -> Weights:
-        if self.z0 < 0:
+        if self.z0 < 0 and "z0" not in [*tokens]:
             raise InputError("kto: z0 is unknown; give the KL estimate that the trainer logged for this step: kto:z0=…")
+        z0 = tokens.known("z0") if self.z0 < 0 else self.z0
         ratio = tokens.sum_by_response(tokens["logprob"] - tokens.known("ref_logprob"))
-        inside = tokens.signs * self.beta * (ratio - self.z0)
+        inside = tokens.signs * self.beta * (ratio - z0)
         weight = np.where(tokens.signs > 0, self.desirable, self.undesirable)
         return tokens.signs * weight * self.beta * _logistic(inside) * _logistic(-inside)
 

@@ -50,6 +50,7 @@ _PER_RESPONSE = {
     **{"rewards": "reward", "steps": "step", "loss_scales": "loss_scale", "grad_norms": "grad_norm"},
     **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
     **{"process_ids": "process", "micro_batch_ids": "micro_batch", "pair_ids": "pair", "chosen": "chosen"},
+    "z0s": "z0",
 }
 """Field → its name in a row."""
 
@@ -111,6 +112,8 @@ class TokenBatch:
     """Id shared by the chosen and the rejected response of a preference pair."""
     chosen: Float[Tensor, " B"] | None = None
     """1 for the chosen response of a pair (or a desirable one), 0 for the rejected."""
+    z0s: Float[Tensor, " B"] | None = None
+    """KTO's z₀, the trainer's estimate of the KL divergence from the reference, in nats."""
     grad_norms: Float[Tensor, " B"] | None = None
     """Norm of the step's gradient before clipping, as logged by the trainer."""
     uncorrected_advantages: Float[Tensor, "B S"] | None = None
@@ -350,6 +353,7 @@ class Response:
     micro_batch: float | None = None
     pair: float | None = None
     chosen: float | None = None
+    z0: float | None = None
     grad_norm: float | None = None
     reward_parts: Mapping[str, float] | None = None
     uncorrected_advantage: float | list[float] | None = None

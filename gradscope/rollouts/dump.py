@@ -49,7 +49,7 @@ from gradscope.runs import counted
 
 ALL_OR_NONE = (
     *("group", "temperature", "step", "group_reward_mean", "group_reward_std"),
-    *("loss_scale", "process", "micro_batch", "pair", "chosen"),
+    *("loss_scale", "process", "micro_batch", "pair", "chosen", "z0"),
 )
 """Columns that every row needs if any row has them, since missing values have no substitute."""
 
@@ -194,6 +194,7 @@ class _Reading:
         """The distinct loss settings of the rows."""
         self._entries: list[_Entry] = []
         self._groups: dict[tuple[int | None, object], int] = {}
+        self._pairs: dict[tuple[int | None, float], int] = {}
         self._others: defaultdict[tuple[int | None, object], list[tuple[Visit, float]]] = defaultdict(list)
         """Rewards of left-out responses by group."""
         self._seen: Counter[int | None] = Counter()
@@ -258,6 +259,9 @@ class _Reading:
         number = self._groups.get(key, len(self._groups))
         response = parse_response(row, prompt_ids, response_ids, number, kept, self._options)
         self._groups[key] = number
+        if response.pair is not None:  # like a group, a pair belongs to a single step
+            pair = self._pairs.setdefault((row.step, response.pair), len(self._pairs))
+            response = replace(response, pair=float(pair))
         given, logged = self._options.temperature, row.columns.get("temperature")
         if given is not None and isinstance(logged, int | float) and math.isfinite(logged) and logged != given:
             self._temperatures[float(logged)] += 1

@@ -172,7 +172,11 @@ def _per_token_advantages(inputs: Inputs) -> Float[Tensor, "B C"]:
 
 
 def number_prompts(parts: Sequence[Inputs]) -> Int[Tensor, " B"]:
-    """Number equal prompts alike over micro-batches, from 0 in order of appearance."""
+    """Number equal prompts alike over micro-batches, from 0 in order of appearance; examples, where `groups` has them."""
+    if "groups" in parts[0]:
+        named = [(number, group) for number, part in enumerate(parts) for group in part["groups"].tolist()]
+        known = {name: place for place, name in enumerate(dict.fromkeys(named))}
+        return torch.tensor([known[name] for name in named])
     numbers: dict[tuple[int, ...], int] = {}
     arrays = ((part["prompt_ids"].cpu().numpy(), part["prompt_mask"].cpu().numpy() > 0) for part in parts)
     rows = (tuple(ids[seen].tolist()) for each in arrays for ids, seen in zip(*each, strict=True))

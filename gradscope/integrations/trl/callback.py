@@ -17,11 +17,12 @@ from tqdm import tqdm
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl.batch import batch_from_trl, join_columns
-from gradscope.integrations.trl.losses import find_kind, other_loss, refuse_scaled, settings_loss, settings_slopes
+from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss, settings_slopes
 from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
 from gradscope.integrations.trl.recorder import SpikeRecorder
 from gradscope.integrations.trl.sample import StepSample, affordable
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, wrap
+from gradscope.integrations.trl.texts import watch_steps
+from gradscope.integrations.trl.watch import SeenBatch, Watching, temperature_of, wrap
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.objective import ORDERS
 from gradscope.policy import find_lossy_text, refuse_unreadable, trained_only, whole_weights
@@ -49,8 +50,9 @@ class GradScopeCallback(Watching):
     - module_norm/MLP and so on: ‖G‖ over a module group's weights; the squares sum to ‖G‖²;
     - grad_cosine/a/b, grad_cosine/a/all, with cosines=True: cosines of G_a with G_b and with G;
     - token_share/a: share of the tokens;
-    - right_direction_positive/a, right_direction_negative/a: among tokens with an advantage of that sign, the share
-      whose probability the whole step (both of Lopti's) moved in its direction;
+    - right_direction_positive/a, right_direction_negative/a: among tokens with an advantage of that sign (of given
+      text: a weight −∂loss/∂ log π), the share whose probability the whole step (both of Lopti's) moved in its
+      direction;
     - num_tokens; seconds: time spent on measuring the step;
     - grad_norm_ratio: ‖G‖ over the trainer's own gradient norm before clipping, 1 if the measured loss is the trained
       one. A difference above 1 % gives a warning with both norms. NaN if tokens are so certain, or weights so small,
@@ -70,7 +72,7 @@ class GradScopeCallback(Watching):
     log π, such as an entropy bonus, is left out, with a warning, and shows in grad_norm_ratio.
 
     Args:
-        trainer: TRL's GRPOTrainer or RLOOTrainer, or a subclass.
+        trainer: TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or KTOTrainer, or a subclass.
         budget: Largest share of the wall time since training began (measuring included) to spend on measuring. Each due
             step then measures as many prompts as the budget allows at the cost observed so far, drawn at random, each
             with all its responses in the step; if it allows fewer than four (and not all), too few for an estimate, the
@@ -115,7 +117,7 @@ class GradScopeCallback(Watching):
             raise InputError(f"budget is {budget}; give a share of the run's time, such as 0.15, or None")
         if budget is not None and cosines:
             raise InputError("cosines need all prompts' gradients, and a budget may allow fewer; give one of the two")
-        find_kind(trainer)
+        watcher = watch_steps(trainer)
         lopti = getattr(trainer, "lopti_eta", None) is not None
         if lopti and (other := other_loss(trainer)) is not None:
             raise InputError(f"Lopti steps twice, so its loss must be Eq. 1's, but {other}; leave one of the two out")
@@ -127,7 +129,7 @@ class GradScopeCallback(Watching):
             raise InputError("Lopti steps with two gradients, but a budget needs a single one; give one of the two")
         _refuse_launch(trainer, budget)
         refuse_unreadable(trainer.model)
-        super().__init__(trainer, StepWatcher(trainer))
+        super().__init__(trainer, watcher)
         if (lost := find_lossy_text(self._tokenizer)) is not None:
             seen = f"{type(self._tokenizer).__name__} turns {lost[0]!r} into {lost[1]!r}"
             warnings.warn(f"the trainer's {seen}, and training uses the result", stacklevel=2)
@@ -203,7 +205,7 @@ class GradScopeCallback(Watching):
         parts = self._watcher.parts[: trainer.current_gradient_accumulation_steps]  # Lopti's second pass repeats them
         if (slopes := self._slopes(parts)) is None:
             return self._warn_once("unseen", "steps are not measured: the loss does not use TRL's log π")
-        batch = batch_from_trl([part.inputs for part in parts], trainer.temperature)
+        batch = batch_from_trl([part.inputs for part in parts], temperature_of(trainer))
         number = trainer.state.global_step + 1
         resources = Resources(HELD, micro_batch=self.micro_batch_size, progress=self.progress)
         terms = trainer.model, batch, slopes

@@ -21,8 +21,12 @@ from gradscope.integrations.trl.batch import (
 from gradscope.integrations.trl.watch import SeenBatch, set_on
 from gradscope.objective import LossSettings, batch_weights
 
-TRAINERS = ("GRPOTrainer", "RLOOTrainer")
-"""TRL's trainers that can be watched."""
+SAMPLED = ("GRPOTrainer", "RLOOTrainer")
+"""TRL's trainers on sampled responses that can be watched."""
+ON_TEXT = ("SFTTrainer", "DPOTrainer", "KTOTrainer")
+"""TRL's trainers on given text that can be watched."""
+WITHOUT_LOGPROBS = {"DistillationTrainer": "a divergence of whole distributions, in which no token's log π stands out"}
+"""TRL's trainers whose loss no token's weight expresses, and what it is."""
 LOSS_METHODS = ("_compute_loss", "compute_loss")
 """Methods that define a trainer's loss; an override may change it."""
 
@@ -31,11 +35,12 @@ def other_loss(trainer: Any) -> str | None:
     """Name what makes a trainer's loss another than Eq. 1's in the settings of its GRPOConfig; None: it is that.
 
     The slopes of another loss are known from the trainer's own backward pass alone. Raises InputError for other
-    trainers than TRL's and their subclasses.
+    trainers than SAMPLED and their subclasses.
     """
+    kind = find_kind(trainer, SAMPLED)
     if (own := own_loss(trainer)) is not None:
         return own
-    if find_kind(trainer) == "RLOOTrainer":
+    if kind == "RLOOTrainer":
         return "RLOOTrainer, whose ratio is of whole responses"
     if (weighting := getattr(trainer, "weighting", None)) is not None:
         return f"the weighting {weighting}"
@@ -82,14 +87,14 @@ def clipped_tokens(trainer: Any, part: SeenBatch) -> Bool[Tensor, "B C"] | Bool[
     return clipped if cap is None else clipped | (ratio > max(high, cap)) & (advantages < 0)
 
 
-def find_kind(trainer: Any) -> str:
-    """Return which of TRAINERS the trainer is. Raises InputError for any other."""
-    kind = next((c.__name__ for c in type(trainer).__mro__ if _is_trls(c) and c.__name__ in TRAINERS), None)
-    if kind is None:
-        raise InputError(
-            f"the trainer is a {type(trainer).__name__}; give TRL's {' or '.join(TRAINERS)}, or a subclass of one"
-        )
-    return kind
+def find_kind(trainer: Any, among: Sequence[str] = (*SAMPLED, *ON_TEXT)) -> str:
+    """Return which of these TRL's trainers the trainer is. Raises InputError for any other."""
+    own = [kind.__name__ for kind in type(trainer).__mro__ if _is_trls(kind)]
+    if kind := next((name for name in own if name in among), None):
+        return kind
+    loss = next((f", whose loss is {WITHOUT_LOGPROBS[name]}" for name in own if name in WITHOUT_LOGPROBS), "")
+    wanted = f"give TRL's {', '.join(among[:-1])} or {among[-1]}, or a subclass of one"
+    raise InputError(f"the trainer is a {type(trainer).__name__}{loss}; {wanted}")
 
 
 def refuse_scaled(trainer: Any) -> None:
@@ -108,8 +113,8 @@ def own_loss(trainer: Any) -> str | None:
             return f"{type(trainer).__name__}.{name}, set on the trainer itself"
         # gradscope's own mixin calls the next class's method.
         owners = (kind for kind in type(trainer).__mro__ if name in vars(kind))
-        owner = next(kind for kind in owners if not kind.__module__.startswith("gradscope."))
-        if not _is_trls(owner):
+        owner = next((kind for kind in owners if not kind.__module__.startswith("gradscope.")), None)
+        if owner is not None and not _is_trls(owner):
             return f"{owner.__name__}.{name}"
     return None
 

@@ -28,11 +28,12 @@ from gradscope.diagnosis import (
 )
 from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import trl_settings
-from gradscope.integrations.trl.losses import clipped_tokens, find_kind, own_loss, settings_slopes
+from gradscope.integrations.trl.losses import clipped_tokens, own_loss, settings_slopes
 from gradscope.integrations.trl.measure import add_over_processes, name_intervals
+from gradscope.integrations.trl.texts import is_on_text, watch_steps
 from gradscope.integrations.trl.tokens import BINS, TokenColumns, collect_columns, numbers_of
 from gradscope.integrations.trl.trackers import send_alert, send_histograms, send_page
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching, find_head
+from gradscope.integrations.trl.watch import SeenBatch, Watching, find_head
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.resampling import Supply
 from gradscope.runs import counted
@@ -78,8 +79,12 @@ class TokenMonitor(Watching):
     What a loss has a gradient through beside the kept tokens' log π, such as an entropy bonus, is left out, with one
     warning.
 
+    Of trainers on given text (SFT, DPO, KTO, whatever their loss type) intervals are those of π, nothing is clipped,
+    masked or mismatched, and the verdict's prompts are SFT's examples and DPO's pairs.
+
     Args:
-        trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass, with a loss of its own, too.
+        trainer: TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or KTOTrainer, or any subclass, with a loss of
+            its own, too.
         edges: edges of the intervals.
         largest: number of tokens per step to write as text; 0 for none.
         window: number of steps per verdict.
@@ -94,8 +99,9 @@ class TokenMonitor(Watching):
             trainer's settings. None: such steps are skipped, with one warning.
 
     Raises:
-        InputError: if the trainer or the TRL version is not supported (its head gives no Σπ²), a number is out of
-            range, or `forward_every` meets a loss that `trl_settings` refuses.
+        InputError: if the trainer or the TRL version is not supported (its head gives no Σπ²), SFT's texts share rows
+            (padding_free, packing) or its loss is of whole logits (label_smoothing_factor, compute_loss_func), a number
+            is out of range, or `forward_every` meets a loss that `trl_settings` refuses.
     """
 
     def __init__(
@@ -109,7 +115,7 @@ class TokenMonitor(Watching):
         page_every: int | None = None,
         forward_every: int | None = None,
     ) -> None:
-        find_kind(trainer)
+        on_text = is_on_text(trainer)
         if largest < 0:
             raise InputError(f"largest is {largest}; give 0 or more")
         for name, number in (("window", window), ("page_every", page_every), ("forward_every", forward_every)):
@@ -117,10 +123,10 @@ class TokenMonitor(Watching):
                 raise InputError(f"{name} is {number}; give 1 or more")
         find_head()
         self.labels = interval_labels(edges)
-        super().__init__(trainer, StepWatcher(trainer, with_squares=True, on_unseen=self._look))
+        super().__init__(trainer, watch_steps(trainer, with_squares=True, on_unseen=self._look))
         self.edges, self.largest, self.window = list(edges), largest, window
         self.alert, self.page_every, self.forward_every = alert, page_every, forward_every
-        if forward_every is not None and not hasattr(trainer.args, "loss_type"):
+        if forward_every is not None and (on_text or not hasattr(trainer.args, "loss_type")):
             raise InputError("forward_every needs GRPOTrainer's settings of the loss; leave it out")
         self._loss = None if forward_every is None else trl_settings(trainer.args).loss
         self.path = Path(trainer.args.output_dir) / "gradscope" / "live.jsonl"
@@ -143,7 +149,8 @@ class TokenMonitor(Watching):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._started, self.seconds, self.cpu_seconds, self.rows = time.perf_counter(), 0.0, 0.0, []
         self.verdict = None
-        self._clips = own_loss(self.trainer) is None and getattr(self.trainer, "weighting", None) is None
+        plain = own_loss(self.trainer) is None and getattr(self.trainer, "weighting", None) is None
+        self._clips = plain and not is_on_text(self.trainer)
         self._histograms = np.zeros_like(self._histograms)
         self._prompts.clear()
         self._recent.clear()
@@ -254,7 +261,8 @@ class TokenMonitor(Watching):
     def _look(self, model: Any, part: SeenBatch) -> None:
         """Run an extra pass on a micro-batch whose log π was not seen, if one is due."""
         if self.forward_every is None:
-            return self._warn_once("unseen", "steps are skipped: the loss does not use TRL's log π; give forward_every")
+            mend = "" if is_on_text(self.trainer) else "; give forward_every"
+            return self._warn_once("unseen", f"steps are skipped: the loss does not use TRL's log π{mend}")
         if "pixel_values" in part.inputs:
             return self._warn_once("unseen", "steps are skipped: the loss makes log π itself, and prompts hold images")
         if self.trainer.state.global_step % self.forward_every:

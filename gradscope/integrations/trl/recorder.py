@@ -19,7 +19,7 @@ from gradscope.errors import InputError, first_line
 from gradscope.gradients import Resources, TokenJacobian
 from gradscope.integrations.row_writer import step_file
 from gradscope.integrations.trl.batch import batch_from_trl, join_columns, response_denominators
-from gradscope.integrations.trl.losses import other_loss
+from gradscope.integrations.trl.losses import SAMPLED, find_kind, other_loss
 from gradscope.integrations.trl.measure import agree
 from gradscope.integrations.trl.sample import unit_gradient
 from gradscope.integrations.trl.trackers import send_alert, send_page
@@ -69,6 +69,7 @@ class SpikeRecorder(Watching):
         weights: bool = False,
         micro_batch_size: int = 8,
     ) -> None:
+        find_kind(trainer, SAMPLED)
         if trainer.is_deepspeed_enabled:
             raise InputError(
                 "DeepSpeed computes the norm while it takes the step; RolloutWriter(trainer, every=None, spike=3) "

@@ -88,7 +88,8 @@ class StepWatcher:
 
     def start(self, wrappers: Mapping[str, Wrapper] | None = None) -> None:
         """Watch the trainer from now on, with further wrappers of its methods."""
-        own = {"compute_loss": self._watch_loss, LOGPROBS: self._watch_logprobs, "_get_grad_norm": self._watch_norm}
+        own = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
+        own |= {LOGPROBS: self._watch_logprobs} if hasattr(self.trainer, LOGPROBS) else {}
         wrap(self.trainer, self, own | dict(wrappers or {}))
         self.left_out, self._told = [], 0
 
@@ -138,20 +139,26 @@ class StepWatcher:
         def watched(model: Any, inputs: Any, *args: Any, **keywords: Any) -> Any:
             if not (self.watched and model.training):
                 return compute_loss(model, inputs, *args, **keywords)
-            self.current = part = SeenBatch(inputs)
-            self.parts.append(part)
-            try:
+            with self._looking(model, inputs, **keywords) as part:
+                self.parts.append(part)
                 found = compute_loss(model, inputs, *args, **keywords)
                 loss = found[0] if isinstance(found, tuple) else found
                 if part.logprob is not None and _reaches_weights(loss, self._ways):
                     self._leave_out("terms of the weights that do not go through TRL's log π")
-            finally:
-                self.current, self._ways = None, []
             if part.logprob is None and self.on_unseen is not None:
                 self.on_unseen(model, part)
             return found
 
         return watched
+
+    @contextmanager
+    def _looking(self, model: Any, inputs: Any, **_: Any) -> Iterator[SeenBatch]:
+        """Yield a micro-batch to fill in while its loss is computed."""
+        self.current = SeenBatch(inputs)
+        try:
+            yield self.current
+        finally:
+            self.current, self._ways = None, []
 
     def _watch_logprobs(self, log_probs: Callable[..., Any]) -> Callable[..., Any]:
         def scored(model: Any, *args: Any, **keywords: Any) -> Any:
@@ -165,15 +172,19 @@ class StepWatcher:
             if found[0].requires_grad and (squares is not None or not self.with_squares):
                 part.logprob, part.log_sum_squares = found[0].detach(), squares
                 part.entropy = None if found[1] is None else found[1].detach()
-                found[0].register_hook(partial(self._take_slope, part))
-                beside = [(name, value) for name, value in zip(BESIDE, found[1:], strict=False) if value is not None]
-                for name, value in beside:
-                    if value.requires_grad:
-                        value.register_hook(partial(self._take_beside, name))
-                self._ways = [each.grad_fn for each in (found[0], *(value for _, value in beside))]
+                self._follow(part, *found)
             return found
 
         return scored
+
+    def _follow(self, part: SeenBatch, logprobs: Tensor, *beside: Tensor | None) -> None:
+        """Take what comes back to log π, and see what comes back to the values of BESIDE."""
+        logprobs.register_hook(partial(self._take_slope, part))
+        known = [(name, value) for name, value in zip(BESIDE, beside, strict=False) if value is not None]
+        for name, value in known:
+            if value.requires_grad:
+                value.register_hook(partial(self._take_beside, name))
+        self._ways = [each.grad_fn for each in (logprobs, *(value for _, value in known))]
 
     def _take_slope(self, part: SeenBatch, gradient: Tensor) -> None:
         scaler = getattr(self.trainer.accelerator, "scaler", None)  # fp16's, a power of two
@@ -266,6 +277,11 @@ def set_on(watched: Any, name: str) -> Any:
     return own[name] if name in own else vars(watched).get(name)
 
 
+def temperature_of(trainer: Any) -> float:
+    """Return the temperature of a trainer's log π; 1 on given text."""
+    return float(getattr(trainer, "temperature", 1.0))
+
+
 def find_head() -> Any:
     """Return TRL's module with the head that computes log π. Raises InputError for an unsupported TRL."""
     from trl.trainer import utils
@@ -280,7 +296,7 @@ def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywo
     squares: list[Tensor | None] = []
     hook = model.register_forward_hook(lambda _, __, out: squares.append(out.log_sum_sq_probs))
     try:
-        with _summing_squares():
+        with summing_squares():
             found = log_probs(model, *args, **keywords)
     finally:
         hook.remove()
@@ -290,8 +306,11 @@ def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywo
 
 
 @contextmanager
-def _summing_squares() -> Iterator[None]:
-    """Have TRL's head give log Σπ², too, in the walk over the logits that it makes for log π and entropy."""
+def summing_squares(*, without_gradients: bool = True) -> Iterator[None]:
+    """Have TRL's head give log Σπ², too, in the walk over the logits that it makes for log π and entropy.
+
+    without_gradients: also in passes that compute no gradient.
+    """
     utils = find_head()
     own = utils._ChunkedLogProbFunction
 
@@ -299,7 +318,8 @@ def _summing_squares() -> Iterator[None]:
         @staticmethod
         def apply(*args: Any) -> Any:
             *others, outputs = args
-            return own.apply(*others, (*outputs, "log_sum_sq_probs"))
+            added = ("log_sum_sq_probs",) if without_gradients or torch.is_grad_enabled() else ()
+            return own.apply(*others, (*outputs, *added))
 
     utils._ChunkedLogProbFunction = Summing
     try:

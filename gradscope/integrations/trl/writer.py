@@ -17,7 +17,8 @@ from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remov
 from gradscope.integrations.trl.batch import Inputs, kept_tokens, response_denominators
 from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss
 from gradscope.integrations.trl.measure import add_over_processes
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, Watching
+from gradscope.integrations.trl.texts import is_on_text, text_denominators, text_loss, watch_steps
+from gradscope.integrations.trl.watch import SeenBatch, Watching, temperature_of
 from gradscope.objective import LossSettings
 from gradscope.policy import plain_name
 from gradscope.rollouts import LOSS_KEY, RUN_KEY
@@ -31,6 +32,8 @@ COLUMNS = {
     **{"sampling_per_token_logps": "sampler_logprobs", "importance_sampling_ratio": "sampler_correction"},
 }
 """TRL's tensor → name in rows; those from tool_mask on are optional."""
+OF_TEXTS = {"pair": "pair", "groups": "group", "chosen": "chosen", "z0": "z0"}
+"""The same of given texts; pairs and groups are numbered within their micro-batch."""
 UNCLIPPED = LossSettings(clip_ratio_low=1.0, clip_ratio_high=1e9, clip_ratio_c=None, kl_coef=0.0)
 """Eq. 1 without clips and KL, whose w_t is the ratio times Â."""
 REWARDS = "rewards"
@@ -63,13 +66,17 @@ class RolloutWriter(Watching):
     through beside the kept tokens' log π, such as an entropy bonus, is left out, with a warning and in the note. A step
     whose loss does not use TRL's log π is not written, with one warning.
 
+    Rows of given text (SFT, DPO, KTO) have no rewards and no advantages: the loss's settings name its `weighting` (sft,
+    dft, dpo, ipo, kto with TRL's β), and preferences have `pair` (KTO: `z0`, the micro-batch's KL estimate), `chosen`
+    and `ref_logprobs`. An SFT example and a pair are a group of their own.
+
     Training stays bit-identical, and weights are not read, so it works under DDP, FSDP and DeepSpeed. A step's tensors
     are copied to the CPU; a separate process does the rest. If that process dies or falls a minute behind, there is one
     warning and training continues without it. A new run in the same folder removes existing files; a resumed run
     removes those of later steps.
 
     Args:
-        trainer: TRL's GRPOTrainer or RLOOTrainer, or any subclass.
+        trainer: TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or KTOTrainer, or any subclass of the first two.
         every: None: only the steps of `spike`.
         text: Also write the text of prompt and response. Even without text, anyone with the tokenizer can decode the
             ids.
@@ -79,7 +86,8 @@ class RolloutWriter(Watching):
 
     Raises:
         InputError: if the trainer is not supported, it has a `lopti_eta`, DeepSpeed trains a loss that is not
-            Eq. 1's in fp16, or a number is out of range.
+            Eq. 1's in fp16, a number is out of range, or a loss of given text is none of those weightings (another
+            loss type or several, ld_alpha, use_weighting, another f-divergence, precompute_ref_log_probs, …).
     """
 
     def __init__(
@@ -101,7 +109,8 @@ class RolloutWriter(Watching):
             raise InputError(f"spikes is {spikes}; give 1 or more")
         if getattr(trainer, "lopti_eta", None) is not None:
             raise InputError("the trainer has a lopti_eta, whose two steps rows cannot express; leave one of them out")
-        super().__init__(trainer, StepWatcher(trainer))
+        super().__init__(trainer, watch_steps(trainer))
+        self.on_text = is_on_text(trainer)
         self.every, self.text, self.spike, self.spikes = every, text, spike, spikes
         self._settle_loss()
         self.folder = Path(trainer.args.output_dir) / "gradscope" / "rollouts"
@@ -123,7 +132,7 @@ class RolloutWriter(Watching):
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
         looked_at = {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
-        self._watcher.start(looked_at)
+        self._watcher.start({} if self.on_text else looked_at)
         if state.is_world_process_zero:
             steps = "of steps of unusual gradient norm" if self.every is None else f"every {self.every} steps"
             print(f"gradscope: writing rollouts {'every step' if self.every == 1 else steps} to {self.folder}")
@@ -131,9 +140,10 @@ class RolloutWriter(Watching):
                 print(f"gradscope: rows have the weights of the trainer's own backward pass ({self.other_loss})")
 
     def _settle_loss(self) -> None:
-        self.other_loss = other_loss(self.trainer)
+        self.other_loss = None if self.on_text else other_loss(self.trainer)
         """What makes the loss another than Eq. 1's with the trainer's settings; None: nothing."""
-        self.loss = settings_loss(self.trainer) if self.other_loss is None else UNCLIPPED
+        make = text_loss if self.on_text else settings_loss
+        self.loss = make(self.trainer) if self.other_loss is None else UNCLIPPED
         """The settings under which the rows have the trainer's weights."""
         if self.other_loss is not None:
             refuse_scaled(self.trainer)
@@ -211,8 +221,7 @@ class RolloutWriter(Watching):
         window = [part.inputs for part in parts]
         scales = torch.ones(sum(len(each["completion_ids"]) for each in window))
         if self.other_loss is None:
-            processes = self.trainer.accelerator.num_processes
-            scales = num_tokens / response_denominators(self.trainer.args, window, num_processes=processes)
+            scales = num_tokens / self._denominators(window)
         found = []
         for number, part in enumerate(parts):
             arrays = {
@@ -223,12 +232,30 @@ class RolloutWriter(Watching):
                 weights = torch.where(part.slope == 0, 0.0, -num_tokens * part.slope / (part.logprob - part.old).exp())
                 arrays["advantage"] = to_array(weights.masked_fill(~weights.isfinite(), math.nan))
                 arrays.pop("sampler_correction", None)  # it is in the weights
+            if self.on_text:
+                del arrays["advantage"]  # its weights
+                arrays |= self._text_columns(part.inputs, sum(len(each["prompt_ids"]) for each in window[:number]))
             if "old_logprobs" not in arrays and part.logprob is not None:
                 arrays["trainer_logprobs"] = to_array(part.logprob)
-            scale, scales = scales.split([size := len(arrays["advantage"]), len(scales) - size])
+            scale, scales = scales.split([size := len(arrays["prompt_ids"]), len(scales) - size])
             arrays |= {"micro_batch": np.full(size, number), "loss_scale": to_array(scale)}
             found.append(arrays | self._reward_columns(part.inputs))
         return found
+
+    def _denominators(self, window: Sequence[Inputs]) -> torch.Tensor:
+        if self.on_text:
+            return text_denominators(self.trainer, window)
+        return response_denominators(self.trainer.args, window, num_processes=self.trainer.accelerator.num_processes)
+
+    def _text_columns(self, laid: Inputs, first: int) -> dict[str, Any]:
+        """Return the columns of given texts. first: the number of texts in the step's earlier micro-batches."""
+        known, processes = (
+            {to: to_array(laid[name]) for name, to in OF_TEXTS.items() if name in laid},
+            self.trainer.accelerator,
+        )
+        for name in {"pair", "group"} & known.keys():  # numbered over the step's processes
+            known[name] = (first + known[name]) * processes.num_processes + processes.process_index
+        return known
 
     def _warn_of_holes(self, parts: Sequence[SeenBatch]) -> None:
         """Warn if the completion mask leaves out tokens inside responses."""
@@ -245,14 +272,16 @@ class RolloutWriter(Watching):
         """Copy the step's tensors and queue them for writing."""
         if any("pixel_values" in part.inputs for part in parts):
             return self._warn_once("images", "rollouts are not written: they contain images, rows only tokens")
-        if self.other_loss is not None and len(self._watcher.seen()) < len(parts):
+        if (self.on_text or self.other_loss is not None) and len(self._watcher.seen()) < len(parts):
             return self._warn_once("unseen", "steps are not written: the loss does not use TRL's log π")
+        if any("pair" in part.inputs and not bool(part.kept.any(1).all()) for part in parts):
+            return self._warn_once("one-sided", "steps are not written whose pairs have a side without a kept token")
         self._warn_of_holes(parts)
         if self._process is None:
             self._process, self._run = RowWriter(self._tokenizer if self.text else None), self._describe_run()
         rank = self.trainer.accelerator.process_index
         rows = self._rows(parts, num_tokens / self.trainer.accelerator.num_processes)
-        shared = {"step": step, "process": rank, "temperature": float(self.trainer.temperature)}
+        shared = {"step": step, "process": rank, "temperature": temperature_of(self.trainer)}
         shared["grad_norm"] = None if self._watcher.norm is None else float(self._watcher.norm)
         run = self._run | {"other_loss": self.other_loss, "left_out": self._watcher.left_out}
         told = {LOSS_KEY: json.dumps(asdict(self.loss)), RUN_KEY: json.dumps(run)}

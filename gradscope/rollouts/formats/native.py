@@ -25,7 +25,8 @@ COLUMNS = (
 
 MORE = (
     *("step", "chat_template_kwargs", "group_reward_mean", "group_reward_std"),
-    *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm", "reward_parts", "pair", "chosen"),
+    *("loss_scale", "sampler_correction", "process", "micro_batch", "grad_norm", "reward_parts"),
+    *("pair", "chosen", "z0"),
 )
 """Further known columns, whose near misses may be a user's own columns."""
 

@@ -21,7 +21,7 @@ from gradscope.runs import parse_json
 
 NUMBERS = (
     *("group_reward_mean", "group_reward_std", "grad_norm", "loss_scale", "process", "micro_batch"),
-    *("pair", "chosen"),
+    *("pair", "chosen", "z0"),
 )
 """Columns with a number per response that has no rule of its own."""
 Encoded = TypeVar("Encoded")
