@@ -16,13 +16,13 @@ momentum, weight decay. The next checkpoint has the actual change. Writes
 from __future__ import annotations
 
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -33,9 +33,10 @@ from analyses.recipes.word_problems_policy import WORDINGS, write_answer
 from gradscope import load_policy
 from gradscope.gradients import TokenJacobian
 from gradscope.objective import LossSettings
-from gradscope.rollouts import read_dump
+from gradscope.policy import Policy
+from gradscope.rollouts import TokenBatch, read_dump
 from gradscope.tasks.word_problems import LEVELS, Problem, draw_problem, word_problems
-from gradscope.updates import BY, influence, state_step
+from gradscope.updates import BY, SIDES, influence, state_step
 
 STEPS, PAIRS = 20, 4
 BEFORE = (5, 10, 19)
@@ -121,15 +122,20 @@ def predict(run: Path, step: int) -> pd.DataFrame:
     dump = read_dump(run / "gradscope" / "rollouts" / f"step_{step + 1:06d}.parquet", policy)
     loss, state = LossSettings.from_log(dump.loss), torch.load(before / STATE, weights_only=True, mmap=True)
     found = influence(policy, dump.batch, loss=loss, step=state_step(state), optimizer_state=state).contributions
-    changes = actual_changes(policy, after, dump.batch)
-    sides = [dump.batch.chosen.numpy(), dump.batch.pair_ids.numpy()]
-    chosen, pair = (own[found["response"]] for own in sides)
+    response = found["response"].to_numpy()
     parts = found[[name for name in found if name.startswith(BY)]].rename(columns=lambda name: name.removeprefix(BY))
-    keys = {"step": step + 1, "pair": pair.astype(int), "side": pd.Series(chosen > 0).map({True: "chosen", False: "rejected"})}
-    return pd.DataFrame(keys).assign(position=found["position"], **parts, predicted=found["predicted"], actual=changes)
+    keys = {
+        "step": step + 1,
+        "pair": dump.batch.pair_ids.numpy().astype(int)[response],
+        "side": np.where(dump.batch.chosen.numpy()[response] > 0, *SIDES),
+        "position": found["position"],
+    }
+    changes = {"predicted": found["predicted"], "actual": actual_changes(policy, after, dump.batch)}
+    return pd.DataFrame(keys).assign(**parts, **changes)
 
 
-def actual_changes(policy: Any, after: Path, batch: Any) -> Any:
+def actual_changes(policy: Policy, after: Path, batch: TokenBatch) -> np.ndarray:
     """Return the change of each kept token's log π from the policy to a checkpoint, [K] in nats."""
-    before, later = (TokenJacobian(each, batch).statistics.logprob[batch.response_mask] for each in (policy, load_policy(after)))
-    return (later.double() - before.double()).numpy()
+    both = (TokenJacobian(each, batch).statistics.logprob for each in (policy, load_policy(after)))
+    before, later = (logprob[batch.response_mask].double().numpy() for logprob in both)
+    return later - before

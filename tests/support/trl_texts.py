@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from support.policies import make_tokenizer
@@ -17,7 +18,7 @@ SETTINGS = {
     "gradient_accumulation_steps": 2,
     "learning_rate": 3e-3,
     "lr_scheduler_type": "constant",
-    "max_steps": 3,
+    "max_steps": 2,
     "max_grad_norm": 1e9,  # clipping at a norm that is never reached changes no bit
     "logging_steps": 1,
     "save_strategy": "no",
@@ -45,20 +46,29 @@ def make_texts(kind: str, rows: int = 11) -> dict[str, list[Any]]:
 
 
 def make_text_trainer(
-    checkpoint: Path, out: Path, kind: str, *, texts: Any = None, made: Any = None, **settings: Any
+    checkpoint: Path, out: Path, kind: str, *, texts: Any = None, made: Any = None, peft: Any = None, **settings: Any
 ) -> Any:
-    """A trainer of that kind, six rows to a step in two micro-batches. made: the class, if it is a subclass."""
+    """A trainer of that kind, six rows to a step in two micro-batches, whose policy is not the reference.
+
+    texts: columns of its dataset; None: `make_texts`. made: the class, if it is a subclass. peft: of an adapter.
+    """
     from datasets import Dataset
 
     trl = import_trl()
     config = getattr(trl, CONFIGS[kind])(output_dir=str(out), **SETTINGS | settings)
-    more = {}
-    if kind != "SFTTrainer" and not settings.get("precompute_ref_log_probs"):
+    more = {} if peft is None else {"peft_config": peft}
+    if kind != "SFTTrainer" and peft is None and not settings.get("precompute_ref_log_probs"):
         more["ref_model"] = AutoModelForCausalLM.from_pretrained(checkpoint)
-    return (made or getattr(trl, kind))(
+    trainer = (made or getattr(trl, kind))(
         model=AutoModelForCausalLM.from_pretrained(checkpoint),
         args=config,
         train_dataset=Dataset.from_dict(texts or make_texts(kind)),
         processing_class=make_tokenizer(),
         **more,
     )
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.02 * torch.randn(parameter.shape, generator=draw)
+    return trainer

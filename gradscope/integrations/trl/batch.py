@@ -172,7 +172,7 @@ def _per_token_advantages(inputs: Inputs) -> Float[Tensor, "B C"]:
 
 
 def number_prompts(parts: Sequence[Inputs]) -> Int[Tensor, " B"]:
-    """Number equal prompts alike over micro-batches, from 0 in order of appearance; examples, where `groups` has them."""
+    """Number equal prompts alike over micro-batches, from 0 in order of appearance; where there are, `groups`."""
     if "groups" in parts[0]:
         named = [(number, group) for number, part in enumerate(parts) for group in part["groups"].tolist()]
         known = {name: place for place, name in enumerate(dict.fromkeys(named))}

@@ -1,7 +1,7 @@
 """TRL's trainers on given text (SFT, DPO, KTO): where their log π is seen, and the weighting that their loss is.
 
-They ask a model for log π of its labels, `model(…, fused_lm_head=True).log_probs`, position by position. Here a batch of
-theirs has the layout of GRPOTrainer's: a row's prompt ends before the first token that the loss keeps.
+They ask a model for log π of its labels, `model(…, fused_lm_head=True).log_probs`, position by position. Here a batch
+of theirs has the layout of GRPOTrainer's: a row's prompt ends before the first token that the loss keeps.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import Inputs, kept_tokens
 from gradscope.integrations.trl.losses import ON_TEXT, find_kind, own_loss
 from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, summing_squares
-from gradscope.objective import WEIGHTINGS, LossSettings
+from gradscope.objective import LossSettings
 
 SFT_LOSSES = {"nll": "sft", "dft": "dft"}
 DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
@@ -92,8 +92,8 @@ class TextWatcher(StepWatcher):
 def lay_out(inputs: Inputs) -> dict[str, Any]:
     """Return a batch of texts [B, S] as GRPOTrainer's inputs: prompts padded on the left, completions on the right.
 
-    `tool_mask`, if some are left out, has the completion's tokens that the loss keeps; `places` [B, C] where they are in
-    the text, of `width` S; `pair` and `chosen` [B] what a preference batch tells.
+    `tool_mask`, if some are left out, has the completion's tokens that the loss keeps; `places` [B, C] where they are
+    in the text, of `width` S; `pair` and `chosen` [B] what a preference batch tells.
     """
     ids, real = inputs["input_ids"], inputs["attention_mask"].bool()
     kept = inputs["labels"] != -100 if "labels" in inputs else inputs["completion_mask"].bool()
@@ -144,10 +144,11 @@ def text_loss(trainer: Any) -> LossSettings:
     kind = find_kind(trainer)
     if kind == "SFTTrainer":
         return LossSettings(weighting=SFT_LOSSES[trainer.args.loss_type])
-    if kind == "DPOTrainer":
-        return LossSettings(weighting=str(WEIGHTINGS[DPO_LOSSES[trainer.loss_types[0]]](beta=float(trainer.beta))))
-    weights = {"desirable": float(trainer.desirable_weight), "undesirable": float(trainer.undesirable_weight)}
-    return LossSettings(weighting=str(WEIGHTINGS["kto"](beta=float(trainer.beta), **weights)))
+    known = {"beta": trainer.beta}
+    if kind == "KTOTrainer":
+        known |= {"desirable": trainer.desirable_weight, "undesirable": trainer.undesirable_weight}
+    name = "kto" if kind == "KTOTrainer" else DPO_LOSSES[trainer.loss_types[0]]
+    return LossSettings(weighting=f"{name}:{','.join(f'{key}={float(value)!r}' for key, value in known.items())}")
 
 
 def text_denominators(trainer: Any, micro_batches: Sequence[Inputs]) -> Float[Tensor, " B"]:

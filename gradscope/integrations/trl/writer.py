@@ -284,7 +284,8 @@ class RolloutWriter(Watching):
         shared = {"step": step, "process": rank, "temperature": temperature_of(self.trainer)}
         shared["grad_norm"] = None if self._watcher.norm is None else float(self._watcher.norm)
         run = self._run | {"other_loss": self.other_loss, "left_out": self._watcher.left_out}
-        told = {LOSS_KEY: json.dumps(asdict(self.loss)), RUN_KEY: json.dumps(run)}
+        loss = {"weighting": self.loss.weighting} if self.on_text else asdict(self.loss)
+        told = {LOSS_KEY: json.dumps(loss), RUN_KEY: json.dumps(run)}
         path = step_file(self.folder, step, f"-rank_{rank}" if rank else "")
         self._process.put(StepRows(str(path), rows, shared, told))
         self.steps.append(step)
