@@ -31,7 +31,8 @@ SCRIPTS = (
     *("table1", "tables2_4", "words", "table6"),
     *("decision", "controls", "sharpening", "over_training", "dominance_adamw", "drivers", "proxies"),
     *("base_policy", "kinds", "batch_sizes", "layer_constants", "cost_growth"),
-    *("real_language", "optimal_baseline", "words_gates", "words_compare", "pretrained_batches", "words_trained"),
+    *("real_language", "preferences", "optimal_baseline"),
+    *("words_gates", "words_compare", "pretrained_batches", "words_trained"),
 )
 """Modules of analyses/paper with Options(out, scale) and main(options), in drawing order."""
 BOTH = ("rates", "prediction", "rare_tokens", "clipping", "signal")

@@ -1,4 +1,4 @@
-"""Integration with TRL's GRPOTrainer (trl 1.16): Reweight, Lopti, and callbacks that measure, monitor or log rollouts.
+"""Integration with TRL's trainers (trl 1.16): Reweight, Lopti, and callbacks that measure, monitor or log training.
 
     from gradscope.integrations.trl import GradScopeCallback, GradScopeGRPOTrainer
 
@@ -8,7 +8,8 @@
 
 `GradScopeGRPOTrainer` combines `ReweightLoptiMixin` with TRL's GRPOTrainer; put the mixin before a subclass of your
 own. The callback works with all of them, including GRPOTrainer itself. So do two other callbacks: `TokenMonitor`, at
-every step, and `RolloutWriter`. All three take any loss, from the trainer's own backward pass (`watch.py`).
+every step, and `RolloutWriter`. All three take any loss, from the trainer's own backward pass (`watch.py`), and
+SFTTrainer, DPOTrainer and KTOTrainer, too (`texts.py`).
 """
 
 from __future__ import annotations

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from support.processes import launch
 from support.refusals import refused
 from support.tiers import every
 from support.trl_runs import gradients, import_trl, needs_trl, save_policy, train, weights
@@ -61,21 +63,28 @@ def watch(trainer, *kinds):
     return watching
 
 
+def sum_rows(checkpoint, path, before, gradient):
+    """What is read of a step's rows, their gradient −Σ w_t g_t/N at the weights before it, and the trainer's, flat."""
+    policy = load_policy(checkpoint)
+    policy.model.load_state_dict(before, strict=False)
+    dump = read_dump(path, policy)
+    J, num_tokens = TokenJacobian(policy, dump.batch, Resources()), dump.batch.num_tokens
+    found = batch_weights(
+        J.statistics.logprob, dump.batch, LossSettings.from_log(dump.loss), num_tokens=num_tokens
+    ).total
+    ours = J.vjp(J.kept(-found / num_tokens)[None]).rows[0]
+    theirs = torch.cat([gradient[own].flatten() for own in flat_slices(policy.model)])
+    return dump, ours.double(), theirs.double()
+
+
 def check_rows(checkpoint, trainer, writer, steps):
     """Compare the gradient of each step's rows with the trainer's own; return what was read."""
     norms, dumps = [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry], []
-    for number, (before, gradient) in enumerate(steps.seen, 1):
-        policy = load_policy(checkpoint)
-        policy.model.load_state_dict(before, strict=False)
-        dump = read_dump(writer.folder / f"step_{number:06d}.parquet", policy)
-        loss, batch = LossSettings.from_log(dump.loss), dump.batch
-        J = TokenJacobian(policy, batch, Resources())
-        found = batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total
-        ours = J.vjp(J.kept(-found / batch.num_tokens)[None]).rows[0].double()
-        theirs = torch.cat([gradient[own].flatten() for own in flat_slices(policy.model)]).double()
+    for number, seen in enumerate(steps.seen, 1):
+        dump, ours, theirs = sum_rows(checkpoint, writer.folder / f"step_{number:06d}.parquet", *seen)
         assert float((ours - theirs).norm()) < EXACT * float(theirs.norm())
         assert float(ours.norm()) == pytest.approx(norms[number - 1], rel=EXACT)
-        assert batch.grad_norms.unique().tolist() == pytest.approx([norms[number - 1]])
+        assert dump.batch.grad_norms.unique().tolist() == pytest.approx([norms[number - 1]])
         dumps.append(dump)
     return dumps
 
@@ -169,6 +178,46 @@ def test_monitor_and_callback_take_any_loss_that_the_writer_refuses(checkpoint, 
     train(trainer)
     assert callback.rows[0]["grad_norm_ratio"] == pytest.approx(1, abs=EXACT)
     assert monitor.rows[0]["logit_grad_share/p0-0.0001"] > 0
+
+
+TOGETHER = """
+import os, sys, warnings
+warnings.simplefilter("ignore")
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+import torch
+from transformers import TrainerCallback
+from support.trl_runs import gradients, train, weights
+from support.trl_texts import make_text_trainer
+from gradscope.integrations.trl import GradScopeCallback, RolloutWriter
+out, rank = Path(sys.argv[2]), int(os.environ["RANK"])
+class Keep(TrainerCallback):
+    def on_pre_optimizer_step(self, args, state, control, **_):
+        if rank == 0:
+            torch.save((weights(trainer.model), gradients(trainer.model)), folder / "step.pt")
+for kind in ("SFTTrainer", "DPOTrainer", "KTOTrainer"):
+    folder = out / kind
+    trainer = make_text_trainer(out / "policy", folder, kind, max_steps=1, ddp_backend="gloo")
+    for each in (RolloutWriter(trainer), callback := GradScopeCallback(trainer, every=1, progress=False), Keep()):
+        trainer.add_callback(each)
+    train(trainer)
+    if rank == 0:
+        (folder / "ratio.txt").write_text(str(callback.rows[0]["grad_norm_ratio"]))
+"""
+
+
+@pytest.mark.all
+def test_rows_of_two_processes_have_the_gradient_of_both(tmp_path):
+    save_policy(tmp_path / "policy")
+    (code := tmp_path / "together.py").write_text(TOGETHER)
+    for ended in launch(code, Path(__file__).parents[2], tmp_path):
+        assert ended.status == 0, ended.stderr
+    for kind in ("SFTTrainer", "DPOTrainer", "KTOTrainer"):
+        before, gradient = torch.load(tmp_path / kind / "step.pt", weights_only=True)
+        dump, ours, theirs = sum_rows(tmp_path / "policy", tmp_path / kind / "gradscope" / "rollouts", before, gradient)
+        assert sorted(dump.batch.process_ids.unique().tolist()) == [0, 1]
+        assert float((ours - theirs).norm()) < EXACT * float(theirs.norm())
+        assert float((tmp_path / kind / "ratio.txt").read_text()) == pytest.approx(1, abs=EXACT)
 
 
 @pytest.mark.all
