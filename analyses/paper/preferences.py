@@ -24,13 +24,13 @@ from analyses.common.tables import write_csv
 from gradscope.plots import paper_style, save_figure
 from gradscope.updates import SIDES
 
-SOURCES = {"chosen": "chosen answers", "rejected": "rejected answers", "momentum": "momentum", "decay": "decay"}
+SOURCES = {"chosen": "chosen answers", "rejected": "rejected answers", "momentum": "momentum"}
+"""Of a change; TRL's default has no weight decay."""
 
 
 def table(tokens: pd.DataFrame) -> pd.DataFrame:
     """Return a row per answer: the sums over its tokens."""
-    numbers = [name for name in (*SOURCES, "predicted", "actual") if name in tokens]
-    return tokens.groupby(["step", "pair", "side"], as_index=False)[numbers].sum()
+    return tokens.groupby(["step", "pair", "side"], as_index=False)[[*SOURCES, "predicted", "actual"]].sum()
 
 
 def score(tokens: pd.DataFrame, answers: pd.DataFrame) -> pd.DataFrame:
@@ -49,8 +49,7 @@ def score(tokens: pd.DataFrame, answers: pd.DataFrame) -> pd.DataFrame:
                 "rank_correlation": rank(own),
                 "slope": slope(own),
             }
-            means = {name: own[name].mean() for name in (*SOURCES, "predicted", "actual") if name in own}
-            rows.append(row | means)
+            rows.append(row | own[[*SOURCES, "predicted", "actual"]].mean().to_dict())
     return pd.DataFrame(rows)
 
 
@@ -75,7 +74,7 @@ def draw(answers: pd.DataFrame) -> Figure:
         left.plot(own["predicted"], own["actual"], marker, ms=4, label=side)
     left.set(xlabel="predicted Δ log π of an answer (nats)", ylabel="after the real step (nats)", title="(a)")
     left.legend()
-    means = answers.groupby("side")[[name for name in SOURCES if name in answers]].mean().loc[[*SIDES]]
+    means = answers.groupby("side")[[*SOURCES]].mean().loc[[*SIDES]]
     places = np.arange(means.shape[1])
     for shift, side in zip((-0.2, 0.2), SIDES, strict=True):
         right.bar(places + shift, means.loc[side], 0.38, label=f"Δ log π of {side}")

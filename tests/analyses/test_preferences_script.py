@@ -33,8 +33,8 @@ def test_scores_are_those_of_sums_over_answers():
     draw = np.random.default_rng(0)
     keys = pd.MultiIndex.from_product([(6, 11), range(4), ("chosen", "rejected"), range(5)])
     tokens = keys.to_frame(index=False, name=["step", "pair", "side", "position"])
-    parts = draw.normal(size=(4, len(tokens)))
-    tokens = tokens.assign(**dict(zip(("chosen", "rejected", "momentum", "decay"), parts, strict=True)))
+    parts = draw.normal(size=(3, len(tokens)))
+    tokens = tokens.assign(**dict(zip(("chosen", "rejected", "momentum"), parts, strict=True)))
     tokens = tokens.assign(predicted=parts.sum(0), actual=2 * parts.sum(0) + draw.normal(size=len(tokens)) + 0.1)
     answers = table(tokens)
     found = score(tokens, answers).set_index(["of", "step", "side"])
@@ -49,4 +49,4 @@ def test_scores_are_those_of_sums_over_answers():
         assert row["n"] == len(own)
         assert row["rank_correlation"] == pytest.approx(stats.spearmanr(own["predicted"], own["actual"])[0])
         assert row["slope"] == pytest.approx(stats.linregress(own["predicted"], own["actual"]).slope)
-    assert (answers["predicted"] - answers[["chosen", "rejected", "momentum", "decay"]].sum(axis=1)).abs().max() < 1e-12
+    assert (answers["predicted"] - answers[["chosen", "rejected", "momentum"]].sum(axis=1)).abs().max() < 1e-12
