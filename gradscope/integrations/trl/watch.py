@@ -190,8 +190,8 @@ class StepWatcher:
         scaler = getattr(self.trainer.accelerator, "scaler", None)  # fp16's, a power of two
         part.slope = gradient.detach().clone() if scaler is None else gradient.detach() / scaler.get_scale()
 
-    def _take_beside(self, name: str, gradient: Tensor) -> None:
-        if name not in self.left_out and bool(gradient.any()):
+    def _take_beside(self, name: str, gradient: Tensor | None) -> None:
+        if name not in self.left_out and gradient is not None and bool(gradient.any()):  # None: from DDP's outputs
             self._leave_out(name)
 
     def _leave_out(self, name: str) -> None:
