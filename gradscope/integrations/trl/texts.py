@@ -6,7 +6,7 @@ of theirs has the layout of GRPOTrainer's: a row's prompt ends before the first 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -33,11 +33,11 @@ def is_on_text(trainer: Any) -> bool:
     return find_kind(trainer) in ON_TEXT
 
 
-def watch_steps(trainer: Any, **settings: Any) -> StepWatcher:
-    """Return the watcher of a trainer's steps. Raises InputError if its log π is not to be seen.
-
-    settings: of `StepWatcher`.
-    """
+def watch_steps(
+    trainer: Any, *, with_squares: bool = False, on_unseen: Callable[[Any, SeenBatch], None] | None = None
+) -> StepWatcher:
+    """Return the `StepWatcher` of a trainer, with these settings. Raises InputError if its log π is not to be seen."""
+    settings = {"with_squares": with_squares, "on_unseen": on_unseen}
     if not is_on_text(trainer):
         return StepWatcher(trainer, **settings)
     if (hidden := _hides(trainer)) is not None:
@@ -72,9 +72,9 @@ class TextWatcher(StepWatcher):
 
     def _take_outputs(self, part: SeenBatch, ids: Tensor, _: Any, args: Any, given: dict[str, Any], out: Any) -> None:
         """Take what a pass over the batch gives: with gradients the policy's, without the reference's."""
-        logprobs = getattr(out, "log_probs", None)
-        if given.get("input_ids") is not ids or logprobs is None:  # another text, such as KTO's mismatched pairs
-            return
+        logprobs, own = getattr(out, "log_probs", None), given.get("input_ids")
+        if logprobs is None or own is None or not (own is ids or torch.equal(own, ids.to(own.device))):
+            return  # another text, such as KTO's mismatched pairs
         if not logprobs.requires_grad:
             part.inputs["ref_per_token_logps"] = place(part.inputs, logprobs)
         elif part.logprob is None and (out.log_sum_sq_probs is not None or not self.with_squares):
@@ -151,14 +151,14 @@ def text_loss(trainer: Any) -> LossSettings:
     return LossSettings(weighting=f"{name}:{','.join(f'{key}={float(value)!r}' for key, value in known.items())}")
 
 
-def text_denominators(trainer: Any, micro_batches: Sequence[Inputs]) -> Float[Tensor, " B"]:
+def text_denominators(trainer: Any, window: Sequence[Inputs]) -> Float[Tensor, " B"]:
     """Return TRL's divisor of each text's terms in one optimizer step over these micro-batches, in this process.
 
     SFT: tokens of the step, over processes; or, where the trainer does not count them, of the micro-batch, times the
     number of micro-batches; DPO: pairs of the micro-batch; KTO: its texts, each times that number.
     """
-    kind, steps, parts = find_kind(trainer), len(micro_batches), []
-    for laid in micro_batches:
+    kind, steps, parts = find_kind(trainer), len(window), []
+    for laid in window:
         size = len(laid["prompt_ids"])
         if kind != "SFTTrainer":
             divisor = steps * size / (2 if kind == "DPOTrainer" else 1)
