@@ -216,7 +216,7 @@ def test_the_log_says_of_all_tokens_what_it_says_without_lopti(checkpoint, tmp_p
         ({"lopti_eta": 0.5}, {"optim": "adalomo"}, "adalomo"),
         ({"weighting": "cispos"}, {}, "did you mean cispo?"),
         ({"weighting": "cispo", "lopti_eta": 0.5}, {}, "give one of them"),
-        ({"weighting": "random-split"}, {}, "takes 2 optimizer steps"),
+        ({"weighting": "random-split"}, {}, "takes two optimizer steps"),
         ({"weighting": "icepop"}, {}, "no 'sampler_logprob'"),
         ({"weighting": "sapo"}, {"loss_type": "sapo"}, "loss_type='sapo'"),
         ({"weighting": "sapo"}, {"beta": 0.1, "use_bias_correction_kl": True}, "use_bias_correction_kl"),
