@@ -1,6 +1,8 @@
 """The effect of an optimizer step on every token: movements, directions, influence, and comparison of weightings."""
 
 from gradscope.updates.audit import Audit, audit
+from gradscope.updates.auditing.applied import StepAudit, audit_step
+from gradscope.updates.auditing.readings import TrainedLoss
 from gradscope.updates.auditing.recover import gradient_of_moments, undo_clip
 from gradscope.updates.comparison.compare import compare, compare_cost, compare_rows, distinct_rows
 from gradscope.updates.comparison.describe import (
@@ -35,8 +37,8 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, set
 
 __all__ = [
     "BY", "ONE_BATCH", "SGD", "SIDES", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonChoices",
-    "ComparisonSettings", "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepSettings", "apply_update",
-    "apply_updates", "audit", "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe",
+    "ComparisonSettings", "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepAudit", "StepSettings", "TrainedLoss", "apply_update",
+    "apply_updates", "audit", "audit_step", "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe",
     "distinct_rows", "explain_spike", "gain_sentence", "gradient_of_moments", "influence", "influence_cost",
     "influence_table", "log_odds_change", "make_update", "moved_against", "movement_table", "old_intervals",
     "read_moments", "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step",

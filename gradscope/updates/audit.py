@@ -6,7 +6,7 @@ All results are arithmetic on inner products by parameter of the trainer's gradi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
@@ -20,8 +20,10 @@ from gradscope.gradients import Resources, TokenJacobian
 from gradscope.objective import LossSettings, resolve_advantages, settle_loss
 from gradscope.policy import PolicyLike, flat_slices, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
+from gradscope.updates.auditing.explain import explain
+from gradscope.updates.auditing.faults import NEEDS
 from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
-from gradscope.updates.auditing.readings import Reading, Readings, TokenRows
+from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, TokenRows, TrainedLoss
 from gradscope.updates.auditing.search import Search
 
 EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch.float16).eps}
@@ -29,7 +31,7 @@ EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch
 PASSES = 4.0
 """Largest error of a gradient from passes in half precision, in spacings: 2 to 3 of bfloat16's under TRL's autocast, on
 the embedded policy."""
-Kind = Literal["same", "factor", "parameters", "rounding", "other"]
+Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
 CAUSES = {
     "sign": "the opposite sign",
     "clipping": "the clipping to {max_grad_norm:g}",
@@ -52,7 +54,8 @@ class Audit:
 
     kind: Kind
     """same: equal to a reading's; factor: a multiple of it; parameters: a multiple except in some parameters; rounding:
-    within half precision's error of it, where the trainer used that; other: no reading's."""
+    within half precision's error of it, where the trainer used that; tokens: a multiple except for the tokens, or sets
+    of tokens, in `explained`; other: no reading's."""
     reading: str
     """The name of the nearest reading, as in `readings`."""
     factor: float
@@ -74,9 +77,18 @@ class Audit:
     aggregation: str
     """How the reading averages over tokens: one of AGGREGATIONS."""
     fault: str | None = None
-    """What the reading does wrong: one of FAULTS; None: nothing."""
+    """What the reading does wrong: one of FAULTS, or two, joined by "+"; None: nothing."""
     part: int | None = None
     """Index of the response, micro-batch or process that is missing; None: none is."""
+    value: float | None = None
+    """The number of the reading: a coefficient, a bound, or how many parts or responses; None: it has none."""
+    remedies: tuple[str, ...] = ()
+    """What to do about what the reading does wrong."""
+    explained: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """A row per token, or set of tokens, of another weight than the reading's: see `explain`. Empty if not needed, or
+    not found."""
+    unseen: tuple[str, ...] = ()
+    """Faults that change nothing on this batch, so that no gradient of it can show them."""
     cause: str | None = None
     """Cause of the factor: one of CAUSES; None: 1, or unknown."""
     also: tuple[str, ...] = ()
@@ -137,7 +149,7 @@ def audit(
             advantages.
     """
     policy, batch, told = read_logged(policy, batch)
-    loss = LossSettings.from_log(told) if loss is None else loss
+    loss = TrainedLoss.of(LossSettings.from_log(told) if loss is None else loss)
     batch = settle_loss(batch, loss)
     if not loss.is_whole:
         batch = replace(batch, advantages=resolve_advantages(batch))
@@ -146,30 +158,74 @@ def audit(
     if theirs is not None and not any(own.any() for own in theirs.values()):
         raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
     precision = (None if theirs is None else _show_precision(theirs)) or run.precision
-    readings = Readings(TokenJacobian(policy, batch, resources), loss, TokenRows.of(batch, micro_batch, processes))
+    rows = TokenRows.of(batch, micro_batch, processes)
+    readings = Readings(TokenJacobian(policy, batch, resources), loss, rows, batch.response_mask)
     trains = run.trains if any(map(run.trains, slices)) else slices.__contains__  # by names of another model
     search = Search(readings, theirs, trains)
+    about = {"precision": precision, "notes": batch.notes, "unseen": _unseen(readings)}
     if theirs is None:
         judged = _of_a_norm(float(gradient), search.found, precision)
         if judged.kind == "factor":
-            search.try_faults(search.distinct(judged.aggregation)[0])
+            search.try_normed(search.distinct(judged.aggregation)[0])
             judged = _of_a_norm(float(gradient), search.found, precision)
-        return replace(judged, precision=precision, notes=batch.notes)
-    counts = {name: len(own.unique()) for name, own in readings.rows.parts.items()}
+        return replace(judged, **about)
+    counts = {name: len(own.unique()) for name, own in rows.parts.items()}
     given = (module_groups(policy), batch, counts, max_grad_norm, precision)
     judged = _judge(search.found, *given)
-    logged = judged.aggregation if batch.loss_scales is None else "logged"
-    for aggregation in search.distinct(logged):
-        if judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any():
+    distinct = search.distinct(judged.aggregation if batch.loss_scales is None else "logged")
+    for attempt in (search.try_faults, search.try_numbers, search.try_pairs):
+        settled = judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any()
+        if settled or (judged.kind != "other" and attempt != search.try_faults):
             break
-        search.try_faults(aggregation)
-        judged = _judge(search.found, *given)
-    exact = "logged" if batch.loss_scales is not None else judged.aggregation
-    ratio = float(judged.readings.set_index("reading")["ratio"][exact])
-    verdict = f"{judged.verdict} Its norm is {ratio:.4g} times the exact one of {Reading(exact)}."
+        if search.screens or attempt == search.try_faults:
+            attempt(distinct)
+            judged = _judge(search.found, *given)
+    loose = precision not in EPS and not _is_tight(judged.readings).any()
+    if search.screens and (judged.kind == "other" or loose):
+        judged = _explain_rest(judged, search, EPS.get(precision, 0.0))
+    guessed = judged.aggregation in GUESSED
+    sound = Reading("logged" if batch.loss_scales is not None else distinct[0] if guessed else judged.aggregation)
+    ratio = summarize(search.found[sound])["ratio"]
+    verdict = f"{judged.verdict} Its norm is {ratio:.4g} times the exact one of {sound}."
     if lacking := sum(name not in theirs and trains(name) for name in slices):
         verdict += f" It has no gradient for {lacking} of the policy's {len(slices)} parameters."
-    return replace(judged, verdict=verdict, norm_ratio=ratio, precision=precision, notes=batch.notes)
+    return replace(judged, verdict=verdict, norm_ratio=ratio, **about)
+
+
+def _unseen(readings: Readings) -> tuple[str, ...]:
+    """Return the faults of NEEDS that the batch cannot show."""
+    batch, unseen = readings.J.batch, {*readings.unseen()}
+    inside = batch.attention_mask & (batch.positions() >= 0)
+    unseen |= set() if readings.scales else {"no-temperature"}
+    unseen -= {"mask-ignored"} if (inside & ~batch.response_mask).any() else set()
+    return tuple(name for name in NEEDS if name in unseen)
+
+
+def _explain_rest(judged: Audit, search: Search, spacing: float) -> Audit:
+    """Return the verdict with what explains the rest of the gradient, if that is few tokens or parts."""
+    table = judged.readings.assign(place=range(len(judged.readings)))
+    plain = table[table["fault"].isna() & ~table["aggregation"].isin(GUESSED)]
+    first = plain[plain["reading"] == "logged"] if (plain["reading"] == "logged").any() else plain
+    nearest = dict.fromkeys([int(rows.sort_values("distance")["place"].iloc[0]) for rows in (first, table)])
+    floor = max(TIGHT, PASSES * spacing)
+    for place in nearest:
+        reading = [*search.found][place]
+        hidden = spacing and table["distance"].iloc[place] < 3 * floor  # rounding, perhaps, and not of a few tokens
+        if hidden or "no-temperature" in reading.faults:
+            continue
+        if (found := explain(search, reading, floor)) is not None:
+            times = "" if abs(found.factor - 1) <= FLOAT32 else f"{found.factor:.4g} times "
+            told = f"The trainer's gradient is {times}that of {reading}, but {found.words}."
+            told += f" This leaves {100 * found.left:.2g} % of it."
+            where = {
+                "factor": found.factor,
+                "aggregation": reading.aggregation,
+                "fault": reading.fault,
+                "part": reading.part,
+            }
+            where |= {"value": reading.value, "remedies": (*reading.remedies, found.remedy), "explained": found.rows}
+            return replace(judged, kind="tokens", reading=reading.name, verdict=told, odd=(), cause=None, **where)
+    return judged
 
 
 def _match(gradient: Mapping[str, Tensor], slices: Mapping[str, slice]) -> dict[str, Float[Tensor, " p"]]:
@@ -213,7 +269,7 @@ def _judge(
     max_grad_norm: int | float | None,
     precision: Precision | None,
 ) -> Audit:
-    names = [{"reading": r.name, "aggregation": r.aggregation, "fault": r.fault, "part": r.part} for r in found]
+    names = [{"reading": r.name} | {n: getattr(r, n) for n in ("aggregation", "fault", "part", "value")} for r in found]
     readings = pd.DataFrame([own | summarize(p) for own, p in zip(names, found.values(), strict=True)])
     readings["part"] = readings["part"].astype("Int64")
     count = max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))  # that one process accumulates
@@ -259,6 +315,7 @@ def _judge(
     groups = by_group(products, homes, factor, parts=different & bool(odd))
     numbers = (factor, readings, parameters, groups, odd, told)
     where = {"fault": reading.fault, "part": reading.part, "cause": cause, "also": tuple(own.name for own in also)}
+    where |= {"value": reading.value, "remedies": reading.remedies}
     return Audit(kind, reading.name, *numbers, reading.aggregation, **where)
 
 
@@ -272,7 +329,7 @@ def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal
     half, some = readings["fitting"] >= 0.5, (readings["fitting"] >= CLUSTER) & (readings["factor"] == 1)
     tight = _is_tight(readings)
     rounded = (readings["typical"] <= rounding) & (one <= rounding)
-    plain = readings["fault"].isna()
+    plain, simple = readings["fault"].isna(), readings["value"].isna() & (readings["fault"].str.count(r"\+") != 1)
     for among, fitting in (
         ("fitting", tight & (one <= FLOAT32)),
         ("fitting", tight),
@@ -280,12 +337,14 @@ def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal
         ("fitting", half),
         ("fitting", some),
         ("rounding", rounded & plain),
-        ("rounding", rounded),
-        ("none", readings["part"].isna()),
+        ("rounding", rounded & simple),
+        ("none", readings["part"].isna() & simple),
     ):
         if fitting.any():
             rows = readings[fitting]
-            return (rows if among == "fitting" else rows.sort_values("typical", kind="stable")).iloc[0], among
+            if among == "fitting":  # rather one without a fitted number
+                return rows.iloc[int(rows["value"].isna().to_numpy().argmax())], among
+            return rows.sort_values("typical", kind="stable").iloc[0], among
     raise AssertionError("a reading without a missing part was tried")
 
 

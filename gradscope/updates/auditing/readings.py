@@ -1,12 +1,15 @@
-"""Losses that a trainer may have computed: ways of averaging, each also with a common error.
+"""Losses that a trainer may have computed: ways of averaging, each also with common errors, alone or in pairs.
 
-Eq. 2 gives −Σ_t c_t·w_t·∇ log π_t. An aggregation specifies c_t, and a fault changes weights.
+The gradient is −Σ_t c_t·(w_t·∇ log π_t + e·∇H_t), with w_t of Eq. 2 and e the coefficient of an entropy bonus. An
+aggregation specifies c_t, and a fault changes the terms or what they are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import combinations
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,6 +19,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian
 from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import TokenBatch
+from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded
 
 AGGREGATIONS = {
     "logged": "the loss as recorded in the log",
@@ -23,27 +27,27 @@ AGGREGATIONS = {
     "sequence-mean": "the mean over responses of the mean over their tokens",
     "micro-batches": "the mean over micro-batches of the mean over their tokens",
     "processes": "the mean over processes of the mean over their tokens",
+    "prompts": "the mean over prompts of the mean over their tokens",
+    "parts": "the mean over {value:.0f} parts of consecutive responses of the mean over their tokens",
+    "strides": "the mean over {value:.0f} parts of responses dealt in turn of the mean over their tokens",
 }
-SHIFTS = (1, -1, 2, -2, 3, -3)
-"""Distances by which a mask may be late; negative: early."""
-FAULTS = {
-    "mask-late": "each token with the weight of the token before it",
-    "mask-early": "each token with the weight of the token after it",
-    "mask-late-2": "each token with the weight of the token two before it",
-    "mask-early-2": "each token with the weight of the token two after it",
-    "mask-late-3": "each token with the weight of the token three before it",
-    "mask-early-3": "each token with the weight of the token three after it",
-    "no-temperature": "with log π at temperature 1",
-    "no-kl": "without KL",
-    "kl-sign": "with the opposite sign of KL",
-    "last-token": "without each response's last token (EOS)",
-    "last-token-uncounted": "without each response's last token (EOS), in denominators either",
-    "first-token": "without each response's first token",
-    "first-token-uncounted": "without each response's first token, in denominators either",
-    "response-missing": "without one of the responses",
-    "micro-batch-missing": "without one of the micro-batches",
-    "process-missing": "without one of the processes",
-}
+GUESSED = ("prompts", "parts", "strides")
+"""Aggregations that are tried if no other fits, as the log does not tell micro-batches or processes."""
+Weights = Float[Tensor, "2 K"]
+"""c_t·w_t and c_t·e of each token, in float64."""
+
+
+@dataclass(frozen=True)
+class TrainedLoss(LossSettings):
+    """The loss that a trainer means to compute."""
+
+    entropy_coef: float = 0.0
+    """Coefficient of an entropy bonus."""
+
+    @classmethod
+    def of(cls, loss: LossSettings) -> TrainedLoss:
+        """Return the loss, without a bonus unless it has one."""
+        return loss if isinstance(loss, TrainedLoss) else cls(**asdict(loss))
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,33 @@ class Reading:
 
     aggregation: str
     """One of AGGREGATIONS."""
-    fault: str | None = None
-    """One of FAULTS; None: none."""
+    faults: tuple[str, ...] = ()
+    """What it does wrong, of FAULTS."""
     part: int | None = None
-    """Index of the missing response, micro-batch or process; None: none is missing."""
+    """Index of the missing response, micro-batch or process, or of the first missing response; None: none is."""
+    value: float | None = None
+    """The number of an aggregation's or a fault's words: a coefficient, a bound, a count; None: there is none."""
+
+    @property
+    def fault(self) -> str | None:
+        """The faults, joined by "+"; None: none."""
+        return "+".join(self.faults) or None
 
     @property
     def name(self) -> str:
-        """The aggregation or the fault; both if the fault is of another aggregation than the mean over tokens."""
-        if self.fault is None:
+        """The aggregation or the faults; both if the faults are of another aggregation than the mean over tokens."""
+        if not self.faults:
             return self.aggregation
         return self.fault if self.aggregation == "token-mean" else f"{self.fault} ({self.aggregation})"
 
+    @property
+    def remedies(self) -> tuple[str, ...]:
+        """What to do about each fault."""
+        return tuple(dict.fromkeys(FAULTS[name].remedy for name in self.faults))
+
     def __str__(self) -> str:
-        told = AGGREGATIONS[self.aggregation]
-        if self.fault is None:
-            return told
-        return f"{told}, {FAULTS[self.fault]}" + ("" if self.part is None else f", number {self.part}")
+        told = [AGGREGATIONS[self.aggregation], *(FAULTS[name].words for name in self.faults)]
+        return ", ".join(told).format(part=self.part, value=self.value)
 
 
 @dataclass(frozen=True)
@@ -98,78 +112,191 @@ class TokenRows:
             found["micro-batches"] = own + (own.max() + 1) * found.get("processes", torch.zeros_like(own))
         return cls(batch.response_mask.nonzero()[:, 0], found)
 
-    def ends(self, which: str) -> Bool[Tensor, " K"]:
-        """Return which tokens are the first, or the last, of their response."""
-        change, edge = self.response[1:] != self.response[:-1], torch.ones(1, dtype=torch.bool)
-        return torch.cat([edge, change] if which == "first" else [change, edge])
-
-    def divisors(self, counted: Bool[Tensor, " K"] | None = None) -> dict[str, Float[Tensor, " K"]]:
-        """Return 1 / c_t by aggregation, infinite for tokens that are not counted (None: all are)."""
-        counted = torch.ones_like(self.response, dtype=torch.bool) if counted is None else counted
+    def divided(self) -> dict[str, Int[Tensor, " K"]]:
+        """Return each token's part of the batch, within which an aggregation averages."""
         found = {"token-mean": torch.zeros_like(self.response), "sequence-mean": self.response}
         of_tokens = {name: own[self.response] for name, own in self.parts.items()}
-        found |= {name: own for name, own in of_tokens.items() if len(own.unique()) > 1}
-        divisors = {}
-        for name, part in found.items():
-            counts = torch.bincount(part[counted], minlength=int(part.max()) + 1).double()
-            divisors[name] = torch.where(counted, counts[part] * len(part.unique()), torch.inf)
-        return divisors
-
-    def shift(self, weights: Float[Tensor, " K"], by: int) -> Float[Tensor, " K"]:
-        """Give each token the weight of the token `by` before it, in its response, or 0."""
-        rows = torch.arange(len(weights))
-        source = (rows - by).clamp(0, len(rows) - 1)
-        moved = (source == rows - by) & (self.response[source] == self.response)
-        return torch.where(moved, weights[source], 0.0)
+        return found | {name: own for name, own in of_tokens.items() if len(own.unique()) > 1}
 
 
 @dataclass(frozen=True)
 class Readings:
-    """The weights c_t·w_t of every reading of a batch's loss, in float64."""
+    """The weights of every reading of a batch's loss, on the tokens of a Jacobian."""
 
     J: TokenJacobian
-    loss: LossSettings
+    """Of the batch's kept tokens, or of all real ones (see `on_all_tokens`)."""
+    loss: TrainedLoss
     rows: TokenRows
+    """Of J's batch."""
+    kept: Bool[Tensor, "B S"]
+    """Tokens that the log's mask keeps."""
+    faults: tuple[str, ...] = ()
+    """What every reading does wrong."""
 
-    def plain(self) -> dict[Reading, Float[Tensor, " K"]]:
-        """Return those without a fault."""
-        return {Reading(name): own for name, own in self._aggregate(self._weigh(self.J, self.loss)).items()}
+    def unscaled(self) -> Readings:
+        """Return the readings with log π at temperature 1."""
+        J = TokenJacobian(self.J.policy, self.J.batch.at_temperature(1.0), self.J.resources)
+        return replace(self, J=J, faults=("no-temperature",))
 
-    def faulty(self, aggregation: str) -> Iterator[tuple[Reading, Float[Tensor, " K"]]]:
-        """Yield those of an aggregation with a fault other than the temperature's and missing parts."""
-        weights = self._weigh(self.J, self.loss)
-        sound = self._aggregate(weights)[aggregation]
-        for by in SHIFTS:
-            name = ("mask-late" if by > 0 else "mask-early") + f"-{abs(by)}" * (abs(by) > 1)
-            yield Reading(aggregation, name), self.rows.shift(sound, by)
-        if self.loss.kl_coef and self.J.batch.ref_logprobs is not None:
-            policy = self._weigh(self.J, replace(self.loss, kl_coef=0.0))
-            yield Reading(aggregation, "no-kl"), self._aggregate(policy)[aggregation]
-            yield Reading(aggregation, "kl-sign"), self._aggregate(2 * policy - weights)[aggregation]
-        for which in ("last", "first"):
-            counted = ~self.rows.ends(which)
-            yield Reading(aggregation, f"{which}-token"), sound * counted
-            if counted.any() and aggregation != "logged":  # whose denominators are the log's
-                divisors = self.rows.divisors(counted)
-                yield Reading(aggregation, f"{which}-token-uncounted"), weights / divisors[aggregation]
+    def on_all_tokens(self) -> Readings:
+        """Return the readings on every real token with one before it.
 
-    def at_temperature_1(self, unscaled: TokenJacobian, aggregation: str) -> Float[Tensor, " K"]:
-        """Return those of an aggregation whose log π is at temperature 1. unscaled: the Jacobian there."""
-        return self._aggregate(self._weigh(unscaled, self.loss))[aggregation]
+        What the mask drops has a response's mean advantage, and otherwise no numbers.
+        """
+        batch = self.J.batch
+        real, rows = batch.attention_mask.clone(), torch.arange(len(batch))
+        first = real.int().argmax(1)
+        real[rows, first] = False
+        columns = {"response_mask": real, "response_start": first + 1}
+        for name in ("old_logprobs", "ref_logprobs"):
+            if (values := getattr(batch, name)) is not None:
+                columns[name] = values.masked_fill(~self.kept, torch.nan)
+        mean = torch.where(self.kept, batch.advantages, 0.0).sum(1) / self.kept.sum(1).clamp(min=1)
+        columns["advantages"] = torch.where(self.kept, batch.advantages, mean[:, None])
+        J = TokenJacobian(self.J.policy, replace(batch, **columns), self.J.resources)
+        return replace(self, J=J, rows=replace(self.rows, response=real.nonzero()[:, 0]))
 
-    def parts(self) -> dict[str, Int[Tensor, " K"]]:
-        """Return the parts that may be missing: each token's, by fault."""
-        found = {"response-missing": self.rows.response}
+    @cached_property
+    def columns(self) -> Columns:
+        batch = replace(self.J.batch, loss_scales=None)
+        return Columns(batch, self.loss, self.J.statistics.logprob, self.kept)
+
+    @cached_property
+    def terms(self) -> Terms:
+        """The loss's, without a fault."""
+        return self.weigh(self.columns)
+
+    def weigh(self, columns: Columns) -> Terms:
+        """Return the terms that these columns make."""
+        J, batch = self.J, columns.batch
+        found = batch_weights(columns.logprob, batch, columns.loss, num_tokens=batch.num_tokens)
+        bonus = torch.full_like(found.kl, self.loss.entropy_coef)
+        parts = torch.stack([J.kept(own).double() for own in (found.policy, found.kl, bonus)])
+        kept = J.kept(self.kept)
+        mask = kept.double().expand(parts.shape)
+        inside = J.kept(torch.arange(batch.width) >= self._start[:, None])
+        return Terms(parts, mask, mask, J.kept(batch.advantages).double(), self.rows.response, kept, inside)
+
+    @cached_property
+    def _start(self) -> Int[Tensor, " B"]:
+        """The first column of each response that is kept."""
+        return self.kept.int().argmax(1)
+
+    def aggregate(self, terms: Terms, divided: Mapping[str, Int[Tensor, " K"]] | None = None) -> dict[str, Weights]:
+        """Return c_t·w_t and c_t·e by aggregation. divided: each token's part; None: of the known aggregations."""
+        values, found, scales = terms.parts * terms.mask, {}, self.J.batch.loss_scales
+        if scales is not None and divided is None:
+            found["logged"] = values * (scales.double()[self.rows.response] / int(self.kept.sum()))
+        for name, part in (self.rows.divided() if divided is None else divided).items():
+            size, count = int(part.max()) + 1, len(part[terms.kept].unique())
+            sums = torch.stack([torch.bincount(part, own, minlength=size) for own in terms.counted]) * count
+            found[name] = torch.where(values == 0, 0.0, values / sums[:, part])
+        return {name: torch.stack([own[0] + own[1], own[2]]) for name, own in found.items()}
+
+    def plain(self) -> dict[Reading, Weights]:
+        """Return those without a further fault."""
+        return {Reading(name, self.faults): own for name, own in self.aggregate(self.terms).items()}
+
+    def faulty(self, most: int) -> Iterator[tuple[Reading, Weights]]:
+        """Yield readings with so many faults, at most one of them a missing part."""
+        for faults, terms in self._combine(most):
+            yield from ((Reading(name, faults), own) for name, own in self.aggregate(terms).items())
+        for faults, terms in self._combine(most - 1):
+            yield from self._missing(terms, faults)
+
+    def fitted(self, most: int) -> Iterator[tuple[Reading, Weights, Weights]]:
+        """Yield readings with so many faults, of which the last is a factor on part of the loss: the rest, and the part."""
+        for faults, terms in self._combine(most - 1):
+            bonus = replace(terms, parts=torch.zeros_like(terms.parts))
+            bonus.parts[2] = 1.0
+            for name, rest, part in (
+                ("entropy", terms.scale(1, 1, 0), bonus),
+                ("kl-scaled", terms.scale(1, 0, 1), terms.scale(0, 1, 0)),
+            ):
+                rests, parts = self.aggregate(rest), self.aggregate(part)
+                for aggregation, own in parts.items():
+                    if own.any():
+                        yield Reading(aggregation, (*faults, name)), rests[aggregation], own
+
+    def guesses(self) -> Iterator[tuple[Reading, Weights]]:
+        """Yield readings of parts that the log does not tell: averages over them, and some that are missing."""
+        count, rows = len(self.J.batch), torch.arange(len(self.J.batch))
+        found = {Reading("prompts"): self.J.batch.group_ids.unique(return_inverse=True)[1]}
+        sizes = [size for size in range(2, count) if count % size == 0]
+        found |= {Reading("parts", value=count // size): rows // size for size in sizes}
+        found |= {Reading("strides", value=count // size): rows % (count // size) for size in sizes}
+        for reading, part in found.items():
+            yield reading, self.aggregate(self.terms, {"": part[self.rows.response]})[""]
+        for size in sizes:
+            for start in range(0, count, size):
+                terms = self.terms.without((self.rows.response >= start) & (self.rows.response < start + size))
+                for name, weights in self.aggregate(terms).items():
+                    yield Reading(name, ("responses-missing",), start, size), weights
+
+    def bounds(self) -> Iterator[tuple[str, Float[Tensor, " K"]]]:
+        """Yield the columns beyond a bound of which tokens may have no gradient."""
+        return bounded(self.columns, self.terms, self.J.batch.response_mask)
+
+    def unseen(self) -> tuple[str, ...]:
+        """Return the faults that change nothing on this batch; on the kept tokens alone, the mask's are not known."""
+        made = {name: None if own is None else self.weigh(own) for name, own in self._changes().items()}
+        made |= {name: change(self.terms) for name, change in TERMS.items()}
+        return tuple(name for name, own in made.items() if own is None or not self._tells(own))
+
+    @property
+    def scales(self) -> bool:
+        """Whether there is a temperature."""
+        return bool((self.J.batch.temperature[self.kept.any(1)] != 1).any())
+
+    def _combine(self, most: int) -> Iterator[tuple[tuple[str, ...], Terms]]:
+        """Yield the terms with so many faults that tell, those of COLUMNS first."""
+        most -= len(self.faults)
+        if most <= 0:
+            yield from [(self.faults, self.terms)] if most == 0 else []
+            return
+        for some in combinations((*self._live[0], *self._live[1]), most):
+            columns, terms = self.columns, None
+            for name in some:
+                if name in COLUMNS:
+                    columns = columns and COLUMNS[name](columns)
+                elif columns is not None:
+                    terms = TERMS[name](self.weigh(columns) if terms is None else terms)
+            if columns is not None:
+                yield (*self.faults, *some), self.weigh(columns) if terms is None else terms
+
+    @cached_property
+    def _live(self) -> tuple[list[str], list[str]]:
+        """The faults of COLUMNS and of TERMS that change something on this batch."""
+        unseen = self.unseen()
+        return [name for name in COLUMNS if name not in unseen], [name for name in TERMS if name not in unseen]
+
+    def _changes(self) -> dict[str, Columns | None]:
+        return {name: change(self.columns) for name, change in COLUMNS.items()}
+
+    def _tells(self, terms: Terms) -> bool:
+        """Return whether the terms are others than those without a fault."""
+        ours, own = self.aggregate(self.terms)["token-mean"], self.aggregate(terms)["token-mean"]
+        return not near(own, ours)
+
+    def _missing(self, terms: Terms, faults: Sequence[str]) -> Iterator[tuple[Reading, Weights]]:
+        """Yield the readings without a part; beside another fault, only micro-batches and processes may be missing."""
         names = {"micro-batches": "micro-batch-missing", "processes": "process-missing"}
-        return found | {names[name]: own[self.rows.response] for name, own in self.rows.parts.items()}
+        parts = {} if faults else {"response-missing": self.rows.response}
+        parts |= {names[name]: own[self.rows.response] for name, own in self.rows.parts.items()}
+        whole = self.aggregate(terms)
+        for fault, part in parts.items():
+            for index in part[terms.kept].unique().tolist():
+                yield from (
+                    (Reading(name, (*faults, fault), index), weights * (part != index))
+                    for name, weights in whole.items()
+                )
 
-    def _weigh(self, J: TokenJacobian, loss: LossSettings) -> Float[Tensor, " K"]:
-        """Return w_t of every kept token."""
-        batch = replace(J.batch, loss_scales=None)
-        return J.kept(batch_weights(J.statistics.logprob, batch, loss, num_tokens=batch.num_tokens).total).double()
 
-    def _aggregate(self, weights: Float[Tensor, " K"]) -> dict[str, Float[Tensor, " K"]]:
-        scales, found = self.J.batch.loss_scales, {}
-        if scales is not None:
-            found["logged"] = weights * scales.double()[self.rows.response] / len(weights)
-        return found | {name: weights / divisor for name, divisor in self.rows.divisors().items()}
+def near(a: Weights, b: Weights) -> bool:
+    """Return whether two readings have the same weights, to rounding."""
+    return bool((a - b).norm() <= 1e-5 * b.norm())
+
+
+def _upto(most: int, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(most + 1):
+        yield from combinations(names, count)

@@ -1,8 +1,15 @@
-"""The exact gradients of readings beside the trainer's: first of those without a fault, then of faults."""
+"""The exact gradients of readings beside the trainer's: first of those without a fault, then of faults.
+
+The trainer's gradient T is cut into spans T_m. ⟨g_t, T_m⟩ of every token, from one jvp, gives Σ_t c_t·w_t⟨g_t, T_m⟩ of any
+reading without a backward pass, and this is ‖T_m‖² for the right one. Only the nearest readings get a backward pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from operator import itemgetter
 
 import numpy as np
 import pandas as pd
@@ -10,17 +17,20 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gradscope.gradients import TokenJacobian, Vectors
+from gradscope.gradients import TokenJacobian, Vectors, vector_bytes
 from gradscope.policy import arithmetic_dtype
 from gradscope.updates.auditing.products import products_of
-from gradscope.updates.auditing.readings import FAULTS, Reading, Readings
+from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
 
 NORMED = ("mask-late", "mask-early")
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
-MISSES, TRIED = 0.02, 2
-"""Largest relative error of ‖theirs‖² if a part is missing, and how many parts are tried: the gradient without a part
-then decides."""
+SPANS = (4, 8)
+"""Fewest and most spans of the trainer's gradient; the fewest even where memory is short."""
+NEAREST = 8
+"""Readings of those screened at a time that get a backward pass."""
+OFF = 0.05
+"""Largest relative error of ‖T_m‖², in half of the spans, of a reading that gets one."""
 
 
 class Search:
@@ -30,95 +40,193 @@ class Search:
         self, readings: Readings, theirs: Mapping[str, Float[Tensor, " p"]] | None, trained: Callable[[str], bool]
     ) -> None:
         """theirs: flat, by parameter; None: unknown. trained: whether a parameter is, if theirs does not tell."""
-        self.readings, self._theirs, self._trained = readings, theirs, trained
+        self.readings, self.theirs, self._trained = readings, theirs, trained
         self.found: dict[Reading, pd.DataFrame] = {}
         """By reading, see `products_of`."""
-        self._weights: dict[Reading, Float[Tensor, " K"]] = {}
-        """Of the readings whose gradient is of the batch's own log π."""
-        self._try(readings.plain())
+        self.weights: dict[Reading, Weights] = {}
+        """Of the readings whose gradient is of the batch's own log π, on `everywhere`'s tokens once faults were tried."""
+        self._try(readings.plain(), readings.J)
+
+    @property
+    def screens(self) -> bool:
+        """Whether there is a jvp, without which readings cannot be screened, nor what is left be explained."""
+        return self.theirs is not None and arithmetic_dtype(self.readings.J.model).itemsize >= 4
 
     def distinct(self, first: str) -> list[str]:
         """Return the aggregations that differ on this batch, `first` in front; by another name than the log's."""
-        plain, kept = [reading for reading in self._weights if reading.fault is None], []
+        plain, kept = [reading for reading in self.weights if not reading.faults], []
         named = sorted(plain, key=lambda reading: reading.aggregation == "logged")
         for reading in named:
-            if not any(self._same(reading, self._weights[other]) for other in kept):
+            if not any(self._same(reading, self.weights[other]) for other in kept):
                 kept.append(reading)
-        like = [self._same(Reading(first), self._weights[reading]) for reading in kept]
+        like = [self._same(Reading(first), self.weights[reading]) for reading in kept]
         order = sorted(range(len(kept)), key=lambda place: not like[place])
         return [kept[place].aggregation for place in order]
 
-    def try_faults(self, aggregation: str) -> None:
-        """Try an aggregation's faults; for a norm alone, which many would have by chance, only NORMED."""
-        readings, batch = self.readings, self.readings.J.batch
-        plain = [reading for reading in self._weights if reading.fault is None]
-        wanted = FAULTS if self._theirs is not None else NORMED
-        faulty = {r: w for r, w in readings.faulty(aggregation) if w.any() and r.fault in wanted}
-        self._try({r: w for r, w in faulty.items() if not any(_near(w, self._weights[other]) for other in plain)})
-        if (batch.temperature[batch.response_mask.any(1)] != 1).any():
-            unscaled = TokenJacobian(readings.J.policy, batch.at_temperature(1.0), readings.J.resources)
-            weights = readings.at_temperature_1(unscaled, aggregation)
-            self._multiply({Reading(aggregation, "no-temperature"): weights}, unscaled)
-        if self._theirs is not None and arithmetic_dtype(readings.J.model).itemsize >= 4:  # else there is no jvp
-            self._try(dict(self._missing(aggregation)))
+    def try_normed(self, aggregation: str) -> None:
+        """Try the faults that a norm alone can tell; many others would fit by chance."""
+        faulty = [(reading, own) for reading, own in self.readings.faulty(1) if reading.fault in NORMED]
+        self._try(dict(self._unknown(pair for pair in faulty if pair[0].aggregation == aggregation)), self.readings.J)
+        if self.readings.scales:
+            unscaled = self.readings.unscaled()
+            self._try({r: own for r, own in unscaled.plain().items() if r.aggregation == aggregation}, unscaled.J)
 
-    def _same(self, reading: Reading, weights: Float[Tensor, " K"]) -> bool:
-        return _near(weights, self._weights[reading])
+    def try_faults(self, aggregations: Sequence[str]) -> None:
+        """Try readings with one fault."""
+        if self.screens:
+            self._screen([readings.faulty(1) for readings in self._screened], aggregations)
+            return
+        for readings in self._screened:
+            some = ((r, w) for r, w in readings.faulty(1) if r.aggregation in aggregations and r.part is None)
+            self._try(dict(self._unknown(some)), readings.J)
 
-    def _try(self, weights: Mapping[Reading, Float[Tensor, " K"]]) -> None:
+    def try_numbers(self, aggregations: Sequence[str]) -> None:
+        """Try readings with one fault of an unknown size, and of parts that the log does not tell."""
+        everywhere = self.everywhere
+        ways = [everywhere.guesses(), self._bound(everywhere), self._fit(everywhere, 1)]
+        self._screen(ways, aggregations)
+
+    def try_pairs(self, aggregations: Sequence[str]) -> None:
+        """Try readings with two faults."""
+        ways = [way for own in self._screened for way in (own.faulty(2), self._fit(own, 2))]
+        self._screen(ways, aggregations)
+
+    @cached_property
+    def everywhere(self) -> Readings:
+        """The readings on all real tokens; the weights tried so far are then on these, too."""
+        wide, kept = self.readings.on_all_tokens(), self.readings.kept
+        for reading, own in self.weights.items():
+            self.weights[reading] = own.new_zeros(2, wide.J.num_tokens)
+            self.weights[reading][:, wide.J.kept(kept)] = own
+        return wide
+
+    @cached_property
+    def _screened(self) -> list[Readings]:
+        """The readings on all real tokens, also with log π without the temperature."""
+        return [self.everywhere, self.everywhere.unscaled()] if self.readings.scales else [self.everywhere]
+
+    @cached_property
+    def _spans(self) -> tuple[Vectors, np.ndarray]:
+        """The spans of the trainer's gradient, with about the same square each, and their squares."""
+        model, memory = self.readings.J.model, self.readings.J.resources.vectors
+        count = int(min(SPANS[1], max(SPANS[0], memory // vector_bytes(model) - 2)))
+        spans = Vectors.zeros(model, count, memory)
+        squares = {name: float(own.double().square().sum()) for name, own in self.theirs.items()}
+        whole, before = sum(squares.values()), 0.0
+        for name, own in self.theirs.items():
+            reached = before + own.double().square().cumsum(0)
+            which = (reached * (count / whole)).long().clamp_(max=count - 1).to(spans.rows.device)
+            for m in which.unique().tolist():
+                spans.rows[m, spans.slices[name]] = torch.where(which == m, own.to(spans.rows), 0.0)
+            before += squares[name]
+        return spans, np.array([float(row.double().square().sum()) for row in spans.rows])
+
+    @cached_property
+    def _along(self) -> list[Float[np.ndarray, "M 2 K"]]:
+        """−⟨∇ log π_t, T_m⟩ and −⟨∇H_t, T_m⟩, of the tokens of each of `_screened`."""
+        changes = [readings.J.jvp(self._spans[0], of=("logprob", "entropy")) for readings in self._screened]
+        return [-torch.stack([own.logprob, own.entropy], 1).double().numpy() for own in changes]
+
+    def _products(self, reading: Reading, weights: Weights) -> Float[np.ndarray, " M"]:
+        """Return the reading's ⟨G, T_m⟩."""
+        along = self._along[_at_1(reading)]
+        return along.reshape(len(along), -1) @ weights.flatten().numpy()
+
+    def _error(self, products: Float[np.ndarray, "M ..."]) -> np.ndarray:
+        """Return how far f·⟨G, T_m⟩ is off ‖T_m‖² in half of the spans, for the best f."""
+        squares = self._spans[1].reshape(-1, *[1] * (products.ndim - 1))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            factor = np.median(squares / products, 0)
+            error = np.median(np.abs(factor * products / squares - 1), 0)
+        return np.where(np.isfinite(error), error, np.inf)
+
+    def _screen(self, ways: Iterable[Iterable[tuple[Reading, Weights]]], aggregations: Sequence[str]) -> None:
+        """Try the nearest readings, of these aggregations or a guessed one."""
+        best: list[tuple[float, Reading, Weights]] = []
+        for reading, weights in (pair for way in ways for pair in way):
+            if reading.aggregation not in (*aggregations, *GUESSED) or not weights.any():
+                continue
+            error = float(self._error(self._products(reading, weights)))
+            if error <= OFF and (len(best) < NEAREST or error < best[-1][0]):
+                best = sorted([*best, (error, reading, weights)], key=itemgetter(0))[:NEAREST]
+        for place, readings in enumerate(self._screened):
+            own = ((reading, weights) for _, reading, weights in best if _at_1(reading) == bool(place))
+            self._try(dict(self._unknown(own)), readings.J)
+
+    def _fit(self, readings: Readings, most: int) -> Iterator[tuple[Reading, Weights]]:
+        """Yield readings with the best factor on part of the loss."""
+        for reading, rest, part in readings.fitted(most):
+            columns = np.stack([self._products(reading, own) for own in (rest, part)], 1)
+            whole, some = np.linalg.lstsq(columns, self._spans[1], rcond=None)[0]
+            if whole > 0:
+                factor = float(some / whole)
+                yield replace(reading, value=factor), rest + factor * part
+
+    def _bound(self, readings: Readings) -> Iterator[tuple[Reading, Weights]]:
+        """Yield readings without the tokens beyond a bound of a column: of each column, the best."""
+        along = self._along[0]
+        for plain, weights in readings.plain().items():
+            terms, live = (along * weights.numpy()).sum(1), weights.any(0).numpy()
+            for name, column in readings.bounds():
+                values = column.numpy()
+                order = np.argsort(values, kind="stable")
+                order = order[live[order] & np.isfinite(values[order])]
+                for side, ranks in (("below", order[::-1]), ("above", order)):  # those that stay come first
+                    left = terms[:, ranks].cumsum(1) + terms[:, ~np.isfinite(values) & live].sum(1, keepdims=True)
+                    error = self._error(left)
+                    error[np.append(values[ranks][1:] == values[ranks][:-1], True)] = np.inf  # not between equals
+                    if len(error) and np.isfinite(error).any():
+                        last = int(error.argmin())
+                        gone = torch.zeros(len(values), dtype=torch.bool)
+                        gone[ranks[last + 1 :].copy()] = True
+                        found = Reading(plain.aggregation, (f"{name}-{side}",), value=float(values[ranks[last]]))
+                        yield found, weights * ~gone
+
+    def _same(self, reading: Reading, weights: Weights) -> bool:
+        return near(weights, self.weights[reading])
+
+    def _unknown(self, pairs: Iterable[tuple[Reading, Weights]]) -> Iterator[tuple[Reading, Weights]]:
+        """Yield the readings that are others than those without a fault."""
+        plain = [own for reading, own in self.weights.items() if not reading.faults]
+        for reading, weights in pairs:
+            if weights.any() and (_at_1(reading) or not any(near(weights, own) for own in plain)):
+                yield reading, weights
+
+    def _try(self, weights: Mapping[Reading, Weights], J: TokenJacobian) -> None:
         """Try readings; those with the weights of one that was tried have its products."""
-        new: dict[Reading, Float[Tensor, " K"]] = {}
+        new: dict[Reading, Weights] = {}
         twins: dict[Reading, Reading] = {}
         for reading, own in weights.items():
-            known = self._weights | new
-            if (twin := next((other for other, its in known.items() if _near(own, its)), None)) is not None:
+            known = {r: w for r, w in (self.weights | new).items() if _at_1(r) == _at_1(reading)}
+            if (twin := next((other for other, its in known.items() if near(own, its)), None)) is not None:
                 twins[reading] = twin
             else:
                 new[reading] = own
-        self._multiply(new, self.readings.J)
+        self._multiply(new, J)
         self.found |= {reading: self.found[twin] for reading, twin in twins.items()}
         self.found |= {reading: self.found.pop(reading) for reading in weights}  # in the given order
-        self._weights |= weights
+        self.weights |= weights
 
-    def _multiply(self, weights: Mapping[Reading, Float[Tensor, " K"]], J: TokenJacobian) -> None:
+    def _multiply(self, weights: Mapping[Reading, Weights], J: TokenJacobian) -> None:
         names = [*weights]
         for start in range(0, len(names), AT_ONCE):
             some = names[start : start + AT_ONCE]
-            vectors = J.vjp(-torch.stack([weights[reading] for reading in some]).float())
+            vectors = loss_gradients(J, torch.stack([weights[reading] for reading in some]))
             for row, reading in enumerate(some):
                 ours = {name: vectors.rows[row, part] for name, part in vectors.slices.items() if self._looks_at(name)}
-                self.found[reading] = products_of(ours, self._theirs)
+                self.found[reading] = products_of(ours, self.theirs)
 
     def _looks_at(self, name: str) -> bool:
-        return self._trained(name) if self._theirs is None else name in self._theirs
-
-    def _missing(self, aggregation: str) -> Iterator[tuple[Reading, Float[Tensor, " K"]]]:
-        """Yield the readings without the part that most likely is missing.
-
-        If theirs = f·(ours − o) with o the part's gradient, then ⟨ours, theirs⟩ gives f, ⟨o, theirs⟩ gives ‖o‖², and
-        these give ‖theirs‖². ⟨o, v⟩ is Σ over the part's tokens of −weight·⟨∇ log π_t, v⟩, of every part from one jvp.
-        """
-        J, weights = self.readings.J, self._weights[Reading(aggregation)]
-        products = self.found[Reading(aggregation)]
-        square, cross, other = (float(products[name].sum()) for name in ("own", "cross", "other"))
-        vectors = Vectors.zeros(J.model, 2, J.resources.vectors)
-        ours = J.vjp(-weights[None].float())
-        for name, part in vectors.slices.items():
-            if name in self._theirs:
-                vectors.rows[0, part], vectors.rows[1, part] = self._theirs[name], ours.rows[0, part]
-        along = -weights * J.jvp(vectors).logprob.double().cpu()
-        for fault, part in self.readings.parts().items():
-            with_theirs, with_ours = (np.bincount(part.numpy(), own.numpy()) for own in along)
-            with np.errstate(divide="ignore", invalid="ignore"):
-                factor = cross / (square - with_ours)
-                own = with_ours - with_theirs / factor
-                error = np.abs(factor**2 * (square - 2 * with_ours + own) / other - 1)
-            error = np.where((factor > 0) & (own > 0), error, np.inf)
-            for index in np.argsort(error)[:TRIED]:
-                if error[index] <= MISSES:
-                    yield Reading(aggregation, fault, int(index)), weights * (part != int(index))
+        return self._trained(name) if self.theirs is None else name in self.theirs
 
 
-def _near(a: Float[Tensor, " K"], b: Float[Tensor, " K"]) -> bool:
-    """Return whether two readings have the same weights, to rounding."""
-    return bool((a - b).norm() <= 1e-5 * b.norm())
+def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors:
+    """Return −Σ_t (w_t·∇ log π_t + e_t·∇H_t) of each row."""
+    vectors = J.vjp(-weights[:, 0].float())
+    if weights[:, 1].any():
+        vectors.rows.add_(J.vjp(-weights[:, 1].float(), of="entropy").rows)
+    return vectors
+
+
+def _at_1(reading: Reading) -> bool:
+    return "no-temperature" in reading.faults

@@ -1,0 +1,383 @@
+"""What explains a trainer's gradient T that is no reading's: D = T − G as a sum over few tokens, or sets of tokens.
+
+First one least-squares fit D ≈ Σ x_i G_i over all responses (prompts, micro-batches, processes), by their Gram. Else
+orthogonal matching pursuit: ⟨g_t, R⟩ of every token from a jvp along the residual R, the largest ⟨g_t, R⟩²/‖g_t‖², its
+vjp, and all refitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from gradscope.gradients import TokenJacobian, Vectors
+from gradscope.updates.auditing.faults import BOUNDS
+from gradscope.updates.auditing.readings import Reading, Readings, Weights
+from gradscope.updates.auditing.search import Search, loss_gradients
+
+MOST = 32
+"""Most tokens, or sets of tokens, in an explanation by steps."""
+COMPARED = 8
+"""Tokens of which ‖g_t‖ is computed at each step: the largest by ⟨g_t, R⟩²/(1 − π_t)², to which it is about equal."""
+PATIENCE, PROGRESS = 8, 0.8
+"""From so many steps on, n of them must explain n/MOST of ‖D‖², times PROGRESS: MOST tokens of equal size would."""
+EQUAL = 0.02
+"""Largest difference of two multiples of weights that are called equal."""
+ZERO = 0.01
+"""Largest size of what is dropped again, over that of the largest."""
+ENTRIES = 8
+"""Entries of a gradient that are needed for each number fitted to it."""
+SHOWN = 6
+"""Most numbers of responses, or tokens, in a sentence."""
+
+
+class Atom(NamedTuple):
+    """A token, or a set of tokens with the reading's weights."""
+
+    kind: str
+    """token, response, prompt, micro-batch, process, or a kind of tokens."""
+    index: int
+    """Of the token among all, or of the part; 0 for a kind."""
+    weights: Float[Tensor, " K"]
+    """Of its gradient Σ_t weights_t·g_t."""
+
+
+@dataclass(frozen=True, eq=False)
+class Explanation:
+    """Tokens, or sets of tokens, whose weights are not the reading's."""
+
+    rows: pd.DataFrame
+    """A row each: kind (token, response, prompt, micro-batch, process, or a kind of tokens), index, times (their weight
+    over the reading's; infinite for tokens that it drops), share (of ‖D‖², which sum to at most 1); of a token also
+    response, position, token_id, token, sort (prompt, dropped, first, last or sampled), prob, and weight (w_t)."""
+    words: str
+    """A sentence."""
+    remedy: str
+    """What to do."""
+    factor: float
+    """The trainer's gradient over the reading's at all other tokens."""
+    left: float
+    """The rest of the trainer's gradient, over its norm."""
+
+
+def explain(search: Search, reading: Reading, floor: float) -> Explanation | None:
+    """Explain the trainer's gradient by a reading with other weights of few tokens; None: they do not.
+
+    floor: largest ‖R‖/‖T‖ that rounding explains. Costs a gradient per response and three forward passes; a search by
+    steps costs a jvp and COMPARED backward passes through a response for each of at most MOST steps.
+    """
+    if sum(own.numel() for own in search.theirs.values()) < ENTRIES * MOST:
+        return None
+    return _Pursuit(search, reading, floor).explain()
+
+
+class _Pursuit:
+    def __init__(self, search: Search, reading: Reading, floor: float) -> None:
+        self.readings: Readings = search.everywhere
+        self.J: TokenJacobian = self.readings.J
+        self.weights: Weights = search.weights[reading]
+        self.D = self._rest(search)
+        self.norm = sum(float(own.double().square().sum()) for own in search.theirs.values()) ** 0.5
+        self.given = [part for name, part in self.D.slices.items() if name in search.theirs]
+        self.whole = len(self.given) == len(self.D.slices)
+        self.floor = floor * self.norm
+        self.square = float(self.D.products())
+        self.along = self._along(self.D)
+        self.vectors = Vectors.zeros(self.J.model, MOST + 1, self.J.resources.vectors)
+        """D, and the gradients of what was taken."""
+        self.vectors.rows[0] = self.D.rows[0]
+        self.products = np.zeros((MOST + 1, MOST + 1))
+        self.products[0, 0] = self.square
+        self.taken: list[Atom] = []
+        self.squares: dict[int, float] = {}
+        """‖g_t‖² of some tokens."""
+
+    def _rest(self, search: Search) -> Vectors:
+        """Return D, 0 in parameters that the trainer's gradient does not have."""
+        D = loss_gradients(self.J, self.weights[None])
+        D.rows.neg_()
+        for name, part in D.slices.items():
+            if name in search.theirs:
+                D.rows[0, part] += search.theirs[name].to(D.rows)
+            else:
+                D.rows[0, part] = 0.0
+        return D
+
+    def explain(self) -> Explanation | None:
+        for atoms, x, left in self._fits():
+            odd = np.abs(x) > EQUAL
+            if left <= self.floor and odd.sum() <= max(MOST, len(atoms) / 2):
+                self.taken = [atom for atom, keep in zip(atoms, odd, strict=True) if keep]
+                return self._describe(x[odd], left)
+        return self._pursue()
+
+    def _along(self, vectors: Vectors) -> Float[np.ndarray, " K"]:
+        return self.J.jvp(vectors, exact=True).logprob[0].double().numpy()
+
+    def _fits(self) -> Iterator[tuple[list[Atom], np.ndarray, float]]:
+        """Yield least-squares fits over the parts of the batch, coarse ones first."""
+        if not self.whole:
+            return
+        weights, rows = -self.weights[0], self.readings.rows
+        gram = self.J.gram(weights[None].float(), groups=torch.arange(len(self.J.batch)))
+        products = gram.products[:, 0, :, 0]
+        groups = torch.tensor(gram.groups)
+        along = np.bincount(rows.response.numpy(), weights.numpy() * self.along, minlength=len(self.J.batch))
+        prompts = self.J.batch.group_ids.unique(return_inverse=True)[1]
+        parts = {"process": rows.parts.get("processes"), "micro-batch": rows.parts.get("micro-batches")}
+        parts |= {"prompt": prompts, "response": torch.arange(len(self.J.batch))}
+        for kind, part in parts.items():
+            if part is None or not 2 <= len(part.unique()) <= self.D.rows.shape[1] / ENTRIES:
+                continue
+            own = part[groups].numpy()
+            into = np.zeros((len(groups), int(part.max()) + 1))
+            into[np.arange(len(groups)), own] = 1
+            K, b = into.T @ products @ into, into.T @ along[groups.numpy()]
+            x = np.linalg.lstsq(K, b, rcond=1e-9)[0]
+            left = max(0.0, self.square - 2 * b @ x + x @ K @ x) ** 0.5
+            of_token = part[rows.response]
+            atoms = [Atom(kind, i, torch.where(of_token == i, weights, 0.0)) for i in range(len(x))]
+            yield atoms, x, left
+
+    def _sets(self) -> dict[str, Tensor]:
+        """Return the kinds of tokens [K], and each response."""
+        terms, live = self.readings.terms, self.weights[0] != 0
+        prob = self.J.kept(self.J.statistics.logprob).exp()
+        found = {"all": live, "first": terms.ends("first"), "last": terms.ends("last")}
+        found |= {"positive": self.weights[0] > 0, "negative": self.weights[0] < 0}
+        found |= {"dropped": terms.inside & ~terms.kept, "prompt": ~terms.inside}
+        for quarter in range(4):
+            found[f"π quarter {quarter}"] = live & (prob >= quarter / 4) & (prob < (quarter + 1) / 4 + (quarter == 3))
+        return {name: own for name, own in found.items() if own.any()}
+
+    def _atoms(self) -> list[Atom]:
+        """Return the sets of tokens to choose among, with the weights that they have or, if dropped, would have."""
+        terms, response = self.readings.terms, self.readings.rows.response
+        would = (terms.parts[:2].sum(0) / int(terms.kept.sum())).where(self.weights[0] == 0, self.weights[0])
+        sets = {(name, 0): own for name, own in self._sets().items()}
+        live = response[self.weights[0] != 0].unique().tolist()
+        sets |= {("response", row): response == row for row in live}
+        return [
+            Atom(name, index, -torch.where(own, would if name in ("dropped", "prompt") else self.weights[0], 0.0))
+            for (name, index), own in sets.items()
+        ]
+
+    def _pursue(self) -> Explanation | None:
+        atoms, x, left = self._atoms(), np.zeros(0), self.square**0.5
+        squares = np.array([float(self._gradient(atom).double().square().sum()) for atom in atoms])
+        along, begun, since = self.along, self.square, 0
+        while left > self.floor and len(self.taken) < MOST:
+            self._take(self._choose(atoms, squares, along))
+            x, R, left = self._refit()
+            hopeless = left**2 > (1 - PROGRESS * (len(self.taken) - since) / MOST) * begun
+            if self.taken[-1].kind == "all":
+                begun, since = left**2, len(self.taken)
+            elif hopeless and len(self.taken) >= since + PATIENCE:
+                return None
+            along = self._along(R)
+        if left > self.floor:
+            return None
+        while len(x) > 1:  # sets that were taken for the tokens in them
+            size = np.abs(x) * np.sqrt(np.diag(self.products)[1 : len(x) + 1])
+            least, kept = int(size.argmin()), [*self.taken]
+            if size[least] > max(self.floor, ZERO * size.max()):
+                break
+            self._drop(least)
+            fewer, _, rest = self._refit()
+            if rest > self.floor:
+                self.taken = kept
+                break
+            x, left = fewer, rest
+        return self._describe(x, left)
+
+    def _choose(self, atoms: list[Atom], squares: Float[np.ndarray, " n"], along: Float[np.ndarray, " K"]) -> Atom:
+        """Return the set or token that takes most off ‖R‖²."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            products = np.array([float(atom.weights.numpy() @ along) for atom in atoms])
+            gains = np.where(squares > 0, products**2 / squares, 0.0)
+            away = np.exp(self.J.kept(self.J.statistics.log_one_minus_prob).double().numpy())
+            scores = np.where(away > 0, (along / np.maximum(away, 1e-3 * away.max())) ** 2, 0.0)
+        taken = {(atom.kind, atom.index) for atom in self.taken}
+        gains[[place for place, atom in enumerate(atoms) if (atom.kind, atom.index) in taken]] = 0.0
+        scores[[atom.index for atom in self.taken if atom.kind == "token"]] = 0.0
+        best = None
+        for token in np.argsort(-scores)[:COMPARED].tolist():
+            if token not in self.squares:
+                self.squares[token] = float(self._gradient(self._token(token)).double().square().sum())
+            gain = along[token] ** 2 / self.squares[token] if self.squares[token] else 0.0
+            if scores[token] and (best is None or gain > best[1]):
+                best = self._token(token), gain
+        if best is None or gains.max() > best[1] * (1 + 1e-6):
+            return atoms[int(gains.argmax())]
+        return best[0]
+
+    def _token(self, token: int) -> Atom:
+        one = torch.zeros(self.J.num_tokens, dtype=torch.float64)
+        one[token] = 1.0
+        return Atom("token", token, one)
+
+    def _gradient(self, atom: Atom) -> Float[Tensor, " P"]:
+        """Return Σ_t weights_t·g_t, by a pass through the responses that have weights."""
+        response = self.readings.rows.response
+        rows = response[atom.weights != 0].unique()
+        weights = atom.weights[torch.isin(response, rows)]
+        return self._cut(self.J.select(rows).vjp(weights[None].float())).rows[0]
+
+    def _cut(self, vectors: Vectors) -> Vectors:
+        """Set entries of parameters to 0 that the trainer's gradient does not have."""
+        if not self.whole:
+            kept = vectors.rows.clone()
+            vectors.rows.zero_()
+            for part in self.given:
+                vectors.rows[:, part] = kept[:, part]
+        return vectors
+
+    def _take(self, atom: Atom) -> None:
+        """Add to what explains D, and to the inner products."""
+        self.taken.append(atom)
+        vector = self._gradient(atom)
+        last = len(self.taken)
+        self.vectors.rows[last] = vector
+        pairs = ((self.vectors.rows[: last + 1, s].double(), vector[s].double()) for s, _ in self.vectors.spans())
+        own = sum(rows @ part.to(rows) for rows, part in pairs)
+        self.products[last, : last + 1] = self.products[: last + 1, last] = own.cpu().numpy()
+
+    def _drop(self, place: int) -> None:
+        """Take one away again."""
+        kept = [0, *(row + 1 for row in range(len(self.taken)) if row != place)]
+        self.taken.pop(place)
+        self.vectors.rows[: len(kept)] = self.vectors.rows[kept]
+        self.products[: len(kept), : len(kept)] = self.products[np.ix_(kept, kept)]
+
+    def _refit(self) -> tuple[np.ndarray, Vectors, float]:
+        """Return the coefficients of what was taken, the residual and its norm."""
+        last = len(self.taken) + 1
+        x = np.linalg.lstsq(self.products[1:last, 1:last], self.products[1:last, 0], rcond=1e-10)[0]
+        R = Vectors(self.vectors.rows[:1].clone(), self.vectors.slices)
+        for factor, row in zip(x, self.vectors.rows[1:last], strict=True):
+            R.rows[0].sub_(row, alpha=float(factor))
+        return x, R, float(R.products()) ** 0.5
+
+    def _describe(self, x: np.ndarray, left: float) -> Explanation:
+        batch, terms = self.J.batch, self.readings.terms
+        policy = self.J.policy
+        places, numbers = batch.response_mask.nonzero(), self.weights[0].numpy()
+        positions = places[:, 1] - self.readings.kept.int().argmax(1)[places[:, 0]]
+        prob = self.J.kept(self.J.statistics.logprob).double().exp().numpy()
+        base = next((1 + own for atom, own in zip(self.taken, x, strict=True) if atom.kind == "all"), 1.0)
+        sorts = self._sets()
+        rows = []
+        for atom, own in zip(self.taken, x, strict=True):
+            row = {"kind": atom.kind, "index": atom.index, "times": base + own * (atom.kind != "all")}
+            if atom.kind in ("dropped", "prompt"):
+                row["times"] = np.inf
+            row["share"] = own * float(atom.weights.numpy() @ self.along) / self.square
+            if atom.kind == "token":
+                token, place = atom.index, places[atom.index].tolist()
+                exact = numbers[token]
+                row["times"] = (base * exact - own) / exact if exact else np.inf
+                identity = int(batch.input_ids[place[0], place[1]])
+                row |= {"response": place[0], "position": int(positions[token]), "token_id": identity}
+                row["token"] = "" if policy is None or policy.tokenizer is None else policy.decode([identity])
+                row["sort"] = next(
+                    (name for name in ("prompt", "dropped", "first", "last") if name in sorts and sorts[name][token]),
+                    "sampled",
+                )
+                row |= {"prob": prob[token], "weight": exact * int(terms.kept.sum())}
+            rows.append(row)
+        table = pd.DataFrame(rows).sort_values("share", ascending=False, kind="stable", ignore_index=True)
+        whole = [name for name in ("response", "position", "token_id") if name in table]
+        table[whole] = table[whole].astype("Int64")
+        words, remedy = self._words(table)
+        return Explanation(table, words, remedy, base, left / self.norm)
+
+    def _words(self, table: pd.DataFrame) -> tuple[str, str]:
+        tokens, sets = table[table["kind"] == "token"], table[table["kind"] != "token"]
+        told = []
+        for (kind, times), rows in sets.groupby(["kind", sets["times"].round(2)], sort=False):
+            told.append(f"{_name_sets(kind, rows)} {_have(times, len(rows) > 1 or kind not in PARTS)}")
+        if len(tokens):
+            several = len(tokens) > 1
+            times = tokens["times"].to_numpy()
+            same = np.isinf(times).all() or np.ptp(times) <= EQUAL * max(1.0, np.abs(times).max())
+            how = _have(float(times[0]) if same else np.nan, several)
+            told.append(f"{self._name_tokens(tokens)} {how}")
+        low = table["times"].replace(np.inf, np.nan)
+        return "; ".join(
+            told
+        ), "look which tokens the mask keeps" if low.isna().all() else "look what is skipped or doubled"
+
+    def _name_tokens(self, tokens: pd.DataFrame) -> str:
+        """Name tokens, with what they have in common."""
+        where = f"{len(tokens)} tokens in {tokens['response'].nunique()} responses"
+        if len(tokens) == 1:
+            [row] = tokens.itertuples()
+            return f"the token {row.token!r} at position {row.position} of response {row.response} ({SORTS[row.sort]})"
+        if tokens["response"].nunique() == 1:
+            where = f"{len(tokens)} tokens of response {tokens['response'].iloc[0]}"
+            if np.ptp(tokens["position"]) + 1 <= 1.5 * len(tokens):
+                where += f", from position {tokens['position'].min()} to {tokens['position'].max()}"
+        if tokens["sort"].nunique() == 1 and tokens["sort"].iloc[0] != "sampled":
+            return f"{where}, all {SORTS[tokens['sort'].iloc[0]]},"
+        if tokens["token_id"].nunique() == 1:
+            return f"{where}, all {tokens['token'].iloc[0]!r},"
+        chosen = torch.zeros(self.J.num_tokens, dtype=torch.bool)
+        chosen[torch.tensor(tokens["index"].to_numpy())] = True
+        live = self.weights[0] != 0
+        for name, column in self.readings.bounds():
+            inside, outside = column[chosen], column[live & ~chosen]
+            if len(outside) and inside.min() > outside.max():
+                return f"{where}, all those where {BOUNDS[name]} is above {float(outside.max()):.4g},"
+            if len(outside) and inside.max() < outside.min():
+                return f"{where}, all those where {BOUNDS[name]} is below {float(outside.min()):.4g},"
+        some = ", ".join(f"{row.token!r} ({row.response}:{row.position})" for row in tokens[:SHOWN].itertuples())
+        return f"{where} ({some}{', …' if len(tokens) > SHOWN else ''})"
+
+
+PARTS = ("response", "prompt", "micro-batch", "process")
+SORTS = {
+    "prompt": "of the prompt",
+    "dropped": "dropped by the log's mask, such as tool output",
+    "first": "first of their responses",
+    "last": "last of their responses",
+    "sampled": "sampled",
+}
+KINDS = {
+    "all": "all other tokens",
+    "first": "the first tokens of all responses",
+    "last": "the last tokens of all responses",
+    "positive": "the tokens of positive weight",
+    "negative": "the tokens of negative weight",
+    "dropped": "the tokens that the log's mask drops, such as tool output,",
+    "prompt": "the tokens of the prompts",
+}
+
+
+def _name_sets(kind: str, rows: pd.DataFrame) -> str:
+    if kind in PARTS:
+        plural = {"micro-batch": "micro-batches", "process": "processes"}.get(kind, f"{kind}s")
+        numbers = sorted(rows["index"])
+        told = ", ".join(map(str, numbers[:SHOWN])) + (", …" if len(numbers) > SHOWN else "")
+        return f"{kind} {told}" if len(numbers) == 1 else f"{len(numbers)} {plural} ({told})"
+    if kind in KINDS:
+        return KINDS[kind]
+    quarter = int(kind[-1])
+    return f"the tokens with π from {quarter / 4:g} to {(quarter + 1) / 4:g}"
+
+
+def _have(times: float, several: bool) -> str:
+    """Say what weight something has, as a multiple of the right one; NaN: several multiples."""
+    verb = "have" if several else "has"
+    if np.isnan(times):
+        return f"{verb} other weights than they should have"
+    if np.isinf(times):
+        return f"{verb} a weight that {'they' if several else 'it'} should not have"
+    times_it = f"{times:.3g} times {'their' if several else 'its'}" if abs(times) > EQUAL else "no"
+    return f"{verb} {times_it} weight"

@@ -1,0 +1,366 @@
+"""Common errors in computing a loss: what each does to the loss, in words, and how it is mended.
+
+Faults of COLUMNS change what the weights are made of, faults of TERMS the weights and what denominators count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from gradscope.objective import LossSettings, fill_unknown, grpo_advantages
+from gradscope.rollouts import TokenBatch
+
+
+class Fault(NamedTuple):
+    """An error, in words."""
+
+    words: str
+    """What the loss is then, after "the mean …, "; with {part} and {value}."""
+    remedy: str
+    """What to do."""
+
+
+_ALIGN = "let logits, labels, mask and advantages of a token stand at one place: logits at s predict token s + 1"
+_LATE = {
+    by: f"each token with the weight of the token {word}before it" for by, word in enumerate(("", "two ", "three "), 1)
+}
+_END = "look how labels are shifted and where the mask ends: it must keep every sampled token, EOS included"
+_KL = "look at the sign and the coefficient of the KL term, and whether its gradient is detached"
+_STATS = "normalise rewards within their own groups, as the log says, before responses are shuffled or split"
+_SHIFTED = "score it with the same shift as log π: log-probabilities at s − 1 belong to token s"
+_LOST = "look for a part that is skipped: a micro-batch without zero_grad in time, a filter, no_sync, drop_last"
+
+FAULTS: dict[str, Fault] = {
+    "mask-late": Fault(_LATE[1], _ALIGN),
+    "mask-early": Fault(_LATE[1].replace("before", "after"), _ALIGN),
+    "mask-late-2": Fault(_LATE[2], _ALIGN),
+    "mask-early-2": Fault(_LATE[2].replace("before", "after"), _ALIGN),
+    "mask-late-3": Fault(_LATE[3], _ALIGN),
+    "mask-early-3": Fault(_LATE[3].replace("before", "after"), _ALIGN),
+    "no-temperature": Fault("with log π at temperature 1", "divide the logits by the sampling temperature"),
+    "no-kl": Fault("without KL", _KL),
+    "kl-sign": Fault("with the opposite sign of KL", _KL),
+    "kl-k1": Fault("with KL by k1", "set the estimator of KL"),
+    "kl-k2": Fault("with KL by k2", "set the estimator of KL"),
+    "kl-k3": Fault("with KL by k3", "set the estimator of KL"),
+    "kl-correction": Fault(
+        "with KL times π/π_old where that is not meant, or the other way round", "set --kl-corrected as trained"
+    ),
+    "kl-clamped": Fault("without KL where π < π_ref", "clamp no KL at 0: the clamped tokens have no gradient"),
+    "kl-scaled": Fault(
+        "with {value:.4g} times the KL", "look at the coefficient of KL, and whether it is applied twice"
+    ),
+    "ref-late": Fault("with log π_ref of the token before", _SHIFTED),
+    "ref-early": Fault("with log π_ref of the token after", _SHIFTED),
+    "ref-late-0": Fault("with log π_ref of the token before, and 0 at the first", _SHIFTED),
+    "ref-early-0": Fault("with log π_ref of the token after, and 0 at the last", _SHIFTED),
+    "teacher-late": Fault("with the teacher's log-probability of the token before", _SHIFTED),
+    "teacher-early": Fault("with the teacher's log-probability of the token after", _SHIFTED),
+    "old-late": Fault("with log π_old of the token before", _SHIFTED),
+    "old-early": Fault("with log π_old of the token after", _SHIFTED),
+    "old-recomputed": Fault(
+        "with π/π_old = 1 at every token", "keep the log-probabilities from before the first step on these responses"
+    ),
+    "no-clip": Fault("without clipping", "look whether ratios beyond the clips are cut, and with which thresholds"),
+    "clip-high-ignored": Fault("with the lower clip's ratio as the upper one's, too", "pass both clip ratios"),
+    "sequence-ratio": Fault("with each response's geometric mean of π/π_old", "set the importance sampling to tokens"),
+    "no-reweight": Fault("without Advantage Reweighting", "multiply advantages by α·π_old + 1 − α"),
+    "advantages-rewards": Fault("with rewards as advantages", _STATS),
+    "advantages-centred": Fault("with advantages not divided by the group's standard deviation", _STATS),
+    "advantages-batch": Fault("with rewards normalised over the whole batch", _STATS),
+    "advantages-batch-std": Fault("with advantages divided by the whole batch's standard deviation", _STATS),
+    "advantages-regrouped": Fault("with rewards normalised over equally many consecutive responses", _STATS),
+    "advantages-strided": Fault("with rewards normalised over responses a fixed stride apart", _STATS),
+    "advantages-whitened": Fault("with advantages whitened over the batch's tokens", "whiten once, or not at all"),
+    "no-entropy": Fault("without the gradient of the entropy bonus", "compute the entropy outside torch.no_grad()"),
+    "entropy": Fault("with an entropy bonus of {value:.3g}", "look at the coefficient of the entropy and its sign"),
+    "last-token": Fault("without each response's last token (EOS)", _END),
+    "last-token-uncounted": Fault("without each response's last token (EOS), in denominators either", _END),
+    "first-token": Fault("without each response's first token", _END),
+    "first-token-uncounted": Fault("without each response's first token, in denominators either", _END),
+    "mask-advantages": Fault("with the advantages as its mask", "pass the response mask, not the advantages"),
+    "mask-nonzero": Fault(
+        "over tokens with an advantage alone", "count tokens by the response mask, not by advantages"
+    ),
+    "mask-ignored": Fault("also over the tokens between that the mask drops", "multiply by the response mask"),
+    "prompt-trained": Fault("also over the prompt and all that the mask drops", "multiply by the response mask"),
+    "masked-counted": Fault("with denominators that also count dropped tokens", "count tokens by the response mask"),
+    "positive-zeroed": Fault("without tokens of positive weight", "look for a clamp at 0: it stops the gradient"),
+    "negative-zeroed": Fault("without tokens of negative weight", "look for a clamp at 0: it stops the gradient"),
+    "response-missing": Fault("without one of the responses, number {part}", _LOST),
+    "micro-batch-missing": Fault("without one of the micro-batches, number {part}", _LOST),
+    "process-missing": Fault("without one of the processes, number {part}", _LOST),
+    "responses-missing": Fault(
+        "without {value:.0f} responses from number {part} on, as of a micro-batch or rank", _LOST
+    ),
+}
+"""Fault → words. See also BOUNDS."""
+
+NEEDS = {
+    "no-clip": "a ratio π/π_old beyond a clip",
+    "old-recomputed": "log π_old unlike log π",
+    "no-kl": "KL (log π_ref, and a coefficient)",
+    "no-temperature": "a temperature other than 1",
+    "mask-ignored": "dropped tokens between others",
+    "advantages-centred": "rewards with advantages in units of their spread",
+}
+"""A fault → what a batch must have to show it, and what else goes with it."""
+
+BOUNDS = {
+    "logprob": "log π",
+    "ratio": "π/π_old",
+    "kl-gap": "log π − log π_ref",
+    "weight": "the weight",
+    "position": "the position",
+    "from-end": "the distance from the response's end",
+    "length": "the response's length",
+}
+"""A column → words: beyond some value of it, tokens may have no gradient."""
+for _name, _words in BOUNDS.items():
+    for _side in ("above", "below"):
+        FAULTS[f"{_name}-{_side}"] = Fault(
+            f"without tokens where {_words} is {_side} {{value:.4g}}",
+            "look for a clamp, a filter or a limit of length: what is clamped has no gradient",
+        )
+
+
+@dataclass(frozen=True)
+class Columns:
+    """What a loss's weights are made of."""
+
+    batch: TokenBatch
+    loss: LossSettings
+    logprob: Float[Tensor, "B S"]
+    """log π."""
+    kept: Bool[Tensor, "B S"]
+    """Tokens that the log's mask keeps."""
+
+    def with_advantages(self, advantages: Tensor) -> Columns:
+        """Replace the advantages, by token or by response."""
+        own = advantages if advantages.dim() == 2 else advantages[:, None].expand(self.logprob.shape)
+        return replace(self, batch=replace(self.batch, advantages=own.to(self.batch.advantages)))
+
+    def setting(self, **changes: object) -> Columns:
+        """Change settings of the loss."""
+        return replace(self, loss=replace(self.loss, **changes))
+
+    def shift(self, values: Float[Tensor, "B S"], by: int, fill: float) -> Float[Tensor, "B S"]:
+        """Give each kept token the value of the column `by` before it, if that is kept, or `fill`."""
+        moved = values.roll(by, 1)
+        return torch.where(self.kept.roll(by, 1) & self.kept, moved, fill)
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The terms of a loss, by token [K], before averaging; in float64."""
+
+    parts: Float[Tensor, "3 K"]
+    """Weights on ∇ log π of policy and KL, and on ∇H: of every token, kept or not."""
+    mask: Float[Tensor, "3 K"]
+    """Factors on the parts."""
+    counted: Float[Tensor, "3 K"]
+    """What denominators count."""
+    advantages: Float[Tensor, " K"]
+    response: Int[Tensor, " K"]
+    kept: Bool[Tensor, " K"]
+    """Tokens that the log's mask keeps."""
+    inside: Bool[Tensor, " K"]
+    """Tokens of a response, kept or not."""
+
+    def shift(self, by: int) -> Terms:
+        """Give each kept token the terms of the kept token `by` before it, in its response, or 0."""
+        values, response = (self.parts * self.mask)[:, self.kept], self.response[self.kept]
+        rows = torch.arange(len(response))
+        source = (rows - by).clamp(0, len(rows) - 1)
+        moved = (source == rows - by) & (response[source] == response)
+        parts = torch.zeros_like(self.parts)
+        parts[:, self.kept] = torch.where(moved, values[:, source], 0.0)
+        return replace(self, parts=parts, mask=torch.ones_like(self.mask))
+
+    def ends(self, which: str) -> Bool[Tensor, " K"]:
+        """Return which tokens are the first, or the last, that are kept of their response."""
+        response = self.response[self.kept]
+        change, edge = response[1:] != response[:-1], torch.ones(1, dtype=torch.bool)
+        found = torch.zeros_like(self.kept)
+        found[self.kept] = torch.cat([edge, change] if which == "first" else [change, edge])
+        return found
+
+    def scale(self, *factors: float) -> Terms:
+        """Multiply policy, KL and entropy."""
+        return replace(self, parts=self.parts * torch.tensor(factors, dtype=torch.float64)[:, None])
+
+    def over(self, tokens: Bool[Tensor, " K"], *, counted: bool = True) -> Terms:
+        """Take the terms of these tokens alone; counted: by denominators, too."""
+        own = tokens.double().expand(self.mask.shape)
+        return replace(self, mask=own, counted=own if counted else self.counted)
+
+    def without(self, tokens: Bool[Tensor, " K"]) -> Terms:
+        """Leave out some tokens' terms."""
+        return replace(self, mask=self.mask * ~tokens)
+
+
+def _column(name: str, by: int, fill: float) -> Callable[[Columns], Columns | None]:
+    def change(c: Columns) -> Columns | None:
+        if (values := getattr(c.batch, name)) is None or (name == "ref_logprobs" and not c.loss.kl_coef):
+            return None
+        return replace(c, batch=replace(c.batch, **{name: c.shift(values, by, fill)}))
+
+    return change
+
+
+def _teacher(by: int) -> Callable[[Columns], Columns | None]:
+    """Shift log ν in advantages of log ν − log π."""
+
+    def change(c: Columns) -> Columns | None:
+        own = fill_unknown(c.batch.old_logprobs, c.logprob)
+        if not _varies(c):
+            return None
+        moved = c.shift(c.batch.advantages + own, by, torch.nan)
+        return c.with_advantages(torch.where(moved.isnan(), 0.0, moved - own))
+
+    return change
+
+
+def _varies(c: Columns) -> bool:
+    """Return whether advantages differ within responses."""
+    low, high = (torch.where(c.kept, c.batch.advantages, -sign * torch.inf) for sign in (1, -1))
+    return bool((low.amax(1) > high.amin(1))[c.kept.any(1)].any())
+
+
+def _of_rewards(advantages: Callable[[Tensor, Tensor], Tensor | None]) -> Callable[[Columns], Columns | None]:
+    """Make advantages of rewards [B] and group ids [B]."""
+
+    def change(c: Columns) -> Columns | None:
+        if c.batch.rewards is None or not c.batch.rewards.isfinite().all():
+            return None
+        made = advantages(c.batch.rewards.double(), c.batch.group_ids)
+        return None if made is None else c.with_advantages(made)
+
+    return change
+
+
+def _centre(rewards: Tensor, groups: Tensor) -> Tensor:
+    _, own = groups.unique(return_inverse=True)
+    return rewards - (torch.zeros(int(own.max()) + 1).double().index_add_(0, own, rewards) / own.bincount())[own]
+
+
+def _regroup(rewards: Tensor, groups: Tensor, *, strided: bool) -> Tensor | None:
+    sizes = groups.unique(return_counts=True)[1]
+    if len(sizes.unique()) > 1 or len(sizes) == 1:
+        return None
+    place = torch.arange(len(rewards))
+    return grpo_advantages(rewards, place % len(sizes) if strided else place // int(sizes[0]))
+
+
+def _whiten(c: Columns) -> Columns:
+    own = c.batch.advantages[c.kept].double()
+    return c.with_advantages((c.batch.advantages - own.mean()) / (own.std() + 1e-8))
+
+
+def _average_ratio(c: Columns) -> Columns | None:
+    if c.batch.old_logprobs is None:
+        return None
+    gaps = torch.where(c.kept, c.logprob - fill_unknown(c.batch.old_logprobs, c.logprob), 0.0)
+    mean = gaps.sum(1, keepdim=True) / c.kept.sum(1, keepdim=True).clamp(min=1)
+    return replace(c, batch=replace(c.batch, old_logprobs=(c.logprob - mean).to(c.batch.old_logprobs)))
+
+
+def _clamp_kl(c: Columns) -> Columns | None:
+    ref = c.batch.ref_logprobs
+    return (
+        None
+        if ref is None
+        else replace(c, batch=replace(c.batch, ref_logprobs=ref.masked_fill(c.logprob < ref, torch.nan)))
+    )
+
+
+COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
+    "old-recomputed": lambda c: (
+        None if c.batch.old_logprobs is None else replace(c, batch=replace(c.batch, old_logprobs=None))
+    ),
+    "no-clip": lambda c: c.setting(clip_ratio_low=1.0, clip_ratio_high=1e30, clip_ratio_c=None),
+    "clip-high-ignored": lambda c: c.setting(clip_ratio_high=c.loss.clip_ratio_low),
+    "sequence-ratio": _average_ratio,
+    "no-reweight": lambda c: None if c.loss.reweight_alpha is None else c.setting(reweight_alpha=None),
+    **{
+        f"kl-{k}": partial(lambda k, c: c.setting(kl_estimator=k) if _pulls(c) else None, k) for k in ("k1", "k2", "k3")
+    },
+    "kl-correction": lambda c: c.setting(kl_corrected=not c.loss.kl_corrected) if _pulls(c) else None,
+    "kl-clamped": _clamp_kl,
+    **{
+        f"{column}-{side}{end}": _column(f"{column}_logprobs", by, fill)
+        for column, ends in (("old", {"": torch.nan}), ("ref", {"": torch.nan, "-0": 0.0}))
+        for side, by in (("late", 1), ("early", -1))
+        for end, fill in ends.items()
+    },
+    "teacher-late": _teacher(1),
+    "teacher-early": _teacher(-1),
+    "advantages-rewards": _of_rewards(lambda rewards, _: rewards),
+    "advantages-centred": _of_rewards(_centre),
+    "advantages-batch": _of_rewards(lambda rewards, _: (rewards - rewards.mean()) / (rewards.std() + 1e-6)),
+    "advantages-batch-std": _of_rewards(lambda rewards, groups: _centre(rewards, groups) / (rewards.std() + 1e-6)),
+    "advantages-regrouped": _of_rewards(partial(_regroup, strided=False)),
+    "advantages-strided": _of_rewards(partial(_regroup, strided=True)),
+    "advantages-whitened": _whiten,
+}
+"""None: it does not apply."""
+
+
+def _pulls(c: Columns) -> bool:
+    return bool(c.loss.kl_coef) and c.batch.ref_logprobs is not None
+
+
+SHIFTS = {("mask-late" if by > 0 else "mask-early") + f"-{abs(by)}" * (abs(by) > 1): by for by in (1, -1, 2, -2, 3, -3)}
+"""By how many tokens a mask is late; negative: early."""
+
+
+def _as_mask(terms: Terms) -> Terms:
+    mask, counted = terms.mask.clone(), terms.counted.clone()
+    mask[0] *= terms.advantages
+    counted[0] *= terms.advantages
+    return replace(terms, mask=mask, counted=counted)
+
+
+TERMS: dict[str, Callable[[Terms], Terms | None]] = {
+    **{name: partial(lambda by, terms: terms.shift(by), by) for name, by in SHIFTS.items()},
+    "no-kl": lambda terms: terms.scale(1, 0, 1),
+    "kl-sign": lambda terms: terms.scale(1, -1, 1),
+    "no-entropy": lambda terms: terms.scale(1, 1, 0),
+    **{
+        f"{which}-token{end}": partial(
+            lambda which, counted, t: t.over(t.kept & ~t.ends(which), counted=counted), which, bool(end)
+        )
+        for which in ("last", "first")
+        for end in ("", "-uncounted")
+    },
+    "mask-advantages": _as_mask,
+    "mask-nonzero": lambda terms: terms.over(terms.kept & (terms.advantages != 0)),
+    "mask-ignored": lambda terms: terms.over(terms.inside),
+    "prompt-trained": lambda terms: terms.over(torch.ones_like(terms.kept)),
+    "masked-counted": lambda terms: replace(terms, counted=terms.inside.double().expand(terms.counted.shape)),
+    "positive-zeroed": lambda terms: terms.without(terms.parts[:2].sum(0) > 0),
+    "negative-zeroed": lambda terms: terms.without(terms.parts[:2].sum(0) < 0),
+}
+"""None: it does not apply."""
+
+
+def bounded(columns: Columns, terms: Terms, places: Bool[Tensor, "B S"]) -> Iterator[tuple[str, Float[Tensor, " K"]]]:
+    """Yield the columns of BOUNDS [K] that are known, NaN where not; places: the tokens, in order."""
+    batch, kept = columns.batch, columns.kept
+    place, length = kept.cumsum(1) - 1, kept.sum(1, keepdim=True).expand(kept.shape)
+    yield "logprob", columns.logprob[places].double()
+    if batch.old_logprobs is not None:
+        yield "ratio", (columns.logprob - batch.old_logprobs)[places].double().exp()
+    if batch.ref_logprobs is not None:
+        yield "kl-gap", (columns.logprob - batch.ref_logprobs)[places].double()
+    yield "weight", terms.parts[:2].sum(0)
+    yield "position", place[places].double()
+    yield "from-end", (length - 1 - place)[places].double()
+    yield "length", length[places].double()
