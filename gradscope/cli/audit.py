@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
@@ -14,10 +15,18 @@ from gradscope.cli.flags import Model, ReadingFlags, Rollouts, command_progress,
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.objective import LossSettings, resolve_advantages
-from gradscope.policy import checkpoint_step, find_policy_state, float_parameters
+from gradscope.policy import Policy, checkpoint_step, find_policy_state, float_parameters
 from gradscope.rollouts import Dump, read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
-from gradscope.updates import Audit as Audited, audit, gradient_of_moments, undo_clip
+from gradscope.updates import (
+    Audit as Audited,
+    StepAudit,
+    TrainedLoss,
+    audit,
+    audit_step,
+    gradient_of_moments,
+    undo_clip,
+)
 
 SHOWN = 12
 """Most rows to print of modules that differ."""
@@ -29,7 +38,8 @@ ROUNDED = (
 @dataclass(frozen=True, kw_only=True)
 class Audit(ReadingFlags):
     """Check a trainer's gradient against the gradient of its loss: compute the exact gradient of a step's batch, under
-    several readings of the loss, and compare it with the trainer's norm, its saved `.grad`, or AdamW's moments."""
+    several readings of the loss, and compare it with the trainer's norm, its saved `.grad`, or AdamW's moments. With
+    the next checkpoint, also check the step that was taken."""
 
     model: Model
     """Checkpoint that the step started from."""
@@ -40,7 +50,8 @@ class Audit(ReadingFlags):
     grad_norm: float | None = None
     """The norm that the trainer logged, a weaker check. Default without any of the three: the norm in the rollouts."""
     after: Path | None = None
-    """The next step's checkpoint: the change of AdamW's first moments since MODEL gives the clipped gradient."""
+    """The next step's checkpoint: the change of AdamW's first moments since MODEL gives the clipped gradient, and that
+    of the weights is compared with AdamW's step."""
     micro_batch: int | None = None
     """Responses in the trainer's micro-batch; none: as recorded in the rollouts, if at all."""
     processes: int | None = None
@@ -50,13 +61,15 @@ class Audit(ReadingFlags):
     """The trainer's clipping threshold, if the given gradient is clipped and the rollouts do not record its norm."""
     advantage_eps: float = 1e-6
     """Added to a group's standard deviation where advantages are computed from rewards; TRL's is 1e-4."""
+    entropy_coef: float = 0.0
+    """Coefficient of an entropy bonus in the loss."""
     precision: Literal["float32", "bfloat16", "float16"] | None = None
     """Of the trainer's passes; none: as recorded in the rollouts, or as the gradient's numbers show."""
     temperature: float | None = None
     """Sampling temperature; none: each response's own, from the rollouts (1.0 if they have none)."""
     loss: Annotated[LossSettings, tyro.conf.arg(name="")] = field(default_factory=LossSettings)
     out: Path | None = None
-    """Folder for readings.csv, groups.csv, parameters.csv and verdict.txt."""
+    """Folder for readings.csv, groups.csv, parameters.csv, explained.csv, step.csv and verdict.txt."""
 
     def run(self) -> None:
         given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
@@ -68,7 +81,7 @@ class Audit(ReadingFlags):
         policy, progress = load_quietly(self.model, self.loading), command_progress()
         how = {"temperature": self.temperature, **self.reading}
         dump = read_checkpoint_dump(self.rollouts, policy, checkpoint_step(self.model), **how)
-        notes, logged = [*map(str, dump.remarks)], _logged_norm(dump)
+        notes, logged, clip = [*map(str, dump.remarks)], _logged_norm(dump), 1.0
         gradient = logged if self.grad_norm is None else self.grad_norm
         if self.gradient is not None:
             gradient = _read_gradient(self.gradient)
@@ -78,7 +91,7 @@ class Audit(ReadingFlags):
                 clipped = f"the gradient was saved after clipping, which multiplied it by {clip:.4g}; this is undone"
                 notes += [clipped] if clip < 1 else []
         elif self.after is not None:
-            gradient, clip = gradient_of_moments(policy, find_policy_state(policy), self.after), 1.0
+            gradient = gradient_of_moments(policy, find_policy_state(policy), self.after)
             if logged is not None:
                 gradient, clip = undo_clip(gradient, logged)
             notes.append(_of_moments(logged, clip))
@@ -87,7 +100,8 @@ class Audit(ReadingFlags):
             told = ", ".join(given)
             raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
         settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
-        settings["loss"] = self.own_loss(self.loss, dump)
+        loss = vars(TrainedLoss.of(self.own_loss(self.loss, dump)))
+        settings["loss"] = TrainedLoss(**{**loss, "entropy_coef": self.entropy_coef})
         run = replace(dump.batch.run, precision=self.precision or dump.batch.run.precision)
         batch = replace(dump.batch, advantages=resolve_advantages(dump.batch, eps=self.advantage_eps), run=run)
         with progress.stage("the exact gradient"):
@@ -95,17 +109,47 @@ class Audit(ReadingFlags):
         if found.precision is None and found.kind in ("factor", "other"):
             notes.append(ROUNDED)
             print_notes([ROUNDED])
-        print(f"{found.verdict}\n")
-        print(_table(found.readings))
+        step = None if self.after is None else self._check_step(policy, found, gradient, clip, notes)
+        said = [*filter(None, (found.verdict, *_to_do(found.remedies), found.blind))]
+        said += [step.verdict, *_to_do(step.remedies)] if step else []
+        print("\n".join(said), end="\n\n")
+        print(_table(found.readings.dropna(axis="columns", how="all")))
         print(_where_they_part(found))
+        for title, rows in (("What explains the rest:", found.explained), ("The step:", step.groups if step else None)):
+            print(f"\n{title}\n{_table(rows[:SHOWN])}" if rows is not None and len(rows) else "", end="")
         if self.out is not None:
             check_is_folder(self.out)
             self.out.mkdir(parents=True, exist_ok=True)
-            write_text(self.out / "verdict.txt", "".join(f"note: {note}\n" for note in notes) + f"{found.verdict}\n")
+            lines = (*(f"note: {note}" for note in notes), *said)
+            write_text(self.out / "verdict.txt", "".join(f"{line}\n" for line in lines))
             write_text(self.out / "readings.csv", found.readings.to_csv(index=False))
             write_text(self.out / "groups.csv", found.groups.to_csv(index=False))
             write_text(self.out / "parameters.csv", found.parameters.to_csv(index=False))
+            if len(found.explained):
+                write_text(self.out / "explained.csv", found.explained.to_csv(index=False))
+            if step is not None:
+                write_text(self.out / "step.csv", step.groups.to_csv(index=False))
             print(f"\n{self.out / 'parameters.csv'}")
+
+    def _check_step(
+        self, policy: Policy, found: Audited, gradient: Mapping[str, Tensor], clip: float, notes: list[str]
+    ) -> StepAudit | None:
+        """Compare the weights after the step with AdamW's of the exact gradient or, where that is not the trainer's, of
+        its own; None without weights after the step.
+        """
+        try:
+            moved = load_quietly(str(self.after), self.loading)
+        except InputError as error:
+            notes.append(f"the step was not checked: {error}")
+            print_notes(notes[-1:])
+            return None
+        own = found.exact() if found.kind in ("same", "factor", "rounding") else gradient
+        fed = {name: clip * own[name].reshape(gradient[name].shape) for name in gradient}
+        return audit_step(policy, moved, fed, before=find_policy_state(policy), after=self.after)
+
+
+def _to_do(remedies: Sequence[str]) -> list[str]:
+    return [f"To do: {remedy}." for remedy in remedies]
 
 
 def _where_they_part(found: Audited) -> str:

@@ -37,10 +37,10 @@ from gradscope.updates.step_settings import SGD, StepSettings, read_moments, set
 
 __all__ = [
     "BY", "ONE_BATCH", "SGD", "SIDES", "SIGNS", "UPDATES", "WHAT_STAYS", "Audit", "Comparison", "ComparisonChoices",
-    "ComparisonSettings", "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepAudit", "StepSettings", "TrainedLoss", "apply_update",
-    "apply_updates", "audit", "audit_step", "batch_direction_shares", "compare", "compare_cost", "compare_rows", "describe",
-    "distinct_rows", "explain_spike", "gain_sentence", "gradient_of_moments", "influence", "influence_cost",
-    "influence_table", "log_odds_change", "make_update", "moved_against", "movement_table", "old_intervals",
-    "read_moments", "right_direction_shares", "settle_step", "signal_sentence", "similarity", "state_step",
-    "tabulate_step", "undo_clip", "update_cost", "weighting_sentences",
+    "ComparisonSettings", "Influence", "OptimizerStep", "Spike", "SpikedStep", "StepAudit", "StepSettings",
+    "TrainedLoss", "apply_update", "apply_updates", "audit", "audit_step", "batch_direction_shares", "compare",
+    "compare_cost", "compare_rows", "describe", "distinct_rows", "explain_spike", "gain_sentence",
+    "gradient_of_moments", "influence", "influence_cost", "influence_table", "log_odds_change", "make_update",
+    "moved_against", "movement_table", "old_intervals", "read_moments", "right_direction_shares", "settle_step",
+    "signal_sentence", "similarity", "state_step", "tabulate_step", "undo_clip", "update_cost", "weighting_sentences",
 ]  # fmt: skip

@@ -5,7 +5,8 @@ All results are arithmetic on inner products by parameter of the trainer's gradi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,7 +21,7 @@ from gradscope.gradients import Resources, TokenJacobian
 from gradscope.objective import LossSettings, resolve_advantages, settle_loss
 from gradscope.policy import PolicyLike, flat_slices, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
-from gradscope.updates.auditing.explain import explain
+from gradscope.updates.auditing.explain import MOST, Explanation, Rest
 from gradscope.updates.auditing.faults import NEEDS
 from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, TokenRows, TrainedLoss
@@ -31,6 +32,8 @@ EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch
 PASSES = 4.0
 """Largest error of a gradient from passes in half precision, in spacings: 2 to 3 of bfloat16's under TRL's autocast, on
 the embedded policy."""
+FEW = 3
+"""Most parts of a batch of other weights that are looked for before pairs of faults."""
 Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
 CAUSES = {
     "sign": "the opposite sign",
@@ -88,7 +91,11 @@ class Audit:
     """A row per token, or set of tokens, of another weight than the reading's: see `explain`. Empty if not needed, or
     not found."""
     unseen: tuple[str, ...] = ()
-    """Faults that change nothing on this batch, so that no gradient of it can show them."""
+    """Faults of NEEDS that change nothing on this batch, so that no gradient of it can show them."""
+    hidden: float | None = None
+    """Largest share of the gradient's norm that a fault may have without being seen; None for a norm alone."""
+    exact: Callable[[], dict[str, Tensor]] | None = None
+    """Computes the exact gradient of the reading, times the factor, flat by parameter; None for a norm alone."""
     cause: str | None = None
     """Cause of the factor: one of CAUSES; None: 1, or unknown."""
     also: tuple[str, ...] = ()
@@ -103,6 +110,14 @@ class Audit:
 
     def __repr__(self) -> str:
         return "\n".join((*(f"note: {note}" for note in self.notes), self.verdict))
+
+    @property
+    def blind(self) -> str:
+        """What the comparison cannot show, in words."""
+        least = None if self.hidden is None else f"{100 * self.hidden:.2g} %"
+        told = [] if least is None else [f"Faults below {least} of the gradient's norm are invisible."]
+        lacking = "; ".join(NEEDS[name] for name in self.unseen)
+        return " ".join([*told, f"This batch cannot show faults that need {lacking}."] if lacking else told)
 
     @property
     def parting(self) -> pd.DataFrame:
@@ -159,7 +174,8 @@ def audit(
         raise InputError("the trainer's gradient is 0; give that of a step with a gradient")
     precision = (None if theirs is None else _show_precision(theirs)) or run.precision
     rows = TokenRows.of(batch, micro_batch, processes)
-    readings = Readings(TokenJacobian(policy, batch, resources), loss, rows, batch.response_mask)
+    J = TokenJacobian(policy, batch, resources)
+    readings = Readings(J, loss, rows, batch.response_mask, batch.positions())
     trains = run.trains if any(map(run.trains, slices)) else slices.__contains__  # by names of another model
     search = Search(readings, theirs, trains)
     about = {"precision": precision, "notes": batch.notes, "unseen": _unseen(readings)}
@@ -173,17 +189,25 @@ def audit(
     given = (module_groups(policy), batch, counts, max_grad_norm, precision)
     judged = _judge(search.found, *given)
     distinct = search.distinct(judged.aggregation if batch.loss_scales is None else "logged")
+    rests = _Rests(search, _rounding(precision, counts))
     for attempt in (search.try_faults, search.try_numbers, search.try_pairs):
         settled = judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any()
         if settled or (judged.kind != "other" and attempt != search.try_faults):
             break
-        if search.screens or attempt == search.try_faults:
+        if attempt == search.try_pairs:
+            judged = rests.explain(judged, FEW)
+        if judged.kind != "tokens" and (search.screens or attempt == search.try_faults):
             attempt(distinct)
             judged = _judge(search.found, *given)
     loose = precision not in EPS and not _is_tight(judged.readings).any()
-    if search.screens and (judged.kind == "other" or loose):
-        judged = _explain_rest(judged, search, EPS.get(precision, 0.0))
+    if judged.kind == "other" or (loose and judged.kind != "tokens"):
+        judged = rests.explain(judged)
     guessed = judged.aggregation in GUESSED
+    same = operator.attrgetter("aggregation", "fault", "part", "value")
+    reading = next(own for own in search.found if same(own) == same(judged))
+    about["exact"] = search.recall(reading, judged.factor)
+    rounded = judged.kind == "rounding" or (judged.kind in ("tokens", "other") and precision in EPS)
+    about["hidden"] = _rounding(precision, counts) if rounded else FLOAT32 if loose else TIGHT
     sound = Reading("logged" if batch.loss_scales is not None else distinct[0] if guessed else judged.aggregation)
     ratio = summarize(search.found[sound])["ratio"]
     verdict = f"{judged.verdict} Its norm is {ratio:.4g} times the exact one of {sound}."
@@ -194,38 +218,50 @@ def audit(
 
 def _unseen(readings: Readings) -> tuple[str, ...]:
     """Return the faults of NEEDS that the batch cannot show."""
-    batch, unseen = readings.J.batch, {*readings.unseen()}
+    batch, unseen = readings.J.batch, {*readings.unseen}
     inside = batch.attention_mask & (batch.positions() >= 0)
     unseen |= set() if readings.scales else {"no-temperature"}
     unseen -= {"mask-ignored"} if (inside & ~batch.response_mask).any() else set()
     return tuple(name for name in NEEDS if name in unseen)
 
 
-def _explain_rest(judged: Audit, search: Search, spacing: float) -> Audit:
-    """Return the verdict with what explains the rest of the gradient, if that is few tokens or parts."""
-    table = judged.readings.assign(place=range(len(judged.readings)))
-    plain = table[table["fault"].isna() & ~table["aggregation"].isin(GUESSED)]
-    first = plain[plain["reading"] == "logged"] if (plain["reading"] == "logged").any() else plain
-    nearest = dict.fromkeys([int(rows.sort_values("distance")["place"].iloc[0]) for rows in (first, table)])
-    floor = max(TIGHT, PASSES * spacing)
-    for place in nearest:
-        reading = [*search.found][place]
-        hidden = spacing and table["distance"].iloc[place] < 3 * floor  # rounding, perhaps, and not of a few tokens
-        if hidden or "no-temperature" in reading.faults:
-            continue
-        if (found := explain(search, reading, floor)) is not None:
-            times = "" if abs(found.factor - 1) <= FLOAT32 else f"{found.factor:.4g} times "
-            told = f"The trainer's gradient is {times}that of {reading}, but {found.words}."
-            told += f" This leaves {100 * found.left:.2g} % of it."
-            where = {
-                "factor": found.factor,
-                "aggregation": reading.aggregation,
-                "fault": reading.fault,
-                "part": reading.part,
-            }
-            where |= {"value": reading.value, "remedies": (*reading.remedies, found.remedy), "explained": found.rows}
-            return replace(judged, kind="tokens", reading=reading.name, verdict=told, odd=(), cause=None, **where)
-    return judged
+class _Rests:
+    """What the nearest readings leave of the trainer's gradient."""
+
+    def __init__(self, search: Search, rounding: float) -> None:
+        """rounding: largest relative error of a gradient in the trainer's half precision; 0: it is not in that."""
+        self.search, self.rounding, self.floor = search, rounding, max(TIGHT, rounding)
+        self.known: dict[Reading, Rest] = {}
+
+    def explain(self, judged: Audit, most: int | None = None) -> Audit:
+        """Return the verdict with what explains the rest, if few tokens or parts do; most: parts alone, and so many."""
+        table = judged.readings.assign(place=range(len(judged.readings)))
+        plain = table[table["fault"].isna() & ~table["aggregation"].isin(GUESSED)]
+        first = plain[plain["reading"] == "logged"] if (plain["reading"] == "logged").any() else plain
+        for row in (first, table) if most is None else (first,):  # a fault beside parts is a pair
+            place = int(row.sort_values("distance")["place"].iloc[0])
+            reading, distance = [*self.search.found][place], table["distance"].iloc[place]
+            hidden = self.rounding and distance < 3 * self.floor  # rounding, perhaps, and not of a few tokens
+            if not self.search.screens or hidden or "no-temperature" in reading.faults:
+                continue
+            if (rest := self.known.get(reading)) is None:
+                rest = self.known[reading] = Rest(self.search, reading, self.floor)
+            found = rest.by_parts(most or max(MOST, len(self.search.readings.J.batch) // 2))
+            if found is None and most is None:
+                found = rest.by_steps()
+            if found is not None:
+                return _add(judged, reading, found)
+        return judged
+
+
+def _add(judged: Audit, reading: Reading, found: Explanation) -> Audit:
+    """Return the verdict with an explanation."""
+    times = "" if abs(found.factor - 1) <= FLOAT32 else f"{found.factor:.4g} times "
+    told = f"The trainer's gradient is {times}that of {reading}, but {found.words}."
+    told += f" This leaves {100 * found.left:.2g} % of it."
+    where = {"aggregation": reading.aggregation, "fault": reading.fault, "part": reading.part, "value": reading.value}
+    where |= {"remedies": (*reading.remedies, found.remedy), "explained": found.rows, "factor": found.factor}
+    return replace(judged, kind="tokens", reading=reading.name, verdict=told, odd=(), cause=None, **where)
 
 
 def _match(gradient: Mapping[str, Tensor], slices: Mapping[str, slice]) -> dict[str, Float[Tensor, " p"]]:
@@ -272,12 +308,7 @@ def _judge(
     names = [{"reading": r.name} | {n: getattr(r, n) for n in ("aggregation", "fault", "part", "value")} for r in found]
     readings = pd.DataFrame([own | summarize(p) for own, p in zip(names, found.values(), strict=True)])
     readings["part"] = readings["part"].astype("Int64")
-    count = max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))  # that one process accumulates
-    # Each of n additions rounds a partial sum by up to eps/2 of it, eps/√12 in the root mean square; partial sums grow
-    # as √k, so that the total is eps·√(n/24). The limit is five times that, as cancelling micro-batches err more.
-    spacing = EPS.get(precision, 0.0)
-    accumulated = spacing * np.sqrt(count)
-    rounding = max(PASSES * spacing, accumulated)
+    spacing, count, rounding = EPS.get(precision, 0.0), _count_micro_batches(counts), _rounding(precision, counts)
     best, among = _choose(readings, rounding)
     reading, products, factor = [*found][best.name], [*found.values()][best.name], float(best["factor"])
     sound = among == "fitting"
@@ -295,7 +326,8 @@ def _judge(
             f"The trainer's gradient differs by {100 * best['typical']:.2g} % from that of {reading}. {precision} "
             f"explains this, in the passes (up to {100 * PASSES * spacing:.2g} %)"
         )
-        summed = f" or in accumulating {count} micro-batches (up to eps·√{count} = {100 * accumulated:.2g} %)"
+        accumulated = 100 * spacing * np.sqrt(count)
+        summed = f" or in accumulating {count} micro-batches (up to eps·√{count} = {accumulated:.2g} %)"
         told += summed * (count > 1) + f"{exception}."
     elif among == "none":
         kind = "other"
@@ -317,6 +349,20 @@ def _judge(
     where = {"fault": reading.fault, "part": reading.part, "cause": cause, "also": tuple(own.name for own in also)}
     where |= {"value": reading.value, "remedies": reading.remedies}
     return Audit(kind, reading.name, *numbers, reading.aggregation, **where)
+
+
+def _count_micro_batches(counts: Mapping[str, int]) -> int:
+    """Return how many micro-batches one process accumulates."""
+    return max(1, counts.get("micro-batches", 1) // counts.get("processes", 1))
+
+
+def _rounding(precision: Precision | None, counts: Mapping[str, int]) -> float:
+    """Return the largest relative error of a gradient in half precision: of the passes or of accumulation; else 0.
+
+    Each of n additions rounds a partial sum by up to eps/2 of it, eps/√12 in the root mean square; partial sums grow as
+    √k, so that the total is eps·√(n/24). The limit is five times that, as cancelling micro-batches err more.
+    """
+    return EPS.get(precision, 0.0) * max(PASSES, np.sqrt(_count_micro_batches(counts)))
 
 
 def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal["fitting", "rounding", "none"]]:

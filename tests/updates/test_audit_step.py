@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from support.tiers import every
 from torch import Tensor, nn
 
 from gradscope.errors import InputError
-from gradscope.policy import Policy, float_parameters
+from gradscope.policy import float_parameters
 from gradscope.updates import StepAudit, audit_step
 
 RATE, DECAY, BETAS, EPS = 1e-3, 0.1, (0.9, 0.95), 1e-8
@@ -57,7 +58,7 @@ class Run:
 
     def check(self, take: Callable[[Run], None], *, after: bool = True) -> StepAudit:
         """Take the third step and audit it."""
-        start = Policy(copy.deepcopy(self.policy.model), None)
+        start = replace(self.policy, model=copy.deepcopy(self.policy.model))
         self._feed(self.gradient)
         take(self)
         saved = self._save("after.pt") if after else None

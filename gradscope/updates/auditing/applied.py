@@ -59,8 +59,9 @@ class StepAudit:
     groups: pd.DataFrame
     """A row per module group (biases apart) and settings: parameters, learning_rate and weight_decay as fitted, wanted
     (wanted_learning_rate is NaN if unknown), the standard errors of the fit from rounding, distance
-    ‖Δθ − fit‖/‖Δθ‖ and what rounding explains of it, still: the share of entries that did not move though their step is
-    not 0, and half: the share of these whose step is less than half of the weights' spacing."""
+    ‖Δθ − fit‖/‖Δθ‖ and what rounding explains of it; still: the share of entries that did not move though their step is
+    not 0; half: the share of these whose step is less than half of the weights' spacing; narrow: the share of entries
+    in parameters of half precision."""
     betas: tuple[float, float]
     """AdamW's, as saved or fitted."""
     verdict: str
@@ -236,7 +237,8 @@ def _tabulate(
             "wanted_learning_rate": rate / size,
         }
         row |= {"learning_rate_error": nu**0.5 / uu if uu else np.inf}
-        row |= {"weight_decay": b / a if a else 0.0, "wanted_weight_decay": decay}
+        row |= {"weight_decay": b / a if a else 0.0}
+        row["wanted_weight_decay"] = 0.0 if how == "decay-in-gradient" else decay
         row |= {"weight_decay_error": nt**0.5 / tt / scale if tt else np.inf}
         row |= {"distance": (left / dd) ** 0.5 if dd else 0.0, "rounding": (noise / dd) ** 0.5 if dd else np.inf}
         row |= {
@@ -257,20 +259,18 @@ def _judge(parts: Mapping[str, _Part], keys: Mapping[str, tuple[str, float]], *,
     tried["decay-in-gradient"] = [None] if any(decay for _, decay in keys.values()) else []
     same = fitted is not None and max(abs(a - b) for a, b in zip(fitted, saved, strict=True)) < 1e-3
     tried["betas"] = [*BETAS] if fitted is None else [] if same else [fitted]
-    found = [
-        (how, betas, _tabulate(parts, keys, how, betas))
-        for how, some in tried.items()
-        for betas in some
-        if betas != saved
-    ]
-    if not rate_known:
-        for _, _, groups in found:
+    found = []
+    for how, betas in ((how, own) for how, some in tried.items() for own in some if own != saved):
+        groups = _tabulate(parts, keys, how, betas)
+        if not rate_known:
             groups["wanted_learning_rate"] = np.nan
-    how, betas, groups = next((own for own in found if _fits(own[2]).all()), found[0])
-    if not _fits(groups).all():
+        found.append((how, betas, groups))
+        if _fits(groups).all():
+            break
+    else:
         how, betas, groups = min(found, key=lambda own: _off(own[2]))
-        how = how if _off(groups) < _off(found[0][2]) / 3 else "adamw"
-        groups = groups if how != "adamw" else found[0][2]
+        if _off(groups) > _off(found[0][2]) / 3:  # no better than the right way
+            how, betas, groups = found[0]
     causes, told = [], []
     for cause, where in _differences(groups, how):
         causes.append(cause)

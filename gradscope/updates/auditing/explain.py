@@ -7,8 +7,8 @@ vjp, and all refitted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -67,19 +67,11 @@ class Explanation:
     """The rest of the trainer's gradient, over its norm."""
 
 
-def explain(search: Search, reading: Reading, floor: float) -> Explanation | None:
-    """Explain the trainer's gradient by a reading with other weights of few tokens; None: they do not.
+class Rest:
+    """What a reading leaves of the trainer's gradient: D = T − G."""
 
-    floor: largest ‖R‖/‖T‖ that rounding explains. Costs a gradient per response and three forward passes; a search by
-    steps costs a jvp and COMPARED backward passes through a response for each of at most MOST steps.
-    """
-    if sum(own.numel() for own in search.theirs.values()) < ENTRIES * MOST:
-        return None
-    return _Pursuit(search, reading, floor).explain()
-
-
-class _Pursuit:
     def __init__(self, search: Search, reading: Reading, floor: float) -> None:
+        """floor: largest ‖R‖/‖T‖ that rounding explains."""
         self.readings: Readings = search.everywhere
         self.J: TokenJacobian = self.readings.J
         self.weights: Weights = search.weights[reading]
@@ -90,14 +82,21 @@ class _Pursuit:
         self.floor = floor * self.norm
         self.square = float(self.D.products())
         self.along = self._along(self.D)
-        self.vectors = Vectors.zeros(self.J.model, MOST + 1, self.J.resources.vectors)
-        """D, and the gradients of what was taken."""
-        self.vectors.rows[0] = self.D.rows[0]
-        self.products = np.zeros((MOST + 1, MOST + 1))
-        self.products[0, 0] = self.square
         self.taken: list[Atom] = []
         self.squares: dict[int, float] = {}
         """‖g_t‖² of some tokens."""
+
+    @cached_property
+    def vectors(self) -> Vectors:
+        """D, and the gradients of what was taken."""
+        vectors = Vectors.zeros(self.J.model, MOST + 1, self.J.resources.vectors)
+        vectors.rows[0] = self.D.rows[0]
+        return vectors
+
+    @cached_property
+    def products(self) -> Float[np.ndarray, "n n"]:
+        """Inner products of `vectors`."""
+        return np.pad([[self.square]], (0, MOST))
 
     def _rest(self, search: Search) -> Vectors:
         """Return D, 0 in parameters that the trainer's gradient does not have."""
@@ -110,21 +109,27 @@ class _Pursuit:
                 D.rows[0, part] = 0.0
         return D
 
-    def explain(self) -> Explanation | None:
-        for atoms, x, left in self._fits():
+    def by_parts(self, most: int) -> Explanation | None:
+        """Explain it by other weights of at most so many responses, prompts, micro-batches or processes; None: not so.
+
+        Costs a gradient per response.
+        """
+        for atoms, x, left in self._fits:
             odd = np.abs(x) > EQUAL
-            if left <= self.floor and odd.sum() <= max(MOST, len(atoms) / 2):
+            if left <= self.floor and odd.sum() <= most:
                 self.taken = [atom for atom, keep in zip(atoms, odd, strict=True) if keep]
                 return self._describe(x[odd], left)
-        return self._pursue()
+        return None
 
     def _along(self, vectors: Vectors) -> Float[np.ndarray, " K"]:
-        return self.J.jvp(vectors, exact=True).logprob[0].double().numpy()
+        return self.J.jvp(vectors).logprob[0].double().numpy()
 
-    def _fits(self) -> Iterator[tuple[list[Atom], np.ndarray, float]]:
-        """Yield least-squares fits over the parts of the batch, coarse ones first."""
+    @cached_property
+    def _fits(self) -> list[tuple[list[Atom], np.ndarray, float]]:
+        """Least-squares fits over the parts of the batch, coarse ones first."""
         if not self.whole:
-            return
+            return []
+        found = []
         weights, rows = -self.weights[0], self.readings.rows
         gram = self.J.gram(weights[None].float(), groups=torch.arange(len(self.J.batch)))
         products = gram.products[:, 0, :, 0]
@@ -144,7 +149,8 @@ class _Pursuit:
             left = max(0.0, self.square - 2 * b @ x + x @ K @ x) ** 0.5
             of_token = part[rows.response]
             atoms = [Atom(kind, i, torch.where(of_token == i, weights, 0.0)) for i in range(len(x))]
-            yield atoms, x, left
+            found.append((atoms, x, left))
+        return found
 
     def _sets(self) -> dict[str, Tensor]:
         """Return the kinds of tokens [K], and each response."""
@@ -164,12 +170,20 @@ class _Pursuit:
         sets = {(name, 0): own for name, own in self._sets().items()}
         live = response[self.weights[0] != 0].unique().tolist()
         sets |= {("response", row): response == row for row in live}
-        return [
+        atoms = (
             Atom(name, index, -torch.where(own, would if name in ("dropped", "prompt") else self.weights[0], 0.0))
             for (name, index), own in sets.items()
-        ]
+        )
+        return [atom for atom in atoms if atom.weights.any()]
 
-    def _pursue(self) -> Explanation | None:
+    def by_steps(self) -> Explanation | None:
+        """Explain it by other weights of at most MOST tokens or sets; None: not so.
+
+        A step costs a jvp, and at most COMPARED backward passes through a response.
+        """
+        if self.D.rows.shape[1] < ENTRIES * MOST:
+            return None
+        self.taken = []
         atoms, x, left = self._atoms(), np.zeros(0), self.square**0.5
         squares = np.array([float(self._gradient(atom).double().square().sum()) for atom in atoms])
         along, begun, since = self.along, self.square, 0
@@ -269,7 +283,7 @@ class _Pursuit:
         batch, terms = self.J.batch, self.readings.terms
         policy = self.J.policy
         places, numbers = batch.response_mask.nonzero(), self.weights[0].numpy()
-        positions = places[:, 1] - self.readings.kept.int().argmax(1)[places[:, 0]]
+        positions = self.J.kept(self.readings.positions)
         prob = self.J.kept(self.J.statistics.logprob).double().exp().numpy()
         base = next((1 + own for atom, own in zip(self.taken, x, strict=True) if atom.kind == "all"), 1.0)
         sorts = self._sets()

@@ -86,6 +86,9 @@ FAULTS: dict[str, Fault] = {
     "first-token": Fault("without each response's first token", _END),
     "first-token-uncounted": Fault("without each response's first token, in denominators either", _END),
     "mask-advantages": Fault("with the advantages as its mask", "pass the response mask, not the advantages"),
+    "mask-advantages-policy": Fault(
+        "with the advantages as its mask but for KL and entropy", "pass the response mask, not the advantages"
+    ),
     "mask-nonzero": Fault(
         "over tokens with an advantage alone", "count tokens by the response mask, not by advantages"
     ),
@@ -321,10 +324,13 @@ SHIFTS = {("mask-late" if by > 0 else "mask-early") + f"-{abs(by)}" * (abs(by) >
 """By how many tokens a mask is late; negative: early."""
 
 
-def _as_mask(terms: Terms) -> Terms:
+def _as_mask(parts: slice, terms: Terms) -> Terms | None:
+    """Multiply these parts by the advantages, also what denominators count of them."""
+    if parts.stop and not terms.parts[1:].any():
+        return None
     mask, counted = terms.mask.clone(), terms.counted.clone()
-    mask[0] *= terms.advantages
-    counted[0] *= terms.advantages
+    mask[parts] *= terms.advantages
+    counted[parts] *= terms.advantages
     return replace(terms, mask=mask, counted=counted)
 
 
@@ -340,7 +346,8 @@ TERMS: dict[str, Callable[[Terms], Terms | None]] = {
         for which in ("last", "first")
         for end in ("", "-uncounted")
     },
-    "mask-advantages": _as_mask,
+    "mask-advantages": partial(_as_mask, slice(None)),
+    "mask-advantages-policy": partial(_as_mask, slice(1)),
     "mask-nonzero": lambda terms: terms.over(terms.kept & (terms.advantages != 0)),
     "mask-ignored": lambda terms: terms.over(terms.inside),
     "prompt-trained": lambda terms: terms.over(torch.ones_like(terms.kept)),

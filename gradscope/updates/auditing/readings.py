@@ -130,6 +130,8 @@ class Readings:
     """Of J's batch."""
     kept: Bool[Tensor, "B S"]
     """Tokens that the log's mask keeps."""
+    positions: Int[Tensor, "B S"]
+    """Each token's position in its response; negative on the prompt."""
     faults: tuple[str, ...] = ()
     """What every reading does wrong."""
 
@@ -174,13 +176,8 @@ class Readings:
         parts = torch.stack([J.kept(own).double() for own in (found.policy, found.kl, bonus)])
         kept = J.kept(self.kept)
         mask = kept.double().expand(parts.shape)
-        inside = J.kept(torch.arange(batch.width) >= self._start[:, None])
+        inside = J.kept(self.positions) >= 0
         return Terms(parts, mask, mask, J.kept(batch.advantages).double(), self.rows.response, kept, inside)
-
-    @cached_property
-    def _start(self) -> Int[Tensor, " B"]:
-        """The first column of each response that is kept."""
-        return self.kept.int().argmax(1)
 
     def aggregate(self, terms: Terms, divided: Mapping[str, Int[Tensor, " K"]] | None = None) -> dict[str, Weights]:
         """Return c_t·w_t and c_t·e by aggregation. divided: each token's part; None: of the known aggregations."""
@@ -205,7 +202,7 @@ class Readings:
             yield from self._missing(terms, faults)
 
     def fitted(self, most: int) -> Iterator[tuple[Reading, Weights, Weights]]:
-        """Yield readings with so many faults, of which the last is a factor on part of the loss: the rest, and the part."""
+        """Yield readings with so many faults, the last a factor on part of the loss: the rest of it, and the part."""
         for faults, terms in self._combine(most - 1):
             bonus = replace(terms, parts=torch.zeros_like(terms.parts))
             bonus.parts[2] = 1.0
@@ -237,9 +234,10 @@ class Readings:
         """Yield the columns beyond a bound of which tokens may have no gradient."""
         return bounded(self.columns, self.terms, self.J.batch.response_mask)
 
+    @cached_property
     def unseen(self) -> tuple[str, ...]:
-        """Return the faults that change nothing on this batch; on the kept tokens alone, the mask's are not known."""
-        made = {name: None if own is None else self.weigh(own) for name, own in self._changes().items()}
+        """Faults that change nothing on this batch; on its kept tokens alone, those of the mask are not known."""
+        made = {name: self._with((name,)) for name in COLUMNS}
         made |= {name: change(self.terms) for name, change in TERMS.items()}
         return tuple(name for name, own in made.items() if own is None or not self._tells(own))
 
@@ -254,24 +252,27 @@ class Readings:
         if most <= 0:
             yield from [(self.faults, self.terms)] if most == 0 else []
             return
-        for some in combinations((*self._live[0], *self._live[1]), most):
-            columns, terms = self.columns, None
+        for some in combinations([name for name in (*COLUMNS, *TERMS) if name not in self.unseen], most):
+            if (terms := self._with(tuple(name for name in some if name in COLUMNS))) is None:
+                continue
             for name in some:
-                if name in COLUMNS:
-                    columns = columns and COLUMNS[name](columns)
-                elif columns is not None:
-                    terms = TERMS[name](self.weigh(columns) if terms is None else terms)
-            if columns is not None:
-                yield (*self.faults, *some), self.weigh(columns) if terms is None else terms
+                if name in TERMS:
+                    terms = terms and TERMS[name](terms)
+            if terms is not None:
+                yield (*self.faults, *some), terms
+
+    def _with(self, changes: tuple[str, ...]) -> Terms | None:
+        """Return the terms with faults of COLUMNS; None: one does not apply."""
+        if changes not in self._made:
+            columns = self.columns
+            for name in changes:
+                columns = columns and COLUMNS[name](columns)
+            self._made[changes] = columns and self.weigh(columns)
+        return self._made[changes] if len(changes) < 2 else self._made.pop(changes)
 
     @cached_property
-    def _live(self) -> tuple[list[str], list[str]]:
-        """The faults of COLUMNS and of TERMS that change something on this batch."""
-        unseen = self.unseen()
-        return [name for name in COLUMNS if name not in unseen], [name for name in TERMS if name not in unseen]
-
-    def _changes(self) -> dict[str, Columns | None]:
-        return {name: change(self.columns) for name, change in COLUMNS.items()}
+    def _made(self) -> dict[tuple[str, ...], Terms | None]:
+        return {(): self.terms}
 
     def _tells(self, terms: Terms) -> bool:
         """Return whether the terms are others than those without a fault."""
@@ -295,8 +296,3 @@ class Readings:
 def near(a: Weights, b: Weights) -> bool:
     """Return whether two readings have the same weights, to rounding."""
     return bool((a - b).norm() <= 1e-5 * b.norm())
-
-
-def _upto(most: int, names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    for count in range(most + 1):
-        yield from combinations(names, count)

@@ -1,7 +1,7 @@
 """The exact gradients of readings beside the trainer's: first of those without a fault, then of faults.
 
-The trainer's gradient T is cut into spans T_m. ⟨g_t, T_m⟩ of every token, from one jvp, gives Σ_t c_t·w_t⟨g_t, T_m⟩ of any
-reading without a backward pass, and this is ‖T_m‖² for the right one. Only the nearest readings get a backward pass.
+The trainer's gradient T is cut into spans T_m. ⟨g_t, T_m⟩ of every token, from one jvp, gives −Σ_t c_t·w_t⟨g_t, T_m⟩ of
+any reading without a backward pass, and of the right one this is ‖T_m‖². Only the nearest get a backward pass.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import islice
 from operator import itemgetter
 
 import numpy as np
@@ -29,6 +30,8 @@ SPANS = (4, 8)
 """Fewest and most spans of the trainer's gradient; the fewest even where memory is short."""
 NEAREST = 8
 """Readings of those screened at a time that get a backward pass."""
+SCREENED = 64
+"""Readings whose weights are held at a time."""
 OFF = 0.05
 """Largest relative error of ‖T_m‖², in half of the spans, of a reading that gets one."""
 
@@ -44,7 +47,7 @@ class Search:
         self.found: dict[Reading, pd.DataFrame] = {}
         """By reading, see `products_of`."""
         self.weights: dict[Reading, Weights] = {}
-        """Of the readings whose gradient is of the batch's own log π, on `everywhere`'s tokens once faults were tried."""
+        """By reading; once faults were tried, on all real tokens."""
         self._try(readings.plain(), readings.J)
 
     @property
@@ -143,12 +146,11 @@ class Search:
     def _screen(self, ways: Iterable[Iterable[tuple[Reading, Weights]]], aggregations: Sequence[str]) -> None:
         """Try the nearest readings, of these aggregations or a guessed one."""
         best: list[tuple[float, Reading, Weights]] = []
-        for reading, weights in (pair for way in ways for pair in way):
-            if reading.aggregation not in (*aggregations, *GUESSED) or not weights.any():
-                continue
-            error = float(self._error(self._products(reading, weights)))
-            if error <= OFF and (len(best) < NEAREST or error < best[-1][0]):
-                best = sorted([*best, (error, reading, weights)], key=itemgetter(0))[:NEAREST]
+        wanted = (pair for way in ways for pair in way if pair[0].aggregation in (*aggregations, *GUESSED))
+        while some := [*islice(wanted, SCREENED)]:
+            errors = self._error(np.stack([self._products(*pair) for pair in some], 1)).tolist()
+            near = [(error, *pair) for error, pair in zip(errors, some, strict=True) if error <= OFF]
+            best = sorted([*best, *near], key=itemgetter(0))[:NEAREST]
         for place, readings in enumerate(self._screened):
             own = ((reading, weights) for _, reading, weights in best if _at_1(reading) == bool(place))
             self._try(dict(self._unknown(own)), readings.J)
@@ -181,6 +183,18 @@ class Search:
                         gone[ranks[last + 1 :].copy()] = True
                         found = Reading(plain.aggregation, (f"{name}-{side}",), value=float(values[ranks[last]]))
                         yield found, weights * ~gone
+
+    def recall(self, reading: Reading, factor: float) -> Callable[[], dict[str, Tensor]]:
+        """Return what computes the gradient of a reading that was tried, times a factor, by parameter."""
+        weights = self.weights[reading]
+        J = self.readings.J if weights.shape[1] == self.readings.J.num_tokens else self.everywhere.J
+        J = self._screened[1].J if _at_1(reading) else J
+
+        def compute() -> dict[str, Tensor]:
+            vectors = loss_gradients(J, factor * weights[None])
+            return {name: vectors.rows[0, part] for name, part in vectors.slices.items()}
+
+        return compute
 
     def _same(self, reading: Reading, weights: Weights) -> bool:
         return near(weights, self.weights[reading])
