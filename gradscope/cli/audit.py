@@ -100,12 +100,13 @@ class Audit(ReadingFlags):
             told = ", ".join(given)
             raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
         settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
-        loss = vars(TrainedLoss.of(self.own_loss(self.loss, dump)))
-        settings["loss"] = TrainedLoss(**{**loss, "entropy_coef": self.entropy_coef})
+        loss = replace(TrainedLoss.of(self.own_loss(self.loss, dump)), entropy_coef=self.entropy_coef)
         run = replace(dump.batch.run, precision=self.precision or dump.batch.run.precision)
-        batch = replace(dump.batch, advantages=resolve_advantages(dump.batch, eps=self.advantage_eps), run=run)
+        batch = replace(dump.batch, run=run)
+        if not loss.is_whole:
+            batch = replace(batch, advantages=resolve_advantages(batch, eps=self.advantage_eps))
         with progress.stage("the exact gradient"):
-            found = audit(policy, batch, gradient, **settings, resources=Resources(progress=progress))
+            found = audit(policy, batch, gradient, loss=loss, **settings, resources=Resources(progress=progress))
         if found.precision is None and found.kind in ("factor", "other"):
             notes.append(ROUNDED)
             print_notes([ROUNDED])

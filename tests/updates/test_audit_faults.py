@@ -348,3 +348,20 @@ def test_the_command_writes_what_explains_the_rest(tmp_path, capsys):
     rows = pd.read_csv(tmp_path / "out" / "explained.csv")
     assert rows[["kind", "index"]].to_numpy().tolist() == [["response", 5]]
     assert "To do" in (tmp_path / "out" / "verdict.txt").read_text() and "To do" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("by", "name"), every(2, [(1, "teacher-late"), (-1, "teacher-early"), (0, None)]))
+def test_a_teacher_that_is_shifted_is_named(by, name):
+    """Of a distillation on sampled tokens, w = log ν − log π, whose loss has no advantages."""
+    policy, batch = make_step(temperature=1.0)
+    own, mask = scores(policy, batch), batch.response_mask
+    teacher = torch.where(mask, batch.ref_logprobs, torch.nan)
+    log = replace(batch, advantages=None, rewards=None, old_logprobs=None, ref_logprobs=None, teacher_logprobs=teacher)
+    moved = teacher.roll(by, 1) if by else teacher
+    weights = torch.where(mask & ~moved.isnan() & mask.roll(by, 1), moved - own, 0.0)
+    trainer = Trainer(
+        *(policy, batch), beta=0.0, advantages=weights, old=torch.full_like(own, torch.nan), clips=(1.0, 1e9)
+    )
+    loss = TrainedLoss(weighting="opd", kl_coef=0.0)
+    found = audit(policy, log, trainer.gradient(), loss=loss, micro_batch=MICRO)
+    assert (found.kind, found.fault) == ("same", name)

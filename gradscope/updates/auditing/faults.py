@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -150,10 +150,6 @@ class Columns:
         own = advantages if advantages.dim() == 2 else advantages[:, None].expand(self.logprob.shape)
         return replace(self, batch=replace(self.batch, advantages=own.to(self.batch.advantages)))
 
-    def setting(self, **changes: object) -> Columns:
-        """Change settings of the loss."""
-        return replace(self, loss=replace(self.loss, **changes))
-
     def shift(self, values: Float[Tensor, "B S"], by: int, fill: float) -> Float[Tensor, "B S"]:
         """Give each kept token the value of the column `by` before it, if that is kept, or `fill`."""
         moved = values.roll(by, 1)
@@ -209,6 +205,11 @@ class Terms:
         return replace(self, mask=self.mask * ~tokens)
 
 
+def _set(c: Columns, **changes: Any) -> Columns:
+    """Change settings of the loss."""
+    return replace(c, loss=replace(c.loss, **changes))
+
+
 def _column(name: str, by: int, fill: float) -> Callable[[Columns], Columns | None]:
     def change(c: Columns) -> Columns | None:
         if (values := getattr(c.batch, name)) is None or (name == "ref_logprobs" and not c.loss.kl_coef):
@@ -219,9 +220,11 @@ def _column(name: str, by: int, fill: float) -> Callable[[Columns], Columns | No
 
 
 def _teacher(by: int) -> Callable[[Columns], Columns | None]:
-    """Shift log ν in advantages of log ν − log π."""
+    """Shift log ν: of a distillation or, without its column, in advantages of log ν − log π."""
 
     def change(c: Columns) -> Columns | None:
+        if c.batch.teacher_logprobs is not None:
+            return _column("teacher_logprobs", by, torch.nan)(c)
         own = fill_unknown(c.batch.old_logprobs, c.logprob)
         if not _varies(c):
             return None
@@ -233,6 +236,8 @@ def _teacher(by: int) -> Callable[[Columns], Columns | None]:
 
 def _varies(c: Columns) -> bool:
     """Return whether advantages differ within responses."""
+    if c.batch.advantages is None:
+        return False
     low, high = (torch.where(c.kept, c.batch.advantages, -sign * torch.inf) for sign in (1, -1))
     return bool((low.amax(1) > high.amin(1))[c.kept.any(1)].any())
 
@@ -241,7 +246,7 @@ def _of_rewards(advantages: Callable[[Tensor, Tensor], Tensor | None]) -> Callab
     """Make advantages of rewards [B] and group ids [B]."""
 
     def change(c: Columns) -> Columns | None:
-        if c.batch.rewards is None or not c.batch.rewards.isfinite().all():
+        if c.batch.rewards is None or c.batch.advantages is None or not c.batch.rewards.isfinite().all():
             return None
         made = advantages(c.batch.rewards.double(), c.batch.group_ids)
         return None if made is None else c.with_advantages(made)
@@ -262,7 +267,9 @@ def _regroup(rewards: Tensor, groups: Tensor, *, strided: bool) -> Tensor | None
     return grpo_advantages(rewards, place % len(sizes) if strided else place // int(sizes[0]))
 
 
-def _whiten(c: Columns) -> Columns:
+def _whiten(c: Columns) -> Columns | None:
+    if c.batch.advantages is None:
+        return None
     own = c.batch.advantages[c.kept].double()
     return c.with_advantages((c.batch.advantages - own.mean()) / (own.std() + 1e-8))
 
@@ -288,14 +295,12 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
     "old-recomputed": lambda c: (
         None if c.batch.old_logprobs is None else replace(c, batch=replace(c.batch, old_logprobs=None))
     ),
-    "no-clip": lambda c: c.setting(clip_ratio_low=1.0, clip_ratio_high=1e30, clip_ratio_c=None),
-    "clip-high-ignored": lambda c: c.setting(clip_ratio_high=c.loss.clip_ratio_low),
+    "no-clip": lambda c: _set(c, clip_ratio_low=1.0, clip_ratio_high=1e30, clip_ratio_c=None),
+    "clip-high-ignored": lambda c: _set(c, clip_ratio_high=c.loss.clip_ratio_low),
     "sequence-ratio": _average_ratio,
-    "no-reweight": lambda c: None if c.loss.reweight_alpha is None else c.setting(reweight_alpha=None),
-    **{
-        f"kl-{k}": partial(lambda k, c: c.setting(kl_estimator=k) if _pulls(c) else None, k) for k in ("k1", "k2", "k3")
-    },
-    "kl-correction": lambda c: c.setting(kl_corrected=not c.loss.kl_corrected) if _pulls(c) else None,
+    "no-reweight": lambda c: None if c.loss.reweight_alpha is None else _set(c, reweight_alpha=None),
+    **{f"kl-{k}": partial(lambda k, c: _set(c, kl_estimator=k) if _pulls(c) else None, k) for k in ("k1", "k2", "k3")},
+    "kl-correction": lambda c: _set(c, kl_corrected=not c.loss.kl_corrected) if _pulls(c) else None,
     "kl-clamped": _clamp_kl,
     **{
         f"{column}-{side}{end}": _column(f"{column}_logprobs", by, fill)

@@ -153,8 +153,9 @@ class Readings:
         for name in ("old_logprobs", "ref_logprobs"):
             if (values := getattr(batch, name)) is not None:
                 columns[name] = values.masked_fill(~self.kept, torch.nan)
-        mean = torch.where(self.kept, batch.advantages, 0.0).sum(1) / self.kept.sum(1).clamp(min=1)
-        columns["advantages"] = torch.where(self.kept, batch.advantages, mean[:, None])
+        if batch.advantages is not None:
+            mean = torch.where(self.kept, batch.advantages, 0.0).sum(1) / self.kept.sum(1).clamp(min=1)
+            columns["advantages"] = torch.where(self.kept, batch.advantages, mean[:, None])
         J = TokenJacobian(self.J.policy, replace(batch, **columns), self.J.resources)
         return replace(self, J=J, rows=replace(self.rows, response=real.nonzero()[:, 0]))
 
@@ -171,13 +172,17 @@ class Readings:
     def weigh(self, columns: Columns) -> Terms:
         """Return the terms that these columns make."""
         J, batch = self.J, columns.batch
-        found = batch_weights(columns.logprob, batch, columns.loss, num_tokens=batch.num_tokens)
+        if columns.loss.weighting is not None:  # whose sums and thresholds are over the kept tokens
+            batch = replace(batch, response_mask=self.kept)
+        settings = {"num_tokens": batch.num_tokens, "entropy": J.statistics.entropy}
+        found = batch_weights(columns.logprob, batch, columns.loss, **settings)
         bonus = torch.full_like(found.kl, self.loss.entropy_coef)
         parts = torch.stack([J.kept(own).double() for own in (found.policy, found.kl, bonus)])
         kept = J.kept(self.kept)
         mask = kept.double().expand(parts.shape)
         inside = J.kept(self.positions) >= 0
-        return Terms(parts, mask, mask, J.kept(batch.advantages).double(), self.rows.response, kept, inside)
+        advantages = J.kept(found.policy if batch.advantages is None else batch.advantages).double()
+        return Terms(parts, mask, mask, advantages, self.rows.response, kept, inside)
 
     def aggregate(self, terms: Terms, divided: Mapping[str, Int[Tensor, " K"]] | None = None) -> dict[str, Weights]:
         """Return c_t·w_t and c_t·e by aggregation. divided: each token's part; None: of the known aggregations."""

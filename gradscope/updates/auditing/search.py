@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gradscope.gradients import TokenJacobian, Vectors, vector_bytes
+from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.policy import arithmetic_dtype
 from gradscope.updates.auditing.products import products_of
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
@@ -26,8 +26,8 @@ from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weig
 NORMED = ("mask-late", "mask-early")
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
-SPANS = (4, 8)
-"""Fewest and most spans of the trainer's gradient; the fewest even where memory is short."""
+SPANS = 8
+"""Parts of the trainer's gradient."""
 NEAREST = 8
 """Readings of those screened at a time that get a backward pass."""
 SCREENED = 64
@@ -111,14 +111,12 @@ class Search:
     @cached_property
     def _spans(self) -> tuple[Vectors, np.ndarray]:
         """The spans of the trainer's gradient, with about the same square each, and their squares."""
-        model, memory = self.readings.J.model, self.readings.J.resources.vectors
-        count = int(min(SPANS[1], max(SPANS[0], memory // vector_bytes(model) - 2)))
-        spans = Vectors.zeros(model, count, memory)
+        spans = Vectors.zeros(self.readings.J.model, SPANS, self.readings.J.resources.vectors)
         squares = {name: float(own.double().square().sum()) for name, own in self.theirs.items()}
         whole, before = sum(squares.values()), 0.0
         for name, own in self.theirs.items():
             reached = before + own.double().square().cumsum(0)
-            which = (reached * (count / whole)).long().clamp_(max=count - 1).to(spans.rows.device)
+            which = (reached * (SPANS / whole)).long().clamp_(max=SPANS - 1).to(spans.rows.device)
             for m in which.unique().tolist():
                 spans.rows[m, spans.slices[name]] = torch.where(which == m, own.to(spans.rows), 0.0)
             before += squares[name]
