@@ -235,23 +235,32 @@ class _Rests:
 
     def explain(self, judged: Audit, most: int | None = None) -> Audit:
         """Return the verdict with what explains the rest, if few tokens or parts do; most: parts alone, and so many."""
+        if not self.search.screens:
+            return judged
         table = judged.readings.assign(place=range(len(judged.readings)))
-        plain = table[table["fault"].isna() & ~table["aggregation"].isin(GUESSED)]
-        first = plain[plain["reading"] == "logged"] if (plain["reading"] == "logged").any() else plain
-        for row in (first, table) if most is None else (first,):  # a fault beside parts is a pair
-            place = int(row.sort_values("distance")["place"].iloc[0])
-            reading, distance = [*self.search.found][place], table["distance"].iloc[place]
-            hidden = self.rounding and distance < 3 * self.floor  # rounding, perhaps, and not of a few tokens
-            if not self.search.screens or hidden or "no-temperature" in reading.faults:
-                continue
-            if (rest := self.known.get(reading)) is None:
-                rest = self.known[reading] = Rest(self.search, reading, self.floor)
-            found = rest.by_parts(most or max(MOST, len(self.search.readings.J.batch) // 2))
-            if found is None and most is None:
-                found = rest.by_steps()
-            if found is not None:
-                return _add(judged, reading, found)
+        plain = table[table["reading"].isin(self.search.distinct("token-mean"))].sort_values("distance")
+        nearest = table.sort_values("distance") if most is None else plain  # a fault beside a part is a pair
+        rests = [rest for rest in map(self._of, dict.fromkeys((*plain["place"], nearest["place"].iloc[0]))) if rest]
+        parts = [(rest, rest.by_parts(most or max(MOST, len(rest.J.batch) // 2))) for rest in rests]
+        known = [(rest, found) for rest, found in parts if found is not None]
+        if known:
+            rest, found = min(known, key=lambda pair: (len(pair[1].rows), pair[0].reading.aggregation != "logged"))
+            return _add(judged, rest.reading, found)
+        if most is None and rests:
+            for rest in dict.fromkeys((min(rests, key=lambda rest: rest.spread), rests[-1])):
+                if (found := rest.by_decay() or rest.by_steps()) is not None:
+                    return _add(judged, rest.reading, found)
         return judged
+
+    def _of(self, place: int) -> Rest | None:
+        """Return the rest of a reading by its row; None: it is within half precision's error, or not to be had."""
+        reading, products = [*self.search.found.items()][place]
+        hidden = self.rounding and summarize(products)["distance"] < 3 * self.floor  # perhaps not of a few tokens
+        if hidden or "no-temperature" in reading.faults:
+            return None
+        if reading not in self.known:
+            self.known[reading] = Rest(self.search, reading, self.floor)
+        return self.known[reading]
 
 
 def _add(judged: Audit, reading: Reading, found: Explanation) -> Audit:

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
-from gradscope.updates.auditing.faults import BOUNDS
 from gradscope.updates.auditing.readings import Reading, Readings, Weights
 from gradscope.updates.auditing.search import Search, loss_gradients
+from gradscope.updates.auditing.wording import EQUAL, describe
 
 MOST = 32
 """Most tokens, or sets of tokens, in an explanation by steps."""
@@ -28,14 +28,10 @@ COMPARED = 8
 """Tokens of which ‖g_t‖ is computed at each step: the largest by ⟨g_t, R⟩²/(1 − π_t)², to which it is about equal."""
 PATIENCE, PROGRESS = 8, 0.8
 """From so many steps on, n of them must explain n/MOST of ‖D‖², times PROGRESS: MOST tokens of equal size would."""
-EQUAL = 0.02
-"""Largest difference of two multiples of weights that are called equal."""
 ZERO = 0.01
 """Largest size of what is dropped again, over that of the largest."""
 ENTRIES = 8
 """Entries of a gradient that are needed for each number fitted to it."""
-SHOWN = 6
-"""Most numbers of responses, or tokens, in a sentence."""
 
 
 class Atom(NamedTuple):
@@ -47,6 +43,8 @@ class Atom(NamedTuple):
     """Of the token among all, or of the part; 0 for a kind."""
     weights: Float[Tensor, " K"]
     """Of its gradient Σ_t weights_t·g_t."""
+    of: str = "loss"
+    """The part of the loss that its weights are of: loss or policy, which leaves KL out."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +52,10 @@ class Explanation:
     """Tokens, or sets of tokens, whose weights are not the reading's."""
 
     rows: pd.DataFrame
-    """A row each: kind (token, response, prompt, micro-batch, process, or a kind of tokens), index, times (their weight
+    """A row each: kind (token, response, prompt, micro-batch, process, decay, or a kind of tokens), index, of (loss, or
+    policy: without KL), tokens (of a part), times (their weight
     over the reading's; infinite for tokens that it drops), share (of ‖D‖², which sum to at most 1); of a token also
-    response, position, token_id, token, sort (prompt, dropped, first, last or sampled), prob, and weight (w_t)."""
+    response, position, token_id, token, sort (prompts, dropped, first, last or sampled), prob, and weight (w_t)."""
     words: str
     """A sentence."""
     remedy: str
@@ -73,11 +72,12 @@ class Rest:
     def __init__(self, search: Search, reading: Reading, floor: float) -> None:
         """floor: largest ‖R‖/‖T‖ that rounding explains."""
         self.readings: Readings = search.everywhere
+        self.reading = reading
         self.J: TokenJacobian = self.readings.J
         self.weights: Weights = search.weights[reading]
         self.D = self._rest(search)
         self.norm = sum(float(own.double().square().sum()) for own in search.theirs.values()) ** 0.5
-        self.given = [part for name, part in self.D.slices.items() if name in search.theirs]
+        self.given = {name: part for name, part in self.D.slices.items() if name in search.theirs}
         self.whole = len(self.given) == len(self.D.slices)
         self.floor = floor * self.norm
         self.square = float(self.D.products())
@@ -124,33 +124,65 @@ class Rest:
     def _along(self, vectors: Vectors) -> Float[np.ndarray, " K"]:
         return self.J.jvp(vectors).logprob[0].double().numpy()
 
+    @property
+    def spread(self) -> int:
+        """How many responses' weights a least-squares fit changes: few for the right reading, whatever is left."""
+        return next((int((np.abs(x) > EQUAL).sum()) for atoms, x, _ in self._fits if atoms[0].kind == "response"), 0)
+
+    def by_decay(self) -> Explanation | None:
+        """Explain it by a multiple of the weights; None: it is not that."""
+        with_D = square = 0.0
+        for name, part in self.given.items():
+            theta = self.J.model.get_parameter(name).detach().flatten().double()
+            with_D += float(theta @ self.D.rows[0, part].double())
+            square += float(theta @ theta)
+        left = max(0.0, self.square - with_D**2 / square) ** 0.5
+        if left > self.floor:
+            return None
+        table = pd.DataFrame([{"kind": "decay", "index": 0, "of": "loss", "times": with_D / square, "share": 1.0}])
+        return Explanation(table, *describe(table, self.readings, self.weights[0] != 0), 1.0, left / self.norm)
+
+    @cached_property
+    def _policy(self) -> Float[Tensor, " K"] | None:
+        """The policy's part of the weights; None: it is all, or unknown."""
+        terms, sound = self.readings.terms, not self.reading.faults and self.reading.value is None
+        if not sound or not (terms.parts[1] * terms.mask[1]).any():
+            return None
+        return self.readings.aggregate(terms.scale(1, 0, 0))[self.reading.aggregation][0]
+
     @cached_property
     def _fits(self) -> list[tuple[list[Atom], np.ndarray, float]]:
-        """Least-squares fits over the parts of the batch, coarse ones first."""
+        """Least-squares fits over parts of the batch, of the whole loss, then of the policy's part: coarse first."""
         if not self.whole:
             return []
-        found = []
-        weights, rows = -self.weights[0], self.readings.rows
+        found = self._fit(-self.weights[0], "loss")
+        return found if self._policy is None else [*found, *self._fit(-self._policy, "policy")]
+
+    def _fit(self, weights: Float[Tensor, " K"], of: str) -> list[tuple[list[Atom], np.ndarray, float]]:
+        rows, found = self.readings.rows, []
         gram = self.J.gram(weights[None].float(), groups=torch.arange(len(self.J.batch)))
-        products = gram.products[:, 0, :, 0]
-        groups = torch.tensor(gram.groups)
+        products, groups = gram.products[:, 0, :, 0], torch.tensor(gram.groups)
         along = np.bincount(rows.response.numpy(), weights.numpy() * self.along, minlength=len(self.J.batch))
-        prompts = self.J.batch.group_ids.unique(return_inverse=True)[1]
-        parts = {"process": rows.parts.get("processes"), "micro-batch": rows.parts.get("micro-batches")}
-        parts |= {"prompt": prompts, "response": torch.arange(len(self.J.batch))}
-        for kind, part in parts.items():
-            if part is None or not 2 <= len(part.unique()) <= self.D.rows.shape[1] / ENTRIES:
+        for kind, part in self._parts.items():
+            if not 2 <= len(part.unique()) <= self.D.rows.shape[1] / ENTRIES:
                 continue
-            own = part[groups].numpy()
             into = np.zeros((len(groups), int(part.max()) + 1))
-            into[np.arange(len(groups)), own] = 1
+            into[np.arange(len(groups)), part[groups].numpy()] = 1
             K, b = into.T @ products @ into, into.T @ along[groups.numpy()]
             x = np.linalg.lstsq(K, b, rcond=1e-9)[0]
             left = max(0.0, self.square - 2 * b @ x + x @ K @ x) ** 0.5
             of_token = part[rows.response]
-            atoms = [Atom(kind, i, torch.where(of_token == i, weights, 0.0)) for i in range(len(x))]
+            atoms = [Atom(kind, i, torch.where(of_token == i, weights, 0.0), of) for i in range(len(x))]
             found.append((atoms, x, left))
         return found
+
+    @cached_property
+    def _parts(self) -> dict[str, Int[Tensor, " B"]]:
+        """Each response's part of the batch, by kind."""
+        known = {"processes": "process", "micro-batches": "micro-batch"}
+        found = {known[name]: own for name, own in self.readings.rows.parts.items()}
+        found["prompt"] = self.J.batch.group_ids.unique(return_inverse=True)[1]
+        return found | {"response": torch.arange(len(self.J.batch))}
 
     def _sets(self) -> dict[str, Tensor]:
         """Return the kinds of tokens [K], and each response."""
@@ -158,7 +190,7 @@ class Rest:
         prob = self.J.kept(self.J.statistics.logprob).exp()
         found = {"all": live, "first": terms.ends("first"), "last": terms.ends("last")}
         found |= {"positive": self.weights[0] > 0, "negative": self.weights[0] < 0}
-        found |= {"dropped": terms.inside & ~terms.kept, "prompt": ~terms.inside}
+        found |= {"dropped": terms.inside & ~terms.kept, "prompts": ~terms.inside}
         for quarter in range(4):
             found[f"π quarter {quarter}"] = live & (prob >= quarter / 4) & (prob < (quarter + 1) / 4 + (quarter == 3))
         return {name: own for name, own in found.items() if own.any()}
@@ -171,7 +203,7 @@ class Rest:
         live = response[self.weights[0] != 0].unique().tolist()
         sets |= {("response", row): response == row for row in live}
         atoms = (
-            Atom(name, index, -torch.where(own, would if name in ("dropped", "prompt") else self.weights[0], 0.0))
+            Atom(name, index, -torch.where(own, would if name in ("dropped", "prompts") else self.weights[0], 0.0))
             for (name, index), own in sets.items()
         )
         return [atom for atom in atoms if atom.weights.any()]
@@ -249,7 +281,7 @@ class Rest:
         if not self.whole:
             kept = vectors.rows.clone()
             vectors.rows.zero_()
-            for part in self.given:
+            for part in self.given.values():
                 vectors.rows[:, part] = kept[:, part]
         return vectors
 
@@ -289,109 +321,29 @@ class Rest:
         sorts = self._sets()
         rows = []
         for atom, own in zip(self.taken, x, strict=True):
-            row = {"kind": atom.kind, "index": atom.index, "times": base + own * (atom.kind != "all")}
-            if atom.kind in ("dropped", "prompt"):
-                row["times"] = np.inf
+            row = {"kind": atom.kind, "index": atom.index, "of": atom.of}
+            row["times"] = base + own * (atom.kind != "all") if atom.kind not in ("dropped", "prompts") else np.inf
             row["share"] = own * float(atom.weights.numpy() @ self.along) / self.square
+            if atom.kind in self._parts:
+                inside = self._parts[atom.kind][self.readings.rows.response] == atom.index
+                row["tokens"] = int((inside & terms.kept).sum())
             if atom.kind == "token":
                 token, place = atom.index, places[atom.index].tolist()
                 exact = numbers[token]
                 row["times"] = (base * exact - own) / exact if exact else np.inf
+                part = 0.0 if self._policy is None else float(self._policy[token])
+                if part and abs(own / part - base) <= EQUAL:  # what is left of it is KL
+                    row |= {"of": "policy", "times": 0.0}
                 identity = int(batch.input_ids[place[0], place[1]])
                 row |= {"response": place[0], "position": int(positions[token]), "token_id": identity}
                 row["token"] = "" if policy is None or policy.tokenizer is None else policy.decode([identity])
                 row["sort"] = next(
-                    (name for name in ("prompt", "dropped", "first", "last") if name in sorts and sorts[name][token]),
+                    (name for name in ("prompts", "dropped", "first", "last") if name in sorts and sorts[name][token]),
                     "sampled",
                 )
                 row |= {"prob": prob[token], "weight": exact * int(terms.kept.sum())}
             rows.append(row)
         table = pd.DataFrame(rows).sort_values("share", ascending=False, kind="stable", ignore_index=True)
-        whole = [name for name in ("response", "position", "token_id") if name in table]
+        whole = [name for name in ("response", "position", "token_id", "tokens") if name in table]
         table[whole] = table[whole].astype("Int64")
-        words, remedy = self._words(table)
-        return Explanation(table, words, remedy, base, left / self.norm)
-
-    def _words(self, table: pd.DataFrame) -> tuple[str, str]:
-        tokens, sets = table[table["kind"] == "token"], table[table["kind"] != "token"]
-        told = []
-        for (kind, times), rows in sets.groupby(["kind", sets["times"].round(2)], sort=False):
-            told.append(f"{_name_sets(kind, rows)} {_have(times, len(rows) > 1 or kind not in PARTS)}")
-        if len(tokens):
-            several = len(tokens) > 1
-            times = tokens["times"].to_numpy()
-            same = np.isinf(times).all() or np.ptp(times) <= EQUAL * max(1.0, np.abs(times).max())
-            how = _have(float(times[0]) if same else np.nan, several)
-            told.append(f"{self._name_tokens(tokens)} {how}")
-        low = table["times"].replace(np.inf, np.nan)
-        return "; ".join(
-            told
-        ), "look which tokens the mask keeps" if low.isna().all() else "look what is skipped or doubled"
-
-    def _name_tokens(self, tokens: pd.DataFrame) -> str:
-        """Name tokens, with what they have in common."""
-        where = f"{len(tokens)} tokens in {tokens['response'].nunique()} responses"
-        if len(tokens) == 1:
-            [row] = tokens.itertuples()
-            return f"the token {row.token!r} at position {row.position} of response {row.response} ({SORTS[row.sort]})"
-        if tokens["response"].nunique() == 1:
-            where = f"{len(tokens)} tokens of response {tokens['response'].iloc[0]}"
-            if np.ptp(tokens["position"]) + 1 <= 1.5 * len(tokens):
-                where += f", from position {tokens['position'].min()} to {tokens['position'].max()}"
-        if tokens["sort"].nunique() == 1 and tokens["sort"].iloc[0] != "sampled":
-            return f"{where}, all {SORTS[tokens['sort'].iloc[0]]},"
-        if tokens["token_id"].nunique() == 1:
-            return f"{where}, all {tokens['token'].iloc[0]!r},"
-        chosen = torch.zeros(self.J.num_tokens, dtype=torch.bool)
-        chosen[torch.tensor(tokens["index"].to_numpy())] = True
-        live = self.weights[0] != 0
-        for name, column in self.readings.bounds():
-            inside, outside = column[chosen], column[live & ~chosen]
-            if len(outside) and inside.min() > outside.max():
-                return f"{where}, all those where {BOUNDS[name]} is above {float(outside.max()):.4g},"
-            if len(outside) and inside.max() < outside.min():
-                return f"{where}, all those where {BOUNDS[name]} is below {float(outside.min()):.4g},"
-        some = ", ".join(f"{row.token!r} ({row.response}:{row.position})" for row in tokens[:SHOWN].itertuples())
-        return f"{where} ({some}{', …' if len(tokens) > SHOWN else ''})"
-
-
-PARTS = ("response", "prompt", "micro-batch", "process")
-SORTS = {
-    "prompt": "of the prompt",
-    "dropped": "dropped by the log's mask, such as tool output",
-    "first": "first of their responses",
-    "last": "last of their responses",
-    "sampled": "sampled",
-}
-KINDS = {
-    "all": "all other tokens",
-    "first": "the first tokens of all responses",
-    "last": "the last tokens of all responses",
-    "positive": "the tokens of positive weight",
-    "negative": "the tokens of negative weight",
-    "dropped": "the tokens that the log's mask drops, such as tool output,",
-    "prompt": "the tokens of the prompts",
-}
-
-
-def _name_sets(kind: str, rows: pd.DataFrame) -> str:
-    if kind in PARTS:
-        plural = {"micro-batch": "micro-batches", "process": "processes"}.get(kind, f"{kind}s")
-        numbers = sorted(rows["index"])
-        told = ", ".join(map(str, numbers[:SHOWN])) + (", …" if len(numbers) > SHOWN else "")
-        return f"{kind} {told}" if len(numbers) == 1 else f"{len(numbers)} {plural} ({told})"
-    if kind in KINDS:
-        return KINDS[kind]
-    quarter = int(kind[-1])
-    return f"the tokens with π from {quarter / 4:g} to {(quarter + 1) / 4:g}"
-
-
-def _have(times: float, several: bool) -> str:
-    """Say what weight something has, as a multiple of the right one; NaN: several multiples."""
-    verb = "have" if several else "has"
-    if np.isnan(times):
-        return f"{verb} other weights than they should have"
-    if np.isinf(times):
-        return f"{verb} a weight that {'they' if several else 'it'} should not have"
-    times_it = f"{times:.3g} times {'their' if several else 'its'}" if abs(times) > EQUAL else "no"
-    return f"{verb} {times_it} weight"
+        return Explanation(table, *describe(table, self.readings, self.weights[0] != 0), base, left / self.norm)

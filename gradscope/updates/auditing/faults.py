@@ -126,6 +126,10 @@ BOUNDS = {
     "length": "the response's length",
 }
 """A column → words: beyond some value of it, tokens may have no gradient."""
+for _name, _of in (("token", "all tokens"), ("sequence", "responses' means")):
+    FAULTS[f"kl-{_name}-mean"] = Fault(f"with KL as the mean of {_of}", "average KL as the rest of the loss")
+for _name in ("micro-batches", "processes"):
+    FAULTS[f"kl-{_name}"] = Fault(f"with KL as the mean of {_name}' means", "average KL as the rest of the loss")
 for _name, _words in BOUNDS.items():
     for _side in ("above", "below"):
         FAULTS[f"{_name}-{_side}"] = Fault(

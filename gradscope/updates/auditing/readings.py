@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -229,6 +229,10 @@ class Readings:
         found |= {Reading("strides", value=count // size): rows % (count // size) for size in sizes}
         for reading, part in found.items():
             yield reading, self.aggregate(self.terms, {"": part[self.rows.response]})[""]
+        rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))
+        for (name, own), (other, kl) in product(rest.items(), pull.items()):
+            if "logged" not in (name, other) and name != other and kl.any():
+                yield Reading(name, (f"kl-{other}",)), own + kl
         for size in sizes:
             for start in range(0, count, size):
                 terms = self.terms.without((self.rows.response >= start) & (self.rows.response < start + size))
