@@ -44,9 +44,8 @@ def make_step(seed: int = 0, temperature: float = 0.7, kind: str = "qwen2") -> t
     batch = collate(rows)
     logprob = TokenJacobian(policy, batch).statistics.logprob
     noise = torch.randn(2, *logprob.shape, generator=draw)
-    old, ref = (
-        torch.where(batch.response_mask, logprob + s * n, torch.nan) for s, n in zip((0.15, 0.5), noise, strict=True)
-    )
+    old, ref = (logprob + size * own for size, own in zip((0.15, 0.5), noise, strict=True))
+    old, ref = (torch.where(batch.response_mask, own.clamp(max=0.0), torch.nan) for own in (old, ref))
     return policy, replace(batch, old_logprobs=old, ref_logprobs=ref)
 
 

@@ -34,6 +34,10 @@ ENTRIES = 8
 """Entries of a gradient that are needed for each number fitted to it."""
 
 
+UNTRAINED = ("dropped", "prompts", "before")
+"""Kinds of tokens that should have no weight."""
+
+
 class Atom(NamedTuple):
     """A token, or a set of tokens with the reading's weights."""
 
@@ -83,8 +87,8 @@ class Rest:
         self.square = float(self.D.products())
         self.along = self._along(self.D)
         self.taken: list[Atom] = []
-        self.squares: dict[int, float] = {}
-        """‖g_t‖² of some tokens."""
+        self.squares: dict[tuple[str, int], float] = {}
+        """‖·‖² of some atoms' gradients, by kind and index."""
 
     @cached_property
     def vectors(self) -> Vectors:
@@ -162,6 +166,10 @@ class Rest:
         rows, found = self.readings.rows, []
         gram = self.J.gram(weights[None].float(), groups=torch.arange(len(self.J.batch)))
         products, groups = gram.products[:, 0, :, 0], torch.tensor(gram.groups)
+        if of == "loss":
+            self.squares |= {
+                ("response", row): float(own) for row, own in zip(gram.groups, np.diag(products), strict=True)
+            }
         along = np.bincount(rows.response.numpy(), weights.numpy() * self.along, minlength=len(self.J.batch))
         for kind, part in self._parts.items():
             if not 2 <= len(part.unique()) <= self.D.rows.shape[1] / ENTRIES:
@@ -191,6 +199,7 @@ class Rest:
         found = {"all": live, "first": terms.ends("first"), "last": terms.ends("last")}
         found |= {"positive": self.weights[0] > 0, "negative": self.weights[0] < 0}
         found |= {"dropped": terms.inside & ~terms.kept, "prompts": ~terms.inside}
+        found["before"] = self.J.kept(self.readings.positions) == -1
         for quarter in range(4):
             found[f"π quarter {quarter}"] = live & (prob >= quarter / 4) & (prob < (quarter + 1) / 4 + (quarter == 3))
         return {name: own for name, own in found.items() if own.any()}
@@ -203,7 +212,7 @@ class Rest:
         live = response[self.weights[0] != 0].unique().tolist()
         sets |= {("response", row): response == row for row in live}
         atoms = (
-            Atom(name, index, -torch.where(own, would if name in ("dropped", "prompts") else self.weights[0], 0.0))
+            Atom(name, index, -torch.where(own, would if name in UNTRAINED else self.weights[0], 0.0))
             for (name, index), own in sets.items()
         )
         return [atom for atom in atoms if atom.weights.any()]
@@ -217,7 +226,7 @@ class Rest:
             return None
         self.taken = []
         atoms, x, left = self._atoms(), np.zeros(0), self.square**0.5
-        squares = np.array([float(self._gradient(atom).double().square().sum()) for atom in atoms])
+        squares = np.array([self._square(atom) for atom in atoms])
         along, begun, since = self.along, self.square, 0
         while left > self.floor and len(self.taken) < MOST:
             self._take(self._choose(atoms, squares, along))
@@ -255,9 +264,8 @@ class Rest:
         scores[[atom.index for atom in self.taken if atom.kind == "token"]] = 0.0
         best = None
         for token in np.argsort(-scores)[:COMPARED].tolist():
-            if token not in self.squares:
-                self.squares[token] = float(self._gradient(self._token(token)).double().square().sum())
-            gain = along[token] ** 2 / self.squares[token] if self.squares[token] else 0.0
+            square = self._square(self._token(token))
+            gain = along[token] ** 2 / square if square else 0.0
             if scores[token] and (best is None or gain > best[1]):
                 best = self._token(token), gain
         if best is None or gains.max() > best[1] * (1 + 1e-6):
@@ -268,6 +276,12 @@ class Rest:
         one = torch.zeros(self.J.num_tokens, dtype=torch.float64)
         one[token] = 1.0
         return Atom("token", token, one)
+
+    def _square(self, atom: Atom) -> float:
+        key = atom.kind, atom.index
+        if key not in self.squares:
+            self.squares[key] = float(self._gradient(atom).double().square().sum())
+        return self.squares[key]
 
     def _gradient(self, atom: Atom) -> Float[Tensor, " P"]:
         """Return Σ_t weights_t·g_t, by a pass through the responses that have weights."""
@@ -322,7 +336,7 @@ class Rest:
         rows = []
         for atom, own in zip(self.taken, x, strict=True):
             row = {"kind": atom.kind, "index": atom.index, "of": atom.of}
-            row["times"] = base + own * (atom.kind != "all") if atom.kind not in ("dropped", "prompts") else np.inf
+            row["times"] = base + own * (atom.kind != "all") if atom.kind not in UNTRAINED else np.inf
             row["share"] = own * float(atom.weights.numpy() @ self.along) / self.square
             if atom.kind in self._parts:
                 inside = self._parts[atom.kind][self.readings.rows.response] == atom.index

@@ -61,6 +61,7 @@ FAULTS: dict[str, Fault] = {
     "ref-early": Fault("with log π_ref of the token after", _SHIFTED),
     "ref-late-0": Fault("with log π_ref of the token before, and 0 at the first", _SHIFTED),
     "ref-early-0": Fault("with log π_ref of the token after, and 0 at the last", _SHIFTED),
+    "ref-old": Fault("with π_old as the reference", "keep the reference's weights apart from the policy's"),
     "teacher-late": Fault("with the teacher's log-probability of the token before", _SHIFTED),
     "teacher-early": Fault("with the teacher's log-probability of the token after", _SHIFTED),
     "old-late": Fault("with log π_old of the token before", _SHIFTED),
@@ -78,6 +79,10 @@ FAULTS: dict[str, Fault] = {
     "advantages-batch-std": Fault("with advantages divided by the whole batch's standard deviation", _STATS),
     "advantages-regrouped": Fault("with rewards normalised over equally many consecutive responses", _STATS),
     "advantages-strided": Fault("with rewards normalised over responses a fixed stride apart", _STATS),
+    "advantages-rolled": Fault(
+        "with the advantages of the response {value:.0f} rows before",
+        "keep advantages with their responses when shuffling",
+    ),
     "advantages-whitened": Fault("with advantages whitened over the batch's tokens", "whiten once, or not at all"),
     "no-entropy": Fault("without the gradient of the entropy bonus", "compute the entropy outside torch.no_grad()"),
     "entropy": Fault("with an entropy bonus of {value:.3g}", "look at the coefficient of the entropy and its sign"),
@@ -312,6 +317,7 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
         for side, by in (("late", 1), ("early", -1))
         for end, fill in ends.items()
     },
+    "ref-old": lambda c: replace(c, batch=replace(c.batch, ref_logprobs=c.batch.old_logprobs)) if _pulls(c) else None,
     "teacher-late": _teacher(1),
     "teacher-early": _teacher(-1),
     "advantages-rewards": _of_rewards(lambda rewards, _: rewards),

@@ -154,10 +154,14 @@ class Readings:
             if (values := getattr(batch, name)) is not None:
                 columns[name] = values.masked_fill(~self.kept, torch.nan)
         if batch.advantages is not None:
-            mean = torch.where(self.kept, batch.advantages, 0.0).sum(1) / self.kept.sum(1).clamp(min=1)
-            columns["advantages"] = torch.where(self.kept, batch.advantages, mean[:, None])
+            columns["advantages"] = torch.where(self.kept, batch.advantages, self._of_response[:, None])
         J = TokenJacobian(self.J.policy, replace(batch, **columns), self.J.resources)
         return replace(self, J=J, rows=replace(self.rows, response=real.nonzero()[:, 0]))
+
+    @property
+    def _of_response(self) -> Float[Tensor, " B"]:
+        """Each response's mean advantage."""
+        return torch.where(self.kept, self.J.batch.advantages, 0.0).sum(1) / self.kept.sum(1).clamp(min=1)
 
     @cached_property
     def columns(self) -> Columns:
@@ -229,6 +233,9 @@ class Readings:
         found |= {Reading("strides", value=count // size): rows % (count // size) for size in sizes}
         for reading, part in found.items():
             yield reading, self.aggregate(self.terms, {"": part[self.rows.response]})[""]
+        for by in range(1, count) if self.J.batch.advantages is not None else ():
+            moved = self.weigh(self.columns.with_advantages(self._of_response.roll(by)))
+            yield from ((Reading(n, ("advantages-rolled",), value=by), own) for n, own in self.aggregate(moved).items())
         rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))
         for (name, own), (other, kl) in product(rest.items(), pull.items()):
             if "logged" not in (name, other) and name != other and kl.any():
