@@ -143,6 +143,8 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
         ),
         "micro-batch-missing": lambda: replace(own, weight=lambda start: float(start != 8)),
         "mask-ignored": lambda: replace(own, keep=spanned(batch), advantages=filled(batch)),
+        "ref-old": lambda: replace(own, ref=batch.old_logprobs),
+        "advantages-rolled": lambda: replace(own, advantages=filled(batch).roll(4, 0)),
     }[fault]()
 
 
@@ -168,7 +170,16 @@ NAMED = (
     *("kl-sign", "no-kl", "entropy", "mask-advantages", "ref-late", "kl-clamped", "parts", "old-recomputed"),
     *("advantages-centred", "micro-batch-missing"),
 )
-OTHERS = ("kl-scaled", "logprob-below", "no-clip", "advantages-batch", "advantages-strided", "mask-ignored")
+OTHERS = (
+    "kl-scaled",
+    "logprob-below",
+    "no-clip",
+    "advantages-batch",
+    "advantages-strided",
+    "mask-ignored",
+    "ref-old",
+    "advantages-rolled",
+)
 """Further ones."""
 
 
@@ -182,7 +193,7 @@ def test_a_fault_is_named_with_its_remedy(fault):
         return
     assert found.fault == fault and found.aggregation == "token-mean" and found.remedies
     assert found.part == (2 if fault == "micro-batch-missing" else None)
-    wanted = {"entropy": 0.01, "kl-scaled": 3.0}.get(fault)
+    wanted = {"entropy": 0.01, "kl-scaled": 3.0, "advantages-rolled": 4}.get(fault)
     # Of a fit to eight numbers from float32 sums of the same terms, which agree to TIGHT = 2e-4.
     assert wanted is None or found.value == pytest.approx(wanted, rel=2e-3)
 
@@ -275,6 +286,29 @@ def test_a_response_that_counts_several_times_is_found_by_the_gram(times):
     [row] = found.explained.to_dict("records")
     assert (found.kind, row["kind"], row["index"]) == ("tokens", "response", 5)
     assert row["times"] == pytest.approx(times, abs=1e-3) and row["share"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.all
+def test_advantages_that_are_clipped_are_found_by_the_policys_part_of_responses():
+    """KL keeps its weight, so that only the policy's part is a multiple; no ratio is beyond a clip."""
+    policy, batch = make_step(temperature=1.0)
+    log = replace(batch, old_logprobs=None, rewards=None)
+    own = Trainer(policy, batch, old=torch.full(batch.input_ids.shape, torch.nan))
+    found = audit(policy, log, replace(own, advantages=batch.advantages.clamp(-1, 1)).gradient(), loss=LOSS)
+    assert found.kind == "tokens" and set(found.explained["of"]) == {"policy"}
+    exact = torch.where(batch.response_mask, batch.advantages.abs(), 0.0).amax(1)
+    wanted = {row: 1 / float(own) for row, own in enumerate(exact) if own > 1.03}
+    assert found.explained.set_index("index")["times"].to_dict() == pytest.approx(wanted, rel=2e-3)
+
+
+@pytest.mark.all
+def test_decay_in_the_loss_is_found_with_its_coefficient():
+    policy, batch = make_step(temperature=1.0)
+    gradient = Trainer(policy, batch).gradient()
+    for name, parameter in float_parameters(policy.model):
+        gradient[name] += 0.01 * parameter.detach()
+    [row] = audit(policy, batch, gradient, loss=LOSS, micro_batch=MICRO).explained.to_dict("records")
+    assert row["kind"] == "decay" and row["times"] == pytest.approx(0.01, rel=1e-3)
 
 
 @pytest.mark.all

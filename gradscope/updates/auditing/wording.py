@@ -32,7 +32,7 @@ KINDS = {
     "negative": "the tokens of negative weight",
     "dropped": "the tokens that the log's mask drops, such as tool output,",
     "prompts": "the tokens of the prompts",
-    "before": "the token before each response",
+    "before": "the prompts' last tokens",
 }
 
 
