@@ -207,7 +207,9 @@ def audit(
     reading = next(own for own in search.found if same(own) == same(judged))
     about["exact"] = search.recall(reading, judged.factor)
     rounded = judged.kind == "rounding" or (judged.kind in ("tokens", "other") and precision in EPS)
-    about["hidden"] = _rounding(precision, counts) if rounded else FLOAT32 if loose else TIGHT
+    about["hidden"] = (
+        _rounding(precision, counts) if rounded else FLOAT32 if loose and judged.kind != "tokens" else TIGHT
+    )
     sound = Reading("logged" if batch.loss_scales is not None else distinct[0] if guessed else judged.aggregation)
     ratio = summarize(search.found[sound])["ratio"]
     verdict = f"{judged.verdict} Its norm is {ratio:.4g} times the exact one of {sound}."
@@ -247,7 +249,8 @@ class _Rests:
             rest, found = min(known, key=lambda pair: (len(pair[1].rows), pair[0].reading.aggregation != "logged"))
             return _add(judged, rest.reading, found)
         if most is None and rests:
-            for rest in dict.fromkeys((min(rests, key=lambda rest: rest.spread), rests[-1])):
+            sound = [rest for rest in rests if not rest.reading.faults]
+            for rest in dict.fromkeys((*sorted(sound, key=lambda rest: rest.spread)[:1], rests[-1])):
                 if (found := rest.by_decay() or rest.by_steps()) is not None:
                     return _add(judged, rest.reading, found)
         return judged

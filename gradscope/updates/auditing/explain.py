@@ -224,11 +224,17 @@ class Rest:
         """
         if self.D.rows.shape[1] < ENTRIES * MOST:
             return None
-        self.taken = []
-        atoms, x, left = self._atoms(), np.zeros(0), self.square**0.5
+        atoms = self._atoms()
+        if (found := self._steps(atoms, MOST)) is None or (found.rows["kind"] == "token").sum() in (0, len(found.rows)):
+            return found
+        # A set may have been taken for the tokens in it: rather these alone, if there are no more of them.
+        return self._steps([atom for atom in atoms if atom.kind == "all"], len(found.rows)) or found
+
+    def _steps(self, atoms: list[Atom], most: int) -> Explanation | None:
+        self.taken, x, left = [], np.zeros(0), self.square**0.5
         squares = np.array([self._square(atom) for atom in atoms])
         along, begun, since = self.along, self.square, 0
-        while left > self.floor and len(self.taken) < MOST:
+        while left > self.floor and len(self.taken) < most:
             self._take(self._choose(atoms, squares, along))
             x, R, left = self._refit()
             hopeless = left**2 > (1 - PROGRESS * (len(self.taken) - since) / MOST) * begun
@@ -268,7 +274,7 @@ class Rest:
             gain = along[token] ** 2 / square if square else 0.0
             if scores[token] and (best is None or gain > best[1]):
                 best = self._token(token), gain
-        if best is None or gains.max() > best[1] * (1 + 1e-6):
+        if best is None or gains.max(initial=0.0) > best[1] * (1 + 1e-6):
             return atoms[int(gains.argmax())]
         return best[0]
 

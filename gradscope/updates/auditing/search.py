@@ -109,8 +109,11 @@ class Search:
         return [self.everywhere, self.everywhere.unscaled()] if self.readings.scales else [self.everywhere]
 
     @cached_property
-    def _spans(self) -> tuple[Vectors, np.ndarray]:
-        """The spans of the trainer's gradient, with about the same square each, and their squares."""
+    def _seen(self) -> tuple[list[Float[np.ndarray, "M 2 K"]], Float[np.ndarray, " M"]]:
+        """−⟨∇ log π_t, T_m⟩ and −⟨∇H_t, T_m⟩ of the tokens of each of `_screened`, and ‖T_m‖².
+
+        The spans T_m have about the same square each.
+        """
         spans = Vectors.zeros(self.readings.J.model, SPANS, self.readings.J.resources.vectors)
         squares = {name: float(own.double().square().sum()) for name, own in self.theirs.items()}
         whole, before = sum(squares.values()), 0.0
@@ -120,22 +123,18 @@ class Search:
             for m in which.unique().tolist():
                 spans.rows[m, spans.slices[name]] = torch.where(which == m, own.to(spans.rows), 0.0)
             before += squares[name]
-        return spans, np.array([float(row.double().square().sum()) for row in spans.rows])
-
-    @cached_property
-    def _along(self) -> list[Float[np.ndarray, "M 2 K"]]:
-        """−⟨∇ log π_t, T_m⟩ and −⟨∇H_t, T_m⟩, of the tokens of each of `_screened`."""
-        changes = [readings.J.jvp(self._spans[0], of=("logprob", "entropy")) for readings in self._screened]
-        return [-torch.stack([own.logprob, own.entropy], 1).double().numpy() for own in changes]
+        changes = [readings.J.jvp(spans, of=("logprob", "entropy")) for readings in self._screened]
+        along = [-torch.stack([own.logprob, own.entropy], 1).double().numpy() for own in changes]
+        return along, np.array([float(row.double().square().sum()) for row in spans.rows])
 
     def _products(self, reading: Reading, weights: Weights) -> Float[np.ndarray, " M"]:
         """Return the reading's ⟨G, T_m⟩."""
-        along = self._along[_at_1(reading)]
+        along = self._seen[0][_at_1(reading)]
         return along.reshape(len(along), -1) @ weights.flatten().numpy()
 
     def _error(self, products: Float[np.ndarray, "M ..."]) -> np.ndarray:
         """Return how far f·⟨G, T_m⟩ is off ‖T_m‖² in half of the spans, for the best f."""
-        squares = self._spans[1].reshape(-1, *[1] * (products.ndim - 1))
+        squares = self._seen[1].reshape(-1, *[1] * (products.ndim - 1))
         with np.errstate(divide="ignore", invalid="ignore"):
             factor = np.median(squares / products, 0)
             error = np.median(np.abs(factor * products / squares - 1), 0)
@@ -157,14 +156,14 @@ class Search:
         """Yield readings with the best factor on part of the loss."""
         for reading, rest, part in readings.fitted(most):
             columns = np.stack([self._products(reading, own) for own in (rest, part)], 1)
-            whole, some = np.linalg.lstsq(columns, self._spans[1], rcond=None)[0]
+            whole, some = np.linalg.lstsq(columns, self._seen[1], rcond=None)[0]
             if whole > 0:
                 factor = float(some / whole)
                 yield replace(reading, value=factor), rest + factor * part
 
     def _bound(self, readings: Readings) -> Iterator[tuple[Reading, Weights]]:
         """Yield readings without the tokens beyond a bound of a column: of each column, the best."""
-        along = self._along[0]
+        along = self._seen[0][0]
         for plain, weights in readings.plain().items():
             terms, live = (along * weights.numpy()).sum(1), weights.any(0).numpy()
             for name, column in readings.bounds():
