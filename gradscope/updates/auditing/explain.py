@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
-from gradscope.updates.auditing.readings import Reading, Readings, Weights
+from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights
 from gradscope.updates.auditing.search import Search, loss_gradients
 from gradscope.updates.auditing.wording import EQUAL, describe
 
@@ -149,7 +149,7 @@ class Rest:
     @cached_property
     def _policy(self) -> Float[Tensor, " K"] | None:
         """The policy's part of the weights; None: it is all, or unknown."""
-        terms, sound = self.readings.terms, not self.reading.faults and self.reading.value is None
+        terms, sound = self.readings.terms, not self.reading.faults and self.reading.aggregation not in GUESSED
         if not sound or not (terms.parts[1] * terms.mask[1]).any():
             return None
         return self.readings.aggregate(terms.scale(1, 0, 0))[self.reading.aggregation][0]
