@@ -221,9 +221,11 @@ def _set(c: Columns, **changes: Any) -> Columns:
 
 def _column(name: str, by: int, fill: float) -> Callable[[Columns], Columns | None]:
     def change(c: Columns) -> Columns | None:
-        if (values := getattr(c.batch, name)) is None or (name == "ref_logprobs" and not c.loss.kl_coef):
+        values, of_kl = getattr(c.batch, name), name == "ref_logprobs" and not c.loss.is_whole
+        if values is None or (of_kl and not c.loss.kl_coef):
             return None
-        return replace(c, batch=replace(c.batch, **{name: c.shift(values, by, fill)}))
+        ends = 0.0 if name == "ref_logprobs" and not of_kl else fill  # a margin needs every token's
+        return replace(c, batch=replace(c.batch, **{name: c.shift(values, by, ends)}))
 
     return change
 
@@ -292,12 +294,10 @@ def _average_ratio(c: Columns) -> Columns | None:
 
 
 def _clamp_kl(c: Columns) -> Columns | None:
+    if not _pulls(c):
+        return None
     ref = c.batch.ref_logprobs
-    return (
-        None
-        if ref is None
-        else replace(c, batch=replace(c.batch, ref_logprobs=ref.masked_fill(c.logprob < ref, torch.nan)))
-    )
+    return replace(c, batch=replace(c.batch, ref_logprobs=ref.masked_fill(c.logprob < ref, torch.nan)))
 
 
 COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
@@ -332,7 +332,7 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
 
 
 def _pulls(c: Columns) -> bool:
-    return bool(c.loss.kl_coef) and c.batch.ref_logprobs is not None
+    return bool(c.loss.kl_coef) and not c.loss.is_whole and c.batch.ref_logprobs is not None
 
 
 SHIFTS = {("mask-late" if by > 0 else "mask-early") + f"-{abs(by)}" * (abs(by) > 1): by for by in (1, -1, 2, -2, 3, -3)}
