@@ -10,12 +10,14 @@ if TYPE_CHECKING:
     from gradscope.objective import LossSettings
 
 WORDS = {"an advantage": "a weight", "advantages": "weights", "advantage": "weight", "Â": "w"}
+GIVEN = {"Sample more prompts from this checkpoint": "Take more of the data"}
+"""Of a loss on given text."""
 _TEXT = re.compile(r"(<script.*?</script>|<style.*?</style>|<[^>]*>)", re.S)
 
 
 def words_for(loss: LossSettings) -> Mapping[str, str]:
     """Return the words to replace in what is said about this loss."""
-    return WORDS if loss.is_whole else {}
+    return (WORDS if loss.is_whole else {}) | ({} if loss.is_sampled else GIVEN)
 
 
 def reword(text: str, words: Mapping[str, str]) -> str:

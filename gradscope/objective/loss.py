@@ -126,9 +126,9 @@ ABOUT_SAMPLING = ("on-policy", "temperature")
 def settle_loss(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
     """Return the batch as the loss sees it: one of its own has no advantages, and divides by what it is a mean over.
 
-    For those losses `loss_scales`, unless logged, becomes N over their denominator, and notes about advantages go.
-    A note of kind doubtful-loss says what the loss cannot do.
-    Raises InputError if the batch lacks what the loss needs.
+    For those losses `loss_scales`, unless logged, becomes N over their denominator, and notes about advantages go, as
+    do rewards that are all equal. A note of kind doubtful-loss says what the loss cannot do. Raises InputError if the
+    batch lacks what the loss needs.
     """
     if (weighting := settings.weighed) is None:
         return batch
@@ -147,7 +147,9 @@ def settle_loss(batch: TokenBatch, settings: LossSettings) -> TokenBatch:
         return batch
     for kind in ABOUT_ADVANTAGES if weighting.IS_SAMPLED else (*ABOUT_ADVANTAGES, *ABOUT_SAMPLING):
         batch = batch.without_notes(kind)
-    batch = replace(batch, advantages=None)
+    rewards = batch.rewards
+    unequal = rewards is not None and bool((rewards != rewards[0]).any())
+    batch = replace(batch, advantages=None, rewards=rewards if unequal else None)
     if weighting.DENOMINATOR == "tokens" or batch.loss_scales is not None:
         return batch
     kept = batch.response_mask.any(1)
