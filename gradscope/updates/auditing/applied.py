@@ -58,7 +58,8 @@ class StepAudit:
     """What differs, of CAUSES; empty: nothing."""
     groups: pd.DataFrame
     """A row per module group (biases apart) and settings: parameters, learning_rate and weight_decay as fitted, wanted
-    (wanted_learning_rate is NaN if unknown), the standard errors of the fit from rounding, distance
+    (wanted_learning_rate is NaN if unknown), the standard errors of the fit (from rounding or, if more, from what is
+    left), distance
     ‖Δθ − fit‖/‖Δθ‖ and what rounding explains of it; still: the share of entries that did not move though their step is
     not 0; half: the share of these whose step is less than half of the weights' spacing; narrow: the share of entries
     in parameters of half precision."""
@@ -241,6 +242,9 @@ def _tabulate(
         row["wanted_weight_decay"] = 0.0 if how == "decay-in-gradient" else decay
         row |= {"weight_decay_error": nt**0.5 / tt / scale if tt else np.inf}
         row |= {"distance": (left / dd) ** 0.5 if dd else 0.0, "rounding": (noise / dd) ** 0.5 if dd else np.inf}
+        # The gradient has rounding of its own, which AdamW enlarges where there is next to none.
+        wider = max(1.0, row["distance"] / row["rounding"]) if row["rounding"] else 1.0
+        row |= {name: row[name] * wider for name in ("learning_rate_error", "weight_decay_error")}
         row |= {
             "still": still / moves if moves else 0.0,
             "half": half / still if still else 0.0,
