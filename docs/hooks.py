@@ -1,7 +1,8 @@
 """Pages that are made of the code as mkdocs builds them, so that they cannot go stale.
 
-A page holds a marker, `<!-- gradscope:NAME argument -->`, which the maker of that name fills. Figures, the examples of
-reports, paper_repro.md and CHANGELOG.md come from the repository, not from copies in docs/.
+A page holds a marker, `<!-- gradscope:NAME argument -->`, which the maker of that name fills; what follows it up to
+`<!-- end -->` is for readers of the source, and says where the same stands. Links are those of the repository: figures,
+the examples of reports, paper_repro.md and CHANGELOG.md come from there, not from copies in docs/.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import csv
 import inspect
 import io
 import os
+import posixpath
 import re
 import sys
 import tomllib
@@ -28,13 +30,32 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-MARKER = re.compile(r"<!-- gradscope:(\w+) ?([\w.]*) -->")
+MARKER = re.compile(r"<!-- gradscope:(\w+) ?([\w.]*) -->(?:(?:(?!<!-- gradscope).)*?<!-- end -->)?", re.S)
 ATTRIBUTES = re.compile(r"^(```\w+) \{[^}\n]*\}$", re.M)
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?!https?:|#)[^)]*)\)")
+LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?!https?:|#)[^)#\s]+)(#[^)\s]*)?\)")
 PAGES = {"paper.md": "paper_repro.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 """Pages that stand at the top of the repository."""
 DOORS = ("objective", "theory", "updates", "trainer", "plots", "sampling", "tasks")
-"""Rooms whose doors are documented beside the package's own names."""
+"""Rooms whose doors have a page each, beside the package's own names."""
+OWN = {
+    "load": ("load_policy", "Policy", "checkpoint_step", "read_adamw_state", "whole_weights"),
+    "read": ("read_rollouts", "read_dump", "TokenBatch", "sample"),
+    "measure": (
+        *("measure", "gradients.MeasureSettings", "TokenJacobian", "Resources", "interval_gradients"),
+        *("capture_gradients", "capture_activations"),
+    ),
+    "diagnose": (
+        *("diagnose", "diagnosis.DiagnosisSettings", "diagnosis.Diagnosis", "diagnosis.Finding", "diagnosis.Verdict"),
+        *("viewer", "make_report", "write_report"),
+    ),
+    "compare": (
+        *("compare", "ComparisonSettings", "apply_updates", "apply_update", "movement_table", "StepSettings"),
+        "updates.movement.Movement",
+    ),
+    "train": ("train",),
+    "errors": ("InputError", "SelfCheckError"),
+}
+"""The package's own names, and what they return, in the order of a day's work."""
 IN_TRL = (
     *("GradScopeCallback", "SpikeRecorder", "TokenMonitor", "RolloutWriter", "ReweightLoptiMixin", "TRLSettings"),
     "trl_settings",
@@ -53,24 +74,26 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, place, abs_src_path=str(path)))
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
-    for door in DOORS:
-        content = f"# gradscope.{door}\n\n<!-- gradscope:door {door} -->\n"
-        files.append(File.generated(config, f"api/{door}.md", content=content))
     return files
 
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Fill the markers; drop what only the tests read; mend links of the repository's own pages."""
-    if page.file.src_uri in PAGES:
-        known = {file.src_uri for file in files}
-        markdown = LINK.sub(lambda found: _link(found, known), markdown)
+    """Fill the markers; drop what only the tests read; lead the repository's links to the site's places."""
+    known, here = {file.src_uri for file in files}, page.file.src_uri
+    markdown = LINK.sub(lambda found: _link(found, here, known), markdown)
     markdown = ATTRIBUTES.sub(r"\1", markdown)
     return MARKER.sub(lambda found: MAKERS[found[1]](*filter(None, [found[2]])), markdown)
 
 
-def _link(found: re.Match[str], known: set[str]) -> str:
-    target = found[2].replace("figures/report-", "report-").removeprefix("docs/")
-    return f"[{found[1]}]({target})" if target.partition("#")[0] in known else found[1]
+def _link(found: re.Match[str], here: str, known: set[str]) -> str:
+    """A link in the page `here`, to where the site has it; the words alone, if it has not what the repository has."""
+    page = PAGES.get(here, f"docs/{here}")
+    path = posixpath.normpath(posixpath.join(posixpath.dirname(page), found[3]))
+    place = {source: name for name, source in PAGES.items()}.get(path, path)
+    place = place.replace("figures/report-", "report-").removeprefix("docs/")
+    if place not in known:
+        return found[2] if (ROOT / path).exists() else found[0]
+    return f"{found[1]}[{found[2]}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{found[4] or ''})"
 
 
 def make_methods() -> str:
@@ -121,6 +144,21 @@ def make_glossary() -> str:
     terms = {name: text for part in PARTS.values() for name, text in getattr(part, "DEFINITIONS", {}).items()}
     rows = [f"| {name} | {text.replace('|', chr(92) + '|')} |" for name, text in terms.items()]
     return "\n".join(["| term | meaning |", "|---|---|", *rows])
+
+
+def make_statistics() -> str:
+    """Every headline statistic: what it is, and its unit in the kept reports."""
+    from gradscope.diagnosis import PARTS
+    from gradscope.diagnosis.parts import gather
+    from gradscope.plots.labels import label_of
+
+    words, units = gather(PARTS.values(), "LABELS"), {}
+    for path in sorted((ROOT / "figures").glob("report-*/**/statistics.csv")):
+        with path.open(encoding="utf-8") as file:
+            units |= {row["statistic"]: row["unit"] for row in csv.DictReader(file)}
+    names = sorted(words.keys() | units.keys())
+    rows = [[f"`{name}`", words.get(name, label_of(name)).replace("|", "\\|"), units.get(name, "")] for name in names]
+    return _table(["statistic", "what it is", "unit"], rows)
 
 
 def make_format(name: str) -> str:
@@ -232,11 +270,21 @@ def help_of(*command: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
 
 
-def make_api() -> str:
-    """mkdocstrings' directives of the package's own names and of what works inside trainers."""
-    parts = ["## gradscope", *(directive("gradscope", name) for name in sorted(own_names(), key=str.lower))]
-    parts += ["## gradscope.integrations.trl", *(directive("gradscope.integrations.trl", name) for name in IN_TRL)]
-    return "\n\n".join(filter(None, [*parts, _verl()]))
+def make_api(group: str) -> str:
+    """mkdocstrings' directives of a group of the package's own names."""
+    listed = {name for names in OWN.values() for name in names}
+    assert {name for name in listed if "." not in name} == own_names().keys(), "OWN in docs/hooks.py lists them"
+    return "\n\n".join(_own(name) for name in OWN[group])
+
+
+def _own(name: str) -> str:
+    door, _, short = name.rpartition(".")
+    return directive(f"gradscope.{door}".rstrip("."), short)
+
+
+def make_trl() -> str:
+    """Those of what works inside TRL."""
+    return "\n\n".join(directive("gradscope.integrations.trl", name) for name in IN_TRL)
 
 
 def make_door(door: str) -> str:
@@ -270,7 +318,7 @@ def directive(door: str, name: str) -> str:
     return f'{anchor}::: {place}\n    options:\n      heading: "{name}"\n      toc_label: "{name}"\n'
 
 
-def _verl() -> str:
+def make_verl() -> str:
     """verl has an environment of its own: its module's text is read, not run."""
     path = ROOT / "gradscope/integrations/verl/__init__.py"
     text = inspect.cleandoc(path.read_text(encoding="utf-8").split('"""')[1].replace("\\\\\n", "\\\n"))
@@ -278,7 +326,7 @@ def _verl() -> str:
         f"```text\n{inspect.cleandoc(block)}\n```" if block.startswith("    ") else re.sub(r":\n- ", ":\n\n- ", block)
         for block in text.split("\n\n")
     ]
-    return "## gradscope.integrations.verl\n\n" + "\n\n".join(blocks)
+    return "\n\n".join(blocks)
 
 
 MAKERS: dict[str, Callable[..., str]] = {
@@ -290,6 +338,9 @@ MAKERS: dict[str, Callable[..., str]] = {
     "architectures": make_architectures,
     "cli": make_cli,
     "api": make_api,
+    "statistics": make_statistics,
+    "trl": make_trl,
+    "verl": make_verl,
     "door": make_door,
 }
 """Name of a marker → what fills it."""
