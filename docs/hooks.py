@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 MARKER = re.compile(r"<!-- gradscope:(\w+) ?([\w.]*) -->(?:(?:(?!<!-- gradscope).)*?<!-- end -->)?", re.S)
 ATTRIBUTES = re.compile(r"^(```\w+) \{[^}\n]*\}$", re.M)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?!https?:|#)[^)#\s]+)(#[^)\s]*)?\)")
-PAGES = {"paper.md": "paper_repro.md", "changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
+PAGES = {"paper.md": "paper_repro.md", "changelog.md": "CHANGELOG.md"}
 """Pages that stand at the top of the repository."""
 DOORS = ("objective", "theory", "updates", "trainer", "plots", "sampling", "tasks")
 """Rooms whose doors have a page each, beside the package's own names."""

@@ -28,7 +28,6 @@ DEAR = {
     "docs/report.md",
     "docs/start.md",
     "docs/theory.md",
-    "docs/tutorials/large.md",
     "docs/tutorials/lora.md",
     "docs/tutorials/trl.md",
     "docs/tutorials/verl.md",
