@@ -2,7 +2,7 @@
 
 A page holds a marker, `<!-- gradscope:NAME argument -->`, which the maker of that name fills; what follows it up to
 `<!-- end -->` is for readers of the source, and says where the same stands. Links are those of the repository: figures,
-the examples of reports, paper_repro.md and CHANGELOG.md come from there, not from copies in docs/.
+the examples of reports and paper_repro.md come from there, not from copies in docs/.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT))
 MARKER = re.compile(r"<!-- gradscope:(\w+) ?([\w.]*) -->(?:(?:(?!<!-- gradscope).)*?<!-- end -->)?", re.S)
 ATTRIBUTES = re.compile(r"^(```\w+) \{[^}\n]*\}$", re.M)
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(((?!https?:|#)[^)#\s]+)(#[^)\s]*)?\)")
-PAGES = {"paper.md": "paper_repro.md", "changelog.md": "CHANGELOG.md"}
+PAGES = {"paper.md": "paper_repro.md"}
 """Pages that stand at the top of the repository."""
 DOORS = ("objective", "theory", "updates", "trainer", "plots", "sampling", "tasks")
 """Rooms whose doors have a page each, beside the package's own names."""
