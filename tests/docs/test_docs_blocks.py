@@ -18,6 +18,7 @@ PAGES = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY /
 PAGES = ["README.md", *PAGES]
 DEAR = {
     "README.md",
+    "docs/api.md",
     "docs/beyond-grpo.md",
     "docs/comparing.md",
     "docs/concepts.md",
@@ -116,6 +117,25 @@ def test_pages_name_no_place_of_this_machine():
     for path in [REPOSITORY / "mkdocs.yml", *(REPOSITORY / "docs").rglob("*.*")]:
         if path.suffix in (".md", ".py", ".yml", ".css", ".csv"):
             assert not re.search(r"/(work|root|home)/|localhost|127\.0\.0\.1", path.read_text()), path
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "paper_repro.md"])
+def test_every_link_of_a_page_leads_somewhere_in_the_repository(page):
+    """As the forge shows it, where nothing is built."""
+    text = re.sub(r"^( *)```.*?^\1```$", "", (REPOSITORY / page).read_text(), flags=re.M | re.S)
+    dead = []
+    for target in re.findall(r"\]\(((?!https?:)[^)\s]+)\)", re.sub(r"`[^`]*`", "", text)):
+        name, _, anchor = target.partition("#")
+        path = (REPOSITORY / page).parent / name if name else REPOSITORY / page
+        known = headings(path) if anchor and path.suffix == ".md" and path.is_file() else {anchor}
+        dead += [] if path.exists() and (anchor in known or anchor.startswith("gradscope")) else [target]
+    assert dead == []
+
+
+def headings(path: Path) -> set[str]:
+    """The anchors of a page's headings, as the forge and mkdocs make them."""
+    heads = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def as_read(block: Block) -> Block:

@@ -60,7 +60,18 @@ def test_generated_pages_hold_what_they_are_made_of(site):
     names = [name for name in gradscope.__all__ if callable(getattr(gradscope, name))]
     assert [name for name in names if f'id="gradscope.{name}"' not in api] == []
     assert re.search(r"<li>\s*(<p>)?<code>optimizer_state</code>: ", api)  # parameters of a docstring are a list
-    assert (site / "search/search_index.json").is_file()
+    assert "<strong>Args:</strong>" in api and all(f">{name}<" in api for name in ("Finding", "DiagnosisSettings"))
+
+
+@needs_mkdocs
+@pytest.mark.all
+def test_the_site_can_be_searched_from_disk_and_holds_what_it_links_to(site):
+    assert (site / "search/search_index.js").is_file() and not list(site.rglob("__pycache__"))
+    reports = sorted(site.glob("report-*/**/report.html"))
+    assert reports
+    for page in reports:
+        links = re.findall(r'href="(data/[^"#]+)"', page.read_text())
+        assert [link for link in links if not (page.parent / link).is_file()] == []
 
 
 def architectures() -> list[dict[str, str]]:
