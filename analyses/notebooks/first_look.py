@@ -9,7 +9,7 @@
 # %% [markdown]
 # # A first look at a policy
 #
-# Which tokens would the next update of this policy serve? We sample a few responses, measure the gradient of every
+# Which tokens does the next update of this policy follow? We sample a few responses, measure the gradient of every
 # token of them, and look. The policy is the one that comes with gradscope: a small Llama that reasons about Knights &
 # Knaves puzzles. Any checkpoint folder of transformers works in its place.
 
