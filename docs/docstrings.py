@@ -29,12 +29,12 @@ def to_markdown(text: str) -> str:
     <BLANKLINE>
     - `path`: a file, or a folder.
     - `seed`: draws.
-    >>> print(to_markdown("Args:\\n    path: a file, or\\n        a folder.\\n\\nReturns:\\n    A row per token:\\n    numbers."))
+    >>> print(to_markdown("Args:\\n    path: a file, or\\n        a folder.\\n\\nReturns:\\n    A row per token."))
     **Args:**
     <BLANKLINE>
     - `path`: a file, or a folder.
     <BLANKLINE>
-    **Returns:** A row per token: numbers.
+    **Returns:** A row per token.
     """
     return "\n\n".join(filter(None, map(_paragraph, text.split("\n\n"))))
 

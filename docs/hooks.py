@@ -90,7 +90,7 @@ def _link(found: re.Match[str], here: str, known: set[str]) -> str:
     page = PAGES.get(here, f"docs/{here}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), found[3]))
     place = {source: name for name, source in PAGES.items()}.get(path, path)
-    place = place.replace("figures/report-", "report-").removeprefix("docs/")
+    place = place.replace("figures/report-", "report-").removeprefix("docs/").replace(".ipynb", ".md")
     if place not in known:
         return found[2] if (ROOT / path).exists() else found[0]
     return f"{found[1]}[{found[2]}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{found[4] or ''})"

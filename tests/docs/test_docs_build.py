@@ -67,6 +67,7 @@ def test_generated_pages_hold_what_they_are_made_of(site):
 @pytest.mark.all
 def test_the_site_can_be_searched_from_disk_and_holds_what_it_links_to(site):
     assert (site / "search/search_index.js").is_file() and not list(site.rglob("__pycache__"))
+    assert "data:image/png" in (site / "notebooks/first_look.html").read_text()
     reports = sorted(site.glob("report-*/**/report.html"))
     assert reports
     for page in reports:
