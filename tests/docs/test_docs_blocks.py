@@ -45,7 +45,7 @@ LEFT_OUT = {
     "docs/start.md": 1,
     "docs/theory.md": 1,
     "docs/training.md": 2,
-    "docs/tutorials/trl.md": 8,
+    "docs/tutorials/trl.md": 9,
     "docs/tutorials/verl.md": 5,
 }
 """How many blocks of a page are not run, or only read; each says why."""
