@@ -199,7 +199,7 @@ def test_signal_influence_and_kinds_of_tokens_are_named_where_their_printed_inte
         assert all(own.strip() in said.statement for own in over)
     signal = d.pick("signal_fraction", "raw", "all")
     if signal is not None and np.isnan(signal["lower"]):
-        assert "signal fraction none seen" not in text
+        assert "signal fraction not told from 0" not in text
     if "influence" in kinds:
         share, own = printed(kinds["influence"].statement, " %"), printed(kinds["influence"].detail, " %")
         above = bool(share and own) and share[0][0] > own[0][1]
@@ -313,7 +313,7 @@ def test_prompts_are_counted_by_each_of_their_names_with_one_number(name):
         assert int(number) == served
     for number in re.findall(r"(\d+) of them with an advantage", own):
         assert int(number) == served
-    wanted = {int(number) for number in re.findall(r"about (\d+) prompts would decide", own)}
+    wanted = {int(number) for number in re.findall(r"about (\d+) prompts (?:would decide|to be told)", own)}
     for number in re.findall(r"(?<![\d.,])(\d+) prompts?\b(?! with)", own):
         assert int(number) in {case.prompts, FEWEST, MANY} | wanted  # MANY: what an interval is
 

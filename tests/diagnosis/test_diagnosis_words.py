@@ -380,7 +380,7 @@ def test_tokens_with_a_reward_conflict_are_what_is_read_next():
     assert not any("conflict" in words for words in plant(spikes=SPIKES).advice)
 
 
-@pytest.mark.parametrize(("half", "value"), [(0.25, "none seen"), (0.8, "not known")])
+@pytest.mark.parametrize(("half", "value"), [(0.25, "not told from 0"), (0.8, "not known")])
 def test_a_bound_that_excludes_no_signal_is_not_printed(half, value):
     found = plant(one_change("signal_fraction", [0.1, 0.2, 0.0, 0.2, 0.2], half=half))
     assert [tile.value for tile in make_tiles(found) if tile.label == "signal fraction"] == [value]

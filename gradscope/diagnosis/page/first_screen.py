@@ -105,7 +105,7 @@ def make_tiles(d: Diagnosis) -> tuple[Tile, ...]:
             tiles.append(Tile("signal fraction", "not known", "its 95 % bounds allow almost every share"))
         else:
             most = f"at most {percent(max(signal['upper'], 0.0))} % of the summed gradient (95 % bound)"
-            tiles.append(Tile("signal fraction", "none seen", most))
+            tiles.append(Tile("signal fraction", "not told from 0", most))
     kind = next((kind for kind in ("actual", "predicted") if any(row is not None for row in _moved(d, kind))), "")
     moved = zip(("Â > 0 rose", "Â < 0 fell"), _moved(d, kind), strict=True)
     known = [(words, row) for words, row in moved if row is not None]

@@ -61,6 +61,7 @@ RANKED = {
 """Groupings of which the largest are listed: their name, how many, and columns."""
 TOLD = 3.0
 """Standard errors from which on what other prompts want is told from 0, and divided among tokens."""
+SAMPLE_MORE = "Sample more prompts from this checkpoint"
 SURE = 5
 """Fewest tokens of a token string that is named in a sentence."""
 
@@ -246,7 +247,7 @@ def _others(d: Diagnosis) -> Finding:
 
     errors, prompts = d.pick("signal_errors", "raw")["value"], counted(d.scope.supply.prompts, "prompt")
     left_out = d.scope.supply.prompts < d.scope.of_prompts
-    more = "Give more minutes" if left_out else "Sample more prompts from this checkpoint"
+    more = "Give more minutes" if left_out else SAMPLE_MORE
     if isnan(others["lower"]):
         few = f"{d.pick('effective_prompts', 'raw')['value']:.1f} effective prompts are too few to say what others want"
         return tell(Verdict.UNDECIDED, f"{few}.", todo=f"{more}: {few}.")
@@ -257,7 +258,9 @@ def _others(d: Diagnosis) -> Finding:
         return tell(Verdict.MORE, "other prompts want part of this update.", detail)
     enough = "with four times as many, a signal four times as weak would show"
     if errors > 0:
-        enough = f"at this strength it would take about {ceil(d.scope.supply.prompts * TOLD / errors):,}"
+        needed = ceil(d.scope.supply.prompts * TOLD / errors)
+        enough = f"a signal as large as this would take about {needed:,} prompts to be told from 0"
+        more = more if needed <= d.scope.of_prompts else SAMPLE_MORE
     few = f"{prompts} do not tell whether other prompts want any of this update"
     return tell(Verdict.UNDECIDED, f"{few}.", todo=f"{more} before comparing weightings; {enough}.")
 
@@ -279,7 +282,11 @@ def _holders(d: Diagnosis) -> Finding:
     if len(words):
         each = ", ".join(f"{row.value!r} ({percent(row.gradient_share)} %)" for row in words.itertuples())
         statement += f" The token strings with the largest parts are {each}."
-    return Finding("holders", Verdict.FACT, statement, about=(("largest_half", "raw", ""),))
+    shares = d.table["gradient_share"] if "gradient_share" in d.table else pd.Series(dtype=float)
+    against = float(shares.clip(upper=0.0).sum())
+    detail = f"Shares of single tokens are signed: those for this gradient add up to {percent(1 - against)} %, those "
+    detail = f"{detail}against it to {percent(against)} %." if against else ""
+    return Finding("holders", Verdict.FACT, statement, detail, about=(("largest_half", "raw", ""),))
 
 
 def _drawn(groups: pd.DataFrame) -> pd.Series:

@@ -171,10 +171,14 @@
     }
     return [texts.get(key)];
   }
+  const inOneLine = (prompt) => visible(prompt).replace(/\s+/g, " ").trim();
+  // Prompts that begin alike, such as with the same worked examples, are told apart by how they end.
+  const alike = data.prompts?.length > 1 && new Set(data.prompts.map((one) => inOneLine(one).slice(0, 70))).size === 1;
   const nameOf = (key) => {
     const { prompt } = firsts.get(key);
-    const text = prompt === undefined ? "" : visible(data.prompts[prompt]).replace(/\s+/g, " ").trim();
-    return `Prompt ${key}${text ? `: ${text.length > 70 ? `${text.slice(0, 70)}…` : text}` : ""}`;
+    const text = prompt === undefined ? "" : inOneLine(data.prompts[prompt]);
+    const part = text.length <= 70 ? text : alike ? `…${text.slice(-70)}` : `${text.slice(0, 70)}…`;
+    return `Prompt ${key}${part ? `: ${part}` : ""}`;
   };
 
   function shade(response) {
