@@ -8,9 +8,6 @@ from support.policies import make_batch, make_policy
 from analyses.common.batch_share import BatchShare, noise_scale
 from gradscope.gradients import TokenJacobian
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 
 def plant(generator: np.random.Generator, kinds: int = 5) -> tuple[np.ndarray, np.ndarray]:
     """A prompt is one of a few kinds, all equally likely, with gradients of tokens a and of all, [kinds, 3] each."""

@@ -25,8 +25,6 @@ import os, pickle, re, sys, types, warnings
 source, names, out, folder = sys.argv[1:]
 os.chdir(folder)
 warnings.simplefilter("error")
-# OTHERS: torch's own forward mode compiles its rules with a torch.jit.script that torch deprecates.
-warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated", DeprecationWarning)
 cells = re.split(r"^# %%.*$", open(source, encoding="utf-8").read(), flags=re.MULTILINE)
 sys.modules["notebook"] = types.ModuleType("notebook")  # where its classes say that they are from
 values = vars(sys.modules["notebook"])

@@ -139,8 +139,6 @@ def test_constants_belong_to_the_shortest_measured_contexts_of_different_prompts
         add_constants(policy, batch, table.assign(log_one_minus_prob=-20.0), 2)
 
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_a_page_has_the_sections_of_both_parts(repository, tmp_path, monkeypatch):
     draw = np.random.default_rng(0)
     rows = [

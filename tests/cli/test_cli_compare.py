@@ -17,11 +17,7 @@ from gradscope.resampling import TOO_FEW
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import ComparisonSettings, compare
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 FILES = {"compare.csv", "by_interval.csv", "weights.parquet", "summary.txt", "tokens.parquet", "manifest.json"}
 FIELDS = ("prompt_ids", "response_ids", "group", "temperature", "reward", "old_logprobs", "response_mask")

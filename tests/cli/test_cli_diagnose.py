@@ -24,11 +24,7 @@ from gradscope.policy import load_policy, read_adamw_state, read_state
 from gradscope.rollouts import read_rollouts
 from gradscope.updates import StepSettings
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 KEYS = ["statistic", "metric", "interval"]
 

@@ -13,11 +13,7 @@ from support.cli import run
 from support.pages import BRIEF, native_rows, read_page, read_statistics, value, write_rows
 from support.policies import make_policy, save_checkpoint
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 
 @pytest.fixture(scope="module")

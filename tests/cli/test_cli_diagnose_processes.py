@@ -72,8 +72,6 @@ def test_two_processes_diagnose_what_one_does_for_each_of_several_checkpoints(mo
     assert (two / "report.html").is_file()
 
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.all
 def test_two_processes_compare_what_one_does(models, tmp_path):
     command = ("compare", models[1], models[0].parent / "rollouts.jsonl", "--no-self-check", "--device", "cpu")

@@ -39,11 +39,7 @@ from gradscope.policy import AdamWState, Policy
 from gradscope.resampling import FEWEST, MANY
 from gradscope.rollouts import TokenBatch
 
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    # torch itself calls torch.jit.script the first time that forward mode is used.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 NUMBER = r"[−<]?[\d,]*\.?\d+"
 BRACKET = re.compile(rf"({NUMBER})( %|×|) \[({NUMBER}), ({NUMBER})\]")

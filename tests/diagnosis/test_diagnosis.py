@@ -34,11 +34,7 @@ from gradscope.updates import (
     state_step,
 )
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 LABELS = interval_labels()
 # Old log-probabilities of the batch drift by about 0.1: narrow clips are active on both sides, and so is the KL.

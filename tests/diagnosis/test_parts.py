@@ -24,11 +24,7 @@ from gradscope.gradients import Resources
 from gradscope.objective import LossSettings
 from gradscope.policy import Policy
 
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    # torch itself calls torch.jit.script the first time that forward mode is used.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 ROOM = Path(__file__).resolve().parents[2] / "gradscope"
 LOOKING = {"dominance": {"summed_raw", "summed_adamw", "holders"}}
 """Part → kinds of others' findings that look at its rows."""

@@ -18,11 +18,7 @@ from gradscope.policy import Policy, flat_slices
 from gradscope.rollouts import TokenBatch
 from gradscope.updates import StepSettings, apply_update, influence
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 # As warm_state has them.
 ADAMW = StepSettings("adamw", 1e-3, 0.1, betas=(0.8, 0.95), eps=1e-6)

@@ -50,11 +50,6 @@ LEFT_OUT = {
 }
 """How many blocks of a page are not run, or only read; each says why."""
 
-pytestmark = [
-    # torch itself calls torch.jit.script the first time that forward mode is used.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
-
 
 @pytest.fixture(scope="module")
 def workshop(tmp_path_factory) -> Path:

@@ -35,6 +35,8 @@ def short_strips(monkeypatch):
     monkeypatch.setattr(attention, "PLAIN", 0)
 
 
+# torch itself calls torch.jit.script the first time that forward mode is used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 def test_strips_and_all_their_derivatives_are_plain_attentions(short_strips, window, softcap):

@@ -25,9 +25,6 @@ from gradscope.objective.equations import TokenWeights
 from gradscope.policy import AdamWSettings, AdamWState, Policy, float_parameters, load_policy
 from gradscope.rollouts import TokenBatch, collate, write_rollouts
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 EXACT = 1e-9
 """GPT-2 alone computes everything in float64."""
 LENGTHS = (7, 1, 11, 4, 9, 6, 5, 8, 3, 6, 4, 4, 6, 2)

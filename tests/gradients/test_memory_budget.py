@@ -33,11 +33,7 @@ from gradscope.updates import (
     update_cost,
 )
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [
-    pytest.mark.usefixtures("undrawn"),
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
-]
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 SPAN = 1000
 """Numbers worked on at a time: a few of the tiny models' parameters, and parts of others."""

@@ -17,9 +17,6 @@ from gradscope.objective import LossSettings, batch_loss, batch_weights, resolve
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 NAMES = ["qwen2", "llama", "gpt2", "gemma2", "mixtral", "qwen3_moe"]
 NARROW = LossSettings(clip_ratio_low=0.05, clip_ratio_high=0.04, clip_ratio_c=1.1, kl_coef=0.2)
 

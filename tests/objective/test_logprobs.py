@@ -131,7 +131,7 @@ def test_the_gradient_of_gathered_logprobs_is_the_uncancelled_one(temperature, d
 
 
 # torch itself calls torch.jit.script the first time that forward mode is used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 def test_gathered_logprobs_are_differentiable_twice_and_in_forward_mode():
     logits = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2)).requires_grad_()
     token_ids = torch.tensor([0, 3, 5])

@@ -156,6 +156,8 @@ def test_slopes_in_float32_keep_their_digits_where_pi_rounds_to_1(name):
     assert ((found - exact).norm(dim=1) / exact.norm(dim=1)).max() < 1e-4
 
 
+# torch itself calls torch.jit.script the first time that forward mode is used.
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("mode", ["reverse", "forward", "together"])
 def test_numbers_have_the_slope_as_their_derivative_in_both_modes(mode):
     logits, teacher, ids, at = draw(6)

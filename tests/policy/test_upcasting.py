@@ -37,9 +37,6 @@ from gradscope.policy import Policy, arithmetic_dtype, load_policy
 from gradscope.policy.upcasting import upcast_on_use
 from gradscope.updates import StepSettings, apply_update, influence
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 ROUNDING = 1e-5
 """Copies are exact, so that the same products are made of the same numbers; only their order could differ."""
 FAMILIES = (*CAUSAL, "gemma", "seed_oss", "llama_biases_tied")

@@ -35,9 +35,6 @@ from gradscope.updates.comparison import noise
 from gradscope.updates.comparison.noise import Products
 from gradscope.updates.comparison.statistics import Judge
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 WEIGHTINGS = ("grpo", "reweight:alpha=0.5", "lopti", "random-split", "mask:low=0.5,high=1", "gspo", "up-weight")
 STEP = StepSettings("adamw", 1e-3, 0.1, BETAS, EPS, max_grad_norm=0.05)
 SETTINGS = replace(NARROW, kl_coef=0.0)

@@ -27,9 +27,6 @@ from gradscope.updates import (
     state_step,
 )
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 
 @pytest.fixture(scope="module")
 def policy() -> Policy:

@@ -17,9 +17,6 @@ from gradscope.objective import TokenWeights
 from gradscope.rollouts import collate
 from gradscope.updates import Spike, SpikedStep, explain_spike, tabulate_step
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-
 EXACT = 1e-9
 """GPT-2 alone computes everything in float64; the sums here are of 60 tokens."""
 LENGTHS = (9, 7, 11, 6, 9, 6, 5, 8)

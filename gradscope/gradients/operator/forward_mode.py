@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import torch
@@ -74,6 +74,7 @@ def changes_along(
     """
     model, arguments = kept.model, (kept, vectors, batch.num_tokens, micro_batch, pieces)
     with torch.inference_mode(False), torch.no_grad(), measuring(model, batch.width), _still_padding(model):
+        _load_rules()
         try:
             if _fits_together(model, vectors, batch):
                 with suppress(NotImplementedError, RuntimeError):  # unsupported by vmap; or out of memory, retried
@@ -96,6 +97,14 @@ def changes_along(
                 ) from error
             warnings.warn(f"no forward mode ({reason}); using central differences instead", stacklevel=3)
             return _changes(_central_differences, *arguments), "central differences"
+
+
+@cache
+def _load_rules() -> None:
+    """Have torch load its rules of forward mode, which it scripts itself, and deprecates."""
+    with warnings.catch_warnings(), dual_level():
+        warnings.filterwarnings("ignore", message="`torch.jit.script` is ")
+        make_dual(torch.zeros(1), torch.zeros(1))
 
 
 @contextmanager

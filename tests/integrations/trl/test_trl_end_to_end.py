@@ -18,8 +18,6 @@ from gradscope.cli import main
 pytestmark = [
     *needs_trl,
     pytest.mark.all,
-    # torch itself calls torch.jit.script the first time that forward mode is used.
-    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),
 ]
 
 SAVED, CLIP, RATE = 2, 0.05, 1e-3

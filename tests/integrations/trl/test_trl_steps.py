@@ -15,8 +15,7 @@ from gradscope.policy import flat_slices, optimizer_names, read_state
 from gradscope.rollouts import read_dump
 from gradscope.updates import apply_update, influence, state_step
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-pytestmark = [*needs_trl, pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")]
+pytestmark = needs_trl
 
 SETTINGS = {
     "weight_decay": 0.1,
