@@ -18,6 +18,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
+from gradscope.policy import layer_settings
+
 STRIPS = "gradscope_strips"
 """The name under which `_attend` and `_find_band` are registered with transformers."""
 PLAIN = 1 << 28
@@ -204,9 +206,8 @@ def strips_where_long(model: nn.Module, length: int) -> Iterator[None]:
 
 def probability_bytes(model: nn.Module, batch: int, length: int) -> int:
     """Return the bytes of plain attention's probabilities in all blocks, for sequences of this length."""
-    config = model.config.get_text_config()
-    rows = getattr(config, "num_hidden_layers", 1) * getattr(config, "num_attention_heads", 1)
-    return 4 * batch * rows * length**2
+    heads = sum(count or 1 for count in layer_settings(model, "num_attention_heads"))
+    return 4 * batch * heads * length**2
 
 
 _tried: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()

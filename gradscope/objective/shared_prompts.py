@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,7 +28,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gradscope.policy import arithmetic_dtype
+from gradscope.policy import arithmetic_dtype, layer_settings
 from gradscope.rollouts import Response, TokenBatch, collate
 
 SHARED_PROMPTS = "gradscope_shared_prompts"
@@ -111,8 +111,7 @@ def packing_for(model: nn.Module, piece: TokenBatch) -> Packing | None:
     rows, width = piece.input_ids.shape
     if not can_pack(model) or not piece.response_mask.any():
         return None
-    config = model.config.get_text_config()
-    windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    windows = chain(*(layer_settings(model, name) for name in ("sliding_window", "attention_chunk_size")))
     if any(window is not None and window < width for window in windows):
         return None
     packing = pack(piece)

@@ -16,7 +16,7 @@ from gradscope.policy.adamw import (
     sum_of_squares,
     value_ranges,
 )
-from gradscope.policy.adapters import find_whole
+from gradscope.policy.adapters import asked_by_peft, find_whole
 from gradscope.policy.attention import without_cudnn_attention
 from gradscope.policy.autocast import without_autocast
 from gradscope.policy.checkpoint import (
@@ -61,7 +61,7 @@ from gradscope.policy.parameters import (
     trained_only,
     weights_version,
 )
-from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
+from gradscope.policy.policy import Policy, check_prompt, find_blocks, layer_settings, takes
 from gradscope.policy.positions import find_context
 from gradscope.policy.rewind import restoring
 from gradscope.policy.saving import is_last_checkpoint, missing_part
@@ -78,14 +78,15 @@ from gradscope.policy.whole_weights import refuse_shards, whole_weights
 
 __all__ = [
     "ADAPTER_CONFIG", "DTYPES", "EMBEDDED", "GRADIENT_SHARE", "PART", "RATE", "UPCAST", "AdamWSettings", "AdamWState",
-    "Policy", "PolicyLike", "arithmetic_dtype", "check_prompt", "checkpoint_name", "checkpoint_step", "find_blocks",
-    "find_checkpoint", "find_context", "find_device", "find_lossy_text", "find_optimizer_file", "find_policy_state",
-    "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget", "group_names", "group_settings",
-    "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch", "list_step_folders", "load_policy",
-    "load_tokenizer", "make_key", "make_manifest", "merged_parameters", "missing_part", "model_bytes", "model_of_step",
-    "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name",
-    "policy_hashes", "precision_in_words", "read_adamw_state", "read_state", "refuse_shards",
-    "refuse_training_run", "refuse_unreadable", "replaced_forward", "restoring", "return_freed_memory", "shards_of",
-    "square_norm", "sum_of_squares", "takes", "trained_only", "unpacked", "upcast_on_use", "value_ranges",
-    "weights_hash", "weights_version", "whole_weights", "without_autocast", "without_cudnn_attention",
+    "Policy", "PolicyLike", "arithmetic_dtype", "asked_by_peft", "check_prompt", "checkpoint_name", "checkpoint_step",
+    "find_blocks", "find_checkpoint", "find_context", "find_device", "find_lossy_text", "find_optimizer_file",
+    "find_policy_state", "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget",
+    "group_names", "group_settings", "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch",
+    "layer_settings", "list_step_folders", "load_policy", "load_tokenizer", "make_key", "make_manifest",
+    "merged_parameters", "missing_part", "model_bytes", "model_of_step", "module_groups", "moving", "named_step",
+    "optimizer_hash", "optimizer_names", "outline_policy", "plain_name", "policy_hashes", "precision_in_words",
+    "read_adamw_state", "read_state", "refuse_shards", "refuse_training_run", "refuse_unreadable", "replaced_forward",
+    "restoring", "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes", "trained_only",
+    "unpacked", "upcast_on_use", "value_ranges", "weights_hash", "weights_version", "whole_weights", "without_autocast",
+    "without_cudnn_attention",
 ]  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,14 @@ WRAPPED = re.compile(r"\b_(fsdp_wrapped_module|orig_mod|checkpoint_wrapped_modul
 """Parts of names that a wrapper, or peft itself in memory (lora_A.default.weight), adds."""
 CAUSAL = ("ForCausalLM", "ForConditionalGeneration", "ForImageTextToText")
 """Suffixes of the names of classes with a language-model head."""
+
+
+@contextmanager
+def asked_by_peft() -> Iterator[None]:
+    """Leave out the warning that transformers 5.24 gives when peft asks for a property by its former name."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
 
 
 def find_base(folder: Path, base: str | Path | None = None) -> Path:
@@ -166,11 +176,9 @@ def attach_adapter(
             renaming = {"config": config, "key_mapping": fit.patterns}
         shapes = {fit.rename(name): shape for name, shape in shapes.items() if name not in fit.left_out}
         fit_vocabulary(model, folder, shapes, read_adapter_config(folder).get("trainable_token_indices"))
-        with warnings.catch_warnings():
+        with asked_by_peft():
             warnings.filterwarnings("ignore", message="Found missing adapter keys")  # they are an error below
             warnings.filterwarnings("ignore", message="`lora_bias=True` was passed")  # where it will be merged
-            # peft asks transformers under an older name.
-            warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
             adapted = PeftModel.from_pretrained(model, str(folder), is_trainable=not merge, **renaming)
         _check_keys(adapted, folder, {PREFIX + name for name in shapes})
     except InputError:

@@ -24,6 +24,7 @@ from gradscope.errors import InputError
 from gradscope.objective import TokenStatistics, Updater, batch_statistics
 from gradscope.policy import (
     Policy,
+    asked_by_peft,
     find_checkpoint,
     find_device,
     load_policy,
@@ -216,7 +217,8 @@ def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None
     from transformers.pytorch_utils import Conv1D
 
     if checkpoint is not None:
-        return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True, local_files_only=True)
+        with asked_by_peft():
+            return PeftModel.from_pretrained(model, checkpoint / ADAPTER, is_trainable=True, local_files_only=True)
     width = getattr(model.config.get_text_config(), "hidden_size", config.lora_rank)
     if config.lora_rank > width:
         raise InputError(f"lora_rank is {config.lora_rank} and the policy is {width} wide; give {width} at most")
@@ -227,7 +229,7 @@ def _add_adapters(model: nn.Module, config: TrainConfig, checkpoint: Path | None
         lora_dropout=0.0,
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's weights are transposed
     )
-    with torch.random.fork_rng(devices=[]):
+    with asked_by_peft(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)  # the adapters' first factors are random
         adapters = get_peft_model(model, settings)
     if any(type(module).__name__ == "ParamWrapper" for module in model.modules()):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -154,8 +155,13 @@ def test_summed_gradients_are_of_the_adapter_alone(simple):
     torch.testing.assert_close(found[0], expected, rtol=1e-4, atol=1e-5 * expected.norm().item())
 
 
-# torch itself calls torch.jit.script the first time that forward mode is used.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("params", ["all", "adapter"])
+def test_loading_warns_of_nothing_that_peft_asks_of_transformers(params, simple):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_policy(simple, params=params)
+
+
 def test_an_update_moves_the_adapter_alone_as_predicted(simple):
     policy = load_policy(simple, params="adapter", dtype="float64")
     batch, step = make_batch(policy), StepSettings("sgd", 1e-4)

@@ -109,6 +109,7 @@ def test_a_pass_in_bfloat16_sees_the_weights_that_the_pass_before_it_made(folder
     assert together == apart
 
 
+@pytest.mark.filterwarnings("error")  # what peft asks of transformers, too
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_adapters_alone_are_trained_and_the_reference_is_the_policy_without_them(name, folders):
     learner = make_learner(folders[name], lora_rank=2, kl_coef=0.1)

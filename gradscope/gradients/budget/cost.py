@@ -23,7 +23,7 @@ from torch import nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.budget.allot import AFTER, Afterwards, Lengths, allot
-from gradscope.gradients.budget.graph_memory import norms_bytes
+from gradscope.gradients.budget.graph_memory import largest_setting, norms_bytes
 from gradscope.gradients.budget.stopwatch import describe_seconds
 from gradscope.gradients.engine.decoder.body import (
     block_bytes,
@@ -88,16 +88,18 @@ class ModelShape:
         """Read the shape from a transformers causal language model, which may be on the meta device."""
         text, inside = model.config.get_text_config(), list(model.get_submodule(find_blocks(model)).parameters())
         experts = [p for p in inside if p.dim() == 3]  # [experts, rows, columns]
-        visited = getattr(text, "num_experts_per_tok", None)
-        heads = text.num_attention_heads
-        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        visited, heads, width, pairs = (
+            largest_setting(model, name)
+            for name in ("num_experts_per_tok", "num_attention_heads", "head_dim", "num_key_value_heads")
+        )
+        width = width or text.hidden_size // heads
         return cls(
             parameters=sum(p.numel() for p in model.parameters()),
             hidden=text.hidden_size,
             layers=text.num_hidden_layers,
             heads=heads,
             query_width=heads * width,
-            kv_width=(getattr(text, "num_key_value_heads", None) or heads) * width,
+            kv_width=(pairs or heads) * width,
             vocab=text.vocab_size,
             active=sum(p.numel() for p in inside if p.dim() == 2)
             + sum(p[0].numel() * (visited or len(p)) for p in experts),

@@ -12,11 +12,17 @@ from torch.utils.checkpoint import checkpoint
 
 from gradscope.gradients.attention import probability_bytes
 from gradscope.gradients.hooks import replaced_forwards
+from gradscope.policy import layer_settings
 
 GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
 """Bytes allowed for a graph, by device; cuda: assumed to be free beside the weights."""
 SAVED = 2
 """Numbers stored in a graph per input, output and attention probability; .8 to 1.8 for six architectures."""
+
+
+def largest_setting(model: nn.Module, name: str) -> int | None:
+    """Return a setting of the configuration, in the layer where it is largest; None if no layer has it."""
+    return max(filter(None, layer_settings(model, name)), default=None)
 
 
 def graph_room(model: nn.Module) -> int:
@@ -26,8 +32,7 @@ def graph_room(model: nn.Module) -> int:
 
 def graph_bytes(model: nn.Module, blocks: nn.ModuleList, rows: int, length: int) -> int:
     """Bound the bytes of the blocks' graph over `rows` sequences of this length, with plain attention."""
-    config, parameters = model.config.get_text_config(), list(blocks.parameters())
-    visited = getattr(config, "num_experts_per_tok", None)
+    parameters, visited = list(blocks.parameters()), largest_setting(model, "num_experts_per_tok")
     sides = sum(sum(p.shape) for p in parameters if p.dim() == 2)
     sides += sum(sum(p.shape[1:]) * (visited or len(p)) for p in parameters if p.dim() == 3)  # [experts, rows, columns]
     width = max(4, parameters[0].element_size())
