@@ -1,4 +1,4 @@
-# make setup | demo | figures | architectures | check | test | test-all | test-lowest | docs | notebooks | vllm | lint | format | clean
+# make setup | demo | figures | architectures | check | test | test-all | test-lowest | test-newest | docs | notebooks | vllm | lint | format | clean
 # PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install, JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
@@ -18,14 +18,14 @@ USED := gradscope.policy.loading, gradscope.diagnosis.page.contents, gradscope.t
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
-check test test-all demo figures architectures notebooks: export OMP_NUM_THREADS ?= 1
+check test test-all test-newest demo figures architectures notebooks: export OMP_NUM_THREADS ?= 1
 # Material says at every build that MkDocs 2 will need another theme.
 export NO_MKDOCS_2_WARNING := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: setup dev demo figures architectures check test test-all test-lowest docs notebooks vllm lint format clean
+.PHONY: setup dev demo figures architectures check test test-all test-lowest test-newest docs notebooks vllm lint format clean
 
 # What a user needs; tests, docs and figures add what they need.
 setup: $(STAMP)
@@ -82,6 +82,13 @@ test-lowest:
 	    -W ignore::UserWarning:torch.profiler.profiler \
 	    --deselect tests/tasks/test_math.py::test_grading_is_silent_and_leaves_nothing_running tests
 
+# The newest versions that can be installed, in an environment of their own: what a user has who installs today.
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install $(PIP_ARGS) --upgrade --upgrade-strategy eager --editable '.[dev]'
+	.venv-newest/bin/python -m pip freeze > .venv-newest/pins.txt
+	.venv-newest/bin/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder tests
+
 docs: dev
 	$(INSTALL) --quiet --editable '.[dev,docs]'
 	$(BIN)/mkdocs build --strict
@@ -118,5 +125,5 @@ format: dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-lowest .venv-writers site demo-out dist build .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-newest .venv-writers site demo-out dist build .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
