@@ -36,6 +36,7 @@ from gradscope.policy.checkpoint import (
 from gradscope.policy.dequantizing import refuse_unreadable, unpacked
 from gradscope.policy.identity import make_key, make_manifest
 from gradscope.policy.launch import join_launch
+from gradscope.policy.layers import largest_setting, layer_settings
 from gradscope.policy.loading import (
     DTYPES,
     GRADIENT_SHARE,
@@ -61,7 +62,7 @@ from gradscope.policy.parameters import (
     trained_only,
     weights_version,
 )
-from gradscope.policy.policy import Policy, check_prompt, find_blocks, layer_settings, takes
+from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
 from gradscope.policy.positions import find_context
 from gradscope.policy.rewind import restoring
 from gradscope.policy.saving import is_last_checkpoint, missing_part
@@ -82,11 +83,11 @@ __all__ = [
     "find_blocks", "find_checkpoint", "find_context", "find_device", "find_lossy_text", "find_optimizer_file",
     "find_policy_state", "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget",
     "group_names", "group_settings", "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch",
-    "layer_settings", "list_step_folders", "load_policy", "load_tokenizer", "make_key", "make_manifest",
-    "merged_parameters", "missing_part", "model_bytes", "model_of_step", "module_groups", "moving", "named_step",
-    "optimizer_hash", "optimizer_names", "outline_policy", "plain_name", "policy_hashes", "precision_in_words",
-    "read_adamw_state", "read_state", "refuse_shards", "refuse_training_run", "refuse_unreadable", "replaced_forward",
-    "restoring", "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes", "trained_only",
-    "unpacked", "upcast_on_use", "value_ranges", "weights_hash", "weights_version", "whole_weights", "without_autocast",
-    "without_cudnn_attention",
+    "largest_setting", "layer_settings", "list_step_folders", "load_policy", "load_tokenizer", "make_key",
+    "make_manifest", "merged_parameters", "missing_part", "model_bytes", "model_of_step", "module_groups", "moving",
+    "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name", "policy_hashes",
+    "precision_in_words", "read_adamw_state", "read_state", "refuse_shards", "refuse_training_run", "refuse_unreadable",
+    "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes",
+    "trained_only", "unpacked", "upcast_on_use", "value_ranges", "weights_hash", "weights_version", "whole_weights",
+    "without_autocast", "without_cudnn_attention",
 ]  # fmt: skip

@@ -308,17 +308,6 @@ def find_blocks(model: nn.Module, name: str | None = None) -> str:
     return found[0]
 
 
-def layer_settings(model: nn.Module, name: str) -> list[Any]:
-    """Return a setting of the text model's configuration for each layer, or None where it has none.
-
-    Configurations whose layers differ (transformers' per_layer_config) raise an error if asked for one value.
-    """
-    config = model.config.get_text_config()
-    same = [config] * getattr(config, "num_hidden_layers", 1)
-    layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else same
-    return [getattr(layer, name, None) for layer in layers]
-
-
 def takes(model: nn.Module, argument: str) -> bool:
     """Return whether the model's forward (the class's or a replacement) has an argument of this name."""
     own = vars(model).get("forward")

@@ -23,7 +23,7 @@ from torch import nn
 
 from gradscope.errors import InputError
 from gradscope.gradients.budget.allot import AFTER, Afterwards, Lengths, allot
-from gradscope.gradients.budget.graph_memory import largest_setting, norms_bytes
+from gradscope.gradients.budget.graph_memory import norms_bytes
 from gradscope.gradients.budget.stopwatch import describe_seconds
 from gradscope.gradients.engine.decoder.body import (
     block_bytes,
@@ -50,7 +50,7 @@ from gradscope.gradients.settings import (
 from gradscope.gradients.statistics import find_statistics
 from gradscope.intervals import EDGES, assign_intervals
 from gradscope.objective import PAPER, LossSettings
-from gradscope.policy import Policy, find_blocks
+from gradscope.policy import Policy, find_blocks, largest_setting
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import TokenBatch, check_batch
 from gradscope.runs import counted

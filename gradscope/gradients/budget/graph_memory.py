@@ -12,17 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from gradscope.gradients.attention import probability_bytes
 from gradscope.gradients.hooks import replaced_forwards
-from gradscope.policy import layer_settings
+from gradscope.policy import largest_setting
 
 GRAPH = {"cpu": 4 << 30, "cuda": 8 << 30}
 """Bytes allowed for a graph, by device; cuda: assumed to be free beside the weights."""
 SAVED = 2
 """Numbers stored in a graph per input, output and attention probability; .8 to 1.8 for six architectures."""
-
-
-def largest_setting(model: nn.Module, name: str) -> int | None:
-    """Return a setting of the configuration, in the layer where it is largest; None if no layer has it."""
-    return max(filter(None, layer_settings(model, name)), default=None)
 
 
 def graph_room(model: nn.Module) -> int:
