@@ -16,6 +16,7 @@ import posixpath
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import fields
 from importlib import import_module
@@ -230,6 +231,10 @@ def make_architectures() -> str:
     lines += [_fill(cells, row) for row in exact]
     lines += ["", "Not measured:", "", "| model type | outcome | reason |", "|---|---|---|"]
     lines += [_fill("| {model_type} | {outcome} | {reason} |", row) for row in rows if row["outcome"] != "exact"]
+    versions = Counter(row["transformers"] for row in rows)
+    for version in versions.keys() - {versions.most_common(1)[0][0]}:
+        kinds = sorted({row["model_type"] for row in rows if row["transformers"] == version})
+        lines += ["", f"With transformers {version}: {', '.join(kinds)}."]
     how = {f"{row['date']}, torch {row['torch']}, transformers {row['transformers']}" for row in rows}
     return "\n".join(lines) + f"\n\nMeasured on {'; '.join(sorted(how))}."
 

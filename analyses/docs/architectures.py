@@ -2,7 +2,8 @@
 
     python -m analyses.docs.architectures [--out figures/architectures.csv] [--only mamba gpt2]
 
-A row per model type that transformers' AutoModelForCausalLM loads, built small from its configuration
+A row per model type that transformers' AutoModelForCausalLM loads (in the version tested, and in the newest, whose own
+types `--only` adds), built small from its configuration
 (`tests/support/shrunk.py`: width 32, four layers, a vocabulary of 96), and one per variant that the tests know
 (`tests/support/policies.py`). Each is saved, loaded by `load_policy`, self-checked as `measure` does, and measured: all
 tokens of a sequence of 28, at two temperatures, against a backward pass each through the model as it was loaded. The
@@ -239,7 +240,8 @@ def main(options: Options) -> None:
     table = make_table([])
     if options.out.is_file():
         table = pd.read_csv(options.out, dtype=str, keep_default_na=False)
-        table = table[table["policy"].isin([*MODEL_TYPES, *VARIANTS])]
+        elsewhere = table["transformers"] != transformers.__version__  # another version may have other model types
+        table = table[table["policy"].isin([*MODEL_TYPES, *VARIANTS]) | elsewhere]
     for name in names:
         row = row_in_its_own_process(name)
         print("{policy}: {outcome}".format(**row), flush=True)

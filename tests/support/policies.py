@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from gradscope.policy import Policy, find_blocks
 from gradscope.rollouts import Response, TokenBatch, collate
 from gradscope.runs import Processes
-from support.words import (
+
+from .words import (
     BOS as BOS,
     EOS as EOS,
     PAD as PAD,

@@ -16,7 +16,7 @@ MODEL_TYPES: dict[str, str] = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 SIZES: dict[str, int] = {
     name: size
     for size, names in {
-        VOCAB: "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab",
+        VOCAB: "vocab_size vocab_size_per_layer_input encoder_hash_byte_group_vocab unpadded_vocab_size",
         CONTEXT: "max_position_embeddings n_positions n_ctx max_seq_len context_length model_max_length mamba_d_ssm "
         "original_max_position_embeddings",
         48: "intermediate_size ffn_dim dim_ff dff ffn_hidden_size d_inner feed_forward_size intermediate_size_mlp "
@@ -54,6 +54,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dots3_note_audio_encoder": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+    "dots3_note_text": {
+        **{"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_q_lora_rank": 16, "swa_kv_lora_rank": 8},
+        **{"swa_head_dim": 16, "swa_qk_nope_head_dim": 8, "swa_v_head_dim": 8},
+    },
+    "dots3_note_vision_encoder": {
+        **{"mlp_layer_types": ["dense", "sparse"], "adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN},
+    },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1},
     "gemma3_text": {"layer_types": WINDOWS},
     "gemma3n_text": {"layer_types": WINDOWS, "num_kv_shared_layers": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
