@@ -82,3 +82,19 @@ def test_forward_kl_over_what_a_server_logged(logits, tail):
 
     quantity = Divergence(0, rest="tail" if tail else "renormalise")
     assert_same(quantity, differentiate(loss, own, at), own, at, (ids, known))
+
+
+@pytest.mark.parametrize("beta", every(2, [0.0, 0.3, 1.0]))
+def test_the_distillation_trainers_own_loss(logits, beta):
+    """Its heads are identities, so that hidden states are logits; it computes in float32, for a mean over tokens."""
+    from trl.trainer.distillation_trainer import _chunked_divergence_loss as loss
+
+    own, teacher, at = *logits, 0.7
+    hidden = own.float()[None].requires_grad_(True)
+    head, mask = torch.eye(N), torch.ones(1, TOKENS)
+    made, _, _ = loss(hidden, teacher.float()[None], head, head, mask, beta, temperature=at)
+    (gradient,) = torch.autograd.grad(TOKENS * made, hidden)
+    quantity = Divergence(beta, torch.nn.Identity())
+    found = quantity.evaluate(Outputs(own, torch.zeros(TOKENS, dtype=torch.long), at, (teacher,)))
+    torch.testing.assert_close(found.value.mean().float(), made.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.slope.float() / at, gradient[0], rtol=1e-4, atol=2e-6)
