@@ -273,7 +273,7 @@ def try_weightings(step: SpikedStep, culprits: Mask) -> pd.DataFrame:
 
 
 def _weightings(table: pd.DataFrame) -> Iterator[tuple[str, Float[np.ndarray, " N"]]]:
-    """Yield the weights of GRPO's clipped loss and of the registry's weightings that these columns determine."""
+    """Yield the weights of GRPO's clipped loss and of the registry's weightings of it that these columns determine."""
     new, old, advantage = (
         torch.tensor(table[name].to_numpy(np.float64))[None] for name in ("logprob", "old_logprob", "advantage")
     )
@@ -283,7 +283,8 @@ def _weightings(table: pd.DataFrame) -> Iterator[tuple[str, Float[np.ndarray, " 
         yield "clip", clipped[0].numpy() * table.get("loss_scale", 1.0)
     for name, kind in WEIGHTINGS.items():
         weighting = kind()
-        if weighting.rule.lopti_eta is None and weighting.rule.control is None:
+        other = weighting.is_whole or weighting.rule.lopti_eta is not None or weighting.rule.control is not None
+        if not other:
             with suppress(InputError), np.errstate(all="ignore"):
                 yield name, np.asarray(weighting.weights(table)["all"], dtype=np.float64)
 

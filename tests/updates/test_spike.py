@@ -153,6 +153,7 @@ def test_weightings_that_would_have_removed_a_ratio_are_named_with_their_norm():
     overflowing_ratio(case)
     found, step, jacobian = case.explain()
     clipped = found.remedies.set_index("weighting")
+    assert not {"sft", "dft"} & {*clipped.index}  # losses of their own are no remedy
     assert {"clip", "cispo"} <= {*clipped.index} and not {"reweight", "top-entropy"} & {*clipped.index}
     weights = np.where(found.culprits, 0.0, step.weights)  # the only ratio that is not 1
     expected = (jacobian * torch.from_numpy(weights / len(weights))[:, None]).sum(0).norm()
