@@ -1,4 +1,4 @@
-# make setup | demo | figures | architectures | check | test | test-all | test-lowest | test-newest | docs | notebooks | vllm | lint | format | clean
+# make setup | demo | figures | architectures | conformance | check | test | test-all | test-lowest | test-newest | docs | notebooks | vllm | lint | format | clean
 # PYTHON= picks the interpreter, PIP_ARGS= is passed on to every pip install, JOBS= is how many test processes run side by side.
 PYTHON ?= python3.11
 PIP_ARGS ?=
@@ -18,14 +18,14 @@ USED := gradscope.policy.loading, gradscope.diagnosis.page.contents, gradscope.t
 
 # Threads that spin while they wait slow each other down on a busy machine; the small policies here gain nothing from many.
 export OMP_WAIT_POLICY ?= PASSIVE
-check test test-all test-newest demo figures architectures notebooks: export OMP_NUM_THREADS ?= 1
+check test test-all test-newest demo figures architectures conformance notebooks: export OMP_NUM_THREADS ?= 1
 # Material says at every build that MkDocs 2 will need another theme.
 export NO_MKDOCS_2_WARNING := 1
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: setup dev demo figures architectures check test test-all test-lowest test-newest docs notebooks vllm lint format clean
+.PHONY: setup dev demo figures architectures conformance check test test-all test-lowest test-newest docs notebooks vllm lint format clean
 
 # What a user needs; tests, docs and figures add what they need.
 setup: $(STAMP)
@@ -59,6 +59,10 @@ figures: dev
 # Every causal language model of transformers, measured and compared with autograd (a quarter of an hour on one core).
 architectures: dev
 	$(BIN)/python -m analyses.docs.architectures
+
+# One real step of each trainer, audited (minutes); VERL= is the Python of an environment with verl, whose rows else stay.
+conformance: dev
+	$(BIN)/python -m analyses.docs.conformance $(if $(VERL),--verl $(VERL))
 
 # The tests that tell most, of every room: a minute and a half on two free cores.
 check: lint

@@ -239,6 +239,26 @@ def make_architectures() -> str:
     return "\n".join(lines) + f"\n\nMeasured on {'; '.join(sorted(how))}."
 
 
+def make_conformance() -> str:
+    """The table that analyses/docs/conformance has measured, a trainer after the other."""
+    with (ROOT / "figures/conformance.csv").open(encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    lines = []
+    for trainer in dict.fromkeys(row["trainer"] for row in rows):
+        own = [row for row in rows if row["trainer"] == trainer]
+        versions = ", ".join(sorted({row["version"] for row in own}))
+        lines += [f"### {trainer} {versions}", ""]
+        lines += ["| case | documented | agrees | reading | factor | distance |", "|---|---|---|---|---|---|"]
+        cells = "| {case} | {documented} | {agrees} | {shown} | {factor} | {distance} |"
+        for row in own:
+            shown = ", ".join(filter(None, [row["reading"], row["fault"]]))
+            agrees = "**no**" if row["agrees"] == "no" else row["agrees"]
+            lines.append(_fill(cells, row | {"shown": shown, "agrees": agrees}))
+        lines.append("")
+    how = {f"{row['date']}, torch {row['torch']}" for row in rows}
+    return "\n".join(lines) + f"\nMeasured on {'; '.join(sorted(how))}."
+
+
 def _fill(cells: str, row: dict[str, str]) -> str:
     """A row of a table; the names of its columns are no names of Python."""
     return re.sub(r"\{([\w.]+)\}", lambda found: row[found[1]].replace("|", "\\|"), cells)
@@ -341,6 +361,7 @@ MAKERS: dict[str, Callable[..., str]] = {
     "readers": make_readers,
     "checked": make_checked,
     "architectures": make_architectures,
+    "conformance": make_conformance,
     "cli": make_cli,
     "api": make_api,
     "statistics": make_statistics,

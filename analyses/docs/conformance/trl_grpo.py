@@ -1,0 +1,194 @@
+"""TRL's GRPOTrainer: one real step of a tiny policy for every pair of settings, and for some alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, train
+from torch import Tensor
+from transformers import TrainerCallback
+
+from analyses.docs.conformance.row import Step, cover_pairs
+from gradscope.integrations.trl import batch_from_trl
+from gradscope.policy import load_policy
+from gradscope.updates import TrainedLoss
+
+SIZE = 8
+"""Responses of an optimizer step."""
+LEVELS: dict[str, Sequence[Any]] = {
+    "loss_type": ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo"),
+    "gradient_accumulation_steps": (1, 2),
+    "num_iterations": (1, 2),
+    "beta": (0.0, 0.1),
+    "lora": (False, True),
+    "importance_sampling_level": ("token", "sequence"),
+    "generation": (1, 2),
+}
+"""Setting → levels; generation: optimizer steps that one generation's responses are cut into."""
+OF_RESPONSES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+"""Loss types whose formula has a place for a ratio of a whole response."""
+PLAIN = {name: levels[0] for name, levels in LEVELS.items()} | {"loss_type": "dapo"}
+SINGLE: tuple[dict[str, Any], ...] = (
+    {"num_iterations": 2, "delta": 1.1},
+    {"num_iterations": 2, "delta": 3.0, "epsilon_high": 0.28},
+    {"beta": 0.1, "use_bias_correction_kl": False},
+    {"gradient_accumulation_steps": 2, "entropy_coef": 0.1},
+    {"entropy_coef": 0.1},
+    {"top_entropy_quantile": 0.2},
+    {"gradient_accumulation_steps": 2, "top_entropy_quantile": 0.5},
+    {"loss_type": "luspo", "importance_sampling_level": "token", "num_iterations": 2},
+    {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1}
+    | {"use_bias_correction_kl": True},
+    {"mask_truncated_completions": True},
+    {"loss_type": "grpo", "mask_truncated_completions": True},
+    {"loss_type": "dr_grpo", "mask_truncated_completions": True},
+    {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "mask_truncated_completions": True},
+)
+"""Settings that the pairs leave at their defaults, a case each."""
+DOCUMENTED = {
+    "grpo": "mean over responses of token means",
+    "dapo": "mean over the tokens of the global accumulated batch",
+    "cispo": "mean over the tokens of the global accumulated batch",
+    "bnpo": "mean over the tokens of the local batch",
+    "dr_grpo": "division by responses × max_completion_length",
+    "luspo": "mean over responses, each times its length",
+    "sapo": "",
+    "vespo": "",
+}
+"""The average that the documentation of `loss_type` names."""
+OF_ALL = ("grpo", "dr_grpo")
+"""Averages over responses, of which the documentation does not say whether excluded ones count."""
+EOS = 2
+
+
+def cases() -> list[dict[str, Any]]:
+    """Return the settings of every row."""
+
+    def allowed(case: Mapping[str, Any]) -> bool:
+        of_responses = case["importance_sampling_level"] == "sequence"
+        return (not of_responses or case["loss_type"] in OF_RESPONSES) and (
+            of_responses or case["loss_type"] != "luspo"
+        )
+
+    pairs = cover_pairs(LEVELS, allowed)
+    for case in pairs:  # KL times a response's ratio is no KL per token: it has a case of its own
+        if case["importance_sampling_level"] == "sequence" and case["beta"]:
+            case["use_bias_correction_kl"] = False
+    return [*pairs, *(PLAIN | one for one in SINGLE)]
+
+
+def describe(case: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the settings that are not TRL's defaults, and the average that is documented."""
+    told = [f"loss_type={case['loss_type']}"]
+    told += [f"{name}={value}" for name, value in case.items() if value != PLAIN.get(name) and name != "loss_type"]
+    words = ", ".join(told).replace("lora=True", "LoRA").replace("generation=2", "steps_per_generation=2×accumulation")
+    return words, DOCUMENTED[case["loss_type"]]
+
+
+def run(case: Mapping[str, Any], checkpoint: Path, folder: Path) -> Step:
+    """Train to the last step on one generation's responses, and return that step."""
+    given, own = dict(case), LEVELS.keys() - {"lora", "generation"}
+    count = given["gradient_accumulation_steps"]
+    settings = {name: value for name, value in given.items() if name in own or name not in LEVELS}
+    settings |= {"per_device_train_batch_size": SIZE // count, "learning_rate": 3e-3, "max_completion_length": 12}
+    settings["steps_per_generation"] = count * given["generation"]
+    settings |= {"max_steps": given["num_iterations"] * given["generation"]}
+    if given["loss_type"] == "cispo":
+        settings["epsilon_high"] = 1.05
+    trainer = make_trainer(checkpoint, folder, peft=make_lora() if given["lora"] else None, **settings)
+    _move(trainer.model)
+    _shorten(trainer)
+    recorder, before = Recorder(trainer), folder / "before"
+    trainer.add_callback(Saver(trainer, before, settings["max_steps"]))
+    train(trainer)
+    step, args = recorder.steps[-1], trainer.args
+    batch = batch_from_trl(step["window"], TEMPERATURE)
+    policy = load_policy(before, params="adapter") if given["lora"] else load_policy(before)
+    unsaid = args.mask_truncated_completions and given["loss_type"] in OF_ALL
+    unsaid |= args.top_entropy_quantile < 1 and count > 1  # whether the quantile is the step's
+    divisors = None if unsaid else divide(given["loss_type"], step["window"], args.max_completion_length)
+    return Step(policy, batch, step["gradient"], documented_loss(args), SIZE // count, divisors)
+
+
+def divide(kind: str, window: Sequence[Mapping[str, Tensor]], longest: int) -> Tensor | None:
+    """Return the divisor that the documentation gives to each response's terms; None: it names none."""
+    lengths = [inputs["completion_mask"].sum(1).double().clamp(min=1) for inputs in window]
+    kept = [inputs["completion_mask"].sum().double() for inputs in window]
+    size = sum(map(len, lengths))
+    per_response = torch.cat(lengths)
+    known = {
+        "grpo": per_response * size,
+        "bnpo": torch.cat([n.expand(len(own)) * len(window) for n, own in zip(kept, lengths, strict=True)]),
+        "dr_grpo": torch.full((size,), float(size * longest)),
+        "luspo": torch.full((size,), float(size)),
+    }
+    known["dapo"] = known["cispo"] = torch.full((size,), float(sum(kept)))
+    return known.get(kind)
+
+
+def documented_loss(args: Any) -> TrainedLoss:
+    """Return the documented loss at a token, as gradscope writes it."""
+    high, dual = args.epsilon if args.epsilon_high is None else args.epsilon_high, args.delta
+    weighting = {"cispo": f"cispo:eps_high={high}", "sapo": "sapo", "vespo": "vespo"}.get(args.loss_type)
+    if args.importance_sampling_level == "sequence":
+        weighting = f"gspo:eps_low={args.epsilon},eps_high={high}"
+    if args.top_entropy_quantile < 1:
+        weighting = f"top-entropy:q={args.top_entropy_quantile}"
+    if dual is not None:  # "enables the upper clipping bound in the two-sided GRPO loss"
+        high, dual = min(high, dual - 1), max(dual, 1 + high)
+    corrected = bool(args.use_bias_correction_kl)
+    settings = {"kl_coef": args.beta, "kl_corrected": corrected, "weighting": weighting}
+    return TrainedLoss(args.epsilon, high, dual, **settings, entropy_coef=args.entropy_coef)
+
+
+class Saver(TrainerCallback):
+    """Saves the weights before the last step, and keeps its gradient."""
+
+    def __init__(self, trainer: Any, folder: Path, last: int) -> None:
+        self.trainer, self.folder, self.last = trainer, folder, last
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.last - 1:
+            self.trainer.save_model(str(self.folder))
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.gradient = gradients(self.trainer.model)
+
+
+def make_lora() -> Any:
+    """Return the settings of a small adapter."""
+    import peft
+
+    return peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+
+
+def _move(model: Any) -> None:
+    """Move what is trained away from the reference."""
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.03 * torch.randn(parameter.shape, generator=draw)
+
+
+def _shorten(trainer: Any) -> None:
+    """Cut responses to unequal lengths; every second one ends in EOS, the others count as truncated."""
+    generate, draw = trainer._generate_single_turn, torch.Generator().manual_seed(0)
+
+    def shorter(*args: Any, **keywords: Any) -> Any:
+        ids, *rest = generate(*args, **keywords)
+        lengths = torch.randint(3, 13, (len(ids),), generator=draw).tolist()
+        cut = [own[:length] for own, length in zip(ids, lengths, strict=True)]
+        return [[*own[:-1], EOS] if number % 2 else own for number, own in enumerate(cut)], *rest
+
+    trainer._generate_single_turn = shorter
+
+
+def steps(checkpoint: Path, folder: Path) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    """Iterate over trainers, cases, what is documented, and functions that take the step."""
+    for number, case in enumerate(cases()):
+        yield ("TRL GRPOTrainer", *describe(case)), partial(run, case, checkpoint, folder / f"grpo{number}")
