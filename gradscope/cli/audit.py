@@ -11,7 +11,7 @@ import pandas as pd
 import tyro
 from torch import Tensor
 
-from gradscope.cli.flags import Model, ReadingFlags, Rollouts, command_progress, load_quietly, print_notes
+from gradscope.cli.flags import Model, ReadingFlags, command_progress, load_quietly, print_notes, quiet_transformers
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.objective import LossSettings, resolve_advantages
@@ -19,13 +19,17 @@ from gradscope.policy import Policy, checkpoint_step, find_policy_state, float_p
 from gradscope.rollouts import Dump, read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
 from gradscope.updates import (
+    SUITE,
     Audit as Audited,
     StepAudit,
     TrainedLoss,
     audit,
     audit_step,
+    audit_suite,
     gradient_of_moments,
+    is_suite,
     undo_clip,
+    write_suite,
 )
 
 SHOWN = 12
@@ -43,8 +47,12 @@ class Audit(ReadingFlags):
 
     model: Model
     """Checkpoint that the step started from."""
-    rollouts: Rollouts
-    """All responses of the step, in the trainer's order, best as ids with advantages per token."""
+    rollouts: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="ROLLOUTS")] = None
+    """All responses of the step, in the trainer's order, best as ids with advantages per token. Required unless
+    --suite."""
+    suite: Path | None = None
+    """Instead, write to this folder a small model of MODEL's architecture and a step for each of several cases, for
+    your own trainer to compute; then, again, audit the gradients that it saved as CASE/gradient.safetensors."""
     gradient: Path | None = None
     """safetensors of the trainer's gradient by parameter name."""
     grad_norm: float | None = None
@@ -72,6 +80,10 @@ class Audit(ReadingFlags):
     """Folder for readings.csv, groups.csv, parameters.csv, explained.csv, step.csv and verdict.txt."""
 
     def run(self) -> None:
+        if self.suite is not None:
+            return self._run_suite(self.suite)
+        if self.rollouts is None:
+            raise InputError("no ROLLOUTS are given; give the log of the step, or --suite DIR for steps to compute")
         given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
         if len(named := [flag for flag, value in given.items() if value is not None]) > 1:
             raise InputError(f"{' and '.join(named)} are given; give the trainer's gradient in only one way")
@@ -131,6 +143,26 @@ class Audit(ReadingFlags):
             if step is not None:
                 write_text(self.out / "step.csv", step.groups.to_csv(index=False))
             print(f"\n{self.out / 'parameters.csv'}")
+
+    def _run_suite(self, folder: Path) -> None:
+        """Write the suite or, where it is, audit it."""
+        quiet_transformers()
+        if not is_suite(folder):
+            write_suite(self.model, folder, trust_remote_code=self.trust_remote_code)
+            told = (
+                f"{len(SUITE)} cases are in {folder}: compute the gradient of each CASE/rollouts.parquet at the weights"
+            )
+            print(f"{told} of {folder / 'model'}, save it as CASE/gradient.safetensors, and run this command again.")
+            print(_table(pd.DataFrame([{"case": name, "tries": case.words} for name, case in SUITE.items()])))
+            return
+        found = audit_suite(folder)
+        if (found["kind"] == "missing").all():
+            raise InputError(f"{folder} has no CASE/gradient.safetensors; save your trainer's gradients there")
+        print(_table(found.drop(columns="verdict").fillna("")))
+        if self.out is not None:
+            check_is_folder(self.out)
+            self.out.mkdir(parents=True, exist_ok=True)
+            write_text(self.out / "suite.csv", found.to_csv(index=False))
 
     def _check_step(
         self, policy: Policy, found: Audited, gradient: Mapping[str, Tensor], clip: float, notes: list[str]

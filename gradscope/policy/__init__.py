@@ -66,6 +66,7 @@ from gradscope.policy.policy import Policy, check_prompt, find_blocks, takes
 from gradscope.policy.positions import find_context
 from gradscope.policy.rewind import restoring
 from gradscope.policy.saving import is_last_checkpoint, missing_part
+from gradscope.policy.shrinking import make_small_model
 from gradscope.policy.upcasting import (
     UPCAST,
     arithmetic_dtype,
@@ -84,10 +85,10 @@ __all__ = [
     "find_policy_state", "find_whole", "flat_slices", "float_parameters", "free_memory", "gradient_budget",
     "group_names", "group_settings", "hash_ahead", "is_last_checkpoint", "is_subset", "is_upcast", "join_launch",
     "largest_setting", "layer_settings", "list_step_folders", "load_policy", "load_tokenizer", "make_key",
-    "make_manifest", "merged_parameters", "missing_part", "model_bytes", "model_of_step", "module_groups", "moving",
-    "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name", "policy_hashes",
-    "precision_in_words", "read_adamw_state", "read_state", "refuse_shards", "refuse_training_run", "refuse_unreadable",
-    "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm", "sum_of_squares", "takes",
-    "trained_only", "unpacked", "upcast_on_use", "value_ranges", "weights_hash", "weights_version", "whole_weights",
-    "without_autocast", "without_cudnn_attention",
+    "make_manifest", "make_small_model", "merged_parameters", "missing_part", "model_bytes", "model_of_step",
+    "module_groups", "moving", "named_step", "optimizer_hash", "optimizer_names", "outline_policy", "plain_name",
+    "policy_hashes", "precision_in_words", "read_adamw_state", "read_state", "refuse_shards", "refuse_training_run",
+    "refuse_unreadable", "replaced_forward", "restoring", "return_freed_memory", "shards_of", "square_norm",
+    "sum_of_squares", "takes", "trained_only", "unpacked", "upcast_on_use", "value_ranges", "weights_hash",
+    "weights_version", "whole_weights", "without_autocast", "without_cudnn_attention",
 ]  # fmt: skip

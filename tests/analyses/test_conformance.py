@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from analyses.docs.conformance import trl_grpo, trl_texts
-from analyses.docs.conformance.row import judge
 from support.trl_runs import TEMPERATURE, Recorder, needs_trl, save_policy
 from torch.nn.functional import logsigmoid
+
+from analyses.docs.conformance import trl_grpo, trl_texts
+from analyses.docs.conformance.row import judge
 
 pytestmark = needs_trl
 
 TABLE = Path(__file__).parents[2] / "figures/conformance.csv"
+KEYS = ("ids", "mask")
 EXACT = 1e-5
 """Relative distance of two programs' float32 gradients."""
 
@@ -101,6 +103,27 @@ def test_grpo_with_kl_off_policy_is_the_mean_over_responses(checkpoint, tmp_path
     assert distance(step.policy.model, total / len(inputs["prompt_ids"]), step.gradient) < EXACT
     found = judge(step)
     assert (found["agrees"], found["reading"], found["factor"]) == ("yes", "sequence-mean", "1")
+
+
+def test_the_entropy_bonus_is_the_mean_over_micro_batches_of_means(checkpoint, tmp_path, recorders):
+    """Beside a mean over the step's tokens."""
+    case = trl_grpo.PLAIN | {"gradient_accumulation_steps": 2, "entropy_coef": 0.1}
+    step = trl_grpo.run(case, checkpoint, tmp_path)
+    window, model = recorders[0].steps[-1]["window"], step.policy.model
+    counts, policy, bonus = [int(part["completion_mask"].sum()) for part in window], 0.0, []
+    assert counts[0] != counts[1]
+    for inputs in window:
+        own = own_logprobs(model, inputs, TEMPERATURE)
+        for logprobs, advantage in zip(own, inputs["advantages"], strict=True):
+            policy -= ((logprobs - logprobs.detach()).exp() * advantage).sum() / sum(counts)
+        ids, seen = (torch.cat([inputs[f"{side}_{name}"] for side in ("prompt", "completion")], 1) for name in KEYS)
+        start = inputs["prompt_ids"].shape[1] - 1
+        logits = model(input_ids=ids, attention_mask=seen).logits[:, start:-1] / TEMPERATURE
+        entropies = -(logits.softmax(-1) * logits.log_softmax(-1)).sum(-1)
+        bonus.append((entropies * inputs["completion_mask"]).sum())
+    means = sum(total / count / 2 for total, count in zip(bonus, counts, strict=True))
+    assert distance(model, policy - 0.1 * means, step.gradient) < EXACT
+    assert distance(model, policy - 0.1 * sum(bonus) / sum(counts), step.gradient) > 100 * EXACT
 
 
 def test_dpo_is_the_mean_over_pairs(checkpoint, tmp_path):

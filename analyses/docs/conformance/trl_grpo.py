@@ -41,8 +41,6 @@ SINGLE: tuple[dict[str, Any], ...] = (
     {"top_entropy_quantile": 0.2},
     {"gradient_accumulation_steps": 2, "top_entropy_quantile": 0.5},
     {"loss_type": "luspo", "importance_sampling_level": "token", "num_iterations": 2},
-    {"loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2, "beta": 0.1}
-    | {"use_bias_correction_kl": True},
     {"mask_truncated_completions": True},
     {"loss_type": "grpo", "mask_truncated_completions": True},
     {"loss_type": "dr_grpo", "mask_truncated_completions": True},
@@ -75,7 +73,7 @@ def cases() -> list[dict[str, Any]]:
         )
 
     pairs = cover_pairs(LEVELS, allowed)
-    for case in pairs:  # KL times a response's ratio is no KL per token: it has a case of its own
+    for case in pairs:  # KL times a response's ratio is no sum of terms of tokens
         if case["importance_sampling_level"] == "sequence" and case["beta"]:
             case["use_bias_correction_kl"] = False
     return [*pairs, *(PLAIN | one for one in SINGLE)]

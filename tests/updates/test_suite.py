@@ -1,0 +1,107 @@
+"""The suite of steps for a trainer: what is written, and that its audit names what a trainer does with each."""
+
+from __future__ import annotations
+
+import json
+
+import pandas as pd
+import pytest
+import torch
+from safetensors.torch import save_file
+from support.policies import save_checkpoint
+from support.refusals import refused
+from transformers import AutoModelForCausalLM
+
+from gradscope.cli import main
+from gradscope.updates import SUITE, audit_suite, write_suite
+
+
+@pytest.fixture
+def suite(tmp_path):
+    return write_suite(str(save_checkpoint(tmp_path / "checkpoint", "qwen2")), tmp_path / "suite")
+
+
+def own_step(suite, name, *, ignore_tools=False, sign=1.0):
+    """A trainer's step by plain autograd: means over responses, all of the same weight."""
+    case = json.loads((suite / "manifest.json").read_text())["cases"][name]
+    model, rows = (
+        AutoModelForCausalLM.from_pretrained(suite / "model"),
+        pd.read_parquet(suite / name / "rollouts.parquet"),
+    )
+    total = 0.0
+    for row in rows.to_dict("records"):
+        prompt, answer = torch.tensor(row["prompt_ids"]), torch.tensor(row["response_ids"])
+        logits = model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
+        logprobs = (logits / case["temperature"]).log_softmax(-1)[range(len(answer)), answer]
+        old = torch.as_tensor(row.get("old_logprobs", logprobs.detach()))
+        ratio = (logprobs - old).exp()
+        terms = torch.minimum(ratio * row["advantage"], ratio.clamp(0.8, 1.2) * row["advantage"])
+        if "ref_logprobs" in row:
+            gap = torch.as_tensor(row["ref_logprobs"]) - logprobs
+            terms = terms - sign * case["loss"]["kl_coef"] * (gap.exp() - gap - 1)
+        kept = torch.as_tensor(row.get("response_mask", [True] * len(answer)))
+        total -= (terms if ignore_tools else terms[kept]).mean() / len(rows)
+    total.backward()
+    save_file({key: p.grad for key, p in model.named_parameters()}, suite / name / "gradient.safetensors")
+
+
+def test_a_trainers_average_is_named_in_every_case(suite):
+    for name in SUITE:
+        own_step(suite, name)
+    found = audit_suite(suite).set_index("case")
+    assert (found["kind"] == "same").all() and (found["reading"] == "sequence-mean").all()
+
+
+def test_faults_are_named_where_a_case_shows_them_and_others_are_missing(suite):
+    own_step(suite, "tools", ignore_tools=True)
+    own_step(suite, "kl", sign=-1.0)
+    found = audit_suite(suite).set_index("case")
+    assert found.loc["tools", "reading"] == "mask-ignored (sequence-mean)"
+    assert found.loc["kl", "reading"] == "kl-sign (sequence-mean)"
+    assert set(found.index[found["kind"] == "missing"]) == SUITE.keys() - {"tools", "kl"}
+
+
+def test_each_case_has_what_it_tries(suite):
+    rows = {name: pd.read_parquet(suite / name / "rollouts.parquet") for name in SUITE}
+    assert all(frame["response_ids"].map(len).nunique() > 4 for frame in rows.values())
+    halves = rows["micro-batches"].groupby("micro_batch")["response_ids"].apply(lambda ids: ids.map(len).sum())
+    assert len(halves) == 2 and halves.nunique() == 2
+    assert any(not all(mask) for mask in rows["tools"]["response_mask"])
+    assert (rows["equal-rewards"].groupby("group")["reward"].nunique() == 1).sum() == 1
+    model, both = AutoModelForCausalLM.from_pretrained(suite / "model"), [False, False]
+    for row in rows["clips"].to_dict("records"):
+        ids = torch.tensor([*row["prompt_ids"], *row["response_ids"]])
+        logits = model(input_ids=ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        own = logits[range(len(row["response_ids"])), ids[len(row["prompt_ids"]) :]]
+        ratio = (own - torch.as_tensor(row["old_logprobs"])).exp()
+        both[0] |= bool((ratio > 1.2).any()) and row["advantage"] > 0
+        both[1] |= bool((ratio < 0.8).any()) and row["advantage"] < 0
+    assert all(both)
+
+
+def test_a_large_model_is_shrunk_within_its_architecture(tmp_path):
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    large = Qwen3Config(hidden_size=256, num_hidden_layers=6, intermediate_size=512, vocab_size=9000, head_dim=32)
+    Qwen3ForCausalLM(large).save_pretrained(tmp_path / "large")
+    folder = write_suite(str(tmp_path / "large"), tmp_path / "suite")
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert isinstance(model, Qwen3ForCausalLM) and model.num_parameters() < 200_000
+    own_step(folder, "all")
+    assert audit_suite(folder).set_index("case").loc["all", "reading"] == "sequence-mean"
+
+
+def test_the_command_writes_then_asks_for_gradients_then_audits(tmp_path, capsys):
+    checkpoint, folder = str(save_checkpoint(tmp_path / "checkpoint", "qwen2")), tmp_path / "suite"
+    assert main(["audit", checkpoint, "--suite", str(folder)]) == 0
+    assert main(["audit", checkpoint, "--suite", str(folder)]) == 2
+    own_step(folder, "lengths")
+    assert main(["audit", checkpoint, "--suite", str(folder), "--out", str(tmp_path / "out")]) == 0
+    assert "sequence-mean" in capsys.readouterr().out
+    assert (pd.read_csv(tmp_path / "out/suite.csv")["kind"] == "missing").sum() == len(SUITE) - 1
+    assert main(["audit", checkpoint]) == 2
+
+
+def test_a_folder_without_a_suite_is_refused(tmp_path):
+    with refused("manifest.json"):
+        audit_suite(tmp_path)
