@@ -158,7 +158,7 @@ class Audit(ReadingFlags):
         found = audit_suite(folder)
         if (found["kind"] == "missing").all():
             raise InputError(f"{folder} has no CASE/gradient.safetensors; save your trainer's gradients there")
-        print(_table(found.drop(columns="verdict").fillna("")))
+        print(found.drop(columns="verdict").to_string(index=False, float_format="{:.4g}".format, na_rep="–"))
         if self.out is not None:
             check_is_folder(self.out)
             self.out.mkdir(parents=True, exist_ok=True)

@@ -61,7 +61,7 @@ def own_logprobs(model, inputs, temperature):
 def distance(model, loss, gradient):
     """‖∇loss − gradient‖ / ‖gradient‖ over all parameters."""
     named = dict(model.named_parameters())
-    own = torch.autograd.grad(loss, [named[name] for name in gradient])
+    own = torch.autograd.grad(loss, [named[name] for name in gradient], retain_graph=True)
     theirs = torch.cat([g.flatten() for g in gradient.values()])
     return float((torch.cat([g.flatten() for g in own]) - theirs).norm() / theirs.norm())
 

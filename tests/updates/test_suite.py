@@ -8,11 +8,11 @@ import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.cli import assert_one_line, outcome_of, run
 from support.policies import save_checkpoint
 from support.refusals import refused
 from transformers import AutoModelForCausalLM
 
-from gradscope.cli import main
 from gradscope.updates import SUITE, audit_suite, write_suite
 
 
@@ -33,13 +33,13 @@ def own_step(suite, name, *, ignore_tools=False, sign=1.0):
         prompt, answer = torch.tensor(row["prompt_ids"]), torch.tensor(row["response_ids"])
         logits = model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
         logprobs = (logits / case["temperature"]).log_softmax(-1)[range(len(answer)), answer]
-        old = torch.as_tensor(row.get("old_logprobs", logprobs.detach()))
+        old = torch.tensor(row["old_logprobs"]) if "old_logprobs" in row else logprobs.detach()
         ratio = (logprobs - old).exp()
         terms = torch.minimum(ratio * row["advantage"], ratio.clamp(0.8, 1.2) * row["advantage"])
         if "ref_logprobs" in row:
-            gap = torch.as_tensor(row["ref_logprobs"]) - logprobs
+            gap = torch.tensor(row["ref_logprobs"]) - logprobs
             terms = terms - sign * case["loss"]["kl_coef"] * (gap.exp() - gap - 1)
-        kept = torch.as_tensor(row.get("response_mask", [True] * len(answer)))
+        kept = torch.tensor(row.get("response_mask", [True] * len(answer)))
         total -= (terms if ignore_tools else terms[kept]).mean() / len(rows)
     total.backward()
     save_file({key: p.grad for key, p in model.named_parameters()}, suite / name / "gradient.safetensors")
@@ -73,7 +73,7 @@ def test_each_case_has_what_it_tries(suite):
         ids = torch.tensor([*row["prompt_ids"], *row["response_ids"]])
         logits = model(input_ids=ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
         own = logits[range(len(row["response_ids"])), ids[len(row["prompt_ids"]) :]]
-        ratio = (own - torch.as_tensor(row["old_logprobs"])).exp()
+        ratio = (own - torch.tensor(row["old_logprobs"])).exp()
         both[0] |= bool((ratio > 1.2).any()) and row["advantage"] > 0
         both[1] |= bool((ratio < 0.8).any()) and row["advantage"] < 0
     assert all(both)
@@ -93,13 +93,13 @@ def test_a_large_model_is_shrunk_within_its_architecture(tmp_path):
 
 def test_the_command_writes_then_asks_for_gradients_then_audits(tmp_path, capsys):
     checkpoint, folder = str(save_checkpoint(tmp_path / "checkpoint", "qwen2")), tmp_path / "suite"
-    assert main(["audit", checkpoint, "--suite", str(folder)]) == 0
-    assert main(["audit", checkpoint, "--suite", str(folder)]) == 2
+    run("audit", checkpoint, "--suite", folder)
+    capsys.readouterr()
+    assert_one_line(outcome_of(capsys, "audit", checkpoint, "--suite", folder), "gradient.safetensors")
     own_step(folder, "lengths")
-    assert main(["audit", checkpoint, "--suite", str(folder), "--out", str(tmp_path / "out")]) == 0
-    assert "sequence-mean" in capsys.readouterr().out
+    assert "sequence-mean" in outcome_of(capsys, "audit", checkpoint, "--suite", folder, "--out", tmp_path / "out").out
     assert (pd.read_csv(tmp_path / "out/suite.csv")["kind"] == "missing").sum() == len(SUITE) - 1
-    assert main(["audit", checkpoint]) == 2
+    assert_one_line(outcome_of(capsys, "audit", checkpoint), "--suite")
 
 
 def test_a_folder_without_a_suite_is_refused(tmp_path):

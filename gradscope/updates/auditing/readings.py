@@ -196,7 +196,8 @@ class Readings:
         for name, part in (self.rows.divided() if divided is None else divided).items():
             size, count = int(part.max()) + 1, len(part[terms.kept].unique())
             sums = torch.stack([torch.bincount(part, own, minlength=size) for own in terms.counted]) * count
-            found[name] = torch.where(values == 0, 0.0, values / sums[:, part])
+            divisors = sums[:, part]  # 0 where advantages that are taken for a mask cancel: no trainer's gradient
+            found[name] = torch.where((values == 0) | (divisors == 0), 0.0, values / divisors)
         return {name: torch.stack([own[0] + own[1], own[2]]) for name, own in found.items()}
 
     def plain(self) -> dict[Reading, Weights]:

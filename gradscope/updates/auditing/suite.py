@@ -31,7 +31,8 @@ class Case:
     """What a step tries."""
 
     words: str
-    micro_batches: int = 1
+    parts: int = 1
+    """Micro-batches."""
     tools: bool = False
     """Whether responses contain tokens that the policy did not sample."""
     moved: float = 0.0
@@ -76,7 +77,7 @@ def write_suite(checkpoint: str, out: str | Path, *, trust_remote_code: bool = F
         (out / name).mkdir(exist_ok=True)
         loss = asdict(case.loss)
         write_rollouts(out / name / ROLLOUTS, make_rows(model, case), loss=loss)
-        told[name] = {"tries": case.words, "micro_batches": case.micro_batches, "temperature": case.temperature}
+        told[name] = {"tries": case.words, "micro_batches": case.parts, "temperature": case.temperature}
         told[name]["loss"] = {key: value for key, value in loss.items() if value is not None}
     write_json(out / MANIFEST, {"model": MODEL, "of": checkpoint, "cases": told})
     return out
@@ -94,7 +95,7 @@ def make_rows(model: Any, case: Case) -> list[dict[str, Any]]:
         own, noise = _logprobs(model, prompt, answer, case.temperature), torch.randn(2, length, generator=draw)
         row = {"prompt_ids": prompt.tolist(), "response_ids": answer.tolist(), "group": int(groups[number])}
         row |= {"reward": float(rewards[number]), "advantage": float(advantages[number])}
-        row |= {"temperature": case.temperature, "micro_batch": number * case.micro_batches // len(LENGTHS), "step": 1}
+        row |= {"temperature": case.temperature, "micro_batch": number * case.parts // len(LENGTHS), "step": 1}
         if case.tools:  # in the middle of the longer ones
             row["response_mask"] = [not (length > 6 and 2 <= place < 5) for place in range(length)]
         if case.moved:
