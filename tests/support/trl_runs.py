@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, TrainerCallback, set_seed
 
-from support.policies import make_tokenizer, save_checkpoint
+from .policies import make_tokenizer, save_checkpoint
 
 needs_trl = [pytest.mark.skipif(find_spec("trl") is None, reason="trl is not installed: pip install -e '.[trl]'")]
 """Marks of every test that runs TRL."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from support.policies import make_tokenizer
-from support.trl_runs import import_trl
+from .policies import make_tokenizer
+from .trl_runs import import_trl
 
 CONFIGS = {"SFTTrainer": "SFTConfig", "DPOTrainer": "DPOConfig", "KTOTrainer": "KTOConfig"}
 SETTINGS = {

@@ -1,7 +1,7 @@
 """Whose gradient is what? One real step of each trainer, audited against its documentation.
 
     make conformance [VERL=.venv-verl/bin/python]
-    PYTHONPATH=tests python -m analyses.docs.conformance [--out figures/conformance.csv] [--only own] [--verl PYTHON]
+    python -m analyses.docs.conformance [--out figures/conformance.csv] [--only own] [--verl PYTHON]
 
 TRL's GRPOTrainer (every pair of levels of seven settings, and some settings alone), SFTTrainer, DPOTrainer and
 KTOTrainer, and the trainer here take a real step on a tiny policy, in one process. `gradscope.updates.audit` holds the
@@ -30,13 +30,13 @@ from typing import Any
 import pandas as pd
 import torch
 import tyro
-from support.trl_runs import save_policy
 
 from analyses.common.script import exit_with
 from analyses.docs.conformance import own, trl_grpo, trl_texts
 from analyses.docs.conformance.row import COLUMNS, judge
 from gradscope.errors import InputError
 from gradscope.runs import write_text
+from tests.support.trl_runs import save_policy
 
 
 @dataclass(frozen=True)

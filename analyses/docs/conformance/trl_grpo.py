@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, train
 from torch import Tensor
 from transformers import TrainerCallback
 
@@ -16,6 +15,7 @@ from analyses.docs.conformance.row import Step, cover_pairs
 from gradscope.integrations.trl import batch_from_trl
 from gradscope.policy import load_policy
 from gradscope.updates import TrainedLoss
+from tests.support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, train
 
 SIZE = 8
 """Responses of an optimizer step."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support.trl_runs import train
-from support.trl_texts import make_text_trainer
 
 from analyses.docs.conformance.row import Step
 from analyses.docs.conformance.trl_grpo import Saver, make_lora
@@ -18,6 +16,8 @@ from gradscope.integrations.trl import RolloutWriter
 from gradscope.objective import LossSettings
 from gradscope.policy import load_policy
 from gradscope.rollouts import read_dump
+from tests.support.trl_runs import train
+from tests.support.trl_texts import make_text_trainer
 
 
 @dataclass(frozen=True)
