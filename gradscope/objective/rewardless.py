@@ -10,6 +10,7 @@ for rejected.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -146,9 +147,9 @@ class Preference(OfText):
     MEAN: ClassVar[bool] = False
     """Whether a response's log π is its mean per token, not the sum."""
 
+    @abstractmethod
     def slope(self, margin: Weights) -> Weights:
         """Return −∂loss/∂margin."""
-        raise NotImplementedError
 
     def of_response(self, tokens: Tokens) -> Weights:
         """Return log π of each token's response, relative to the reference if there is one."""
