@@ -71,7 +71,7 @@ class Scope:
     @property
     def summed_prompts(self) -> str:
         """The prompts of the summed gradients in words."""
-        return self.prompts if self.all_summed else f"{self.summed:,} of the {self.prompts}"
+        return self.prompts if self.all_summed else f"{self.summed:,} of the {counted(self.supply.prompts, 'prompt')}"
 
     @property
     def of_summed(self) -> str:

@@ -85,7 +85,8 @@ def plot_series(
     """Draw series of points with bars side by side, a panel for each value of `panel`.
 
     Args:
-        series: columns SERIES. Bars are its bounds; a place that is NaN has no point.
+        series: columns SERIES. Bars are its bounds; beside others that have some, points without are hollow, so that
+            they do not look the surest. A place that is NaN has no point.
         ylabel, xlabel: of the numbers, and of the places.
         rule: where a line is drawn through the numbers.
         size: of a panel, in inches.
@@ -111,13 +112,15 @@ def _draw_panel(
     ax: Axes, part: pd.DataFrame, *, rule: float, lying: bool, limits: tuple[float | None, float | None]
 ) -> None:
     places, each = list(dict.fromkeys(part["at"])), list(part.groupby("series", sort=False))
-    step = 0.7 / len(each)
+    step, barred = 0.7 / len(each), part["lower"].notna().any()
     for number, (words, own) in enumerate(each):
         color, marker = LOOKS[int(own["look"].iat[0])]
         value, bars = measure_bars(own)
         x = np.array([places.index(place) for place in own["at"]]) + step * (number - (len(each) - 1) / 2)
-        look = {"fmt": marker, "color": color, "ms": 3.5, "elinewidth": 0.9, "label": words}
-        ax.errorbar(*((value, x) if lying else (x, value)), **{"xerr" if lying else "yerr": bars}, **look)
+        points, look = (value, x) if lying else (x, value), {"fmt": marker, "color": color, "ms": 3.5, "elinewidth": 0.9}
+        ax.errorbar(*points, **{"xerr" if lying else "yerr": bars}, **look, label=words)
+        bare = own["lower"].isna().to_numpy() & barred
+        ax.plot(*(numbers[bare] for numbers in points), marker, mfc="white", mec=color, ms=3.5)
     (ax.axvline if lying else ax.axhline)(rule, color=NEUTRAL, lw=0.6, ls="-" if rule == 0 else ":", zorder=0)
     low, high = ax.get_xlim() if lying else ax.get_ylim()
     low, high = max(low, limits[0] if limits[0] is not None else low), max(high, limits[1] or high)

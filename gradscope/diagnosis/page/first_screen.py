@@ -148,7 +148,7 @@ def make_lead(d: Diagnosis, sheets: Sheets) -> Figure | None:
         caption += "bounds' distance, and take four times the minutes."
     summed = SUMMED if d.pick("own_share", "raw", d.scope.low) is None else PARTED
     series = series_of(d.statistics, d.labels, DRAWN + summed, factor=100.0)
-    look = {"ylabel": "share (%)", "size": (4.6, 2.5), "limits": (None, 100.0)}
+    look = {"ylabel": "share (%)", "xlabel": "π of the tokens", "size": (4.6, 2.5), "limits": (None, 100.0)}
     drawn = sheets.series("shares", series, caption, bars=OVER_PROMPTS, **look)
     return drawn if isinstance(drawn, Figure) else None
 
@@ -161,6 +161,6 @@ def shares_words(d: Diagnosis, *, predicted: bool = False) -> str:
     if summed is None or isnan(summed["value"]):
         return f"of the tokens, {energy}, over {prompts}."
     left = "of the summed gradient (what is left after they cancel)"
-    if d.scope.all_summed:
+    if d.scope.all_summed or (not predicted and d.pick("own_share", "raw", d.scope.low) is not None):
         return f"of the tokens, {energy.removeprefix('and ').replace(', and', ',')} and {left}."
     return f"of the tokens, {energy}, over {prompts}; and {left} over {d.scope.summed:,} of them."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from importlib.resources import files
 from itertools import count
 from pathlib import Path
@@ -45,6 +46,7 @@ def render(page: Page) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_keep_together,
     )
     number = count(1)
     # The viewer's script comes first: for print, it adds every response to the page before folded parts unfold.
@@ -87,6 +89,14 @@ def _cell(value: Any, form: str | None) -> str:
 
 def _is_number(value: Any) -> bool:
     return value is None or (isinstance(value, int | float | np.number) and not isinstance(value, bool))
+
+
+def _keep_together(value: Any) -> Any:
+    """Put no line break between a number and its unit or relation."""
+    from markupsafe import Markup
+
+    plain = isinstance(value, str) and not isinstance(value, Markup)
+    return re.sub(r"(?<=[\d¼½¾π]) (?=[%<≤≥])|(?<=[<≤≥]) (?=[\dπ¼½¾])", "\N{NO-BREAK SPACE}", value) if plain else value
 
 
 def _template(name: str) -> str:

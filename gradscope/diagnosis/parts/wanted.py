@@ -7,11 +7,13 @@ from math import ceil, isnan
 
 import numpy as np
 import pandas as pd
+from scipy.special import ndtr
+from scipy.stats import binom
 
 from gradscope.diagnosis.findings import Finding, Verdict
 from gradscope.diagnosis.format import drop_vacuous, percent, says_nothing, share_words
 from gradscope.diagnosis.measured import REWARD_PART, Measured
-from gradscope.diagnosis.page.page import KEYS, Block
+from gradscope.diagnosis.page.page import KEYS, Block, Paragraph
 from gradscope.diagnosis.page.sheets import Sheets, define, readable
 from gradscope.diagnosis.result import Diagnosis
 from gradscope.diagnosis.rows import Rows, join_rows, make_rows, one_row
@@ -301,7 +303,8 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
     """The figure of all groupings by few values, and the largest prompts, responses and token strings."""
     if (groups := found.frames.get("groups")) is None:
         return []
-    blocks = [_draw_kinds(groups[_drawn(groups)], sheets)]
+    answer = _others(found).statement.rpartition(": ")[2]
+    blocks = [Paragraph(answer[:1].upper() + answer[1:]), _draw_kinds(groups[_drawn(groups)], sheets)]
     for driver, (what, count, columns) in RANKED.items():
         ranked = groups[groups["driver"] == driver].drop(columns=driver, errors="ignore").dropna(axis=1, how="all")
         ends = {f"others_{end}": f"others_share_{end}" for end in ("lower", "upper")}  # as `Sheets.table` merges them
@@ -311,12 +314,28 @@ def show(found: Diagnosis, sheets: Sheets) -> list[Block]:
         told = f"By their part of this gradient, positive or negative, {few} {what}, linked to their largest token."
         if driver == "prompt":
             live, against = int((ranked["own_share"] > 0).sum()), int((ranked["others_share"] < 0).sum())
-            told += f" {against:,} of {live:,} with a gradient go against the others; if all were noise, half would."
+            few, side = min(against, live - against), "few" if 2 * against <= live else "many"
+            told += f" {against:,} of {live:,} with a gradient go against the others; if all were noise, as {side} or "
+            told += f"{'fewer' if side == 'few' else 'more'} would in {percent(noise_odds(few, live))} % of batches."
         table = sheets.table(what.replace(" ", "_"), readable(ranked.head(count)), told, columns, links=True)
         sheets.tables[table.csv] = ranked
         blocks.append(table)
     sheets.keep("groups", groups)
     return [*blocks, *define(DEFINITIONS)]
+
+
+def noise_odds(against: int, prompts: int) -> float:
+    """Return the probability that at most so many of n prompts go against the sum of the others if all are noise.
+
+    Products of two prompts are then symmetric around 0, and prompts' products with their others correlate by
+    1/(n − 1), since each two have one in common: P = E Bin(against; n, Φ(z/√(n − 2))), with z standard normal. Exact
+    for Gaussian products of equal size.
+
+    >>> [round(noise_odds(count, 11), 2) for count in (3, 5, 11)]
+    [0.18, 0.5, 1.0]
+    """
+    points, weights = np.polynomial.hermite_e.hermegauss(64)
+    return float(binom.cdf(against, prompts, ndtr(points / np.sqrt(max(prompts - 2, 1)))) @ weights / weights.sum())
 
 
 def _draw_kinds(kinds: pd.DataFrame, sheets: Sheets) -> Block:
