@@ -117,7 +117,8 @@ def _draw_panel(
         color, marker = LOOKS[int(own["look"].iat[0])]
         value, bars = measure_bars(own)
         x = np.array([places.index(place) for place in own["at"]]) + step * (number - (len(each) - 1) / 2)
-        points, look = (value, x) if lying else (x, value), {"fmt": marker, "color": color, "ms": 3.5, "elinewidth": 0.9}
+        points = (value, x) if lying else (x, value)
+        look = {"fmt": marker, "color": color, "ms": 3.5, "elinewidth": 0.9}
         ax.errorbar(*points, **{"xerr" if lying else "yerr": bars}, **look, label=words)
         bare = own["lower"].isna().to_numpy() & barred
         ax.plot(*(numbers[bare] for numbers in points), marker, mfc="white", mec=color, ms=3.5)

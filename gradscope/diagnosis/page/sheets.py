@@ -82,7 +82,7 @@ class Sheets:
     def series(self, name: str, series: pd.DataFrame, caption: str, *, bars: str = "", **look: Unpack[Look]) -> Block:
         """Return the figure of these series. look: arguments of `plot_series`."""
         again = redraw(plot_series, csv(name), *(f"{key}={value!r}" for key, value in look.items()))
-        bars = f"{bars}; hollow points have none, or such that allow almost everything" if bars else ""  # `drop_vacuous`
+        bars = f"{bars}; hollow: none, or they allow almost everything" if bars else ""  # `drop_vacuous`
         return self.figure(name, lambda: plot_series(series, **look), caption, again=again, bars=bars)
 
     def keep(self, name: str, frame: pd.DataFrame) -> None:

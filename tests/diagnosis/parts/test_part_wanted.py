@@ -173,3 +173,14 @@ def test_without_folds_the_whole_has_the_bounds_of_leaving_out_each_prompt():
     assert all_of_them[["value", "lower", "upper"]].to_numpy()[0] == pytest.approx(expected)
     assert rows.rows.query("statistic == 'others_share' and interval != 'all'")["lower"].isna().all()
     assert "signal_share" not in {*rows.rows["statistic"]}
+
+
+@pytest.mark.parametrize(("prompts", "against"), [(6, 1), (11, 3), (11, 7), (24, 8)])
+def test_odds_are_those_of_gradients_that_have_nothing_in_common(prompts, against):
+    """Counted over random gradients [draws, n, P]; P is large enough for products to be Gaussian."""
+    generator, draws = torch.Generator().manual_seed(prompts), 4000
+    rows = torch.nn.functional.normalize(torch.randn(draws, prompts, 300, generator=generator), dim=2)
+    products = (rows @ rows.sum(1)[:, :, None]).squeeze(2) - 1.0
+    share = ((products < 0).sum(1) <= against).double().mean().item()
+    expected = wanted.noise_odds(against, prompts)
+    assert share == pytest.approx(expected, abs=4 * (expected * (1 - expected) / draws) ** 0.5 + 0.01)
