@@ -17,6 +17,7 @@ from tqdm import tqdm
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl.batch import batch_from_trl, join_columns
+from gradscope.integrations.trl.internals import metrics_of
 from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss, settings_slopes
 from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
 from gradscope.integrations.trl.recorder import SpikeRecorder
@@ -343,7 +344,7 @@ class GradScopeCallback(Watching):
             write_parquet(self.path, pd.DataFrame(self.rows))
         for name, value in numbers.items():
             if math.isfinite(value):
-                self.trainer._metrics["train"][f"gradscope/{name}"].append(float(value))
+                metrics_of(self.trainer)[f"gradscope/{name}"].append(float(value))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._pass_on("on_train_end", args, state, control)

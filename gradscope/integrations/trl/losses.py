@@ -18,6 +18,7 @@ from gradscope.integrations.trl.batch import (
     response_denominators,
     trl_settings,
 )
+from gradscope.integrations.trl.internals import LOSS
 from gradscope.integrations.trl.watch import SeenBatch, set_on
 from gradscope.objective import LossSettings, batch_weights
 
@@ -27,8 +28,6 @@ ON_TEXT = ("SFTTrainer", "DPOTrainer", "KTOTrainer")
 """TRL's trainers on given text that can be watched."""
 WITHOUT_LOGPROBS = {"DistillationTrainer": "a divergence of whole distributions, in which no token's log π stands out"}
 """TRL's trainers whose loss no token's weight expresses, and what it is."""
-LOSS_METHODS = ("_compute_loss", "compute_loss")
-"""Methods that define a trainer's loss; an override may change it."""
 
 
 def other_loss(trainer: Any) -> str | None:
@@ -108,7 +107,7 @@ def refuse_scaled(trainer: Any) -> None:
 def own_loss(trainer: Any) -> str | None:
     """Return as Class.method the first method of the loss that is neither TRL's nor gradscope's; None if none is."""
     find_kind(trainer)
-    for name in LOSS_METHODS:
+    for name in LOSS:
         if set_on(trainer, name) is not None:
             return f"{type(trainer).__name__}.{name}, set on the trainer itself"
         # gradscope's own mixin calls the next class's method.

@@ -13,15 +13,22 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import kept_tokens, trl_settings
+from gradscope.integrations.trl.internals import (
+    ADDITIVE,
+    LOSS,
+    STEP_TIME,
+    WORKS_WITH,
+    OverriddenMethods,
+    check_internals,
+    clip_gradient,
+    metrics_of,
+)
 from gradscope.objective import ORDERS, StepRule, Weighting, check_weighting, make_weighting, weigh_step
 
 Number = int | float
 
-_ADDITIVE = ("kl", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-"""TRL's metrics that are means over all tokens of a quantity that is 0 for tokens outside the current pass."""
 
-
-class ReweightLoptiMixin:
+class ReweightLoptiMixin(OverriddenMethods):
     """Put before GRPOTrainer, or before your own subclass of it: `class Mine(ReweightLoptiMixin, GRPOTrainer)`.
 
     With no argument given, every update is GRPOTrainer's, bit for bit.
@@ -83,6 +90,7 @@ class ReweightLoptiMixin:
         self._lopti_replays = False
         self._on_logprobs: Callable[[Tensor, Tensor | None], None] | None = None
         super().__init__(*args, **keywords)
+        check_internals(self)
         _refuse_unsupported(self)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -98,7 +106,7 @@ class ReweightLoptiMixin:
             if self.accelerator.sync_gradients:
                 started, self._lopti_pass = time.perf_counter(), second
                 loss = loss + self._finish_pair(model, num_items_in_batch, first, second)
-                self._metrics["train"]["step_time"][-1] += time.perf_counter() - started
+                metrics_of(self)[STEP_TIME][-1] += time.perf_counter() - started
         finally:
             self._lopti_pass = None
         return loss
@@ -108,14 +116,14 @@ class ReweightLoptiMixin:
         window, counts = self._lopti_window, torch.stack(self._lopti_counts).sum(0).tolist()
         self._lopti_window, self._lopti_counts = [], []
         count = dict(zip(("low", "high"), counts, strict=True))
-        metrics = self._metrics["train"]
+        metrics = metrics_of(self)
         for name in ("low", "high"):
             metrics[f"lopti/tokens_{name}"].append(float(count[name]))
         loss = torch.zeros((), device=self.accelerator.device)
         if not count[first]:
             model.zero_grad()  # None, not 0: on a gradient of 0 an optimizer would still apply decay and momentum
         if not count[second]:
-            for name in _ADDITIVE:
+            for name in ADDITIVE:
                 metrics[name] += [0.0] * (len(window) if name in metrics else 0)
             return loss
         if count[first]:
@@ -131,9 +139,7 @@ class ReweightLoptiMixin:
 
     def _step_first(self, model: Any, name: str) -> None:
         """Do what Trainer does between the last micro-batch and the next step, except for schedule and counters."""
-        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
-        norm = self._get_grad_norm(model, grad_norm=norm)
-        self._metrics["train"][f"lopti/grad_norm_{name}"].append(float(norm))
+        metrics_of(self)[f"lopti/grad_norm_{name}"].append(clip_gradient(self, model))
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
@@ -145,31 +151,31 @@ class ReweightLoptiMixin:
 
         return Trainer.training_step(self, model, inputs, num_items_in_batch)
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        return generation_batch if self._lopti_replays else super()._prepare_inputs(generation_batch)
+    def _prepare_by(self, prepare: Callable[..., Any], generation_batch: Any) -> Any:
+        return generation_batch if self._lopti_replays else prepare(generation_batch)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
+    def _make_loss_by(self, compute_loss: Callable[..., Tensor], model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute TRL's loss with advantages (and, in a pass of Lopti, the reference) changed by token."""
         if self.weighting is None and self.reweight_alpha is None and self._lopti_pass is None:
-            return super()._compute_loss(model, inputs)
+            return compute_loss(model, inputs)
         # π_old may only be known from the loss's own forward pass, so advantages are set after it. If a release of TRL
         # used them earlier, the loss would be NaN.
         changed = inputs | {"advantages": torch.full_like(inputs["advantages"], float("nan"))}
         change = self._change if self.weighting is None else self._weigh
         self._on_logprobs = lambda logprobs, entropies: change(inputs, changed, logprobs, entropies)
-        loss = super()._compute_loss(model, changed)
+        loss = compute_loss(model, changed)
         if self._on_logprobs is not None:
             self._on_logprobs = None
-            raise RuntimeError("TRL's loss requested no log-probabilities; this integration is made for trl 1.16")
+            raise RuntimeError(f"TRL's loss requested no log-probabilities; that of TRL {WORKS_WITH} does")
         if self._lopti_pass is not None:
-            metrics = self._metrics["train"]
-            for name in _ADDITIVE:
+            metrics = metrics_of(self)
+            for name in ADDITIVE:
                 if metrics.get(name):
                     metrics[name][-1] *= 2  # the log's mean over both passes is then the sum of their parts
         return loss
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **keywords: Any) -> tuple:
-        found = super()._get_per_token_logps_and_entropies(*args, **keywords)
+    def _hear(self, found: tuple) -> tuple:
+        """Tell `_on_logprobs` of what TRL's method found."""
         if (tell := self._on_logprobs) is not None:
             self._on_logprobs = None
             tell(found[0].detach(), found[1])
@@ -228,7 +234,7 @@ def _refuse_unsupported(trainer: Any) -> None:
     given = [name for name, value in methods.items() if value is not None]
     if not given:
         return
-    owners = [kind for kind in type(trainer).__mro__ if "_compute_loss" in vars(kind)]
+    owners = [kind for kind in type(trainer).__mro__ if LOSS[0] in vars(kind)]
     others = [kind.__name__ for kind in owners if kind.__module__.startswith("trl.") and kind.__name__ != "GRPOTrainer"]
     if others:
         raise InputError(f"{given[0]} does not work with {others[0]}, whose loss differs; leave one of the two out")
@@ -255,7 +261,7 @@ def _refuse_unsupported(trainer: Any) -> None:
             "several processes": trainer.accelerator.num_processes > 1,
             "fp16": args.fp16,
             f"optim={str(args.optim.value)!r}": "lomo" in args.optim.value,
-            "an entropy bonus": trainer._entropy_bonus_enabled,
+            "an entropy bonus": args.entropy_coef != 0 or args.use_adaptive_entropy,
             "an auxiliary loss (router_aux_loss_coef)": trainer.aux_loss_enabled,
             "top_entropy_quantile < 1": args.top_entropy_quantile < 1,
             "off_policy_mask_threshold": args.off_policy_mask_threshold is not None,

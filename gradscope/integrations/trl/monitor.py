@@ -28,12 +28,13 @@ from gradscope.diagnosis import (
 )
 from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import trl_settings
+from gradscope.integrations.trl.internals import MASKS, metrics_of
 from gradscope.integrations.trl.losses import clipped_tokens, own_loss, settings_slopes
 from gradscope.integrations.trl.measure import add_over_processes, name_intervals
 from gradscope.integrations.trl.texts import is_on_text, watch_steps
 from gradscope.integrations.trl.tokens import BINS, TokenColumns, collect_columns, numbers_of
 from gradscope.integrations.trl.trackers import send_alert, send_histograms, send_page
-from gradscope.integrations.trl.watch import SeenBatch, Watching, find_head
+from gradscope.integrations.trl.watch import SeenBatch, Watching
 from gradscope.intervals import EDGES, interval_labels
 from gradscope.resampling import Supply
 from gradscope.runs import counted
@@ -44,8 +45,6 @@ BEFORE = 12
 SHOWN = 30
 """Most tokens on a page."""
 ENERGY = "gradient at the logits, Σ|w|·‖e − π‖"
-MASKS = ("get_high_entropy_mask", "get_off_policy_mask")
-"""Methods of a trainer that return masks for its loss."""
 
 
 class TokenMonitor(Watching):
@@ -121,7 +120,6 @@ class TokenMonitor(Watching):
         for name, number in (("window", window), ("page_every", page_every), ("forward_every", forward_every)):
             if number is not None and number < 1:
                 raise InputError(f"{name} is {number}; give 1 or more")
-        find_head()
         self.labels = interval_labels(edges)
         super().__init__(trainer, watch_steps(trainer, with_squares=True, on_unseen=self._look))
         self.edges, self.largest, self.window = list(edges), largest, window
@@ -181,7 +179,7 @@ class TokenMonitor(Watching):
             self.rows.append({"step": state.global_step} | numbers)
             for name, value in numbers.items():
                 if math.isfinite(value):
-                    self.trainer._metrics["train"][f"gradscope/live/{name}"].append(value)
+                    metrics_of(self.trainer)[f"gradscope/live/{name}"].append(value)
             if state.is_world_process_zero:
                 self._keep(seen, tokens)
 

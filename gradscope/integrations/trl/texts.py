@@ -17,15 +17,14 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import Inputs, kept_tokens
+from gradscope.integrations.trl.internals import KL, metrics_of, summing_squares
 from gradscope.integrations.trl.losses import ON_TEXT, find_kind, own_loss
-from gradscope.integrations.trl.watch import SeenBatch, StepWatcher, summing_squares
+from gradscope.integrations.trl.watch import SeenBatch, StepWatcher
 from gradscope.objective import LossSettings
 
 SFT_LOSSES = {"nll": "sft", "dft": "dft"}
 DPO_LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 """TRL's loss type → the weighting that it is."""
-KL_METRIC = "kl"
-"""KTOTrainer's metric that is z₀ of a micro-batch, over all processes."""
 
 
 def is_on_text(trainer: Any) -> bool:
@@ -66,9 +65,8 @@ class TextWatcher(StepWatcher):
             finally:
                 for hook in hooks:
                     hook.remove()
-            if kind == "KTOTrainer" and trainer._metrics["train"][KL_METRIC]:
-                z0 = trainer._metrics["train"][KL_METRIC][-1]
-                laid["z0"] = torch.full((len(laid["prompt_ids"]),), float(z0))
+            if kind == "KTOTrainer" and (z0 := metrics_of(trainer)[KL]):
+                laid["z0"] = torch.full((len(laid["prompt_ids"]),), float(z0[-1]))
 
     def _take_outputs(self, part: SeenBatch, ids: Tensor, _: Any, args: Any, given: dict[str, Any], out: Any) -> None:
         """Take what a pass over the batch gives: with gradients the policy's, without the reference's."""

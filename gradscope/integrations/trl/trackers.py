@@ -5,12 +5,14 @@ TensorBoard, Weights & Biases, trackio and MLflow, if the trainer's `report_to` 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
+
+from gradscope.integrations.trl.internals import tracker_modules
 
 
 def send_histograms(
@@ -21,31 +23,23 @@ def send_histograms(
         if (writer := getattr(callback, "tb_writer", None)) is not None:
             for name, sums in heights.items():
                 _to_tensorboard(writer, f"train/{name}", sums, edges, step)
-    for backend in _backends(trainer):
+    for backend in tracker_modules(trainer):
         drawn = {f"train/{n}": backend.Histogram(np_histogram=(sums, edges)) for n, sums in heights.items()}
         backend.log(drawn | {"train/global_step": step})
 
 
 def send_alert(trainer: Any, title: str, text: str, *, warn: bool) -> None:
     """Send an alert to Weights & Biases and trackio."""
-    for backend in _backends(trainer):
+    for backend in tracker_modules(trainer):
         backend.alert(title=title, text=text, level=backend.AlertLevel.WARN if warn else backend.AlertLevel.INFO)
 
 
 def send_page(trainer: Any, page: Path, name: str = "gradscope-live") -> None:
     """Send a page as an artifact of this name to Weights & Biases, trackio and MLflow."""
-    for backend in _backends(trainer):
+    for backend in tracker_modules(trainer):
         backend.log_artifact(str(page), name=name, type="report")
-    for backend in _backends(trainer, ("_ml_flow",)):
+    for backend in tracker_modules(trainer, ["mlflow"]):
         backend.log_artifact(str(page))
-
-
-def _backends(trainer: Any, names: Sequence[str] = ("_wandb", "_trackio")) -> Iterator[Any]:
-    """Yield those of the modules that have a run in this trainer; wandb and trackio share an interface."""
-    for callback in trainer.callback_handler.callbacks:
-        for name in names:
-            if getattr(callback, "_initialized", False) and (module := getattr(callback, name, None)) is not None:
-                yield module
 
 
 def _to_tensorboard(writer: Any, name: str, sums: np.ndarray, edges: np.ndarray, step: int) -> None:

@@ -15,18 +15,16 @@ from jaxtyping import Bool
 from torch import Tensor
 from transformers import TrainerCallback
 
-from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import Inputs, kept_tokens
+from gradscope.integrations.trl.internals import LOGPROBS, LOSS, NORM, check_internals, summing_squares
 from gradscope.policy import unpacked
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Turns a method into one that also observes its arguments or result."""
 WRAPPED = "_gradscope_wrapped"
 """Attribute of a watched object: the observers' wrappers, and the instance's own versions of these methods."""
-LOGPROBS = "_get_per_token_logps_and_entropies"
-"""TRL's method that computes log π, entropies and the routers' auxiliary loss."""
 BESIDE = ("the entropies", "the routers' auxiliary loss")
-"""What that method returns beside log π."""
+"""What TRL's method returns beside log π."""
 
 
 @dataclass
@@ -72,6 +70,7 @@ class StepWatcher:
     def __init__(
         self, trainer: Any, *, with_squares: bool = False, on_unseen: Callable[[Any, SeenBatch], None] | None = None
     ) -> None:
+        check_internals(trainer, head=with_squares)
         self.trainer, self.with_squares, self.on_unseen, self.watched = trainer, with_squares, on_unseen, True
         self.parts: list[SeenBatch] = []
         """The step's micro-batches so far."""
@@ -88,7 +87,7 @@ class StepWatcher:
 
     def start(self, wrappers: Mapping[str, Wrapper] | None = None) -> None:
         """Watch the trainer from now on, with further wrappers of its methods."""
-        own = {"compute_loss": self._watch_loss, "_get_grad_norm": self._watch_norm}
+        own = {LOSS[1]: self._watch_loss, NORM: self._watch_norm}
         own |= {LOGPROBS: self._watch_logprobs} if hasattr(self.trainer, LOGPROBS) else {}
         wrap(self.trainer, self, own | dict(wrappers or {}))
         self.left_out, self._told = [], 0
@@ -282,15 +281,6 @@ def temperature_of(trainer: Any) -> float:
     return float(getattr(trainer, "temperature", 1.0))
 
 
-def find_head() -> Any:
-    """Return TRL's module with the head that computes log π. Raises InputError for an unsupported TRL."""
-    from trl.trainer import utils
-
-    if not hasattr(utils, "_ChunkedLogProbFunction"):
-        raise InputError("the head of this TRL version does not return Σπ², needed for ‖e − π‖; install trl 1.16")
-    return utils
-
-
 def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywords: Any) -> tuple[Any, Tensor | None]:
     """Return the result of log_probs, and log Σπ² of the same tokens; None if the head does not provide it."""
     squares: list[Tensor | None] = []
@@ -303,26 +293,3 @@ def _with_squares(log_probs: Callable[..., Any], model: Any, *args: Any, **keywo
     if any(each is None for each in squares):
         return found, None
     return found, torch.cat(squares)[:, -found[0].shape[1] :]
-
-
-@contextmanager
-def summing_squares(*, without_gradients: bool = True) -> Iterator[None]:
-    """Have TRL's head give log Σπ², too, in the walk over the logits that it makes for log π and entropy.
-
-    without_gradients: also in passes that compute no gradient.
-    """
-    utils = find_head()
-    own = utils._ChunkedLogProbFunction
-
-    class Summing:
-        @staticmethod
-        def apply(*args: Any) -> Any:
-            *others, outputs = args
-            added = ("log_sum_sq_probs",) if without_gradients or torch.is_grad_enabled() else ()
-            return own.apply(*others, (*outputs, *added))
-
-    utils._ChunkedLogProbFunction = Summing
-    try:
-        yield
-    finally:
-        utils._ChunkedLogProbFunction = own

@@ -15,6 +15,7 @@ import torch
 from gradscope.errors import InputError
 from gradscope.integrations.row_writer import RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
 from gradscope.integrations.trl.batch import Inputs, kept_tokens, response_denominators
+from gradscope.integrations.trl.internals import GENERATE, SCORE
 from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss
 from gradscope.integrations.trl.measure import add_over_processes
 from gradscope.integrations.trl.texts import is_on_text, text_denominators, text_loss, watch_steps
@@ -131,7 +132,7 @@ class RolloutWriter(Watching):
         self._settle_loss()  # again, since the trainer may have got another
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
-        looked_at = {"_calculate_rewards": self._watch_rewards, "_generate_and_score_completions": self._add_rewards}
+        looked_at = {SCORE: self._watch_rewards, GENERATE: self._add_rewards}
         self._watcher.start({} if self.on_text else looked_at)
         if state.is_world_process_zero:
             steps = "of steps of unusual gradient norm" if self.every is None else f"every {self.every} steps"
