@@ -17,7 +17,7 @@ from tqdm import tqdm
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
 from gradscope.integrations.trl.batch import batch_from_trl, join_columns
-from gradscope.integrations.trl.internals import metrics_of
+from gradscope.integrations.trl.internals import log_numbers
 from gradscope.integrations.trl.losses import other_loss, refuse_scaled, settings_loss, settings_slopes
 from gradscope.integrations.trl.measure import StepMeasurement, agree, measure_step, name_intervals
 from gradscope.integrations.trl.recorder import SpikeRecorder
@@ -342,9 +342,7 @@ class GradScopeCallback(Watching):
         if state.is_world_process_zero:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_parquet(self.path, pd.DataFrame(self.rows))
-        for name, value in numbers.items():
-            if math.isfinite(value):
-                metrics_of(self.trainer)[f"gradscope/{name}"].append(float(value))
+        log_numbers(self.trainer, "gradscope", numbers)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._pass_on("on_train_end", args, state, control)

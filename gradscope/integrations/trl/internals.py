@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any
@@ -77,6 +78,13 @@ class OverriddenMethods:
 def metrics_of(trainer: Any) -> dict[str, list[float]]:
     """Return the values of TRL's training metrics since its last log, to add to."""
     return trainer._metrics["train"]
+
+
+def log_numbers(trainer: Any, prefix: str, numbers: Mapping[str, float]) -> None:
+    """Have TRL's next log average these with those of other steps since its last; what is not finite is left out."""
+    for name, value in numbers.items():
+        if math.isfinite(value):
+            metrics_of(trainer)[f"{prefix}/{name}"].append(float(value))
 
 
 def clip_gradient(trainer: Any, model: Any) -> float:

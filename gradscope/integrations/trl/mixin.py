@@ -12,23 +12,14 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from gradscope.errors import InputError
+from gradscope.integrations.trl import internals
 from gradscope.integrations.trl.batch import kept_tokens, trl_settings
-from gradscope.integrations.trl.internals import (
-    ADDITIVE,
-    LOSS,
-    STEP_TIME,
-    WORKS_WITH,
-    OverriddenMethods,
-    check_internals,
-    clip_gradient,
-    metrics_of,
-)
 from gradscope.objective import ORDERS, StepRule, Weighting, check_weighting, make_weighting, weigh_step
 
 Number = int | float
 
 
-class ReweightLoptiMixin(OverriddenMethods):
+class ReweightLoptiMixin(internals.OverriddenMethods):
     """Put before GRPOTrainer, or before your own subclass of it: `class Mine(ReweightLoptiMixin, GRPOTrainer)`.
 
     With no argument given, every update is GRPOTrainer's, bit for bit.
@@ -90,7 +81,7 @@ class ReweightLoptiMixin(OverriddenMethods):
         self._lopti_replays = False
         self._on_logprobs: Callable[[Tensor, Tensor | None], None] | None = None
         super().__init__(*args, **keywords)
-        check_internals(self)
+        internals.check_internals(self)
         _refuse_unsupported(self)
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -106,7 +97,7 @@ class ReweightLoptiMixin(OverriddenMethods):
             if self.accelerator.sync_gradients:
                 started, self._lopti_pass = time.perf_counter(), second
                 loss = loss + self._finish_pair(model, num_items_in_batch, first, second)
-                metrics_of(self)[STEP_TIME][-1] += time.perf_counter() - started
+                internals.metrics_of(self)[internals.STEP_TIME][-1] += time.perf_counter() - started
         finally:
             self._lopti_pass = None
         return loss
@@ -116,14 +107,14 @@ class ReweightLoptiMixin(OverriddenMethods):
         window, counts = self._lopti_window, torch.stack(self._lopti_counts).sum(0).tolist()
         self._lopti_window, self._lopti_counts = [], []
         count = dict(zip(("low", "high"), counts, strict=True))
-        metrics = metrics_of(self)
+        metrics = internals.metrics_of(self)
         for name in ("low", "high"):
             metrics[f"lopti/tokens_{name}"].append(float(count[name]))
         loss = torch.zeros((), device=self.accelerator.device)
         if not count[first]:
             model.zero_grad()  # None, not 0: on a gradient of 0 an optimizer would still apply decay and momentum
         if not count[second]:
-            for name in ADDITIVE:
+            for name in internals.ADDITIVE:
                 metrics[name] += [0.0] * (len(window) if name in metrics else 0)
             return loss
         if count[first]:
@@ -139,7 +130,7 @@ class ReweightLoptiMixin(OverriddenMethods):
 
     def _step_first(self, model: Any, name: str) -> None:
         """Do what Trainer does between the last micro-batch and the next step, except for schedule and counters."""
-        metrics_of(self)[f"lopti/grad_norm_{name}"].append(clip_gradient(self, model))
+        internals.metrics_of(self)[f"lopti/grad_norm_{name}"].append(internals.clip_gradient(self, model))
         self.control = self.callback_handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
         self.control = self.callback_handler.on_optimizer_step(self.args, self.state, self.control)
@@ -166,10 +157,10 @@ class ReweightLoptiMixin(OverriddenMethods):
         loss = compute_loss(model, changed)
         if self._on_logprobs is not None:
             self._on_logprobs = None
-            raise RuntimeError(f"TRL's loss requested no log-probabilities; that of TRL {WORKS_WITH} does")
+            raise RuntimeError(f"TRL's loss requested no log-probabilities; that of TRL {internals.WORKS_WITH} does")
         if self._lopti_pass is not None:
-            metrics = metrics_of(self)
-            for name in ADDITIVE:
+            metrics = internals.metrics_of(self)
+            for name in internals.ADDITIVE:
                 if metrics.get(name):
                     metrics[name][-1] *= 2  # the log's mean over both passes is then the sum of their parts
         return loss
@@ -234,7 +225,7 @@ def _refuse_unsupported(trainer: Any) -> None:
     given = [name for name, value in methods.items() if value is not None]
     if not given:
         return
-    owners = [kind for kind in type(trainer).__mro__ if LOSS[0] in vars(kind)]
+    owners = [kind for kind in type(trainer).__mro__ if internals.LOSS[0] in vars(kind)]
     others = [kind.__name__ for kind in owners if kind.__module__.startswith("trl.") and kind.__name__ != "GRPOTrainer"]
     if others:
         raise InputError(f"{given[0]} does not work with {others[0]}, whose loss differs; leave one of the two out")

@@ -28,7 +28,7 @@ from gradscope.diagnosis import (
 )
 from gradscope.errors import InputError
 from gradscope.integrations.trl.batch import trl_settings
-from gradscope.integrations.trl.internals import MASKS, metrics_of
+from gradscope.integrations.trl.internals import MASKS, log_numbers
 from gradscope.integrations.trl.losses import clipped_tokens, own_loss, settings_slopes
 from gradscope.integrations.trl.measure import add_over_processes, name_intervals
 from gradscope.integrations.trl.texts import is_on_text, watch_steps
@@ -177,9 +177,7 @@ class TokenMonitor(Watching):
             numbers = numbers_of(sums[: -self._histograms.size].reshape(-1, size), name_intervals(self.edges))
             self._histograms += sums[-self._histograms.size :].reshape(2, -1)
             self.rows.append({"step": state.global_step} | numbers)
-            for name, value in numbers.items():
-                if math.isfinite(value):
-                    metrics_of(self.trainer)[f"gradscope/live/{name}"].append(value)
+            log_numbers(self.trainer, "gradscope/live", numbers)
             if state.is_world_process_zero:
                 self._keep(seen, tokens)
 

@@ -132,8 +132,7 @@ class RolloutWriter(Watching):
         self._settle_loss()  # again, since the trainer may have got another
         if state.is_world_process_zero:
             remove_steps(self.folder, state.global_step + 1)
-        looked_at = {SCORE: self._watch_rewards, GENERATE: self._add_rewards}
-        self._watcher.start({} if self.on_text else looked_at)
+        self._watcher.start({} if self.on_text else {SCORE: self._watch_rewards, GENERATE: self._add_rewards})
         if state.is_world_process_zero:
             steps = "of steps of unusual gradient norm" if self.every is None else f"every {self.every} steps"
             print(f"gradscope: writing rollouts {'every step' if self.every == 1 else steps} to {self.folder}")
