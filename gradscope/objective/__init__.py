@@ -17,6 +17,7 @@ from gradscope.objective.batch_logprobs import (
     most_logits,
 )
 from gradscope.objective.equations import (
+    KL,
     TokenWeights,
     grpo_advantages,
     kl_k3,
@@ -55,7 +56,7 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings", "Outputs",
+    "COMPARED", "KL", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings", "Outputs",
     "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update",
     "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights", "can_pack", "check_weighting",
     "choosing_places", "clip_scale", "describe_off_policyness", "evaluate_kept", "fill_unknown", "finish",

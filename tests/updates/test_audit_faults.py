@@ -71,6 +71,8 @@ class Trainer:
     weight: Callable[[int], float] = lambda start: 1.0
     """Of the micro-batch that starts there."""
     kl_where: Callable[[Tensor, Tensor], Tensor] | None = None
+    kl_times: Callable[[Tensor], Tensor] | None = None
+    """Of each response's geometric mean of π/π_old."""
 
     def gradient(self) -> dict[str, Tensor]:
         batch, named = self.batch, dict(float_parameters(self.policy.model))
@@ -95,6 +97,8 @@ class Trainer:
             kl = torch.expm1(reference - own) - (reference - own)
             if self.kl_where is not None:
                 kl = torch.where(self.kl_where(own.detach(), reference), kl, 0.0)
+            if self.kl_times is not None:
+                kl = kl * self.kl_times((((own - before) * kept).sum(1) / kept.sum(1)).exp())[:, None]
             terms = torch.where(kept != 0, (policy - self.beta * kl + self.bonus * entropy) * kept, 0.0)
             if self.means_over is None:
                 loss = -terms.sum() / (mask.sum() if self.counted is None else self.counted)
@@ -129,6 +133,8 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
         "ref-late": lambda: replace(own, ref=shifted),
         "kl-clamped": lambda: replace(own, kl_where=lambda new, ref: new >= ref),
         "logprob-below": lambda: replace(own, keep=mask & (scores(policy, batch) > -4.0), counted=float(mask.sum())),
+        "kl-sequence-ratio": lambda: replace(own, kl_times=lambda ratio: ratio),
+        "kl-sequence-ratio-detached": lambda: replace(own, kl_times=torch.Tensor.detach),
         "parts": lambda: replace(own, means_over=8),
         "old-recomputed": lambda: replace(own, old=torch.full_like(batch.old_logprobs, torch.nan)),
         "no-clip": lambda: replace(own, clips=(1.0, 1e9)),
@@ -168,9 +174,10 @@ def check(trainer: Trainer, **settings: object) -> Audit:
 
 NAMED = (
     *("kl-sign", "no-kl", "entropy", "mask-advantages", "ref-late", "kl-clamped", "parts", "old-recomputed"),
-    *("advantages-centred", "micro-batch-missing"),
+    *("advantages-centred", "micro-batch-missing", "kl-sequence-ratio"),
 )
 OTHERS = (
+    "kl-sequence-ratio-detached",
     "kl-scaled",
     "logprob-below",
     "no-clip",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pandas as pd
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import save_file
 from support.cli import assert_one_line, outcome_of, run
 from support.policies import save_checkpoint
@@ -16,18 +18,27 @@ from transformers import AutoModelForCausalLM
 from gradscope.updates import SUITE, audit_suite, write_suite
 
 
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    return write_suite(str(save_checkpoint(folder / "checkpoint", "qwen2")), folder / "suite")
+
+
 @pytest.fixture
-def suite(tmp_path):
-    return write_suite(str(save_checkpoint(tmp_path / "checkpoint", "qwen2")), tmp_path / "suite")
+def suite(written, tmp_path):
+    """Without gradients."""
+    return shutil.copytree(written, tmp_path / "suite")
 
 
-def own_step(suite, name, *, ignore_tools=False, sign=1.0):
+def own_step(suite, name, *, ignore_tools=False, sign=1.0, times=lambda key: 1.0):
     """A trainer's step by plain autograd: means over responses, all of the same weight."""
     case = json.loads((suite / "manifest.json").read_text())["cases"][name]
     model, rows = (
         AutoModelForCausalLM.from_pretrained(suite / "model"),
         pd.read_parquet(suite / name / "rollouts.parquet"),
     )
+    if "adapter" in case:
+        model = PeftModel.from_pretrained(model, suite / case["adapter"], is_trainable=True)
     total = 0.0
     for row in rows.to_dict("records"):
         prompt, answer = torch.tensor(row["prompt_ids"]), torch.tensor(row["response_ids"])
@@ -42,7 +53,8 @@ def own_step(suite, name, *, ignore_tools=False, sign=1.0):
         kept = torch.tensor(row.get("response_mask", [True] * len(answer)))
         total -= (terms if ignore_tools else terms[kept]).mean() / len(rows)
     total.backward()
-    save_file({key: p.grad for key, p in model.named_parameters()}, suite / name / "gradient.safetensors")
+    found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    save_file({key: times(key) * own for key, own in found.items()}, suite / name / "gradient.safetensors")
 
 
 def test_a_trainers_average_is_named_in_every_case(suite):
@@ -55,14 +67,16 @@ def test_a_trainers_average_is_named_in_every_case(suite):
 def test_faults_are_named_where_a_case_shows_them_and_others_are_missing(suite):
     own_step(suite, "tools", ignore_tools=True)
     own_step(suite, "kl", sign=-1.0)
+    own_step(suite, "lora", times=lambda key: 2.0 if "layers.1." in key and "lora_B" in key else 1.0)
     found = audit_suite(suite).set_index("case")
     assert found.loc["tools", "reading"] == "mask-ignored (sequence-mean)"
     assert found.loc["kl", "reading"] == "kl-sign (sequence-mean)"
-    assert set(found.index[found["kind"] == "missing"]) == SUITE.keys() - {"tools", "kl"}
+    assert found.loc["lora", "kind"] == "parameters" and "layers.1" in found.loc["lora", "verdict"]
+    assert set(found.index[found["kind"] == "missing"]) == SUITE.keys() - {"tools", "kl", "lora"}
 
 
-def test_each_case_has_what_it_tries(suite):
-    rows = {name: pd.read_parquet(suite / name / "rollouts.parquet") for name in SUITE}
+def test_each_case_has_what_it_tries(written):
+    suite, rows = written, {name: pd.read_parquet(written / name / "rollouts.parquet") for name in SUITE}
     assert all(frame["response_ids"].map(len).nunique() > 4 for frame in rows.values())
     halves = rows["micro-batches"].groupby("micro_batch")["response_ids"].apply(lambda ids: ids.map(len).sum())
     assert len(halves) == 2 and halves.nunique() == 2
@@ -77,6 +91,21 @@ def test_each_case_has_what_it_tries(suite):
         both[0] |= bool((ratio > 1.2).any()) and row["advantage"] > 0
         both[1] |= bool((ratio < 0.8).any()) and row["advantage"] < 0
     assert all(both)
+    adapted, gaps = PeftModel.from_pretrained(model, suite / "adapter"), []
+    for row in rows["lora"].to_dict("records"):
+        ids = torch.tensor([*row["prompt_ids"], *row["response_ids"]])
+        with torch.no_grad(), adapted.disable_adapter():
+            logits = adapted(input_ids=ids[None]).logits[0, len(row["prompt_ids"]) - 1 : -1].log_softmax(-1)
+        own = logits[range(len(row["response_ids"])), ids[len(row["prompt_ids"]) :]]
+        gaps.append((own - torch.tensor(row["ref_logprobs"])).abs().max())
+    assert max(gaps) < 1e-4 and all(p.any() for name, p in adapted.named_parameters() if "lora" in name)
+
+
+def test_without_peft_there_is_no_case_of_a_lora(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradscope.updates.auditing.suite.find_spec", lambda name: None)
+    folder = write_suite(str(save_checkpoint(tmp_path / "checkpoint", "qwen2")), tmp_path / "suite")
+    own_step(folder, "lengths")
+    assert set(audit_suite(folder)["case"]) == SUITE.keys() - {"lora"} and not (folder / "adapter").exists()
 
 
 def test_a_large_model_is_shrunk_within_its_architecture(tmp_path):

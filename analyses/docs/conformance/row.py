@@ -35,6 +35,8 @@ class Step:
     micro_batch: int | None
     divisors: Tensor | None
     """What the documentation divides each response's terms by [B]; None: it does not say."""
+    fault: str | None = None
+    """The audit's name for what is documented and what `loss` cannot say; None: `loss` says it all."""
 
 
 def judge(step: Step) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def judge(step: Step) -> dict[str, Any]:
     if step.divisors is not None:
         told = _audit(step, replace(batch, loss_scales=batch.num_tokens / step.divisors.float()))
     found = _audit(step, batch)
-    agrees = "not said" if told is None else "yes" if told.kind in ("same", "rounding") and not told.fault else "no"
+    agrees = "not said" if told is None else "yes" if told.kind in ("same", "rounding") and told.fault == step.fault else "no"
     shown = found.readings.set_index("reading").loc[found.reading]
     shown = shown.iloc[0] if shown.ndim > 1 else shown
     return {

@@ -36,6 +36,8 @@ SINGLE: tuple[dict[str, Any], ...] = (
     {"num_iterations": 2, "delta": 1.1},
     {"num_iterations": 2, "delta": 3.0, "epsilon_high": 0.28},
     {"beta": 0.1, "use_bias_correction_kl": False},
+    {"beta": 0.1, "importance_sampling_level": "sequence", "num_iterations": 2},
+    {"loss_type": "grpo", "beta": 0.1, "importance_sampling_level": "sequence"},
     {"gradient_accumulation_steps": 2, "entropy_coef": 0.1},
     {"entropy_coef": 0.1},
     {"top_entropy_quantile": 0.2},
@@ -73,7 +75,7 @@ def cases() -> list[dict[str, Any]]:
         )
 
     pairs = cover_pairs(LEVELS, allowed)
-    for case in pairs:  # KL times a response's ratio is no sum of terms of tokens
+    for case in pairs:  # KL times a response's ratio has rows of its own
         if case["importance_sampling_level"] == "sequence" and case["beta"]:
             case["use_bias_correction_kl"] = False
     return [*pairs, *(PLAIN | one for one in SINGLE)]
@@ -109,7 +111,9 @@ def run(case: Mapping[str, Any], checkpoint: Path, folder: Path) -> Step:
     unsaid = args.mask_truncated_completions and given["loss_type"] in OF_ALL
     unsaid |= args.top_entropy_quantile < 1 and count > 1  # whether the quantile is the step's
     divisors = None if unsaid else divide(given["loss_type"], step["window"], args.max_completion_length)
-    return Step(policy, batch, step["gradient"], documented_loss(args), SIZE // count, divisors)
+    by_response = args.beta and args.use_bias_correction_kl and args.importance_sampling_level == "sequence"
+    fault = "kl-sequence-ratio" if by_response else None
+    return Step(policy, batch, step["gradient"], documented_loss(args), SIZE // count, divisors, fault)
 
 
 def divide(kind: str, window: Sequence[Mapping[str, Tensor]], longest: int) -> Tensor | None:
@@ -138,7 +142,7 @@ def documented_loss(args: Any) -> TrainedLoss:
         weighting = f"top-entropy:q={args.top_entropy_quantile}"
     if dual is not None:  # "enables the upper clipping bound in the two-sided GRPO loss"
         high, dual = min(high, dual - 1), max(dual, 1 + high)
-    corrected = bool(args.use_bias_correction_kl)
+    corrected = bool(args.use_bias_correction_kl) and args.importance_sampling_level == "token"
     settings = {"kl_coef": args.beta, "kl_corrected": corrected, "weighting": weighting}
     return TrainedLoss(args.epsilon, high, dual, **settings, entropy_coef=args.entropy_coef)
 

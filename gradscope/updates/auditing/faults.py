@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.objective import LossSettings, fill_unknown, grpo_advantages
+from gradscope.objective import KL, LossSettings, fill_unknown, grpo_advantages
 from gradscope.rollouts import TokenBatch
 
 
@@ -33,6 +33,7 @@ _LATE = {
 }
 _END = "look how labels are shifted and where the mask ends: it must keep every sampled token, EOS included"
 _KL = "look at the sign and the coefficient of the KL term, and whether its gradient is detached"
+_RATIO = "correct each token's KL by its own π/π_old, or not at all (TRL: use_bias_correction_kl=False)"
 _STATS = "normalise rewards within their own groups, as the log says, before responses are shuffled or split"
 _SHIFTED = "score it with the same shift as log π: log-probabilities at s − 1 belong to token s"
 _LOST = "look for a part that is skipped: a micro-batch without zero_grad in time, a filter, no_sync, drop_last"
@@ -52,6 +53,10 @@ FAULTS: dict[str, Fault] = {
     "kl-k3": Fault("with KL by k3", "set the estimator of KL"),
     "kl-correction": Fault(
         "with KL times π/π_old where that is not meant, or the other way round", "set --kl-corrected as trained"
+    ),
+    "kl-sequence-ratio": Fault("with KL times each response's geometric mean of π/π_old", _RATIO),
+    "kl-sequence-ratio-detached": Fault(
+        "with KL times each response's geometric mean of π/π_old, but not that ratio's gradient", _RATIO
     ),
     "kl-clamped": Fault("without KL where π < π_ref", "clamp no KL at 0: the clamped tokens have no gradient"),
     "kl-scaled": Fault(
@@ -153,6 +158,21 @@ class Columns:
     """log π."""
     kept: Bool[Tensor, "B S"]
     """Tokens that the log's mask keeps."""
+    kl_ratio: Literal["live", "detached"] | None = None
+    """Whether KL is times each response's geometric mean of π/π_old, with that ratio's gradient or without."""
+
+    def pull(self, kl: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
+        """Return KL's weights times the response's ratio, if that is so; kl: without it."""
+        if self.kl_ratio is None:
+            return kl
+        if self.kl_ratio == "live":  # d(s·k_t) = s·dk_t + k_t·ds, and ds/d log π_u = s/|o| for every token u
+            value = KL[self.loss.kl_estimator](self.logprob, self.batch.ref_logprobs).nan_to_num(0.0)
+            kl = kl - torch.where(self.kept, self.loss.kl_coef * self.average(value), 0.0)
+        return kl * self.average(self.logprob - fill_unknown(self.batch.old_logprobs, self.logprob)).exp()
+
+    def average(self, values: Float[Tensor, "B S"]) -> Float[Tensor, "B 1"]:
+        """Return the mean over each response's kept tokens."""
+        return torch.where(self.kept, values, 0.0).sum(1, keepdim=True) / self.kept.sum(1, keepdim=True).clamp(min=1)
 
     def with_advantages(self, advantages: Tensor) -> Columns:
         """Replace the advantages, by token or by response."""
@@ -288,9 +308,12 @@ def _whiten(c: Columns) -> Columns | None:
 def _average_ratio(c: Columns) -> Columns | None:
     if c.batch.old_logprobs is None:
         return None
-    gaps = torch.where(c.kept, c.logprob - fill_unknown(c.batch.old_logprobs, c.logprob), 0.0)
-    mean = gaps.sum(1, keepdim=True) / c.kept.sum(1, keepdim=True).clamp(min=1)
+    mean = c.average(c.logprob - fill_unknown(c.batch.old_logprobs, c.logprob))
     return replace(c, batch=replace(c.batch, old_logprobs=(c.logprob - mean).to(c.batch.old_logprobs)))
+
+
+def _multiply_kl(c: Columns, how: Literal["live", "detached"]) -> Columns | None:
+    return replace(_set(c, kl_corrected=False), kl_ratio=how) if _pulls(c) else None
 
 
 def _clamp_kl(c: Columns) -> Columns | None:
@@ -310,6 +333,8 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
     "no-reweight": lambda c: None if c.loss.reweight_alpha is None else _set(c, reweight_alpha=None),
     **{f"kl-{k}": partial(lambda k, c: _set(c, kl_estimator=k) if _pulls(c) else None, k) for k in ("k1", "k2", "k3")},
     "kl-correction": lambda c: _set(c, kl_corrected=not c.loss.kl_corrected) if _pulls(c) else None,
+    "kl-sequence-ratio": lambda c: _multiply_kl(c, "live"),
+    "kl-sequence-ratio-detached": lambda c: _multiply_kl(c, "detached"),
     "kl-clamped": _clamp_kl,
     **{
         f"{column}-{side}{end}": _column(f"{column}_logprobs", by, fill)

@@ -181,7 +181,7 @@ class Readings:
         settings = {"num_tokens": batch.num_tokens, "entropy": J.statistics.entropy}
         found = batch_weights(columns.logprob, batch, columns.loss, **settings)
         bonus = torch.full_like(found.kl, self.loss.entropy_coef)
-        parts = torch.stack([J.kept(own).double() for own in (found.policy, found.kl, bonus)])
+        parts = torch.stack([J.kept(own).double() for own in (found.policy, columns.pull(found.kl), bonus)])
         kept = J.kept(self.kept)
         mask = kept.double().expand(parts.shape)
         inside = J.kept(self.positions) >= 0
