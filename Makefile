@@ -60,9 +60,11 @@ figures: dev
 architectures: dev
 	$(BIN)/python -m analyses.docs.architectures
 
-# One real step of each trainer, audited (minutes); VERL= is the Python of an environment with verl, whose rows else stay.
+# One real step of each trainer, audited (minutes); VERL= is the Python of an environment with verl, whose rows else stay;
+# so are OPENRLHF= and SKYRL=.
 conformance: dev
-	$(BIN)/python -m analyses.docs.conformance $(if $(VERL),--verl $(VERL))
+	$(BIN)/python -m analyses.docs.conformance $(if $(VERL),--verl $(VERL)) $(if $(OPENRLHF),--openrlhf $(OPENRLHF)) \
+	    $(if $(SKYRL),--skyrl $(SKYRL))
 
 # The tests that tell most, of every room: a minute and a half on two free cores.
 check: lint

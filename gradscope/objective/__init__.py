@@ -56,9 +56,9 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "KL", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings", "Outputs",
-    "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics", "TokenWeights", "Tokens", "Update",
-    "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights", "can_pack", "check_weighting",
+    "COMPARED", "KL", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings",
+    "Outputs", "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics", "TokenWeights", "Tokens",
+    "Update", "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights", "can_pack", "check_weighting",
     "choosing_places", "clip_scale", "describe_off_policyness", "evaluate_kept", "fill_unknown", "finish",
     "fitting_size", "gather_logprobs", "given_at", "given_for", "grpo_advantages", "join_statistics", "kept_logprobs",
     "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs", "make_quantity", "make_ready",

@@ -11,7 +11,7 @@ import torch
 from support.trl_runs import TEMPERATURE, Recorder, needs_trl, save_policy
 from torch.nn.functional import logsigmoid
 
-from analyses.docs.conformance import trl_grpo, trl_texts
+from analyses.docs.conformance import trl_distillation, trl_grpo, trl_texts
 from analyses.docs.conformance.row import judge
 
 pytestmark = needs_trl
@@ -142,6 +142,24 @@ def test_dpo_is_the_mean_over_pairs(checkpoint, tmp_path):
     assert len(pairs) == trl_texts.SIZE
     assert distance(step.policy.model, total, step.gradient) < EXACT
     assert judge(step)["agrees"] == row_of("TRL DPOTrainer", str(case))["agrees"] == "yes"
+
+
+def test_gkd_on_its_own_samples_divides_by_the_datasets_tokens(checkpoint, tmp_path):
+    """As the sum over generated tokens, with both distributions and their mixture written out."""
+    case = next(case for case in trl_distillation.CASES if case.settings.get("lmbda") == 1.0)
+    taken, total, beta = trl_distillation.run(case, checkpoint, tmp_path), 0.0, case.settings["beta"]
+    batch = taken.batch
+    for i in range(len(batch)):
+        ids, kept = (own[i][batch.attention_mask[i]] for own in (batch.input_ids, batch.response_mask))
+        models = (taken.policy.model, taken.teacher)
+        own, teacher = (model(input_ids=ids[None]).logits[0, :-1][kept[1:]].softmax(-1) for model in models)
+        mixed = beta * teacher + (1 - beta) * own
+        total += (beta * teacher * (teacher / mixed).log() + (1 - beta) * own * (own / mixed).log()).sum()
+    counted = sum(range(1, trl_distillation.SIZE + 1))  # the answers that the dataset has
+    assert batch.num_tokens != counted
+    assert distance(taken.policy.model, total / counted, taken.gradient) < EXACT
+    row = row_of("TRL GKDTrainer", str(case))
+    assert row["agrees"] == "no" and float(row["factor"]) == pytest.approx(int(row["tokens"]) / counted, rel=1e-3)
 
 
 def test_every_pair_of_levels_is_in_the_table():

@@ -1,13 +1,14 @@
 """Whose gradient is what? One real step of each trainer, audited against its documentation.
 
-    make conformance [VERL=.venv-verl/bin/python]
+    make conformance [VERL=.venv-verl/bin/python OPENRLHF=PYTHON SKYRL=PYTHON]
     python -m analyses.docs.conformance [--out figures/conformance.csv] [--only own] [--verl PYTHON]
 
-TRL's GRPOTrainer (every pair of levels of seven settings, and some settings alone), SFTTrainer, DPOTrainer and
-KTOTrainer, and the trainer here take a real step on a tiny policy, in one process. `gradscope.updates.audit` holds the
+TRL's GRPOTrainer (every pair of levels of seven settings, some settings alone, and some in two processes), SFTTrainer,
+DPOTrainer and KTOTrainer, and the trainer here take a real step on a tiny policy. `gradscope.updates.audit` holds the
 gradient before clipping against the documented loss with the documented denominators (agrees) and, without these,
-against every reading (reading, factor, cause, fault, distance). verl's loss functions are differentiated on random
-log-probabilities, in an environment of its own that can import gradscope too. Minutes on one core.
+against every reading (reading, factor, cause, fault, distance); those of DistillationTrainer and GKDTrainer are held
+against exact gradients of divergences. The loss functions of verl, OpenRLHF and SkyRL are differentiated on random
+log-probabilities, each in an environment of its own that can import gradscope too. Minutes on one core.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ import torch
 import tyro
 
 from analyses.common.script import exit_with
-from analyses.docs.conformance import own, trl_grpo, trl_texts
+from analyses.docs.conformance import own, trl_distillation, trl_grpo, trl_texts
 from analyses.docs.conformance.row import COLUMNS, judge
 from gradscope.errors import InputError
 from gradscope.runs import write_text
@@ -47,45 +48,53 @@ class Options:
     """File to write."""
     verl: Path | None = None
     """Python of an environment with verl; none: its rows stay as they are in the file."""
+    openrlhf: Path | None = None
+    """The same of OpenRLHF."""
+    skyrl: Path | None = None
+    """The same of SkyRL."""
     only: tuple[str, ...] = ()
-    """Parts to remake, of grpo, texts, own, verl; none: all."""
+    """Parts to remake, of grpo, processes, texts, distillation, own, verl, openrlhf, skyrl; none: all."""
 
 
 def rows(options: Options, folder: Path) -> Iterator[dict[str, Any]]:
     """Iterate over the rows, each as it is made."""
-    wanted = options.only or ("grpo", "texts", "own", "verl")
     checkpoint = save_policy(folder / "policy")
-    parts = {
-        "grpo": lambda: trl_grpo.steps(checkpoint, folder),
-        "texts": lambda: trl_texts.steps(checkpoint, folder),
-        "own": lambda: own.steps(folder),
+    parts: dict[str, tuple[Callable[..., Iterator], Callable[[Any], dict[str, Any]]]] = {
+        "grpo": (trl_grpo.steps, judge),
+        "processes": (trl_grpo.rows_of_processes, dict),
+        "texts": (trl_texts.steps, judge),
+        "distillation": (trl_distillation.steps, trl_distillation.judge),
+        "own": (lambda _, folder: own.steps(folder), judge),
     }
-    for name in wanted:
-        for (trainer, case, documented), run in parts[name]() if name in parts else ():
+    others = {"verl": options.verl, "openrlhf": options.openrlhf, "skyrl": options.skyrl}
+    for name in options.only or (*parts, *others):
+        if name in others:
+            yield from [] if others[name] is None else foreign_rows(name, others[name])
+            continue
+        cases, judged = parts[name]
+        for (trainer, case, documented), run in cases(checkpoint, folder):
             started = time.perf_counter()
             row = {"trainer": trainer, "version": version(trainer.split()[0].lower()), "case": case}
-            row |= {"documented": documented, **_judged(run)}
+            row |= {"documented": documented, **_make(run, judged)}
             yield row | {"seconds": f"{time.perf_counter() - started:.1f}"}
-    if "verl" in wanted and options.verl is not None:
-        yield from verl_rows(options.verl)
 
 
-def _judged(run: Callable[[], Any]) -> dict[str, Any]:
+def _make(run: Callable[[], Any], judged: Callable[[Any], dict[str, Any]]) -> dict[str, Any]:
     try:
         with redirect_stdout(None):
-            return judge(run())
+            return judged(run())
     except Exception as error:  # one case must not end the table: its row says what happened
         traceback.print_exc()
         return {"agrees": "not run", "reason": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
 
 
-def verl_rows(python: Path) -> list[dict[str, Any]]:
-    """Return verl's rows, made in its own environment. Raises InputError if that fails."""
-    command = [str(python), "-m", "analyses.docs.conformance.verl_losses"]
+def foreign_rows(name: str, python: Path) -> list[dict[str, Any]]:
+    """Return the rows of a trainer's loss functions, made in its own environment. Raises InputError if that fails."""
+    command = [str(python), "-m", f"analyses.docs.conformance.{name}_losses"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(["", os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)}
     found = subprocess.run(command, capture_output=True, text=True, env=environment)
     if found.returncode:
-        raise InputError(f"{python} cannot run verl: {found.stderr.strip().splitlines()[-1]}; install verl there")
+        raise InputError(f"{python} cannot run {name}: {found.stderr.strip().splitlines()[-1]}; install it there")
     return json.loads(next(line for line in found.stdout.splitlines() if line.startswith("[")))
 
 

@@ -36,7 +36,8 @@ class Step:
     divisors: Tensor | None
     """What the documentation divides each response's terms by [B]; None: it does not say."""
     fault: str | None = None
-    """The audit's name for what is documented and what `loss` cannot say; None: `loss` says it all."""
+    """The audit's name for what is documented and what `loss` cannot say; None: it says it all."""
+    processes: int = 1
 
 
 def judge(step: Step) -> dict[str, Any]:
@@ -45,7 +46,8 @@ def judge(step: Step) -> dict[str, Any]:
     if step.divisors is not None:
         told = _audit(step, replace(batch, loss_scales=batch.num_tokens / step.divisors.float()))
     found = _audit(step, batch)
-    agrees = "not said" if told is None else "yes" if told.kind in ("same", "rounding") and told.fault == step.fault else "no"
+    right = told is not None and told.kind in ("same", "rounding") and told.fault == step.fault
+    agrees = "not said" if told is None else "yes" if right else "no"
     shown = found.readings.set_index("reading").loc[found.reading]
     shown = shown.iloc[0] if shown.ndim > 1 else shown
     return {
@@ -57,7 +59,8 @@ def judge(step: Step) -> dict[str, Any]:
 
 
 def _audit(step: Step, batch: TokenBatch) -> Audit:
-    return audit(step.policy, batch, step.gradient, loss=step.loss, micro_batch=step.micro_batch)
+    parts = {"micro_batch": step.micro_batch, "processes": step.processes}
+    return audit(step.policy, batch, step.gradient, loss=step.loss, **parts)
 
 
 def cover_pairs(

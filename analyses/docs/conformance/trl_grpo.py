@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
-from analyses.docs.conformance.row import Step, cover_pairs
+from analyses.docs.conformance.row import Step, cover_pairs, judge
 from gradscope.integrations.trl import batch_from_trl
 from gradscope.policy import load_policy
+from gradscope.runs import is_first, launched, leave_launch, write_json
 from gradscope.updates import TrainedLoss
+from tests.support.processes import launch
 from tests.support.trl_runs import TEMPERATURE, Recorder, gradients, make_trainer, train
 
 SIZE = 8
@@ -49,6 +54,13 @@ SINGLE: tuple[dict[str, Any], ...] = (
     {"loss_type": "bnpo", "gradient_accumulation_steps": 2, "mask_truncated_completions": True},
 )
 """Settings that the pairs leave at their defaults, a case each."""
+IN_TWO: tuple[dict[str, Any], ...] = (
+    {"gradient_accumulation_steps": 2},
+    {"loss_type": "bnpo"},
+    {"loss_type": "grpo"},
+    {"entropy_coef": 0.1},
+)
+"""Settings that two processes try."""
 DOCUMENTED = {
     "grpo": "mean over responses of token means",
     "dapo": "mean over the tokens of the global accumulated batch",
@@ -90,30 +102,32 @@ def describe(case: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def run(case: Mapping[str, Any], checkpoint: Path, folder: Path) -> Step:
-    """Train to the last step on one generation's responses, and return that step."""
+    """Train to the last step on one generation's responses, and return that step; in every process of a launch."""
     given, own = dict(case), LEVELS.keys() - {"lora", "generation"}
-    count = given["gradient_accumulation_steps"]
+    count, processes = given["gradient_accumulation_steps"], launched()
+    size = SIZE // count // processes
     settings = {name: value for name, value in given.items() if name in own or name not in LEVELS}
-    settings |= {"per_device_train_batch_size": SIZE // count, "learning_rate": 3e-3, "max_completion_length": 12}
+    settings |= {"per_device_train_batch_size": size, "learning_rate": 3e-3, "max_completion_length": 12}
     settings["steps_per_generation"] = count * given["generation"]
     settings |= {"max_steps": given["num_iterations"] * given["generation"]}
     if given["loss_type"] == "cispo":
         settings["epsilon_high"] = 1.05
     trainer = make_trainer(checkpoint, folder, peft=make_lora() if given["lora"] else None, **settings)
     _move(trainer.model)
-    _shorten(trainer)
+    shorten(trainer)
     recorder, before = Recorder(trainer), folder / "before"
     trainer.add_callback(Saver(trainer, before, settings["max_steps"]))
     train(trainer)
     step, args = recorder.steps[-1], trainer.args
-    batch = batch_from_trl(step["window"], TEMPERATURE)
+    window = gather_object(step["window"])
+    batch = batch_from_trl(window, TEMPERATURE)
     policy = load_policy(before, params="adapter") if given["lora"] else load_policy(before)
     unsaid = args.mask_truncated_completions and given["loss_type"] in OF_ALL
     unsaid |= args.top_entropy_quantile < 1 and count > 1  # whether the quantile is the step's
-    divisors = None if unsaid else divide(given["loss_type"], step["window"], args.max_completion_length)
+    divisors = None if unsaid else divide(given["loss_type"], window, args.max_completion_length)
     by_response = args.beta and args.use_bias_correction_kl and args.importance_sampling_level == "sequence"
-    fault = "kl-sequence-ratio" if by_response else None
-    return Step(policy, batch, step["gradient"], documented_loss(args), SIZE // count, divisors, fault)
+    told = {"fault": "kl-sequence-ratio" if by_response else None, "processes": processes}
+    return Step(policy, batch, step["gradient"], documented_loss(args), size, divisors, **told)
 
 
 def divide(kind: str, window: Sequence[Mapping[str, Tensor]], longest: int) -> Tensor | None:
@@ -177,15 +191,18 @@ def _move(model: Any) -> None:
                 parameter += 0.03 * torch.randn(parameter.shape, generator=draw)
 
 
-def _shorten(trainer: Any) -> None:
+def shorten(trainer: Any) -> None:
     """Cut responses to unequal lengths; every second one ends in EOS, the others count as truncated."""
-    generate, draw = trainer._generate_single_turn, torch.Generator().manual_seed(0)
+    generate, number = trainer._generate_single_turn, trainer.accelerator.process_index
+    draw = torch.Generator().manual_seed(number)
 
     def shorter(*args: Any, **keywords: Any) -> Any:
-        ids, *rest = generate(*args, **keywords)
+        found = generate(*args, **keywords)
+        ids, *rest = found if isinstance(found, tuple) else (found,)
         lengths = torch.randint(3, 13, (len(ids),), generator=draw).tolist()
         cut = [own[:length] for own, length in zip(ids, lengths, strict=True)]
-        return [[*own[:-1], EOS] if number % 2 else own for number, own in enumerate(cut)], *rest
+        cut = [[*own[:-1], EOS] if place % 2 else own for place, own in enumerate(cut)]
+        return (cut, *rest) if rest else cut
 
     trainer._generate_single_turn = shorter
 
@@ -194,3 +211,31 @@ def steps(checkpoint: Path, folder: Path) -> Iterator[tuple[tuple[str, str, str]
     """Iterate over trainers, cases, what is documented, and functions that take the step."""
     for number, case in enumerate(cases()):
         yield ("TRL GRPOTrainer", *describe(case)), partial(run, case, checkpoint, folder / f"grpo{number}")
+
+
+def rows_of_processes(checkpoint: Path, folder: Path) -> Iterator[tuple[tuple[str, str, str], Any]]:
+    """Iterate over the same of cases in two processes, with functions that make the row."""
+    for number, case in enumerate(IN_TWO):
+        words, documented = describe(PLAIN | case)
+        make = partial(_launch, case, checkpoint, folder / f"two{number}")
+        yield ("TRL GRPOTrainer", f"{words}, two processes", documented), make
+
+
+def _launch(case: Mapping[str, Any], checkpoint: Path, folder: Path) -> dict[str, Any]:
+    """Run a case in two processes, and return the columns that the first one makes."""
+    first, second = launch("-m", "analyses.docs.conformance.trl_grpo", json.dumps(case), checkpoint, folder)
+    if first.status or second.status:
+        raise RuntimeError((first if first.status else second).stderr.strip().splitlines()[-1])
+    return json.loads((folder / "row.json").read_text())
+
+
+def main(case: str, checkpoint: str, folder: str) -> None:
+    """Run a case of PLAIN's as one of several processes; the first writes FOLDER/row.json."""
+    step = run(PLAIN | json.loads(case), Path(checkpoint), Path(folder))
+    if is_first():
+        write_json(Path(folder) / "row.json", judge(step))
+    leave_launch()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

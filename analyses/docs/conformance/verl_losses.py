@@ -2,9 +2,8 @@
 
     PYTHONPATH=. VERL_PYTHON -m analyses.docs.conformance.verl_losses
 
-Each function of verl gets random log-probabilities in float64, in two micro-batches whose losses are added, with the
-numbers of the whole batch that verl's `ppo_loss` passes: its FSDP engine, too, calls `loss.backward()` for each. The
-slopes at the tokens are compared with the weights of the documented formula (Eq. 2's, or a weighting's).
+Each function gets the numbers of the whole batch that verl's `ppo_loss` passes, and the losses of two micro-batches are
+added: its FSDP engine, too, calls `loss.backward()` for each. See `losses.py`.
 """
 
 from __future__ import annotations
@@ -16,16 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from gradscope.objective import make_weighting, token_weights
-
-CLIPS = {"clip_ratio_low": 0.2, "clip_ratio_high": 0.24, "clip_ratio_c": 3.0}
-LENGTHS = (6, 3, 5, 1)
-MICRO_BATCHES = ((0, 1), (2, 3))
-EXACT = 1e-6
-"""Largest relative distance of two float64 programs, some with an epsilon of 1e-8 in a denominator."""
+from analyses.docs.conformance.losses import (
+    BY_RESPONSE,
+    CLIPS,
+    MICRO_BATCHES,
+    averages,
+    documented_weights,
+    judge_slopes,
+    make_tensors,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,6 @@ class Case:
     """Whether a response is masked altogether."""
 
 
-BY_RESPONSE = "seq-mean-token-mean"
 DOCUMENTED = {
     "token-mean": "mean over the tokens of the global batch",
     "token-sum": "sum over the tokens of the global batch",
@@ -78,18 +77,6 @@ CASES = (
 )
 
 
-def make_tensors(*, empty: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return log π_old, log π, Â and the mask [B, T], with a hole in one response."""
-    draw = torch.Generator().manual_seed(0)
-    mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
-    mask[0, 2] = False
-    mask[3] &= not empty
-    old = torch.rand(mask.shape, generator=draw, dtype=torch.float64).clamp(min=0.02).log()
-    new = old + 0.3 * torch.randn(mask.shape, generator=draw, dtype=torch.float64)
-    advantages = torch.randn(len(LENGTHS), 1, generator=draw, dtype=torch.float64).expand(mask.shape)
-    return old, new, advantages, mask
-
-
 def verl_slopes(case: Case, old: Tensor, new: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Return −∂loss/∂ log π [B, T] of verl's function, summed over micro-batches."""
     from verl.trainer.ppo.core_algos import get_policy_loss_fn
@@ -112,60 +99,17 @@ def verl_slopes(case: Case, old: Tensor, new: Tensor, advantages: Tensor, mask: 
     return -leaf.grad
 
 
-def documented_weights(case: Case, old: Tensor, new: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return w_t [B, T] of the documented formula."""
-    plain = token_weights(new, old, advantages, mask, **CLIPS, num_tokens=1)
-    if case.weighting is None:
-        return plain
-    columns = {"logprob": new, "old_logprob": old, "advantage": advantages, "policy_weight": plain}
-    columns = {name: values[mask].numpy() for name, values in columns.items()}
-    columns |= dict(zip(("response", "position"), mask.nonzero().T.numpy(), strict=True))
-    (found,) = make_weighting(case.weighting).weights(columns).values()
-    return torch.zeros_like(new).masked_scatter(mask, torch.from_numpy(found))
-
-
-def averages(mask: Tensor) -> dict[str, Tensor]:
-    """Return what a token's weight is divided by under each average [B, 1]."""
-    lengths = mask.sum(1, keepdim=True).double().clamp(min=1)
-    size, one = int(mask.any(1).sum()), torch.ones(len(mask), 1, dtype=torch.float64)
-    parts = [mask[list(part)].sum() * len(MICRO_BATCHES) * one[list(part)] for part in MICRO_BATCHES]
-    found = {"token-mean": mask.sum() * one, BY_RESPONSE: lengths * size, "token-sum": one}
-    found |= {"seq-mean-token-sum": size * one, "seq-mean-token-sum-norm": size * mask.shape[1] * one}
-    return found | {"micro-batches": torch.cat(parts)}
-
-
-READINGS = {"token-mean": "token-mean", "sequence-mean": BY_RESPONSE, "micro-batches": "micro-batches"}
-
-
 def make_row(case: Case) -> dict[str, Any]:
     """Return the row of a case."""
     started, tensors = time.perf_counter(), make_tensors(empty=case.empty)
-    slopes, weights, divided = verl_slopes(case, *tensors), documented_weights(case, *tensors), averages(tensors[-1])
-    wanted = weights / divided[case.average]
-    fits = {name: _fit(slopes, weights / divided[own]) for name, own in READINGS.items()}
-    reading = min(fits, key=lambda name: fits[name][1] + 1e-12 * (name != "token-mean"))
-    factor, distance = fits[reading]
-    right = float((slopes - wanted).norm() / slopes.norm()) < EXACT
+    mask = tensors[-1]
     told = f"loss_mode={case.mode}, loss_agg_mode={case.average}"
     told += ", two micro-batches" if case.whole else ", the batch's numbers not given"
     told += ", a response masked altogether" if case.empty else ""
-    away = f"{_fit(slopes, wanted)[0]:.4g} times the documented one"
-    away += "" if _fit(slopes, wanted)[1] < EXACT else f", cosine {_cosine(slopes, wanted):.3f}"
-    return {
-        **{"trainer": "verl", "case": told, "documented": DOCUMENTED[case.average], "agrees": "yes" if right else "no"},
-        **{"reading": reading if distance < EXACT else "none", "factor": f"{factor:.4g}", "cause": "", "fault": ""},
-        **{"distance": f"{distance:.1e}", "responses": str(len(LENGTHS)), "tokens": str(int(tensors[-1].sum()))},
-        **{"seconds": f"{time.perf_counter() - started:.1f}", "reason": "" if right else f"The gradient is {away}"},
-    }
-
-
-def _fit(theirs: Tensor, ours: Tensor) -> tuple[float, float]:
-    factor = float((theirs * ours).sum() / (ours * ours).sum())
-    return factor, float((theirs - factor * ours).norm() / theirs.norm())
-
-
-def _cosine(a: Tensor, b: Tensor) -> float:
-    return float((a * b).sum() / (a.norm() * b.norm()))
+    row = {"trainer": "verl", "case": told, "documented": DOCUMENTED[case.average]}
+    weights = documented_weights(case.weighting, *tensors)
+    row |= judge_slopes(verl_slopes(case, *tensors), weights, mask, averages(mask)[case.average])
+    return row | {"seconds": f"{time.perf_counter() - started:.1f}"}
 
 
 def main(show: Callable[[str], None] = print) -> None:

@@ -134,8 +134,10 @@ def make_rows(model: Any, case: Case, *, reference: Any = None) -> list[dict[str
         if case.moved:
             row["old_logprobs"] = (own - case.moved * noise[0]).clamp(max=0).tolist()
         if case.kl_coef:
-            other = own - 0.3 * noise[1] if reference is None else _logprobs(reference, prompt, answer, case.temperature)
-            row["ref_logprobs"] = other.clamp(max=0).tolist()
+            ref = own - 0.3 * noise[1]
+            if reference is not None:
+                ref = _logprobs(reference, prompt, answer, case.temperature)
+            row["ref_logprobs"] = ref.clamp(max=0).tolist()
         rows.append(row)
     return rows
 
