@@ -14,12 +14,12 @@ import numpy as np
 import pandas as pd
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian
 from gradscope.objective import LossSettings, resolve_advantages, settle_loss
-from gradscope.policy import PolicyLike, flat_slices, module_groups, plain_name
+from gradscope.policy import Policy, PolicyLike, flat_slices, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
 from gradscope.updates.auditing.explain import MOST, Explanation, Rest
 from gradscope.updates.auditing.faults import NEEDS
@@ -34,6 +34,7 @@ PASSES = 4.0
 the embedded policy."""
 FEW = 3
 """Most parts of a batch of other weights that are looked for before pairs of faults."""
+POSITIONS = "where rows are padded on the left, give position_ids of their own tokens: attention_mask.cumsum(-1) − 1"
 Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
 CAUSES = {
     "sign": "the opposite sign",
@@ -215,7 +216,25 @@ def audit(
     verdict = f"{judged.verdict} Its norm is {ratio:.4g} times the exact one of {sound}."
     if lacking := sum(name not in theirs and trains(name) for name in slices):
         verdict += f" It has no gradient for {lacking} of the policy's {len(slices)} parameters."
+    if judged.kind == "other" and (places := _strange_places(policy, theirs, about["exact"])):
+        verdict += f" Tokens stand at positions that the batch's do not reach ({places}), as if padding were counted."
+        judged = replace(judged, remedies=(*judged.remedies, POSITIONS))
     return replace(judged, verdict=verdict, norm_ratio=ratio, **about)
+
+
+def _strange_places(
+    policy: Policy, theirs: Mapping[str, Tensor], exact: Callable[[], Mapping[str, Tensor]]
+) -> str | None:
+    """Return the rows of a table of learned positions where the trainer's gradient is not 0 and the exact one is."""
+    words, names = policy.model.get_input_embeddings(), dict(policy.model.named_modules())
+    for name, table in names.items():
+        weight = f"{name}.weight"
+        if not isinstance(table, nn.Embedding) or table is words or weight not in theirs:
+            continue
+        moved, own = (g.cpu().view(table.weight.shape).any(1) for g in (theirs[weight], exact()[weight]))
+        if len(strange := (moved & ~own).nonzero()[:, 0]):
+            return f"{int(strange.min())} to {int(strange.max())}"
+    return None
 
 
 def _unseen(readings: Readings) -> tuple[str, ...]:

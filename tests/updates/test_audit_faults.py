@@ -285,6 +285,29 @@ def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     assert (rows["times"] == np.inf).all() if times == np.inf else (rows["times"] - times).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("counted", every(2, ["without", "with padding"]))
+def test_learned_positions_that_are_counted_with_padding_are_told(counted):
+    """Rows padded on the left without position_ids, which GPT-2 then counts from the left edge."""
+    policy, batch = make_step(temperature=1.0, kind="gpt2")
+    batch = batch.select(range(4))
+    named, total = dict(float_parameters(policy.model)), 0.0
+    for row in range(4):
+        ids, kept = batch.sequence(row)
+        pads = row if counted == "with padding" else 0
+        places = torch.arange(pads, pads + len(ids))
+        logits = policy.model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits[0, :-1]
+        own = logits.log_softmax(-1).gather(1, ids[1:, None])[kept - 1, 0]
+        total = total - (batch.advantages[row][batch.response_mask[row]] * own).sum() / batch.num_tokens
+    found = torch.autograd.grad(total, [*named.values()], allow_unused=True)
+    gradient = {name: own for name, own in zip(named, found, strict=True) if own is not None}
+    log = replace(batch, old_logprobs=None, ref_logprobs=None, rewards=None)
+    found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0))
+    if counted == "without":
+        assert (found.kind, found.remedies) == ("same", ())
+    else:
+        assert found.kind == "other" and "position_ids" in " ".join(found.remedies)
+
+
 @pytest.mark.parametrize("times", every(3, [2.0, 0.5, -1.0]))
 def test_a_response_that_counts_several_times_is_found_by_the_gram(times):
     policy, batch = make_step()
