@@ -28,12 +28,14 @@ MICRO = 4
 
 
 @cache
-def make_step(seed: int = 0, temperature: float = 0.7, kind: str = "qwen2") -> tuple[Policy, TokenBatch]:
-    """An off-policy step of four prompts' four responses, some with tool output between, with π_ref and rewards."""
+def make_step(
+    seed: int = 0, temperature: float = 0.7, kind: str = "qwen2", prompts: int = 4
+) -> tuple[Policy, TokenBatch]:
+    """An off-policy step of prompts' four responses, some with tool output between, with π_ref and rewards."""
     policy, draw = make_policy(kind), torch.Generator().manual_seed(seed)
-    size, rows, rewards = len(make_tokenizer()), [], torch.randn(16, generator=draw)
-    advantages = grpo_advantages(rewards, torch.arange(16) // 4)
-    for row in range(16):
+    size, rows, rewards = len(make_tokenizer()), [], torch.randn(4 * prompts, generator=draw)
+    advantages = grpo_advantages(rewards, torch.arange(len(rewards)) // 4)
+    for row in range(len(rewards)):
         length = int(torch.randint(6, 14, (1,), generator=draw))
         ids = torch.randint(4, size, (3 + length,), generator=draw).tolist()
         mask = [True] * length
@@ -120,7 +122,7 @@ def by_token(batch: TokenBatch, values: Tensor) -> Tensor:
 def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
     """The trainer with a fault."""
     rewards, mask = batch.rewards, batch.response_mask
-    of_prompt, own = rewards.view(4, 4), Trainer(policy, batch)
+    of_prompt, own = rewards.view(-1, 4), Trainer(policy, batch)
     if fault == "mask-advantages":
         keep = torch.where(mask, batch.advantages, 0.0)
         return replace(own, keep=keep, counted=float(keep.sum()))
@@ -145,9 +147,9 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
             own, advantages=by_token(batch, (rewards - rewards.mean()) / (rewards.std() + 1e-6))
         ),
         "advantages-strided": lambda: replace(
-            own, advantages=by_token(batch, grpo_advantages(rewards, torch.arange(16) % 4))
+            own, advantages=by_token(batch, grpo_advantages(rewards, torch.arange(len(batch)) % len(of_prompt)))
         ),
-        "micro-batch-missing": lambda: replace(own, weight=lambda start: float(start != 8)),
+        "micro-batch-missing": lambda: replace(own, weight=lambda start: float(start != MICRO)),
         "mask-ignored": lambda: replace(own, keep=spanned(batch), advantages=filled(batch)),
         "ref-old": lambda: replace(own, ref=batch.old_logprobs),
         "advantages-rolled": lambda: replace(own, advantages=filled(batch).roll(4, 0)),
@@ -192,14 +194,14 @@ OTHERS = (
 
 @pytest.mark.parametrize("fault", [*NAMED, *(pytest.param(fault, marks=pytest.mark.all) for fault in OTHERS)])
 def test_a_fault_is_named_with_its_remedy(fault):
-    policy, batch = make_step(temperature=1.0)
+    policy, batch = make_step(temperature=1.0, prompts=4 if fault == "parts" else 2)  # two parts are no prompts
     found = check(plant(fault, policy, batch), micro_batch=None if fault == "parts" else MICRO)
     assert (found.kind, found.factor) == ("same", pytest.approx(1, abs=1e-3))
     if fault == "parts":  # of ranks that the log does not tell
         assert (found.aggregation, found.value) == ("parts", 2)
         return
     assert found.fault == fault and found.aggregation == "token-mean" and found.remedies
-    assert found.part == (2 if fault == "micro-batch-missing" else None)
+    assert found.part == (1 if fault == "micro-batch-missing" else None)
     wanted = {"entropy": 0.01, "kl-scaled": 3.0, "advantages-rolled": 4}.get(fault)
     # Of a fit to eight numbers from float32 sums of the same terms, which agree to TIGHT = 2e-4.
     assert wanted is None or found.value == pytest.approx(wanted, rel=2e-3)
@@ -221,7 +223,7 @@ def test_an_entropy_bonus_without_its_gradient_is_named_and_one_with_it_is_sound
     ]),
 )  # fmt: skip
 def test_two_faults_are_named_together(first, second):
-    policy, batch = make_step(temperature=1.0)
+    policy, batch = make_step(temperature=1.0, prompts=2)
     trainers, plain = [plant(name, policy, batch) for name in (first, second)], Trainer(policy, batch)
     changes = {
         name: value
@@ -263,7 +265,7 @@ OTHERWISE = [("dropped", np.inf), ("sampled", 0.0), ("sampled", 3.0)]
 @pytest.mark.parametrize(("seed", "kind", "times"), every(30, [(n, *how) for n in range(10) for how in OTHERWISE]))
 def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     """Each by a step of matching pursuit; what is left is float32's rounding."""
-    policy, batch = make_step()
+    policy, batch = make_step(prompts=2)
     mask = batch.response_mask
     chosen = some_tokens(batch, spanned(batch) & ~mask if kind == "dropped" else mask, 5, seed)
     keep = mask + chosen * (1.0 if kind == "dropped" else times - 1)
@@ -310,8 +312,8 @@ def test_learned_positions_that_are_counted_with_padding_are_told(counted):
 
 @pytest.mark.parametrize("times", every(3, [2.0, 0.5, -1.0]))
 def test_a_response_that_counts_several_times_is_found_by_the_gram(times):
-    policy, batch = make_step()
-    keep = batch.response_mask * torch.where(torch.arange(16) == 5, times, 1.0)[:, None]
+    policy, batch = make_step(prompts=2)
+    keep = batch.response_mask * torch.where(torch.arange(8) == 5, times, 1.0)[:, None]
     found = check(Trainer(policy, batch, keep=keep, counted=float(batch.response_mask.sum())))
     [row] = found.explained.to_dict("records")
     assert (found.kind, row["kind"], row["index"]) == ("tokens", "response", 5)
@@ -396,11 +398,11 @@ def test_a_sound_step_gives_no_alarm(case):
 
 
 def test_the_command_writes_what_explains_the_rest(tmp_path, capsys):
-    policy, batch = make_step()
+    policy, batch = make_step(prompts=2)
     policy.model.save_pretrained(tmp_path / "policy")
     make_tokenizer().save_pretrained(tmp_path / "policy")
     write_rollouts(tmp_path / "step.jsonl", [*batch.rows()])
-    keep = batch.response_mask * torch.where(torch.arange(16) == 5, 2.0, 1.0)[:, None]
+    keep = batch.response_mask * torch.where(torch.arange(8) == 5, 2.0, 1.0)[:, None]
     save_file(
         Trainer(policy, batch, keep=keep, counted=float(batch.response_mask.sum())).gradient(),
         tmp_path / "grad.safetensors",
