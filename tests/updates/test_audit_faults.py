@@ -265,7 +265,7 @@ OTHERWISE = [("dropped", np.inf), ("sampled", 0.0), ("sampled", 3.0)]
 @pytest.mark.parametrize(("seed", "kind", "times"), every(30, [(n, *how) for n in range(10) for how in OTHERWISE]))
 def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     """Each by a step of matching pursuit; what is left is float32's rounding."""
-    policy, batch = make_step(prompts=2)
+    policy, batch = make_step()
     mask = batch.response_mask
     chosen = some_tokens(batch, spanned(batch) & ~mask if kind == "dropped" else mask, 5, seed)
     keep = mask + chosen * (1.0 if kind == "dropped" else times - 1)
