@@ -312,8 +312,8 @@ def test_learned_positions_that_are_counted_with_padding_are_told(counted):
 
 @pytest.mark.parametrize("times", every(3, [2.0, 0.5, -1.0]))
 def test_a_response_that_counts_several_times_is_found_by_the_gram(times):
-    policy, batch = make_step(prompts=2)
-    keep = batch.response_mask * torch.where(torch.arange(8) == 5, times, 1.0)[:, None]
+    policy, batch = make_step()
+    keep = batch.response_mask * torch.where(torch.arange(16) == 5, times, 1.0)[:, None]
     found = check(Trainer(policy, batch, keep=keep, counted=float(batch.response_mask.sum())))
     [row] = found.explained.to_dict("records")
     assert (found.kind, row["kind"], row["index"]) == ("tokens", "response", 5)

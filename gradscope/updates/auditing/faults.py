@@ -163,7 +163,7 @@ class Columns:
 
     def pull(self, kl: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
         """Return KL's weights times the response's ratio, if that is so; kl: without it."""
-        if self.kl_ratio is None:
+        if self.kl_ratio is None or self.batch.ref_logprobs is None:
             return kl
         if self.kl_ratio == "live":  # d(s·k_t) = s·dk_t + k_t·ds, and ds/d log π_u = s/|o| for every token u
             value = KL[self.loss.kl_estimator](self.logprob, self.batch.ref_logprobs).nan_to_num(0.0)
@@ -342,7 +342,11 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
         for side, by in (("late", 1), ("early", -1))
         for end, fill in ends.items()
     },
-    "ref-old": lambda c: replace(c, batch=replace(c.batch, ref_logprobs=c.batch.old_logprobs)) if _pulls(c) else None,
+    "ref-old": lambda c: (
+        None
+        if c.batch.old_logprobs is None or not _pulls(c)
+        else replace(c, batch=replace(c.batch, ref_logprobs=c.batch.old_logprobs))
+    ),
     "teacher-late": _teacher(1),
     "teacher-early": _teacher(-1),
     "advantages-rewards": _of_rewards(lambda rewards, _: rewards),
