@@ -112,16 +112,18 @@ def _draw_panel(
     ax: Axes, part: pd.DataFrame, *, rule: float, lying: bool, limits: tuple[float | None, float | None]
 ) -> None:
     places, each = list(dict.fromkeys(part["at"])), list(part.groupby("series", sort=False))
-    step, barred = 0.7 / len(each), part["lower"].notna().any()
+    step, barred, keys = 0.7 / len(each), part["lower"].notna().any(), []
     for number, (words, own) in enumerate(each):
         color, marker = LOOKS[int(own["look"].iat[0])]
         value, bars = measure_bars(own)
         x = np.array([places.index(place) for place in own["at"]]) + step * (number - (len(each) - 1) / 2)
-        points = (value, x) if lying else (x, value)
-        look = {"fmt": marker, "color": color, "ms": 3.5, "elinewidth": 0.9}
-        ax.errorbar(*points, **{"xerr" if lying else "yerr": bars}, **look, label=words)
-        bare = own["lower"].isna().to_numpy() & barred
-        ax.plot(*(numbers[bare] for numbers in points), marker, mfc="white", mec=color, ms=3.5)
+        bare = barred & (own["lower"].isna() & own["value"].notna()).to_numpy()
+        points = np.stack((value, x) if lying else (x, value))
+        look = {"color": color, "ms": 3.5, "label": words}
+        whiskers = {"xerr" if lying else "yerr": bars[:, ~bare], "elinewidth": 0.9}
+        known = ax.errorbar(*points[:, ~bare], fmt=marker, **whiskers, **look)
+        hollow = ax.plot(*points[:, bare], marker, mfc="white", **look)
+        keys.append(hollow[0] if bare.all() else known)
     (ax.axvline if lying else ax.axhline)(rule, color=NEUTRAL, lw=0.6, ls="-" if rule == 0 else ":", zorder=0)
     low, high = ax.get_xlim() if lying else ax.get_ylim()
     low, high = max(low, limits[0] if limits[0] is not None else low), max(high, limits[1] or high)
@@ -135,7 +137,7 @@ def _draw_panel(
         ax.set_ylim(low, high)
     if len(each) > 1:  # else the labels say what it is
         down = _DOWN / ax.get_figure().get_figheight()
-        ax.legend(**_BELOW | {"bbox_to_anchor": (0.5, -down)})
+        ax.legend(handles=keys, **_BELOW | {"bbox_to_anchor": (0.5, -down)})
 
 
 def measure_bars(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:

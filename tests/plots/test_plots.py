@@ -366,6 +366,23 @@ def test_series_are_drawn_side_by_side_in_panels_with_their_bars():
     assert len(drawn_numbers(figure)) == 4 * len(labels)
 
 
+@pytest.mark.parametrize("lying", [False, True])
+def test_points_without_bounds_are_hollow_beside_others_that_have_some(lying):
+    known = pd.DataFrame({"at": ["a", "b"], "value": [0.4, 0.5], "lower": [0.3, np.nan], "upper": [0.6, np.nan]})
+    bare = known.assign(lower=np.nan, upper=np.nan)
+    series = [make_series(rows, ["a", "b"], words, look) for rows, words, look in ((known, "one", 0), (bare, "two", 2))]
+
+    def hollow(*drawn):
+        (ax,) = plot_series(pd.concat(drawn), ylabel="share", lying=lying).axes
+        lines = [line for line in ax.lines if line.get_markerfacecolor() == "white"]
+        return sorted(v for line in lines for v in (line.get_xdata() if lying else line.get_ydata())), ax.get_legend()
+
+    values, legend = hollow(*series)
+    assert values == [0.4, 0.5, 0.5]
+    assert [text.get_text() for text in legend.get_texts()] == ["one", "two"]
+    assert hollow(series[1])[0] == []
+
+
 def test_the_largest_modules_come_with_their_shares_of_the_energy():
     table = pd.DataFrame({"weight": 1.0, "param_grad_norm.a": [3.0, 3.0], "param_grad_norm.b": [4.0, 4.0]})
     assert drawn_numbers(plot_modules(table)).to_dict("list") == {"module": ["b", "a"], "percent": [64.0, 36.0]}
