@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -184,7 +185,8 @@ class Divergence(Quantity):
         clamped = inside != value
         if self.least_logprob is not None:
             clamped |= (pulls == 0).all(-1)
-        return Evaluated(inside, classes.pull(pulls).masked_fill_(clamped[:, None], 0.0), clamped)
+        slope = classes.pull(pulls).masked_fill_(clamped[:, None], 0.0)
+        return Evaluated(inside.to(slope), slope, clamped)
 
     def _candidates(self, outputs: Outputs) -> tuple[Int[Tensor, "k c"] | None, Float[Tensor, "k d"]]:
         """Return the candidates (None: all tokens), −1 for none, and log ν of the classes that are compared."""
@@ -194,17 +196,18 @@ class Divergence(Quantity):
             ids = ids.gather(1, order).masked_fill(known == -torch.inf, -1)
             rest = (-known.logsumexp(-1, keepdim=True).expm1()).clamp_(min=0).log_()  # the digits that were logged
         else:
-            known, _ = _logprobs(outputs.given[0], outputs.temperature)
             if self.top is None:
-                return None, known.to(widen(outputs.logits).dtype)
-            whose = known if self.top_of == "teacher" else outputs.logits
-            ids = whose.topk(min(self.top, known.shape[1])).indices
-            known, rest = known.gather(1, ids), known.scatter_(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+                return None, _logprobs(outputs.given[0], outputs.temperature)[0].to(widen(outputs.logits))
+            shifted, *_, normaliser = normalise(outputs.given[0], outputs.temperature)
+            whose = shifted if self.top_of == "teacher" else outputs.logits
+            ids = whose.topk(min(self.top, shifted.shape[1])).indices
+            known, rest = shifted.gather(1, ids), shifted.scatter_(1, ids, -torch.inf).logsumexp(-1, keepdim=True)
+            known, rest = (own.double() - normaliser[:, None] for own in (known, rest))
         if self.rest == "renormalise":
             known = known.log_softmax(-1)
         elif self.rest == "tail":
             known = torch.cat([known, rest], 1)
-        return ids, known.to(widen(outputs.logits).dtype)
+        return ids, known
 
     def _compare(
         self, classes: _Classes, teacher: Float[Tensor, "k c"]
@@ -225,9 +228,14 @@ class Divergence(Quantity):
             if not closed:
                 pulls += a.exp()
         else:
-            middle = torch.logaddexp(b + math.log(self.beta), a + math.log1p(-self.beta))
-            pulls = (a - middle).mul_(a.exp()).mul_(1 - self.beta)
-            value = pulls.sum(-1) + self.beta * (b.exp() * (b - middle)).sum(-1)
+            odds = b - a + math.log(self.beta / (1 - self.beta))  # of β ν against (1 − β) π, as a logarithm
+            mixed, constant = F.softplus(odds), math.log1p(-self.beta)  # log m/π is their sum
+            value = (b.exp() * (odds - mixed - math.log(self.beta))).sum(-1) * self.beta
+            pulls, probs = mixed, a.exp().mul_(self.beta - 1)
+            pulls.mul_(probs)
+            value += pulls.sum(-1) + constant * probs.sum(-1)
+            if not closed:  # else a multiple of π pulls nothing, and what is near 0 beside it keeps its digits
+                pulls += constant * probs
         return value, pulls if low is None else pulls.mul_(own >= low)
 
 
@@ -258,14 +266,15 @@ class _Classes:
         outside = shifted.scatter_(1, ids, -torch.inf)
         if beside:
             classes = torch.cat([classes, outside.logsumexp(-1, keepdim=True)], 1)
-        return cls(*_logprobs(classes, 1.0), ids, known, outside)
+        return cls(*_logprobs(classes.double(), 1.0), ids, known, outside)  # so few cost nothing in float64
 
     def pull(self, pulls: Float[Tensor, "k c"]) -> Float[Tensor, "k N"]:
         """Return the slope at every token's logit / T that these slopes at the first classes' log π make."""
         missing = self.logprobs.shape[1] - pulls.shape[1]
-        slope = _slope(nn.functional.pad(pulls, (0, missing)) if missing else pulls, self.logprobs, self.top)
+        slope = _slope(F.pad(pulls, (0, missing)) if missing else pulls, self.logprobs, self.top)
         if self.ids is None:
             return slope
+        slope = slope.to(self.outside)
         candidates = self.ids.shape[1]
         own = torch.where(self.known, slope[:, :candidates], slope[:, :1])
         if slope.shape[1] == candidates:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -74,9 +75,12 @@ def logprobs_of(policy: Policy, batch: TokenBatch, row: int) -> Tensor:
     return (logits / batch.temperature[row].double()).log_softmax(-1)
 
 
-def dense_rows(policy: Policy, teacher: Policy, batch: TokenBatch, name: str) -> tuple[Tensor, Tensor]:
-    """Each kept token's value [K], and its gradient by all parameters [K, P], on float64 copies, token by token."""
-    policy, teacher = in_float64(policy), in_float64(teacher)
+def dense_rows(
+    policy: Policy, teacher: Policy, batch: TokenBatch, name: str, *, exact: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Each kept token's value [K], and its gradient by all parameters [K, P], token by token; exact: in float64."""
+    if exact:
+        policy, teacher = in_float64(policy), in_float64(teacher)
     parameters = [p.requires_grad_(True) for _, p in float_parameters(policy.model)]
     values, rows = [], []
     for row in range(len(batch)):
@@ -132,8 +136,12 @@ def test_norms_of_every_quantity_are_those_of_float64_autograd_on_six_architectu
         live = wanted > 0
         assert torch.equal(clamped, ~live) and (norms[~live] == 0).all(), name
         assert (name == "forward top") == bool(clamped.any())
-        # Over tokens: where slopes cancel, a single token's gradient keeps fewer of float32's digits.
-        assert ((norms[live] - wanted[live]) / wanted[live]).square().mean().sqrt() < FLOAT32, name
+        errors = ((norms - wanted) / wanted)[live]
+        assert errors.square().mean().sqrt() < FLOAT32, name
+        # Where slopes cancel, rounded logits alone cost a single token more: plain autograd in float32 as much.
+        if errors.abs().max() > FLOAT32:
+            plain = dense_rows(deepcopy(policy), teacher, batch, name, exact=False)[1].norm(dim=1)
+            assert errors.abs().max() < 2 * ((plain - wanted) / wanted)[live].abs().max(), name
 
 
 @pytest.mark.parametrize("architecture", every(3, ["qwen2", "gpt2", "mixtral"]))

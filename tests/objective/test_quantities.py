@@ -156,6 +156,19 @@ def test_slopes_in_float32_keep_their_digits_where_pi_rounds_to_1(name):
     assert ((found - exact).norm(dim=1) / exact.norm(dim=1)).max() < 1e-4
 
 
+@pytest.mark.parametrize("of", [Divergence(0.5, MODEL), Divergence(0.1, MODEL, 6, rest="tail")])
+@pytest.mark.parametrize(("place", "bound"), [("near", 3e-4), ("elsewhere", 2e-6)])
+def test_a_jsds_slopes_in_float32_keep_their_digits_wherever_the_teacher_is(of, place, bound):
+    """Near: log π and log ν, of up to 20 nats, are rounded by 1e-6 before their difference, of 1e-3 nats, is taken."""
+    logits, teacher, ids, at = draw(9)
+    teacher = logits + 1e-3 * teacher if place == "near" else teacher.scatter(1, logits.argmin(1, keepdim=True), 20.0)
+    single = [values.float() for values in (logits, teacher, at)]
+    logits, teacher, at = (values.double() for values in single)
+    found = of.evaluate(Outputs(single[0], ids, single[2], single[1:2])).slope.double()
+    exact = of.evaluate(Outputs(logits, ids, at, (teacher,))).slope
+    assert ((found - exact).norm(dim=1) / exact.norm(dim=1)).max() < bound
+
+
 # torch itself calls torch.jit.script the first time that forward mode is used.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 @pytest.mark.parametrize("mode", ["reverse", "forward", "together"])
@@ -199,6 +212,12 @@ def test_impossible_tokens_add_nothing_and_an_infinite_divergence_is_refused():
     with pytest.raises(InputError):
         Divergence(1, MODEL).evaluate(Outputs(logits, ids, at, (teacher,)))
     Divergence(0, MODEL).evaluate(Outputs(logits, ids, at, (teacher,)))
+    nearly = teacher.masked_fill(teacher == -math.inf, -300.0)  # e^−300 is nothing
+    for pair, near in (((logits, teacher), (logits, nearly)), ((teacher, logits), (nearly, logits))):
+        given = (Outputs(own, ids, at, (other,)) for own, other in (pair, near))
+        found, wanted = map(Divergence(0.3, MODEL).evaluate, given)
+        torch.testing.assert_close(found.value, wanted.value, **CLOSE)
+        torch.testing.assert_close(found.slope, wanted.slope, **CLOSE)
 
 
 @pytest.mark.parametrize(
