@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
@@ -45,7 +46,7 @@ class Note(str):
 
 LOGPROBS = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
 _PER_TOKEN = ("advantages", "uncorrected_advantages", *LOGPROBS)
-_PER_CANDIDATE = ("teacher_top_ids", "teacher_top_logprobs")
+CANDIDATES = ("teacher_top_ids", "teacher_top_logprobs")
 _PER_RESPONSE = {
     **{"rewards": "reward", "steps": "step", "loss_scales": "loss_scale", "grad_norms": "grad_norm"},
     **{"group_reward_means": "group_reward_mean", "group_reward_stds": "group_reward_std"},
@@ -153,15 +154,15 @@ class TokenBatch:
         per_response = ("response_start", "group_ids", "temperature", *_PER_RESPONSE)
         if any(part.shape != self.input_ids.shape[:1] for part in (self.reward_parts or {}).values()):
             raise InputError(f"reward_parts do not match the {len(self.input_ids)} responses; give a number for each")
-        candidates = [getattr(getattr(self, name), "shape", None) for name in _PER_CANDIDATE]
+        candidates = [getattr(getattr(self, name), "shape", None) for name in CANDIDATES]
         if candidates[0] != candidates[1]:
             raise InputError("teacher_top_ids and teacher_top_logprobs are not of one shape; give both, [B, S, c] each")
         named = [f.name for f in fields(self) if f.name not in ("notes", "reward_parts", "run")]
         for name, value in ((name, getattr(self, name)) for name in named):
-            if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN, *_PER_CANDIDATE):
+            if value is None and name in (*_PER_RESPONSE, *_PER_TOKEN, *CANDIDATES):
                 continue
             shape = self.input_ids.shape[:1] if name in per_response else self.input_ids.shape
-            if name in _PER_CANDIDATE:
+            if name in CANDIDATES:
                 shape = torch.Size([*shape, value.shape[-1] if isinstance(value, Tensor) and value.dim() == 3 else 1])
             if not isinstance(value, Tensor) or value.shape != shape:
                 given = f"of shape {[*value.shape]}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -310,7 +311,12 @@ class TokenBatch:
                 to: getattr(self, name)[row, own] for to, name in per_token.items() if getattr(self, name) is not None
             }
             parts = {name: value[row].item() for name, value in (self.reward_parts or {}).items()}
-            yield {name: value.tolist() for name, value in told.items()} | ({"reward_parts": parts} if parts else {})
+            lists = {"reward_parts": parts} if parts else {}
+            if self.candidates:
+                known = self.teacher_top_logprobs[row, own] > -torch.inf
+                for name, values in zip(CANDIDATES, self.candidates, strict=True):
+                    lists[name] = [one[there].tolist() for one, there in zip(values[row, own], known, strict=True)]
+            yield {name: value.tolist() for name, value in told.items()} | lists
 
     def positions(self) -> Int[Tensor, "B S"]:
         """Return positions [B, S] in the response from 0, kept or dropped; negative on the prompt."""
@@ -322,7 +328,7 @@ class TokenBatch:
 
     def __repr__(self) -> str:
         rows, width = self.input_ids.shape
-        known = [name for name in ("rewards", *_PER_TOKEN) if getattr(self, name) is not None]
+        known = [name for name in ("rewards", *_PER_TOKEN, *CANDIDATES[:1]) if getattr(self, name) is not None]
         told = f"; {counted(len(self.notes), 'note')}" if self.notes else ""
         return (
             f"TokenBatch({counted(rows, 'response')} to {counted(len(self.group_ids.unique()), 'prompt')}, "
@@ -345,6 +351,8 @@ class Response:
     response_mask: list[bool] | None = None
     sampler_logprobs: list[float] | None = None
     teacher_logprobs: list[float] | None = None
+    teacher_top_ids: Int[np.ndarray, "m c"] | None = None
+    teacher_top_logprobs: Float[np.ndarray, "m c"] | None = None
     step: int | None = None
     group_reward_mean: float | None = None
     group_reward_std: float | None = None
@@ -383,6 +391,17 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
             rows.append(pad(own, (len(r.prompt_ids), 0), value=fill))
         return pad_rows(rows, padding_value=fill)
 
+    def spread_candidates(field: str, fill: int | float, dtype: torch.dtype) -> Tensor | None:
+        """Place c numbers per token [B, S, c]; `fill` where there are fewer."""
+        given = [getattr(r, field) for r in responses]
+        if (most := max((value.shape[1] for value in given if value is not None), default=None)) is None:
+            return None
+        rows = [torch.full((len(r.prompt_ids) + len(r.response_ids), most), fill, dtype=dtype) for r in responses]
+        for own, value, r in zip(rows, given, responses, strict=True):
+            if value is not None:
+                own[len(r.prompt_ids) :, : value.shape[1]] = torch.as_tensor(value)
+        return pad_rows(rows, padding_value=fill)
+
     ids = [torch.tensor(r.prompt_ids + r.response_ids, dtype=torch.long) for r in responses]
     attention_mask = pad_rows([torch.ones(len(own), dtype=torch.bool) for own in ids])
     prompts = torch.tensor([len(r.prompt_ids) for r in responses])
@@ -417,4 +436,6 @@ def collate(responses: Sequence[Response], *, pad_id: int = 0, side: str = "righ
             if name != "steps"
         },
         **{name: spread(own, nan, nan, torch.float32) for name, own in per_token.items()},
+        teacher_top_ids=spread_candidates("teacher_top_ids", -1, torch.long),
+        teacher_top_logprobs=spread_candidates("teacher_top_logprobs", -torch.inf, torch.float64),
     )

@@ -257,7 +257,7 @@ class _Reading:
         self.is_ids &= texts[1] is None
         key = self._group(row, prompt_ids)
         number = self._groups.get(key, len(self._groups))
-        response = parse_response(row, prompt_ids, response_ids, number, kept, self._options)
+        response = parse_response(row, prompt_ids, response_ids, number, kept, self._options, self._policy)
         self._groups[key] = number
         if response.pair is not None:  # like a group, a pair belongs to a single step
             pair = self._pairs.setdefault((row.step, response.pair), len(self._pairs))

@@ -20,6 +20,7 @@ from gradscope.runs import replacing, write_json
 COLUMNS = (
     *("prompt_ids", "response_ids", "prompt", "response", "advantage", "reward", "group", "temperature"),
     *("response_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs"),
+    *("teacher_top_ids", "teacher_top_logprobs"),
 )
 """Known columns, whose near misses are reported; other columns are ignored."""
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from gradscope.errors import InputError, show
 from gradscope.policy import Policy, check_prompt
-from gradscope.rollouts.batch import LARGEST, LOGPROBS, ROUNDING, Response
+from gradscope.rollouts.batch import CANDIDATES, LARGEST, LOGPROBS, ROUNDING, Response
 from gradscope.rollouts.formats.base import ReadingOptions, Row
 from gradscope.rollouts.formats.text import CUT
 from gradscope.runs import parse_json
@@ -25,6 +25,8 @@ NUMBERS = (
 )
 """Columns with a number per response that has no rule of its own."""
 Encoded = TypeVar("Encoded")
+SURPLUS = 0.05
+"""By how much the sum of a teacher's probabilities may exceed 1, as half-precision servers round them."""
 LARGEST_ID = 2**31
 """No vocabulary has an id this large."""
 MISSING = "they have no prompt or no response"
@@ -164,7 +166,13 @@ def _template_kwargs(row: Row) -> dict[str, Any]:
 
 
 def parse_response(
-    row: Row, prompt_ids: list[int], response_ids: list[int], group: int, kept: np.ndarray, options: ReadingOptions
+    row: Row,
+    prompt_ids: list[int],
+    response_ids: list[int],
+    group: int,
+    kept: np.ndarray,
+    options: ReadingOptions,
+    policy: Policy | None = None,
 ) -> Response:
     """Return the row's response. Per-token lists have its length; unknown values are None, or NaN at a token."""
     advantage, uncorrected = row.columns.get("advantage"), None
@@ -204,6 +212,7 @@ def parse_response(
         response_mask=None if kept.all() else kept.tolist(),
         step=row.step,
         **{name: parse_logprobs(row, name, kept) for name in LOGPROBS},
+        **_parse_candidates(row, kept, policy),
         **numbers,
     )
 
@@ -264,6 +273,55 @@ def parse_logprobs(row: Row, name: str, kept: np.ndarray) -> list[float] | None:
             "at most 0 (natural logarithm; are these probabilities?)"
         )
     return np.minimum(values, 0.0).tolist()
+
+
+def _parse_candidates(row: Row, kept: np.ndarray, policy: Policy | None) -> dict[str, np.ndarray]:
+    """Return a teacher's candidates at each response token: ids [m, c], −1 for none, and their log ν, then −inf.
+
+    Raises InputError unless both columns are lists of lists that fit each other, a kept token's ids are in the
+    vocabulary, each once, and their log ν those of probabilities. null for a token, or for log ν, is none.
+    """
+    given = {name: row.columns[name] for name in CANDIDATES if name in row.columns}
+    if not given:
+        return {}
+    if len(given) == 1:
+        raise InputError(f"{row.place}: `{row.label(*given)}` alone; give {' and '.join(map(row.label, CANDIDATES))}")
+    for name, sorts in zip(CANDIDATES, ({int}, {int, float, type(None)}), strict=True):
+        values = given[name]
+        if not isinstance(values, list) or not all(
+            own is None or (isinstance(own, list) and set(map(type, own)) <= sorts) for own in values
+        ):
+            raise InputError(
+                f"{row.place}: `{row.label(name)}` is {show(values)}; give a list of numbers for each response token"
+            )
+        _check_length(row, name, values, len(kept))
+    lists = [[own or [] for own in given[name]] for name in CANDIDATES]
+    counts, others = (np.array([len(own) for own in values]) for values in lists)
+
+    def refuse(where: np.ndarray, told: str, wanted: str) -> None:
+        if (where := where & kept).any():
+            words = f"at position {int(where.argmax())} {told}"
+            raise InputError(f"{row.place}: `{row.label(CANDIDATES[0])}` {words}; {wanted}")
+
+    refuse(counts != others, f"and `{row.label(CANDIDATES[1])}` have different lengths", "give as many of either")
+    places = np.arange(max(counts.max(initial=0), 1)) < np.where(kept, counts, 0)[:, None]
+    ids, logprobs = np.full(places.shape, -1), np.full(places.shape, -np.inf)
+    for name, values, own in zip(CANDIDATES, (ids, logprobs), lists, strict=True):
+        every = [value for one, keep in zip(own, kept, strict=True) if keep for value in one]
+        try:
+            values[places] = np.array(every, values.dtype)  # null becomes NaN
+        except OverflowError as error:
+            raise InputError(f"{row.place}: `{row.label(name)}` holds a number of too many digits") from error
+    limit = LARGEST_ID if policy is None else policy.vocab_size
+    foreign = f"holds an id outside 0 to {limit - 1}" + (", the policy's vocabulary" if policy else "")
+    refuse((places & ((ids < 0) | (ids >= limit))).any(1), foreign, "is the teacher's tokenizer the policy's?")
+    ids[~np.isfinite(logprobs)], logprobs[~np.isfinite(logprobs)] = -1, -np.inf
+    ordered = np.sort(ids, 1)
+    refuse(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).any(1), "holds an id twice", "give each once")
+    with np.errstate(over="ignore"):
+        wrong = (logprobs > ROUNDING).any(1) | (np.exp(logprobs).sum(1) > 1 + SURPLUS)
+    refuse(wrong, "has log-probabilities above 0, or of probabilities whose sum is above 1", "give natural logarithms")
+    return dict(zip(CANDIDATES, (ids, np.minimum(logprobs, 0.0)), strict=True))
 
 
 def parse_per_token(row: Row, name: str, kept: np.ndarray) -> list[float]:
