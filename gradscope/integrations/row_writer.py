@@ -31,7 +31,7 @@ import numpy as np
 Part = Mapping[str, Any]
 """Responses under the names of native columns: `prompt_ids` with `prompt_mask`, `response_ids` with `response_seen`
 (which positions count; those up to the last one hold a token), `response_mask`, `loss_scale` [B], `advantage` [B] or
-per token unless the loss has none, and those of OPTIONAL and PER_TOKEN that the trainer has; all arrays.
+per token unless the loss has none, and those of OPTIONAL, PER_TOKEN and PER_CANDIDATE that the trainer has; all arrays.
 `reward_parts`, if known: {name: [B]}."""
 
 OPTIONAL = ("reward", "group", "process", "micro_batch", "pair", "chosen", "z0")
@@ -41,6 +41,8 @@ PER_TOKEN = (
     *("trainer_logprobs", "trainer_advantages"),
 )
 """Columns per token, [B, C], or [B, 1] for whole responses."""
+PER_CANDIDATE = ("teacher_top_ids", "teacher_top_logprobs")
+"""Columns with c numbers per token, [B, C, c]."""
 WAITING = 4
 """Number of queued steps beyond which training waits for the writer."""
 PATIENCE, AT_THE_END = 60.0, 600.0
@@ -107,6 +109,7 @@ def native_rows(step: StepRows, tokenizer: Any = None) -> Iterator[dict[str, Any
             for name in PER_TOKEN:
                 if name in part:
                     told[name] = np.broadcast_to(part[name][row], seen.shape)[seen]
+            told |= {name: [*part[name][row][seen]] for name in PER_CANDIDATE if name in part}
             if tokenizer is not None:
                 told |= {"prompt": tokenizer.decode(prompt), "response": tokenizer.decode(response)}
             yield told | {"loss_scale": float(part["loss_scale"][row])} | step.shared

@@ -95,11 +95,11 @@ def as_padded(rows):
     tensors |= right("token_level_scores", [r["scores"] for r in rows])
     for name in ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"):
         tensors |= right(name, [r[name] for r in rows])
-    if "teacher_logprobs" in rows[0]:
-        tensors["teacher_logprobs"] = torch.zeros(len(rows), width + length, 1)
-        for row, own in zip(tensors["teacher_logprobs"], rows, strict=True):
+    for name in (name for name in ("teacher_logprobs", "teacher_ids") if name in rows[0]):
+        tensors[name] = rows[0][name].new_zeros(len(rows), width + length, rows[0][name].shape[1])
+        for row, own in zip(tensors[name], rows, strict=True):
             start = width - len(own["prompt"])
-            row[start : start + len(own["teacher_logprobs"])] = own["teacher_logprobs"]
+            row[start : start + len(own[name])] = own[name]
     return SimpleNamespace(batch=tensors, non_tensor_batch={"uid": np.array([r["uid"] for r in rows], dtype=object)})
 
 

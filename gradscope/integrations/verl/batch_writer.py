@@ -21,7 +21,16 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gradscope.errors import InputError
-from gradscope.integrations.row_writer import Part, RowWriter, Spikes, StepRows, remove_steps, step_file, to_array
+from gradscope.integrations.row_writer import (
+    PER_CANDIDATE,
+    Part,
+    RowWriter,
+    Spikes,
+    StepRows,
+    remove_steps,
+    step_file,
+    to_array,
+)
 from gradscope.objective import LossSettings
 from gradscope.rollouts import LOSS_KEY
 from gradscope.runs import counted
@@ -32,6 +41,8 @@ COLUMNS = {
     "rollout_is_weights": "sampler_correction",
 }
 """verl's tensor [B, R] → name in rows; those from the fourth on are optional."""
+WEIGHING = ("advantage", "sampler_correction")
+"""Names in rows of what weighs tokens."""
 SCORES = ("token_level_scores", "rm_scores")
 """verl's names for the tokens' scores; the first present one is used."""
 FOLDER, EVERY, TEXT = "GRADSCOPE_ROLLOUTS", "GRADSCOPE_ROLLOUTS_EVERY", "GRADSCOPE_ROLLOUTS_TEXT"
@@ -46,19 +57,23 @@ LARGEST_K3, DUAL = 10.0, 3.0
 """Bound that verl puts on k3, and its dual clip of a distillation, which has no setting."""
 CANNOT_SAY = "which rows of rollouts cannot express"
 IMAGES = "multi_modal_inputs"
-TEACHER = "teacher_logprobs"
-"""verl's tensor [B, P + R, 1], about the next token each."""
-FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], TEACHER, "uid")
+TEACHER, TEACHER_IDS = "teacher_logprobs", "teacher_ids"
+"""verl's tensors [B, P + R, k], about the next token each: its own, or those of the teacher's likeliest k."""
+OVER_CANDIDATES = "forward_kl_topk"
+"""verl's loss_mode for a KL over the teacher's likeliest tokens."""
+FIELDS = ("prompts", "responses", "loss_mask", *COLUMNS, SCORES[1], TEACHER, TEACHER_IDS, "uid")
 """Fields read from the store of the default trainer's batches."""
 
 
-def verl_loss(config: Any) -> LossSettings:
+def verl_loss(config: Any) -> LossSettings | None:
     """Return the settings of the actor's loss, from verl's whole configuration.
 
+    None: a KL over the teacher's likeliest tokens alone, no weight on ∇ log π: rows have these tokens and no advantage.
     Raises InputError for a loss that rows cannot express, naming the setting.
     """
     actor, policy = config.actor_rollout_ref.actor, config.actor_rollout_ref.actor.policy_loss
-    weighting = _distillation(config)
+    if (weighting := _distillation(config)) == OVER_CANDIDATES:
+        return None
     mode, correction = policy.get("loss_mode", "vanilla"), config.algorithm.get("rollout_correction", None)
     bypass = bool(correction and correction.get("bypass_mode", False))
     if bypass or mode == "bypass_mode":
@@ -92,7 +107,7 @@ def verl_loss(config: Any) -> LossSettings:
 
 
 def _distillation(config: Any) -> str | None:
-    """Return the weighting of a distillation on sampled tokens; None without one.
+    """Return the weighting of a distillation on sampled tokens, or OVER_CANDIDATES; None without one.
 
     Raises InputError for another distillation, and for factors that verl multiplies it by.
     """
@@ -101,9 +116,12 @@ def _distillation(config: Any) -> str | None:
         return None
     loss = known["distillation_loss"]
     name, mode = "distillation.distillation_loss.loss_mode", loss.get("loss_mode", "k3")
+    if mode == OVER_CANDIDATES and not (loss.use_policy_gradient or loss.use_task_rewards):
+        return mode
     if (estimator := ESTIMATED.get(mode)) is None:
         raise InputError(
-            f"{name} is {mode}, no loss on sampled tokens, {CANNOT_SAY}; use one of {', '.join(ESTIMATED)}"
+            f"{name} is {mode}, no loss on sampled tokens, {CANNOT_SAY} as a policy gradient or beside rewards; use "
+            f"one of {', '.join(ESTIMATED)}"
         )
     told = {"estimator": estimator, "policy_gradient": int(loss.use_policy_gradient)}
     clamp = math.inf if loss.get("loss_max_clamp", None) is None else loss.loss_max_clamp
@@ -238,7 +256,7 @@ class VerlWriter:
             self._loss = verl_loss(trainer.config)
             remove_steps(self.folder, step)
         if (self._is_due(step) or self._spikes is not None) and not self._has_images(trainer, batch):
-            self._updates.append(_make_update(trainer, batch))
+            self._updates.append(_make_update(trainer, batch, candidates=self._loss is None))
         self.seconds += time.perf_counter() - start
 
     def updated(self, trainer: Any, metrics: Mapping[str, Any]) -> None:
@@ -275,7 +293,7 @@ class VerlWriter:
         ]
         shared = {"step": step, "temperature": float(trainer.config.actor_rollout_ref.rollout.temperature)}
         shared["grad_norm"] = updates[0].norm if len(updates) == updates[0].num_steps == 1 else None
-        told = {LOSS_KEY: json.dumps(asdict(self._loss))}
+        told = {} if self._loss is None else {LOSS_KEY: json.dumps(asdict(self._loss))}
         self._process.put(StepRows(str(step_file(self.folder, step)), parts, shared, told))
         self.steps.append(step)
 
@@ -311,10 +329,17 @@ class _Update:
     """verl's gradient norm, averaged over its steps."""
 
 
-def _make_update(trainer: Any, batch: Any) -> _Update:
+def _make_update(trainer: Any, batch: Any, *, candidates: bool) -> _Update:
+    """Copy a batch. candidates: whether the teacher's log-probabilities are of its likeliest tokens, which the loss is
+    of, so that there are no advantages."""
     tensors, part, real = _from_padded(batch) if hasattr(batch, "batch") else _from_store(batch)
+    ids, logprobs = (part.pop(name, None) for name in (TEACHER_IDS, TEACHER))
+    if logprobs is not None:
+        part |= dict(zip(PER_CANDIDATE, (ids, logprobs), strict=True)) if candidates else {TEACHER: logprobs[:, :, 0]}
     part |= {name: to_array(tensors[own]) for own, name in COLUMNS.items() if own in tensors}
-    if (scores := next((tensors[name] for name in SCORES if name in tensors), None)) is not None:
+    if candidates:
+        part = {name: own for name, own in part.items() if name not in WEIGHING}
+    elif (scores := next((tensors[name] for name in SCORES if name in tensors), None)) is not None:
         part["reward"] = to_array(scores.sum(-1))
     config, kept = trainer.config.actor_rollout_ref, tensors["response_mask"].float().sum(1)
     mini_batch = config.actor.ppo_mini_batch_size * config.rollout.n
@@ -344,8 +369,7 @@ def _from_padded(data: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray]
     mask = to_array(tensors["attention_mask"])
     part = {"prompt_ids": to_array(tensors["prompts"]), "response_ids": to_array(tensors["responses"])}
     part |= {"prompt_mask": mask[:, :width], "response_seen": mask[:, width:]}
-    if TEACHER in tensors:
-        part["teacher_logprobs"] = to_array(tensors[TEACHER][:, width - 1 : -1, 0])
+    part |= {name: to_array(tensors[name][:, width - 1 : -1]) for name in (TEACHER, TEACHER_IDS) if name in tensors}
     if "uid" in data.non_tensor_batch:
         part["group"] = data.non_tensor_batch["uid"].astype(str)
     return {name: tensors[name] for name in (*COLUMNS, *SCORES) if name in tensors}, part, slice(None)
@@ -363,11 +387,13 @@ def _from_store(batch: Any) -> tuple[Mapping[str, Tensor], dict[str, np.ndarray]
         mask = "prompt_mask" if own == "prompts" else "response_seen"
         part[mask] = np.arange(part[name].shape[1]) < lengths[:, None]
     part["group"] = groups
-    if (teacher := tensors.pop(TEACHER, None)) is not None:
-        part["teacher_logprobs"] = np.zeros(part["response_ids"].shape, np.float32)
-        for row, own in enumerate(teacher.unbind()):
-            start, count = (int(part[name][row].sum()) for name in ("prompt_mask", "response_seen"))
-            part["teacher_logprobs"][row, :count] = to_array(own[start - 1 : start - 1 + count, 0])
+    for known in (TEACHER, TEACHER_IDS):
+        if (teacher := tensors.pop(known, None)) is not None:
+            each = [to_array(own) for own in teacher.unbind()]
+            part[known] = np.zeros((*part["response_ids"].shape, each[0].shape[1]), each[0].dtype)
+            for row, own in enumerate(each):
+                start, count = (int(part[name][row].sum()) for name in ("prompt_mask", "response_seen"))
+                part[known][row, :count] = own[start - 1 : start - 1 + count]
     real = np.array([not tag.get("is_padding", False) for tag in batch.tags])
     return {name: values.to_padded_tensor(0) for name, values in tensors.items()}, part, real
 

@@ -277,12 +277,13 @@ def test_weights_of_a_distillation_are_the_slopes_of_verls_loss(
     assert len(wanted[batch.response_mask].unique()) > 3 or mode in ("abs", "kl")
 
 
-def test_a_distillation_over_more_than_sampled_tokens_is_refused(tmp_path):
+def test_a_distillation_over_more_than_sampled_tokens_has_no_weights_and_beside_rewards_is_refused(tmp_path):
     with refused("forward_kl_topk"):
-        verl_loss(make_config(tmp_path, distillation=distilled("forward_kl_topk", False, False, None)))
+        verl_loss(make_config(tmp_path, distillation=distilled("forward_kl_topk", False, True, None)))
     with refused("rollout_is"):
         verl_loss(make_config(tmp_path, distillation=distilled("k1", True, True, None)))
     assert verl_loss(make_config(tmp_path, distillation=distilled("k3", False, True, None))).weighting
+    assert verl_loss(make_config(tmp_path, distillation=distilled("forward_kl_topk", False, False, None))) is None
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -74,7 +74,7 @@ def as_stored(rows, monkeypatch):
         "rm_scores": "scores",
     }
     names |= {n: n for n in ("advantages", "old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights")}
-    names |= {"teacher_logprobs": "teacher_logprobs"} if "teacher_logprobs" in rows[0] else {}
+    names |= {name: name for name in ("teacher_logprobs", "teacher_ids") if name in rows[0]}
     stored = {n: torch.nested.as_nested_tensor([r[o] for r in rows], layout=torch.jagged) for n, o in names.items()}
     stored["uid"] = np.array([r["uid"] for r in rows], dtype=object)
 
@@ -148,6 +148,27 @@ def test_a_teachers_log_probabilities_are_the_tokens_own(truth, tmp_path, monkey
         wanted = torch.stack([own["teacher_logprobs"][start + at - 1, 0] for at in range(n)])
         assert torch.equal(dump.batch.teacher_logprobs[row, start : start + n][kept], wanted[kept])
     assert LossSettings.from_log(dump.loss).is_whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_divergence_over_candidates_is_written_as_them_and_without_advantages(truth, tmp_path, monkeypatch, kind):
+    """As verl keeps the teacher's likeliest, at the place before the token that they might have been."""
+    draw, rows = torch.Generator().manual_seed(0), []
+    for own in truth:
+        length = len(own["prompt"]) + len(own["ids"])
+        best = torch.randn(length, 20, generator=draw).log_softmax(1).topk(3)
+        rows.append(own | {"teacher_logprobs": best.values, "teacher_ids": best.indices.int()})
+    loss = {"loss_mode": "forward_kl_topk", "use_policy_gradient": False}
+    trainer, _ = make_trainer(make_config(tmp_path, distillation=loss), kind)
+    update(trainer, give(kind, rows, monkeypatch))
+    trainer._shutdown_dump_executor()
+    dump = read_dump(tmp_path / "gradscope" / "rollouts")
+    batch = dump.batch
+    assert dump.loss is batch.advantages is batch.rewards is batch.teacher_logprobs is None
+    for row, own in enumerate(rows):
+        start, n, kept = len(own["prompt"]), len(own["ids"]), own["mask"].bool()
+        for found, name in zip(batch.candidates, ("teacher_ids", "teacher_logprobs"), strict=True):
+            assert torch.equal(found[row, start : start + n][kept].to(own[name]), own[name][start - 1 : -1][kept])
 
 
 @pytest.mark.parametrize("kind", every(2, KINDS))
@@ -290,6 +311,10 @@ def test_divisors_are_those_of_a_loop_over_mini_batches(mode, processes):
         ({"loss_agg_mode": "seq-mean-token-sum-norm"}, "loss_scale_factor"),
         ({"shuffle": True, "ppo_mini_batch_size": 1}, "shuffle"),
         ({"distillation": {"loss_mode": "forward_kl_topk"}}, "forward_kl_topk"),
+        (
+            {"distillation": {"loss_mode": "forward_kl_topk", "use_policy_gradient": False, "use_task_rewards": True}},
+            "forward_kl_topk",
+        ),
         ({"distillation": {}, "correction": {"rollout_is": "token"}}, "rollout_is"),
         ({"clip_ratio_high": -1.0}, "clip_ratio_high"),
     ],
