@@ -15,7 +15,7 @@ from gradscope.cli.measuring import PlannedFlags
 from gradscope.diagnosis import SUMMARY, THEORY, add_summary
 from gradscope.errors import InputError
 from gradscope.gradients import TABLE, MeasureSettings, SumsPlan, read_table
-from gradscope.objective import LossSettings
+from gradscope.objective import LossSettings, make_quantity
 from gradscope.policy import Policy
 from gradscope.rollouts import TokenBatch
 
@@ -39,6 +39,10 @@ class Measure(PlannedFlags):
     Affects speed and memory, not results. None: 1 GiB, on a GPU 4."""
     figures: bool = True
     """Also draw figures/ and write summary.txt; this computes the intervals' summed gradients."""
+    of: str | None = None
+    """Measure another quantity's gradients: entropy, reverse-kl, forward-kl or jsd[:beta=.5], from --teacher or from
+    the candidates in the log; of the teacher's k likeliest tokens with :top=k, beside which rest=tail or renormalise.
+    There are then no weights, summary and figures. none: log π."""
     theory: bool = False
     """Also print figures/theory.txt: how well Prop. 4.2 and powers of 1−π describe these tokens."""
 
@@ -50,7 +54,9 @@ class Measure(PlannedFlags):
             print(self.make_plan(self.model, self.rollouts))
             return
         measured = self.measure(self.model, self.rollouts, self.out)
-        if not self.figures:
+        if self.of:
+            print(f"norms are of the gradient of {self.of}: no weights, summary and figures, which are of log π")
+        if not self._is_drawn:
             return
         known, table = (measured.folder, measured.policy, measured.batch), read_table(measured.folder)
         asked = {"resources": measured.resources, "gradient_memory": self.gradient_memory}
@@ -73,8 +79,24 @@ class Measure(PlannedFlags):
             raise InputError("--out is missing; give a folder for the run")
         if self.chunk_memory is not None and not 1 <= self.chunk_memory < 2**63:
             raise InputError(f"--chunk-memory is {self.chunk_memory}; give bytes, 1 or more, and less than 2⁶³")
+        if self.of is not None:
+            self._check_of()
         if self.theory and not self.figures:
             raise InputError("--theory needs figures; leave out --no-figures, or --theory")
 
     def plan_sums(self, policy: Policy, batch: TokenBatch, memory: int, loss: LossSettings) -> SumsPlan | None:
-        return super().plan_sums(policy, batch, memory, loss) if self.figures else None
+        return super().plan_sums(policy, batch, memory, loss) if self._is_drawn else None
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether there are figures and a summary."""
+        return self.figures and self.of is None
+
+    def _check_of(self) -> None:
+        """Raise InputError for a quantity that is not known, and for flags that do not apply to another than log π."""
+        make_quantity(self.of)
+        given = {"theory": self.theory, "plan": self.plan}
+        given |= {"minutes": self.settings.minutes, "metric": self.settings.metric}
+        if unfit := [*self.loss_flags, *(name for name, value in given.items() if value)]:
+            flag = unfit[0].replace("_", "-")
+            raise InputError(f"--{flag} is about ∇ log π, and --of {self.of} another quantity's; leave one of them out")

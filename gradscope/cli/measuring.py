@@ -37,6 +37,7 @@ from gradscope.gradients import (
     SumsPlan,
     check_settings,
     describe_reread,
+    key_of,
     measure_folder,
     measure_into,
     plan_batch,
@@ -46,7 +47,7 @@ from gradscope.gradients import (
     settle_minutes,
     with_logprobs_of,
 )
-from gradscope.objective import LossSettings, settle_loss
+from gradscope.objective import LOGPROB, LossSettings, Quantity, make_quantity, settle_loss
 from gradscope.policy import (
     AdamWState,
     Policy,
@@ -139,6 +140,8 @@ class MeasuringFlags(ReadingFlags):
     metric if its state is there."""
     chunk_memory: ClassVar[int | None] = None
     """Bytes of a batched backward pass; a flag of measure alone."""
+    of: ClassVar[str | None] = None
+    """Another quantity than log π; a flag of measure alone."""
 
     def check(self) -> None:
         """Raise InputError for settings out of range and missing files, before anything is loaded."""
@@ -160,9 +163,9 @@ class MeasuringFlags(ReadingFlags):
             policy = load_quietly(model, self.loading | {"device": device})
             with command_progress().stage("reading the rollouts"):
                 dump = self._read(model, rollouts, policy)
-        dump, others = self._ask_others(policy, dump, device, processes)
+        dump, others, of = self._ask_others(policy, dump, device, processes)
         with processes.together():
-            settings = self._settle(policy, policy.device.type, dump)
+            settings = self.settings if self.of else self._settle(policy, policy.device.type, dump)
             dump = replace(dump, batch=settle_loss(dump.batch, settings.loss))
             state = self._read_metric(model, policy, settings)
         # Free memory differs by process and moment: fix it once for all.
@@ -171,7 +174,8 @@ class MeasuringFlags(ReadingFlags):
             sums = self.plan_sums(policy, settle_batch(settings, dump.batch), resources.vectors, settings.loss)
             following = Afterwards() if sums is None else self.follow_table(policy, sums, processes)
             known = {"optimizer_state": state, "resources": resources, "watch": watch, "following": following}
-            measurement = prepare_measurement(policy, dump.batch, settings, **known, tell=print)
+            measurement = prepare_measurement(policy, dump.batch, settings, **known, of=of, tell=print)
+            others |= key_of(of)
             log, folder = rollouts_hash(rollouts), self._folder(out, policy, dump, measurement.settings, others)
             if processes.is_main:
                 if not self.overwrite:
@@ -181,9 +185,9 @@ class MeasuringFlags(ReadingFlags):
                 if dump.loss is not None and self.loss_flags:
                     print_notes([f"flags override the log's loss settings: {', '.join(self.loss_flags)}"])
         facts = {"model": model, "rollouts": describe_dump(rollouts, dump, log)}
-        facts |= {name: getattr(self, name) for name in others}
+        facts |= {name: getattr(self, name) for name in OTHERS if name in others}
         facts["device_map"] = getattr(policy.model, "hf_device_map", None) if self.device_map is not None else None
-        hooks = Hooks(print, partial(judge_sample, measurement))
+        hooks = Hooks(print) if self.of else Hooks(print, partial(judge_sample, measurement))
         measure_into(measurement, folder, facts=facts, asked=self.settings, overwrite=self.overwrite, hooks=hooks)
         if measurement.pass_seconds is None and measurement.settings.minutes is not None:  # already finished
             watch.earlier = sum(folder.manifest["sample"]["seconds"].values())
@@ -234,9 +238,10 @@ class MeasuringFlags(ReadingFlags):
 
     def _ask_others(
         self, policy: Policy, dump: Dump, device: str | None, processes: Processes
-    ) -> tuple[Dump, dict[str, Any]]:
-        """Return the rollouts with log π of the policies that flags name, and what tells these from others, by flag."""
-        known = {}
+    ) -> tuple[Dump, dict[str, Any], Quantity]:
+        """Return the rollouts with log π of the policies that flags name, what tells these from others, by flag, and
+        the quantity to measure, which may have the teacher instead."""
+        known, of = {}, make_quantity(self.of or LOGPROB)
         for name in (name for name in OTHERS if getattr(self, name) is not None):
             with processes.together():
                 loading = {"device": device, "dtype": self.dtype, "trust_remote_code": self.trust_remote_code}
@@ -244,16 +249,19 @@ class MeasuringFlags(ReadingFlags):
                 known[name] = policy_hashes(other)
                 if name == "teacher" and known[name] == policy_hashes(policy):
                     raise InputError("the teacher is the policy itself, and teaches nothing; give another checkpoint")
+            if name == "teacher" and of.asks_teacher:
+                of = replace(of, teacher=other)
+                continue
             with command_progress().stage(f"asking the {name}"):
                 told = {"policy": policy, "processes": processes}
                 dump = replace(dump, batch=with_logprobs_of(other, dump.batch, OTHERS[name], **told))
-        return dump, known
+        return dump, known, of
 
     def _folder(
         self, out: Path, policy: Policy, dump: Dump, settings: MeasureSettings, others: dict[str, Any]
     ) -> RunFolder:
         # Not the log's hash, since the log may have grown by later steps.
-        batch = replace(dump.batch, **{OTHERS[name]: None for name in others})
+        batch = replace(dump.batch, **{column: None for name, column in OTHERS.items() if name in others})
         known = self.reading | batch.key() | ({} if settings.metric is None else self.of_steps(policy))
         return measure_folder(out, policy, settings, known | others)
 
@@ -286,7 +294,7 @@ class PlannedFlags(MeasuringFlags):
             device = torch.device(find_device(self.device))
         dump = self._read(model, rollouts, policy)
         if self.flops is None:
-            dump, _ = self._ask_others(policy, dump, self.device, ALONE)
+            dump, *_ = self._ask_others(policy, dump, self.device, ALONE)
         else:  # no weights are loaded, and no numbers needed
             empty = torch.zeros(dump.batch.input_ids.shape)
             named = {column: empty for name, column in OTHERS.items() if getattr(self, name) is not None}

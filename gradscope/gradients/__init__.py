@@ -27,7 +27,7 @@ from gradscope.gradients.frozen import measuring
 from gradscope.gradients.hooks import capture_activations, capture_gradients, first_tensor, forward_hooks
 from gradscope.gradients.interval_gradients import IntervalGradients, interval_gradients
 from gradscope.gradients.logged_logprobs import ContradictionWarning, note_logged
-from gradscope.gradients.measure import TABLE, Hooks, measure, measure_folder, measure_into, read_table
+from gradscope.gradients.measure import TABLE, Hooks, key_of, measure, measure_folder, measure_into, read_table
 from gradscope.gradients.operator.contributions import Contributions, GroupSignals
 from gradscope.gradients.operator.forward_mode import (
     BACKWARD,
@@ -69,10 +69,10 @@ __all__ = [
     "SequenceTokens", "Sketcher", "Stopwatch", "SumsPlan", "TableMeasurement", "ThresholdSample", "TokenGradientMeter",
     "TokenJacobian", "TokenSample", "Vectors", "Way", "block_products", "capture_activations", "capture_gradients",
     "check_engine", "check_settings", "describe_reread", "describe_seconds", "fill_table", "first_tensor",
-    "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "largest_share",
-    "latest_end", "measure", "measure_folder", "measure_into", "measuring", "note_logged", "plan_batch", "plan_sums",
-    "prepare_measurement", "read_table", "refuse_infinite_weights", "refuse_narrow_arithmetic", "refuse_narrow_weights",
-    "refuse_other_loss", "sampling_probabilities", "sampling_weights", "settle_batch",
-    "settle_minutes", "stands_for", "statistics_of", "token_sizes", "vector_bytes", "weighted_quantiles",
-    "with_logprobs_of", "zero_vectors",
+    "forward_flops", "forward_hooks", "gradient_flops", "inner_products", "interval_gradients", "key_of",
+    "largest_share", "latest_end", "measure", "measure_folder", "measure_into", "measuring", "note_logged",
+    "plan_batch", "plan_sums", "prepare_measurement", "read_table", "refuse_infinite_weights",
+    "refuse_narrow_arithmetic", "refuse_narrow_weights", "refuse_other_loss", "sampling_probabilities",
+    "sampling_weights", "settle_batch", "settle_minutes", "stands_for", "statistics_of", "token_sizes", "vector_bytes",
+    "weighted_quantiles", "with_logprobs_of", "zero_vectors",
 ]  # fmt: skip

@@ -176,6 +176,8 @@ def statistics_of(
 
 def refuse_other_loss(table: pd.DataFrame, batch: TokenBatch, loss: LossSettings) -> None:
     """Raise InputError for a table whose weights are not those of this loss with the table's own advantages."""
+    if "weight" not in table:
+        raise InputError("the table's norms are of another quantity than log π; give one measured without of")
     known = replace(batch, advantages=torch.full(batch.input_ids.shape, float("nan")))
     known.advantages[batch.response_mask] = torch.tensor(table["advantage"].to_numpy(np.float32))
     logprob = torch.tensor(table["logprob"].to_numpy(np.float32))

@@ -30,8 +30,17 @@ from gradscope.gradients.settings import BUDGET, MeasureKeywords, MeasureSetting
 from gradscope.gradients.table import TableMeasurement, fill_table
 from gradscope.gradients.timed import TimedMeasurement, prepare_measurement
 from gradscope.intervals import EDGES
-from gradscope.objective import LossSettings
-from gradscope.policy import AdamWState, Policy, PolicyLike, make_key, make_manifest, optimizer_hash, read_adamw_state
+from gradscope.objective import LOGPROB, LossSettings, Quantity, make_quantity
+from gradscope.policy import (
+    AdamWState,
+    Policy,
+    PolicyLike,
+    make_key,
+    make_manifest,
+    optimizer_hash,
+    policy_hashes,
+    read_adamw_state,
+)
 from gradscope.rollouts import BatchLike, read_logged, rollouts_hash
 from gradscope.runs import RunFolder, counted, file_hash, write_parquet_parts
 
@@ -57,6 +66,7 @@ def measure(
     edges: Sequence[Number] = EDGES,
     optimizer_state: AdamWState | str | Path | None = None,
     resources: Resources = Resources(),  # noqa: B008  (frozen)
+    of: Quantity | str = LOGPROB,
     **settings: Unpack[MeasureKeywords],
 ) -> pd.DataFrame:
     """Measure every response token's own gradient, and return the token table.
@@ -71,6 +81,9 @@ def measure(
         optimizer_state: AdamW's state, or the file of its state_dict; for metric="adamw".
         resources: `activations`, the bytes that one batched backward pass may carry, affects only speed, memory and
             rounding. Several processes share the responses, and all get the table.
+        of: the quantity whose gradients are measured instead of log π's, such as "entropy" or a `Divergence`. The table
+            then has its `value` (nats) and `clamped` (whether a clamp leaves the token no gradient), no advantages and
+            weights, and norms of its gradient; `minutes`, `metric`, `loss` and `weighting` do not apply.
         settings: the fields of MeasureSettings, by name. `loss` defaults to the settings recorded in the log, if the
             batch is a path; `weighting` replaces its weighting.
 
@@ -94,23 +107,26 @@ def measure(
     """
     watch, chosen = Stopwatch(), {name: settings.pop(name) for name in ("weighting",) if name in settings}
     asked = checked(MeasureSettings, "measure")(**settings)
+    of = make_quantity(of)
+    if of != LOGPROB and (unused := {"loss", "weighting"} & {*settings, *chosen}):
+        raise InputError(f"{unused.pop()} weighs ∇ log π, and of names another quantity; give one of them")
     given, path = isinstance(policy, Policy), Path(batch) if isinstance(batch, str | Path) else None
     policy, batch, told = read_logged(policy, batch)
-    if told and "loss" not in settings:
+    if told and "loss" not in settings and of == LOGPROB:
         asked = replace(asked, loss=LossSettings.from_log(told))
     asked = replace(asked, loss=replace(asked.loss, **chosen))
     state = optimizer_state
     if isinstance(state, str | Path):
         state = read_adamw_state(policy, state)
     known = {"edges": edges, "tokens": tokens, "optimizer_state": state, "resources": resources, "watch": watch}
-    measurement = prepare_measurement(policy, batch, asked, **known)
+    measurement = prepare_measurement(policy, batch, asked, **known, of=of)
     if out is None:
         table = fill_table(measurement)
         _warn(measurement)
         return table
     if not policy.path:
         raise InputError("a run is identified by its policy's files, and this policy has none; leave out `out`")
-    known = dict.fromkeys(READING) | batch.key()
+    known = dict.fromkeys(READING) | batch.key() | key_of(of)
     if given:  # its weights may have changed since it was loaded
         known["weights"] = _weights_hash(policy)
     if asked.metric is not None:
@@ -153,6 +169,18 @@ def _state_hash(state: AdamWState | str | Path | None) -> str | None:
     for name, value in sorted(state.exp_avg_sq.items()):
         found.update(name.encode() + value.detach().cpu().float().numpy().tobytes())
     return found.hexdigest()
+
+
+def key_of(of: Quantity) -> dict[str, Any]:
+    """Return what tells a quantity from others, for the key of a run; nothing for log π.
+
+    Raises InputError for a teacher without files.
+    """
+    if of == LOGPROB or of.teacher is None:
+        return {} if of == LOGPROB else {"of": repr(of)}
+    if not getattr(of.teacher, "path", None):
+        raise InputError("a run is identified by its teacher's files, and this teacher has none; leave out `out`")
+    return {"of": repr(of), "teacher": policy_hashes(of.teacher)}
 
 
 def measure_folder(out: str | Path, policy: Policy, settings: MeasureSettings, known: Mapping[str, Any]) -> RunFolder:
@@ -277,6 +305,7 @@ def _manifest(
             "modules_by_rule": len(meter.ownership.rules),
             "parameters_on_the_general_path": list(meter.ownership.general),
         },
+        "of": key_of(measurement.of).get("of"),
         "logged": list(measurement.notes),
         "prompts": {"looked_at": int(table["group"].nunique()), "of": measurement.all_prompts},
         "verdict_minutes": measurement.verdict_minutes,

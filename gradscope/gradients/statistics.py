@@ -54,7 +54,7 @@ class BatchStatistics:
 def find_statistics(
     meter: TokenGradientMeter,
     batch: TokenBatch,
-    loss: LossSettings,
+    loss: LossSettings | None,
     *,
     edges: Sequence[float],
     processes: Processes = ALONE,
@@ -63,8 +63,10 @@ def find_statistics(
 ) -> BatchStatistics:
     """Compute the statistics of a batch, with one forward pass per response that keeps a token, shared by processes.
 
-    names: of the responses, in errors; None: their rows. Raises InputError if the policy gives a token probability 0, a
-    weight is infinite, or logged log-probabilities cannot belong to these tokens.
+    loss: None: no weights. names: of the responses, in errors; None: their rows.
+
+    Raises InputError if the policy gives a token probability 0, a weight is infinite, or logged log-probabilities
+    cannot belong to these tokens.
     """
     sizes = batch.response_mask.sum(1)
     bounds = np.cumsum([0, *sizes.tolist()])
@@ -87,10 +89,11 @@ def find_statistics(
             own = process == rank
             for name, values in share.items():
                 columns[name][own] = values
-    columns |= weigh_tokens(batch, columns, loss)
     rows = torch.arange(len(sizes)) if names is None else torch.tensor(names)
     response, positions = rows.repeat_interleave(sizes), batch.positions()[batch.response_mask]
-    refuse_infinite_weights(columns | {"response": response, "position": positions})
+    if loss is not None:
+        columns |= weigh_tokens(batch, columns, loss)
+        refuse_infinite_weights(columns | {"response": response, "position": positions})
     for name in (*SAMPLERS, *OTHERS):
         if name in columns:
             own, logged = (columns[which].split(sizes.tolist()) for which in ("logprob", name))
@@ -107,7 +110,9 @@ def _response_columns(meter: TokenGradientMeter, batch: TokenBatch, row: int, na
     """Compute one response's columns, in its own pass, so that the digits of π do not depend on other responses."""
     ids, targets = batch.sequence(row)
     one = batch.select([row])
-    statistics, norms = meter.measure_cheaply(ids, targets, temperature=float(batch.temperature[row]))
+    candidates = tuple(values[row][batch.response_mask[row]] for values in batch.candidates)
+    given = {"temperature": float(batch.temperature[row]), "candidates": candidates}
+    statistics, norms = meter.measure_cheaply(ids, targets, **given)
     *known, norms = torch.stack([*(getattr(statistics, f.name) for f in fields(statistics)), norms]).cpu()
     statistics = TokenStatistics(*known)
     _check_probabilities(statistics, one, named)

@@ -47,6 +47,7 @@ from gradscope.gradients.settings import (
 )
 from gradscope.gradients.statistics import BatchStatistics, find_statistics
 from gradscope.intervals import EDGES
+from gradscope.objective import LOGPROB, Quantity
 from gradscope.policy import AdamWState, Policy, module_groups, square_norm
 from gradscope.rollouts import Note, TokenBatch
 
@@ -121,6 +122,8 @@ class TableMeasurement:
         resources = replace(resources, vectors=1 << 62, micro_batch=GRADIENT_RESPONSES)
         self.J = TokenJacobian(policy, self.batch, resources, precision=precision)
         self._tokens, self.progress = tokens, self.J.resources.progress
+        self.of: Quantity = LOGPROB
+        """The quantity whose gradients are measured; without weights unless it is log π."""
         self.check: SelfCheck | None = None
         """Result of the self-check; None before entering, or if it is off."""
         self.pass_seconds: float | None = None
@@ -164,13 +167,18 @@ class TableMeasurement:
     def _prepare(self) -> None:
         """Score all tokens, choose those to measure, and check the engine on some."""
         start, known = perf_counter(), {"processes": self.processes, "progress": self.progress}
-        self.statistics = find_statistics(self.meter, self.batch, self.settings.loss, edges=self.edges, **known)
+        loss = self.settings.loss if self.of == LOGPROB else None
+        with self.J.row_norms(of=self.of).engine() as meter:
+            self.statistics = find_statistics(meter, self.batch, loss, edges=self.edges, **known)
+        if loss is None:
+            self.statistics.columns.update(zip(("value", "clamped"), self.J.evaluate(self.of), strict=True))
         seconds = self.processes.count * (perf_counter() - start)
         if self.processes.is_main:
             self.notes = note_logged(self.policy, self.batch, self.statistics.columns)
         self.pass_seconds = self.processes.gather([seconds])[0]
         generator = np.random.default_rng(self.settings.seed)
-        measured, self._scale = self._draw(generator), self._find_scale(self.statistics.columns["weight"])
+        weights = self.statistics.columns.get("weight", torch.full((self.num_tokens,), torch.nan))
+        measured, self._scale = self._draw(generator, weights.numpy()), self._find_scale(weights)
         self._select(measured)
         if self.settings.self_check:
             self.check = self._self_check(self.J, self.statistics, generator)
@@ -221,14 +229,14 @@ class TableMeasurement:
         clip = state.clip_factor(square_norm(*(gradient[gradients.slices[name]] for name in state.exp_avg_sq)))
         return state.turn_into_scale(self.policy.model, gradient).div_(clip)
 
-    def _draw(self, generator: np.random.Generator) -> Bool[np.ndarray, " n"]:
+    def _draw(self, generator: np.random.Generator, weights: Float[np.ndarray, " n"]) -> Bool[np.ndarray, " n"]:
         """Return the mask [n] of the tokens to measure."""
         each = self.settings.tokens_per_interval
         if self._tokens is not None:
             return np.isin(np.arange(self.num_tokens), self._tokens.cpu().numpy())
         if each is None:
             return np.ones(self.num_tokens, dtype=bool)
-        norms, weights = (self.statistics.columns[name].numpy() for name in ("logit_grad_norm", "weight"))
+        norms = self.statistics.columns[LOGITS].numpy()
         sizes = token_sizes(self.settings.sample, self.statistics.intervals, norms, weights)
         sample = TokenSample(self.statistics.intervals, len(self.edges) - 1, sizes, generator)
         if each < sample.largest:
@@ -237,14 +245,14 @@ class TableMeasurement:
 
     def _select(self, measured: Bool[np.ndarray, " n"]) -> None:
         """Select the kept tokens to measure from now on."""
-        self.row_norms = self.J.row_norms(torch.from_numpy(measured), scale=self._scale)
+        self.row_norms = self.J.row_norms(torch.from_numpy(measured), scale=self._scale, of=self.of)
 
     def _self_check(self, J: TokenJacobian, known: BatchStatistics, generator: np.random.Generator) -> SelfCheck:
         """Compare some tokens of every non-empty interval with plain autograd. Raises SelfCheckError."""
         size = sum(p.numel() for p in J.model.parameters())
         with self.progress.stage("self-check"):
             chosen = choose_checked(known.intervals, known.responses, known.prefixes, generator, parameters=size)
-            rows = J.row_norms(torch.from_numpy(chosen), scale=self._scale)
+            rows = J.row_norms(torch.from_numpy(chosen), scale=self._scale, of=self.of)
             with rows.engine() as meter:
                 return check_engine(meter, [sequence for sequence in rows.sequences if sequence.lengths])
 

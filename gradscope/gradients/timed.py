@@ -24,6 +24,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from gradscope.errors import InputError
 from gradscope.gradients.budget.allot import AFTER, MARGIN, Afterwards, Allotment, Lengths, allot, time_position
 from gradscope.gradients.columns import ADAMW, LOGITS, PARAMETERS, to_frame
 from gradscope.gradients.engine.grouping import POSITION_COST
@@ -34,6 +35,7 @@ from gradscope.gradients.sample import SAMPLING_PROBABILITY, ThresholdSample
 from gradscope.gradients.settings import DEFAULT_MINUTES, MeasureSettings, settle_minutes
 from gradscope.gradients.statistics import find_statistics
 from gradscope.gradients.table import Known, Parts, TableMeasurement
+from gradscope.objective import LOGPROB, Quantity
 from gradscope.policy import Policy
 from gradscope.resampling import FEWEST
 from gradscope.rollouts import TokenBatch, own_first, served_prompts
@@ -388,12 +390,18 @@ def prepare_measurement(
     *,
     following: Afterwards = Afterwards(),  # noqa: B008  (frozen)
     tell: Callable[[str], None] = lambda text: None,
+    of: Quantity = LOGPROB,
     **known: Unpack[Known],
 ) -> TableMeasurement:
     """Prepare a measurement of a token table, within minutes if the settings or the defaults for this policy say so.
 
-    Arguments are those of the two classes.
+    Arguments are those of the two classes, and the quantity to measure. Raises InputError for another quantity than log
+    π where weights are needed.
     """
+    if of != LOGPROB and (settings.minutes, settings.metric) != (None, None):
+        raise InputError("minutes and metric=adamw rest on weights of ∇ log π; leave them out, or `of`")
     if settle_minutes(settings, policy, policy.device.type).minutes is None:
-        return TableMeasurement(policy, batch, settings, **known)
+        measurement = TableMeasurement(policy, batch, settings, **known)
+        measurement.of = of
+        return measurement
     return TimedMeasurement(policy, batch, settings, following=following, tell=tell, **known)

@@ -36,6 +36,7 @@ from gradscope.objective.logprobs import (
     token_statistics,
     widen,
 )
+from gradscope.objective.spelling import nearest, parse_parameters
 from gradscope.policy import Policy
 
 Number = int | float
@@ -315,17 +316,24 @@ QUANTITIES: Mapping[str, Quantity] = {
     "jsd": Divergence(0.5),
 }
 """Name → quantity; the divergences are from the logged candidates."""
+SORTS = {"top": int, "top_of": str, "rest": str, "least_logprob": float, "least": float, "most": float}
+"""A spelled divergence's parameters; `jsd` has beta, too."""
 LOGPROB = QUANTITIES["logprob"]
 
 
 def make_quantity(of: Quantity | str) -> Quantity:
-    """Return the quantity of this name, or the quantity itself. Raises InputError for an unknown name.
+    """Return the quantity spelled `NAME[:key=value,…]`, or the quantity itself.
 
-    >>> make_quantity("jsd")
-    Divergence(beta=0.5, top=None, top_of='teacher', rest='drop', least_logprob=None, least=None, most=None)
+    Raises InputError for an unknown name or parameter.
+
+    >>> make_quantity("jsd:top=20,rest=tail")
+    Divergence(beta=0.5, top=20, top_of='teacher', rest='tail', least_logprob=None, least=None, most=None)
     """
     if isinstance(of, Quantity):
         return of
-    if of not in QUANTITIES:
-        raise InputError(f"of names {of!r}; known are {', '.join(map(repr, QUANTITIES))}, or give a Quantity")
-    return QUANTITIES[of]
+    name, _, given = of.partition(":")
+    if name not in QUANTITIES:
+        raise InputError(f"of names {name!r}; {nearest(name, QUANTITIES)}; in Python, or give a Quantity")
+    kind, sorts = QUANTITIES[name], SORTS | ({"beta": float} if name == "jsd" else {})
+    values = parse_parameters(name, given, sorts if kind.asks_teacher else {})
+    return replace(kind, **values) if values else kind

@@ -11,9 +11,7 @@ losses add up over responses is not (see `aggregation`). All weightings are in o
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from itertools import product
 from pathlib import Path
 from typing import ClassVar
@@ -26,6 +24,7 @@ from torch import Tensor
 from gradscope.errors import InputError, checked
 from gradscope.objective.equations import kl_slope
 from gradscope.objective.rewardless import REWARDLESS
+from gradscope.objective.spelling import nearest, parse_parameters
 from gradscope.objective.step_rule import StepRule
 from gradscope.objective.weighting import Number, Tokens, Weighting, Weights, within
 from gradscope.runs import run_file
@@ -690,21 +689,8 @@ def make_weighting(text: str) -> Weighting:
         known = {kind.NAME: kind for kind in own if issubclass(kind, Weighting)}
     kind = known.get(name)
     if kind is None:
-        raise InputError(f"no weighting is called {name!r}; {_nearest(name, known)}")
-    parameters = {parameter.name: parameter for parameter in fields(kind)}
-    values = {}
-    for part in filter(None, given.split(",")):
-        key, _, value = part.partition("=")
-        if key not in parameters:
-            raise InputError(f"{name} takes no {key!r}; {_nearest(key, parameters)}")
-        if key in values:
-            raise InputError(f"{name}: {key} is given twice; give it once")
-        sort = type(parameters[key].default)
-        try:
-            values[key] = sort(value)
-        except ValueError as error:
-            number = "whole number" if sort is int else "number"
-            raise InputError(f"{name}: {key} is {value!r}; give a {number}") from error
+        raise InputError(f"no weighting is called {name!r}; {nearest(name, known)}")
+    values = parse_parameters(name, given, {own.name: type(own.default) for own in fields(kind)})
     weighting = kind(**values)
     object.__setattr__(weighting, "_spelled", text)  # it is frozen
     return weighting
@@ -723,9 +709,3 @@ def spell_out(text: str) -> list[str]:
     keys = [f"{key}{sign}" for key, sign, _ in parts]
     combined = [",".join(map("".join, zip(keys, choice, strict=True))) for choice in values]
     return [f"{file}{colon}{name}" + (f":{choice}" if choice else "") for choice in combined]
-
-
-def _nearest(word: str, known: Mapping[str, object]) -> str:
-    """Return a hint with the nearest name and all names."""
-    near = get_close_matches(word, known, n=1)
-    return (f"did you mean {near[0]}? " if near else "") + f"known: {', '.join(known) or 'none'}"

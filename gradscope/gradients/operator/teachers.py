@@ -60,7 +60,8 @@ def _width(model: Policy | nn.Module) -> int:
 def _check_candidates(batch: TokenBatch, width: int) -> None:
     if not batch.candidates:
         raise InputError(
-            "the batch has no candidates of a teacher; give teacher_top_ids and teacher_top_logprobs, or a teacher"
+            "the batch has no candidates of a teacher; give teacher_top_ids and teacher_top_logprobs, or a teacher "
+            "(--teacher)"
         )
     ids, logprobs = (values[batch.response_mask] for values in batch.candidates)
     known = logprobs > -torch.inf
