@@ -12,6 +12,7 @@ import torch
 from support.policies import make_batch, make_policy, make_responses, save_checkpoint, write_jsonl
 from support.processes import launch
 from support.refusals import refused
+from support.tiers import every
 
 from gradscope import load_policy, measure
 from gradscope.cli import commands as cli
@@ -146,16 +147,16 @@ def test_more_processes_than_responses_write_the_table_of_one(job, tmp_path, cap
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("flags", [("--weighting", "opd"), ("--of", "reverse-kl")])
-def test_two_processes_ask_a_teacher_what_one_asks_it(job, flags, tmp_path, capsys):
+@pytest.mark.parametrize("option", every(2, ["--of=reverse-kl", "--weighting=opd"]))
+def test_two_processes_ask_a_teacher_what_one_asks_it(job, option, tmp_path, capsys):
     model, rollouts = job
     teacher = save_checkpoint(tmp_path / "teacher", "llama", seed=7)
-    arguments = ("measure", model, rollouts, *flags, "--teacher", teacher, "--device", "cpu", "--no-figures", "--out")
+    arguments = ("measure", model, rollouts, option, "--teacher", teacher, "--device", "cpu", "--no-figures", "--out")
     cli.main([*map(str, arguments), str(tmp_path / "alone")])
     ended = launch("-m", "gradscope", *arguments, tmp_path / "two")
     assert [process.status for process in ended] == [0, 0], ended[0].stderr + ended[1].stderr
     found, expected = (pd.read_parquet(tmp_path / name / "tokens.parquet") for name in ("two", "alone"))
-    asked = {"--weighting": ["teacher_logprob", "advantage", "weight"], "--of": ["value", "param_grad_norm"]}[flags[0]]
+    asked = ["value", "param_grad_norm"] if option.startswith("--of") else ["teacher_logprob", "advantage", "weight"]
     assert expected[asked].abs().gt(0).all(axis=None)
     # The teacher scores other responses together, padded to other lengths: float32's rounding.
     pd.testing.assert_frame_equal(found, expected, rtol=1e-5, atol=1e-6)
