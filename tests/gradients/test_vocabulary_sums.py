@@ -78,7 +78,10 @@ def logprobs_of(policy: Policy, batch: TokenBatch, row: int) -> Tensor:
 def dense_rows(
     policy: Policy, teacher: Policy, batch: TokenBatch, name: str, *, exact: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Each kept token's value [K], and its gradient by all parameters [K, P], token by token; exact: in float64."""
+    """Each kept token's value [K], and its gradient by all parameters [K, P], token by token.
+
+    exact: in float64 all through; else log π and its gradient are of the models as they are.
+    """
     if exact:
         policy, teacher = in_float64(policy), in_float64(teacher)
     parameters = [p.requires_grad_(True) for _, p in float_parameters(policy.model)]
@@ -89,7 +92,7 @@ def dense_rows(
         with torch.no_grad():
             others = logprobs_of(teacher, batch, row)
         for own, other in zip(logprobs_of(policy, batch, row), others, strict=True):
-            values.append(loss_of(name, own, other))
+            values.append(loss_of(name, own.double(), other.double()))
             found = torch.autograd.grad(values[-1], parameters, retain_graph=True, allow_unused=True)
             pairs = zip(found, parameters, strict=True)
             rows.append(torch.cat([(torch.zeros_like(p) if g is None else g).flatten() for g, p in pairs]))
