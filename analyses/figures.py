@@ -23,7 +23,7 @@ import matplotlib.pyplot as plt
 import tyro
 
 from analyses.common.experiments import drawn_as, read
-from analyses.common.script import exit_with
+from analyses.common.script import MAIN_SCALE, exit_with
 from gradscope.errors import InputError, first_line
 
 SCRIPTS = (
@@ -38,14 +38,12 @@ SCRIPTS = (
 BOTH = ("rates", "prediction", "rare_tokens", "clipping", "signal")
 """Modules with Options(out) that draw runs of several scales together, at scale cpu."""
 
-MAIN_SCALE = "cpu"
-
 
 @dataclass(frozen=True)
 class Options:
     out: Path = Path("figures")
     scale: str | None = None
-    """The scale of analyses/runs.toml whose runs are drawn, in OUT."""
+    """The scale of analyses/runs.toml whose runs are drawn."""
     only: tuple[str, ...] = ()
     """Scripts to run, or pages of the paper such as fig7 or table3; none: all."""
 
@@ -74,12 +72,11 @@ def main(options: Options) -> int:
     matplotlib.use("agg")
     missing = []
     for scale, names in drawn.items():
-        out = options.out if scale in (options.scale, MAIN_SCALE) else options.out / scale
         for name in names:
             if wanted and name not in wanted:
                 continue
             start = time.perf_counter()
-            if complaint := draw_one(name, scale, out):
+            if complaint := draw_one(name, scale, options.out):
                 missing.append(f"{scale}, {name}: {complaint}")
             took = "not drawn" if complaint else f"{time.perf_counter() - start:.1f} s"
             print(f"{scale}, {name}: {took}", flush=True)

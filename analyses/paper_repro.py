@@ -3,8 +3,8 @@
     python -m analyses.paper_repro [--figures figures] [--out .]
 
 The texts are in pages/, macros that they share in pages/macros.jinja. In them {{ number("fig4_accuracy", "sampled",
-variant="grpo") }} is one cell of figures/fig4_accuracy.csv, `interval` a mean with its interval, `contrast` a
-difference with its interval, its p and its seeds. A lookup that finds no row, or several, is an error.
+variant="grpo") }} is one cell of fig4_accuracy.csv, wherever below figures/, `interval` a mean with its interval,
+`contrast` a difference with its interval, its p and its seeds. A lookup that finds no row, or several, is an error.
 `analyses.recompute` computes every cell that is looked up again, from what is kept of runs and measurements.
 """
 
@@ -22,6 +22,7 @@ import pandas as pd
 import tyro
 
 from analyses.common.contrasts import seeds_to_tell
+from analyses.common.places import place
 from analyses.common.script import exit_with
 from analyses.common.tables import read_whole
 from gradscope.errors import InputError
@@ -40,7 +41,7 @@ PAGES = ("paper_repro.md", "docs/preregistrations.md", "docs/other-figures.md", 
 @dataclass(frozen=True)
 class Options:
     figures: Path = Path("figures")
-    """Folder of the CSVs."""
+    """Folder of pictures, tables and their CSVs."""
     out: Path = Path()
     """Folder of the pages."""
 
@@ -73,7 +74,7 @@ class Numbers:
 
     def rows(self, file: str, /, **where: Any) -> pd.DataFrame:
         """Return the rows of file.csv with these values. Raises InputError for an unknown file or column."""
-        path = self.folder / f"{file}.csv"
+        path = place(self.folder, f"{file}.csv")
         if file not in self._tables:
             if not path.is_file():
                 raise InputError(f"{path} is not there, and the text quotes it; run make figures first")
@@ -89,14 +90,14 @@ class Numbers:
         """Return the only such row. Raises InputError for none or several."""
         table = self.rows(file, **where)
         if len(table) != 1:
-            raise InputError(f"{self.folder / file}.csv has {len(table)} rows with {where}; the text needs exactly one")
+            raise InputError(f"{file}.csv has {len(table)} rows with {where}; the text needs exactly one")
         return table.iloc[0]
 
     def value(self, file: str, column: str, /, *, digits: int = 4, **where: Any) -> float:
         """Return one cell as a number; digits: decimals that the text prints."""
         row = self.row(file, **where)
         if column not in row:
-            raise InputError(f"{self.folder / file}.csv has no column {column!r}; it has {', '.join(row.index)}")
+            raise InputError(f"{file}.csv has no column {column!r}; it has {', '.join(row.index)}")
         self._quote(file, column, where, float(row[column]), digits)
         return float(row[column])
 
@@ -223,7 +224,7 @@ def _environment(numbers: Numbers) -> jinja2.Environment:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True, loader=loader)
     names = ("word", "number", "percent", "count", "each", "interval", "difference", "contrast", "seeds_needed")
     environment.globals |= {name: getattr(numbers, name) for name in (*names, "verdict", "value", "p")}
-    environment.globals["decimal"] = decimal
+    environment.globals |= {"decimal": decimal, "place": lambda name: place(Path("figures"), name).as_posix()}
     return environment
 
 

@@ -26,6 +26,7 @@ import pandas as pd
 import tyro
 from scipy import optimize, stats
 
+from analyses.common import places
 from analyses.common.experiments import RUNS
 from analyses.common.kept_runs import read_tables
 from analyses.paper_repro import Cell, quoted_cells
@@ -55,7 +56,7 @@ DRAWS = 1000
 @dataclass(frozen=True)
 class Options:
     figures: Path = Path("figures")
-    """Folder of the CSVs."""
+    """Folder of pictures, tables and their CSVs."""
     all: bool = False
     """List every number, not only those that differ."""
 
@@ -210,7 +211,7 @@ def six_scores(variant: str) -> pd.Series:
 @cache
 def word_counts(scale: str, variant: str, category: str) -> pd.DataFrame:
     """Words of a category in each sampled response."""
-    listed = pd.read_csv("figures/table5.csv").query("category == @category")["forms counted"]
+    listed = pd.read_csv(places.place(Path("figures"), "table5.csv")).query("category == @category")["forms counted"]
     forms = "|".join(re.escape(form.strip()) for forms in listed for form in forms.split(","))
     frames = []
     for seed, own in answers(scale, variant).items():
@@ -874,7 +875,7 @@ def recompute(cell: Cell, figures: Path) -> float | Near:
     name = cell.file.removeprefix("certain/")
     scale = "cpu" if name == cell.file else "certain"
     if name in FAMILIES:
-        return contrast(name, scale, cell, pd.read_csv(figures / f"{cell.file}.csv"))
+        return contrast(name, scale, cell, pd.read_csv(places.place(figures, f"{cell.file}.csv")))
     return MEASURED[name](scale, cell)
 
 

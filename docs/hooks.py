@@ -71,7 +71,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
         if not path.is_file() or path.suffix not in (".png", ".csv", ".html", ".json"):
             continue
         name = path.relative_to(figures).as_posix()
-        place = name if name.startswith("report-") else f"figures/{name}"
+        place = f"figures/{name}".removeprefix("figures/reports/")
         files.append(File.generated(config, place, abs_src_path=str(path)))
     for page, source in PAGES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text(encoding="utf-8")))
@@ -91,7 +91,7 @@ def _link(found: re.Match[str], here: str, known: set[str]) -> str:
     page = PAGES.get(here, f"docs/{here}")
     path = posixpath.normpath(posixpath.join(posixpath.dirname(page), found[3]))
     place = {source: name for name, source in PAGES.items()}.get(path, path)
-    place = place.replace("figures/report-", "report-").removeprefix("docs/").replace(".ipynb", ".md")
+    place = place.removeprefix("figures/reports/").removeprefix("docs/").replace(".ipynb", ".md")
     if place not in known:
         return found[2] if (ROOT / path).exists() else found[0]
     return f"{found[1]}[{found[2]}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{found[4] or ''})"
@@ -154,7 +154,7 @@ def make_statistics() -> str:
     from gradscope.plots.labels import label_of
 
     words, units = gather(PARTS.values(), "LABELS"), {}
-    for path in sorted((ROOT / "figures").glob("report-*/**/statistics.csv")):
+    for path in sorted((ROOT / "figures").glob("reports/**/statistics.csv")):
         with path.open(encoding="utf-8") as file:
             units |= {row["statistic"]: row["unit"] for row in csv.DictReader(file)}
     names = sorted(words.keys() | units.keys())
@@ -221,7 +221,7 @@ def _table(names: list[str], rows: list[list[str]]) -> str:
 
 def make_architectures() -> str:
     """The tables that analyses/docs/architectures.py has measured: what is exact, what is refused and left out."""
-    with (ROOT / "figures/architectures.csv").open(encoding="utf-8") as file:
+    with (ROOT / "figures/cost/data/architectures.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     exact = [row for row in rows if row["outcome"] == "exact"]
     kinds = {row["model_type"] for row in exact}
@@ -241,7 +241,7 @@ def make_architectures() -> str:
 
 def make_conformance() -> str:
     """The table that analyses/docs/conformance has measured, a trainer after the other."""
-    with (ROOT / "figures/conformance.csv").open(encoding="utf-8") as file:
+    with (ROOT / "figures/verdicts/data/conformance.csv").open(encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     lines = []
     for trainer in dict.fromkeys(row["trainer"] for row in rows):

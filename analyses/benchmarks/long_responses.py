@@ -1,6 +1,6 @@
 """Measure memory and time of each Jacobian product on one response, against its length.
 
-    python -m analyses.benchmarks.long_responses --out figures/benchmark_long_responses.csv
+    python -m analyses.benchmarks.long_responses --out figures/cost/benchmark_long_responses.png
 
 Policy M of `token_gradients` with random weights; one response of n tokens, of which the first 64 are the prompt. The
 exact norm is that of the last token. Peak memory is the profiler's maximum above the policy's; time is CPU time of one
@@ -29,6 +29,7 @@ import tyro
 from matplotlib.figure import Figure
 
 from analyses.benchmarks.token_gradients import SIZES, allocated_peak, make_policy, product_speed
+from analyses.common.places import save_picture
 from gradscope.gradients import (
     ModelShape,
     TokenJacobian,
@@ -38,7 +39,7 @@ from gradscope.gradients import (
     gradient_flops,
 )
 from gradscope.gradients.budget import graph_memory
-from gradscope.plots import finish, new_panels, paper_style, save_figure
+from gradscope.plots import finish, new_panels, paper_style
 from gradscope.rollouts import Response, collate
 
 PROMPT = 64
@@ -54,7 +55,7 @@ class Options:
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16_384)
     products: tuple[str, ...] = ("statistics", "norm", "jvp", "vjp", "plain")
     out: Path | None = None
-    """CSV to write; the figure is written beside it."""
+    """Figure to write; its CSV is written to data/ beside it."""
 
 
 def make_product(name: str, length: int) -> Callable[[], object]:
@@ -132,7 +133,7 @@ def main(options: Options) -> None:
     found = table(options)
     print(found.round({"peak_mb": 0, "cpu_s": 2, "floor_s": 2}).to_string(index=False))
     if options.out:
-        save_figure(draw(found), options.out.with_suffix(".png"), found)
+        save_picture(draw(found), options.out, found)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ import tyro
 
 from analyses.common.script import exit_with
 
-TABLE = Path("figures/minutes.csv")
+TABLE = Path("figures/cost/data/minutes.csv")
 SHARE = "squared_share"
 
 

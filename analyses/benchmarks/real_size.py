@@ -46,7 +46,7 @@ from analyses.benchmarks.real_size_stages import REST
 from analyses.common.script import exit_with
 from gradscope.errors import InputError
 
-TABLE = Path("figures/benchmark_real_size.csv")
+TABLE = Path("figures/cost/data/benchmark_real_size.csv")
 WHOLE = "whole"
 EVERY = 0.1
 """Seconds between samples of the memory."""

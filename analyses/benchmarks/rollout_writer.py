@@ -49,7 +49,7 @@ class Options:
     report_to: str = "none"
     """Where TRL logs, every tenth step: "tensorboard" gets `TokenMonitor`'s histograms, too."""
     work: Path = Path("work/rollout_writer")
-    out: Path = Path("figures/benchmark_rollout_writer.csv")
+    out: Path = Path("figures/cost/data/benchmark_rollout_writer.csv")
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 from analyses.common import sums
-from analyses.common.script import exit_with
+from analyses.common.places import save_picture
+from analyses.common.script import Output, exit_with
 from analyses.common.tables import write_csv
 from gradscope import load_policy, measure
 from gradscope.diagnosis import token_shares
@@ -46,7 +47,7 @@ from gradscope.diagnosis.terms import weighted_norms
 from gradscope.gradients import LOGITS, PARAMETERS, Resources
 from gradscope.gradients.sample import EQUAL_PART, SAMPLING_PROBABILITY, TokenSample, token_sizes
 from gradscope.intervals import EDGES, interval_labels, summarize
-from gradscope.plots import finish, new_panels, paper_style, save_figure
+from gradscope.plots import finish, new_panels, paper_style
 from gradscope.resampling import Resampling
 from gradscope.sampling import batch_rows, rollout_rows
 from gradscope.tasks import draw_questions, get_task
@@ -67,8 +68,7 @@ STATISTICS = {
 
 
 @dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures")
+class Options(Output):
     tables: Path | None = None
     """Folder of the full token tables, puzzles.parquet and sums.parquet; missing ones are made."""
     questions: int = 64
@@ -265,8 +265,8 @@ def _draw_coverage(ax: Axes, policy: str, coverage: pd.DataFrame) -> None:
 
 def main(options: Options) -> None:
     errors, coverage = table(options)
-    save_figure(draw(errors, coverage), options.out / "sampling_designs.png", errors)
-    write_csv(coverage, options.out / "sampling_designs_coverage.csv")
+    save_picture(draw(errors, coverage), options.at("sampling_designs.png"), errors)
+    write_csv(coverage, options.at("sampling_designs_coverage.csv"))
     keys: Mapping[str, str] = {"error": "mean", "bias": "mean"}
     print(errors.groupby(["policy", "statistic", "each", "design"]).agg(keys).to_string(float_format="{:.3f}".format))
     print(coverage.to_string(index=False, float_format="{:.3f}".format))

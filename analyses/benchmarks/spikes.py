@@ -48,7 +48,7 @@ class Options:
     """Steps of a quiet TRL run to watch."""
     seed: int = 0
     work: Path = Path("work/spikes")
-    out: Path = Path("figures/spikes.csv")
+    out: Path = Path("figures/cost/data/spikes.csv")
 
 
 class Counted(SpikedStep):

@@ -1,6 +1,6 @@
 """Time the exact norm of a token's gradient: gradscope against every alternative and the FLOP floor, interleaved.
 
-    python -m analyses.benchmarks.token_gradients --out figures/benchmark_token_gradients.csv
+    python -m analyses.benchmarks.token_gradients --out figures/cost/data/benchmark_token_gradients.csv
 
 CPU time of one thread per response token; medians over rounds in which the methods take turns in one process: gradscope
 measures eight sequences together, the others the first few of these one by one, since batching helps none of them.

@@ -35,7 +35,7 @@ SQUARES = "log_sum_sq_probs"
 @dataclass(frozen=True)
 class MonitorOptions(Options):
     work: Path = Path("work/token_monitor")
-    out: Path = Path("figures/benchmark_token_monitor.csv")
+    out: Path = Path("figures/cost/data/benchmark_token_monitor.csv")
     alone: bool = False
     """Do not train without the monitor."""
 

@@ -1,6 +1,6 @@
 """Time the trainer: a step against TRL's GRPOTrainer, Lopti's optimizer steps against plain ones, and parts of a step.
 
-    python -m analyses.benchmarks.trainer --out figures/benchmark_trainer.csv
+    python -m analyses.benchmarks.trainer --out figures/cost/data/benchmark_trainer.csv
 
 CPU time of one thread and wall time; medians over rounds in which each contender takes one step in turn in one process;
 the first step does not count. Ratios are medians of each round's ratio. Policies: "embedded" has the shape of

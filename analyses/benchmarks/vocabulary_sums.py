@@ -1,6 +1,6 @@
 """Time the norms of entropies' and divergences' gradients against those of log π, for the same tokens, interleaved.
 
-    python -m analyses.benchmarks.vocabulary_sums --out figures/benchmark_vocabulary_sums.csv
+    python -m analyses.benchmarks.vocabulary_sums --out figures/cost/data/benchmark_vocabulary_sums.csv
 
 CPU time of one thread per response token, by `TokenJacobian.row_norms`; medians over rounds in which the quantities
 take turns in one process, and ratios to log π the medians of each round's. Policies as in `token_gradients` (S, M), and

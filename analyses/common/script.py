@@ -12,23 +12,37 @@ from pathlib import Path
 
 import psutil
 
+from analyses.common.places import place
 from gradscope.errors import InputError
 
+MAIN_SCALE = "cpu"
+"""The scale whose pictures and tables are not named after it."""
 COMPLAINT = "error: "
 """Prefix of an error's line."""
 
 
 @dataclass(frozen=True)
-class Options:
+class Output:
     out: Path = Path("figures")
-    """Folder for pictures and tables."""
-    scale: str = "cpu"
+    """Folder of all pictures and tables; analyses/common/places.py says where each stands below."""
+
+    def at(self, name: str) -> Path:
+        """Return the path of a picture or table."""
+        return place(self.out, name)
+
+
+@dataclass(frozen=True)
+class Options(Output):
+    scale: str = MAIN_SCALE
     """The scale of analyses/runs.toml whose runs are drawn."""
+
+    def at(self, name: str) -> Path:
+        """Return the path of a picture or table, which names the scale unless it is the main one."""
+        return super().at(name if self.scale == MAIN_SCALE else f"{self.scale}/{name}")
 
 
 @dataclass(frozen=True)
 class WordsOptions(Options):
-    out: Path = Path("figures/words")
     scale: str = "words"
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from analyses.common.places import data_of
 from gradscope.errors import InputError, first_line
 from gradscope.runs import replacing, write_text
 
@@ -58,15 +59,14 @@ def write_parquet(table: pd.DataFrame, path: Path) -> None:
         table.to_parquet(beside, index=False, **how)
 
 
-def write_table(table: pd.DataFrame, path: Path, *, digits: int = 3, shown: pd.DataFrame | None = None) -> Path:
-    """Write path.csv (six significant digits) and path.md (floats to `digits` decimals); returns the CSV's path.
+def write_table(table: pd.DataFrame, path: Path, *, digits: int = 3, shown: pd.DataFrame | None = None) -> None:
+    """Write path, in Markdown (floats to `digits` decimals), and its CSV (six significant digits).
 
     shown: table for Markdown, such as the same numbers laid out as in the paper. The index is not written. Both files
     are written atomically, and the same table gives the same bytes.
     """
-    write_csv(table, path.with_suffix(".csv"), float_format="%.6g")
-    write_text(path.with_suffix(".md"), to_markdown(table if shown is None else shown, digits=digits))
-    return path.with_suffix(".csv")
+    write_csv(table, data_of(path), float_format="%.6g")
+    write_text(path, to_markdown(table if shown is None else shown, digits=digits))
 
 
 def to_markdown(table: pd.DataFrame, *, digits: int = 3) -> str:

@@ -1,6 +1,6 @@
 """How exactly is each architecture measured? Tiny random models against one autograd call per token, in float64.
 
-    python -m analyses.docs.architectures [--out figures/architectures.csv] [--only mamba gpt2]
+    python -m analyses.docs.architectures [--out figures/cost/data/architectures.csv] [--only mamba gpt2]
 
 A row per model type that transformers' AutoModelForCausalLM loads (in the version tested, and in the newest, whose own
 types `--only` adds), built small from its configuration
@@ -14,7 +14,7 @@ self-check shows that.
 
 The speed is that of the same numbers from one autograd call per token, over gradscope's, in float32 on one thread, in
 turns: the last 16 tokens of a sequence of 60. At this size it reflects overheads; real sizes are in
-`figures/benchmark_*.csv`.
+`figures/cost/data/benchmark_*.csv`.
 
 Each model runs for at most LIMIT CPU seconds in a process of its own, so that a crash costs only its row.
 """
@@ -78,7 +78,7 @@ PLAIN = {
 class Options:
     """The table of architectures."""
 
-    out: Path = Path("figures/architectures.csv")
+    out: Path = Path("figures/cost/data/architectures.csv")
     """File to write."""
     only: tuple[str, ...] = ()
     """Model types or test policies whose rows to remake; none: all."""

@@ -1,6 +1,6 @@
 """Profile exact norms of token gradients on a GPU by part of the engine, in milliseconds per token.
 
-    python -m analyses.gpu.profile_engine --sizes 0.5b --lengths 2048 --modes exact tf32 --out figures/gpu_profile.csv
+    python -m analyses.gpu.profile_engine --sizes 0.5b --lengths 2048 --modes exact tf32
 
 On a policy of real size with random weights, 96 tokens of one sequence are measured three times: to warm up,
 undisturbed (`whole`), and waiting for the device before and after each part. A part's time excludes nested parts, so
@@ -53,7 +53,7 @@ class Options:
     lengths: tuple[int, ...] = (2048,)
     modes: tuple[Literal["exact", "tf32", "bfloat16"], ...] = ("exact", "tf32")
     tokens: int = TOKENS
-    out: Path = Path("figures/gpu_profile.csv")
+    out: Path = Path("figures/cost/data/gpu_profile.csv")
 
 
 class Clock:

@@ -22,6 +22,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_facts, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import PAPER_NORMS, write_csv
 from gradscope.diagnosis import theory_words
@@ -33,7 +34,6 @@ from gradscope.plots import (
     plot_figure_1,
     plot_layers_by_interval,
     plot_norm_against_one_minus_prob,
-    save_figure,
 )
 from gradscope.resampling import Resampling
 from gradscope.runs import write_text
@@ -106,12 +106,12 @@ def draw(
 def main(options: Options) -> None:
     tokens, gradients, theory, intervals = table(options)
     for name, figure in draw(tokens, gradients, theory):
-        save_figure(figure, options.out / f"{name}.png")
+        save_picture(figure, options.at(f"{name}.png"))
     words = f"{intervals.to_string(index=False, float_format='{:.3g}'.format)}\n\n{theory_words(theory)}\n"
-    write_text(options.out / "base_policy.txt", words)
+    write_text(options.at("base_policy.txt"), words)
     tables = {"intervals": intervals, "gradients": gradients.table, "theory": tabulate(theory)}
     for name, numbers in tables.items():
-        write_csv(numbers, options.out / f"base_policy_{name}.csv")
+        write_csv(numbers, options.at(f"base_policy_{name}.csv"))
 
 
 if __name__ == "__main__":

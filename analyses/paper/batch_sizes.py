@@ -18,9 +18,10 @@ from matplotlib.figure import Figure
 
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_facts, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from gradscope.intervals import interval_labels
-from gradscope.plots import interval_colors, paper_style, save_figure
+from gradscope.plots import interval_colors, paper_style
 
 QUANTITIES = {
     "gradient_share": "share of the summed gradient\n⟨G_a, G⟩/‖G‖²",
@@ -68,7 +69,7 @@ def draw(found: pd.DataFrame, questions: int) -> Figure:
 def main(options: Options) -> None:
     found = table(options)
     questions = read_facts("batch_sizes", scale=options.scale)["questions"]
-    save_figure(draw(found, questions), options.out / "batch_sizes.png", found)
+    save_picture(draw(found, questions), options.at("batch_sizes.png"), found)
     print(found.to_string(index=False, float_format="{:.3f}".format))
 
 

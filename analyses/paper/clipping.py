@@ -9,25 +9,16 @@ norm is the mean over its optimizer steps; each of Lopti's contains only part of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import pandas as pd
 import tyro
 
 from analyses.common.contrasts import summarize
 from analyses.common.experiments import configure, needs
 from analyses.common.read_runs import has_runs, read_metrics
-from analyses.common.script import exit_with
+from analyses.common.script import Output as Options, exit_with
 from analyses.common.tables import write_csv
 
 SCALES = ("cpu", "certain", "words")
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures")
-    """Folder of the table."""
 
 
 def table() -> pd.DataFrame:
@@ -53,7 +44,7 @@ def table() -> pd.DataFrame:
 
 def main(options: Options) -> None:
     found = table()
-    write_csv(found, options.out / "clipping.csv")
+    write_csv(found, options.at("clipping.csv"))
     print(found.to_string(index=False, float_format="{:.3f}".format))
 
 

@@ -29,11 +29,12 @@ from analyses.common.colors import COLORS
 from analyses.common.contrasts import differences, holm
 from analyses.common.curves import BAND, draw_curves, on_common_seeds, smooth
 from analyses.common.experiments import labels
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper import decision
-from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, paper_style
 
 NAMED, LOPTI, REWEIGHT = "named beforehand", "Lopti", "Reweight"
 PAIRS = {
@@ -159,8 +160,8 @@ def _tell(row: pd.Series) -> str:
 def main(options: Options) -> None:
     for name, track, variants in pages("controls", options.scale):
         curves, contrasts = table(options.scale, track, variants)
-        save_figure(draw(curves, contrasts), options.out / f"{name}.png")
-        write_csv(contrasts, options.out / f"{name}_contrasts.csv", float_format="%.6g")
+        save_picture(draw(curves, contrasts), options.at(f"{name}.png"))
+        write_csv(contrasts, options.at(f"{name}_contrasts.csv"), float_format="%.6g")
         deciding = contrasts[contrasts["decides"]].drop(columns=["kind", "level", "family", "decides"])
         print(deciding.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 

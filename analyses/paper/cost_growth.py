@@ -13,8 +13,9 @@ import tyro
 from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
-from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, new_panels, paper_style
 
 NAMES = {
     "length": "tokens of a sequence",
@@ -53,7 +54,7 @@ def draw(table: pd.DataFrame) -> Figure:
 
 def main(options: Options) -> None:
     points = table(options)
-    save_figure(draw(points), options.out / "cost_growth.png", points)
+    save_picture(draw(points), options.at("cost_growth.png"), points)
     print(points.to_string(index=False))
 
 

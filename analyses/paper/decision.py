@@ -31,11 +31,12 @@ from analyses.common.accuracy import accuracy_by_people
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import LEVEL, differences, half_width, holm, smallest_told, spread, summarize
 from analyses.common.experiments import labels
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.fig4 import PAPER
-from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, paper_style
 
 SMALLEST = 0.07
 """Smallest effect of interest."""
@@ -141,8 +142,8 @@ def main(options: Options) -> None:
         runs = accuracy[accuracy["level"] == "all"]
         rule = {"seeds_asked": count_seeds(runs), "half_width": half_widths(runs).get(SEEDS[0])}
         contrasts = contrast(runs).assign(**rule)
-        save_figure(draw(contrasts), options.out / f"{name}.png", contrasts)
-        write_csv(summarize(runs, "sampled"), options.out / f"{name}_accuracy.csv")
+        save_picture(draw(contrasts), options.at(f"{name}.png"), contrasts)
+        write_csv(summarize(runs, "sampled"), options.at(f"{name}_accuracy.csv"))
         print(contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 
 

@@ -104,7 +104,7 @@ def draw(drawn: pd.DataFrame) -> Figure:
 
 def main(options: Options) -> None:
     drawn, compared = table(options.scale)
-    write(draw(drawn), drawn, compared, options.out / "dominance_adamw.png")
+    write(draw(drawn), drawn, compared, options.at("dominance_adamw.png"))
 
 
 if __name__ == "__main__":

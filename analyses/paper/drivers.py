@@ -18,9 +18,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import paper_style, plot_norm_drivers, save_figure
+from gradscope.plots import paper_style, plot_norm_drivers
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -39,8 +40,8 @@ def draw(fits: pd.DataFrame) -> Figure:
 
 def main(options: Options) -> None:
     fits, shares = table(options)
-    save_figure(draw(fits), options.out / "drivers.png")
-    write_csv(shares, options.out / "drivers_by_value.csv", float_format="%.4g")
+    save_picture(draw(fits), options.at("drivers.png"))
+    write_csv(shares, options.at("drivers_by_value.csv"), float_format="%.4g")
     print(fits.to_string(index=False, float_format="{:.3f}".format))
     print(shares.to_string(index=False, float_format="{:.3g}".format))
 

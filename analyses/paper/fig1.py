@@ -28,6 +28,7 @@ from scipy import stats
 
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import PAPER_NORMS, write_csv
 from gradscope.plots import (
@@ -38,7 +39,6 @@ from gradscope.plots import (
     plot_interval_gradient_norms,
     plot_movement,
     plot_token_shares,
-    save_figure,
 )
 
 PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼)", "only-3": "(f) only [¾, 1]"}
@@ -111,10 +111,10 @@ def add_paper_shares(ax: Axes) -> Axes:
 
 def main(options: Options) -> None:
     tokens, norms, similar, movements = table(options)
-    save_figure(draw(tokens, norms, similar), options.out / "fig1.png")
-    write_csv(similar, options.out / "fig1_similarity.csv")
-    write_csv(movements, options.out / "fig1_movements.csv", float_format="%.4g")
-    write_csv(norms, options.out / "fig1_gradients.csv")
+    save_picture(draw(tokens, norms, similar), options.at("fig1.png"))
+    write_csv(similar, options.at("fig1_similarity.csv"))
+    write_csv(movements, options.at("fig1_movements.csv"), float_format="%.4g")
+    write_csv(norms, options.at("fig1_gradients.csv"))
     print(similar.to_string(index=False, float_format="{:.3f}".format))
     print(norms.to_string(index=False, float_format="{:.3g}".format))
 

@@ -25,11 +25,11 @@ from analyses.common.accuracy import (
     lay_out,
     untrained,
 )
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.records import accuracy_by_step, draw_records, smooth_records
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
-from gradscope.plots import save_figure
 
 PAPER: Paper = {
     "Qwen2.5-3B-Instruct": {
@@ -78,10 +78,10 @@ def main(options: Options) -> None:
         judged = accuracy_by_step(read_tests(variants, scale=options.scale, track=track))
         accuracies, contrasts = table(options.scale, track, variants)
         shown = lay_out(accuracies, contrasts[contrasts["baseline"] == "rpp"], PAPER)
-        save_figure(draw(curves, judged), options.out / f"{name}.png", curves)
-        write_table(judged, options.out / f"{name}_accuracy.csv")
-        write_table(accuracies, options.out / f"{name.replace('fig11_12', 'table7')}.csv", shown=shown)
-        write_table(contrasts, options.out / f"{name}_contrasts.csv")
+        save_picture(draw(curves, judged), options.at(f"{name}.png"), curves)
+        write_table(judged, options.at(f"{name}_accuracy.md"))
+        write_table(accuracies, options.at(f"{name.replace('fig11_12', 'table7')}.md"), shown=shown)
+        write_table(contrasts, options.at(f"{name}_contrasts.md"))
         print(shown.to_string(index=False), contrasts.to_string(index=False, float_format="{:.3f}".format), sep="\n\n")
 
 

@@ -16,9 +16,10 @@ import tyro
 from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_facts, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.paper.base_policy import read_theory, shown_layers
-from gradscope.plots import plot_figure_2, save_figure
+from gradscope.plots import plot_figure_2
 from gradscope.theory import TheoryReport, measured_cones
 
 
@@ -36,7 +37,7 @@ def draw(tokens: pd.DataFrame, theory: TheoryReport, vocab_size: int) -> Figure:
 
 def main(options: Options) -> None:
     tokens, theory, vocab_size = table(options)
-    save_figure(draw(tokens, theory, vocab_size), options.out / "fig2.png")
+    save_picture(draw(tokens, theory, vocab_size), options.at("fig2.png"))
     print(theory.logit_bounds)
     print(theory.gains.to_string(index=False, float_format="{:.3g}".format))
 

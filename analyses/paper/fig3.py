@@ -28,10 +28,11 @@ from scipy import stats
 
 from analyses.common.colors import COLORS
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.intervals import interval_labels
-from gradscope.plots import NEUTRAL, drawn_numbers, finish, name_intervals, paper_style, save_figure
+from gradscope.plots import NEUTRAL, drawn_numbers, finish, name_intervals, paper_style
 
 VARIANTS = {
     "GRPO": "grpo",
@@ -132,10 +133,10 @@ def add_paper(ax: Axes) -> Axes:
 
 def main(options: Options) -> None:
     means, differences, intervals = table(options)
-    save_figure(draw(means[means["against"] == "advantage"]), options.out / "fig3.png")
-    write_csv(means, options.out / "fig3_means.csv", float_format="%.4f")
-    write_csv(differences, options.out / "fig3_differences.csv", float_format="%.4f")
-    write_csv(intervals, options.out / "fig3_intervals.csv", float_format="%.4f")
+    save_picture(draw(means[means["against"] == "advantage"]), options.at("fig3.png"))
+    write_csv(means, options.at("fig3_means.csv"), float_format="%.4f")
+    write_csv(differences, options.at("fig3_differences.csv"), float_format="%.4f")
+    write_csv(intervals, options.at("fig3_intervals.csv"), float_format="%.4f")
     shown = means[means["sign"] == "positive"].pivot(
         index=["optimizer", "against", "method"], columns="interval", values="mean"
     )

@@ -30,10 +30,11 @@ from analyses.common.accuracy import (
     untrained,
 )
 from analyses.common.curves import BAND, draw_curves, smooth
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
-from gradscope.plots import paper_style, save_figure
+from gradscope.plots import paper_style
 
 PAPER: Paper = {
     "Qwen2.5-3B-Instruct": {
@@ -84,9 +85,9 @@ def main(options: Options) -> None:
     for name, track, variants in pages("fig4", options.scale):
         curves, accuracies, contrasts = table(options.scale, track, variants)
         shown = lay_out(accuracies, contrasts, PAPER)
-        save_figure(draw(curves, accuracies, shown), options.out / f"{name}.png", curves)
-        write_table(accuracies, options.out / f"{name}_accuracy.csv", shown=shown)
-        write_table(contrasts, options.out / f"{name}_contrasts.csv")
+        save_picture(draw(curves, accuracies, shown), options.at(f"{name}.png"), curves)
+        write_table(accuracies, options.at(f"{name}_accuracy.md"), shown=shown)
+        write_table(contrasts, options.at(f"{name}_contrasts.md"))
         print(shown.to_string(index=False), contrasts.to_string(index=False, float_format="{:.3f}".format), sep="\n\n")
 
 

@@ -39,12 +39,13 @@ from analyses.common import experiments
 from analyses.common.accuracy import baseline_means
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import differences, holm, summarize, tell_seeds
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_responses
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.words import CATEGORIES, count_categories, embedded_categories
 from gradscope.errors import InputError
-from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, new_panels, paper_style
 from gradscope.policy import EMBEDDED
 from gradscope.resampling import bootstrap
 
@@ -253,10 +254,10 @@ def _draw_rows(ax: Axes, series: list[tuple[pd.DataFrame, str, str, str]]) -> No
 def main(options: Options) -> None:
     for name, track, variants in pages("fig5", options.scale):
         tables = table(options.scale, track, variants)
-        save_figure(draw(tables), options.out / f"{name}.png")
+        save_picture(draw(tables), options.at(f"{name}.png"))
         for field in fields(tables):
             found = getattr(tables, field.name)
-            write_csv(found, options.out / f"{name}_{field.name}.csv", float_format="%.6g")
+            write_csv(found, options.at(f"{name}_{field.name}.csv"), float_format="%.6g")
         claims = tables.correlations[tables.correlations["scope"].isin(SCOPES)]
         for found in (claims, tables.contrasts):
             print(found.to_string(index=False, float_format="{:.3f}".format, na_rep="–"), end="\n\n")

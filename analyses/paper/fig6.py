@@ -25,10 +25,11 @@ from analyses.common.colors import COLORS
 from analyses.common.contrasts import compare, summarize, tell_seeds
 from analyses.common.curves import BAND, draw_curves, on_common_seeds, smooth
 from analyses.common.experiments import configure
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import NEUTRAL, finish, new_panels, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, new_panels, paper_style
 
 BASELINE = "grpo"
 RECOMMENDED = {"alpha": (0.2, 0.3), "eta": (0.45, 0.55)}
@@ -153,8 +154,8 @@ def draw_sweep(ax: Axes, tables: Tables, sweep: dict[str, float], *, shaded: tup
 def main(options: Options) -> None:
     for name, track, variants in pages("fig6", options.scale):
         tables = table(options.scale, track, variants)
-        save_figure(draw(tables), options.out / f"{name}.png")
-        write_csv(tables.contrasts, options.out / f"{name}_contrasts.csv", float_format="%.6g")
+        save_picture(draw(tables), options.at(f"{name}.png"))
+        write_csv(tables.contrasts, options.at(f"{name}_contrasts.csv"), float_format="%.6g")
         print(summarize(tables.accuracy, "sampled").to_string(index=False, float_format="{:.3f}".format), end="\n\n")
         print(tables.contrasts.to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 

@@ -18,11 +18,11 @@ from __future__ import annotations
 import pandas as pd
 import tyro
 
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.records import accuracy_by_step, compare_late, draw_records, smooth_records
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
-from gradscope.plots import save_figure
 
 CLAIMS = {"grad_norm": "lower", "response_length": "slightly longer"}
 """About Reweight, Lopti and both, against GRPO."""
@@ -42,9 +42,9 @@ draw = draw_records
 def main(options: Options) -> None:
     for name, track, variants in pages("fig7_8", options.scale):
         curves, accuracy, contrasts = table(options.scale, track, variants)
-        save_figure(draw(curves, accuracy), options.out / f"{name}.png", curves)
-        write_table(accuracy, options.out / f"{name}_accuracy.csv")
-        write_table(contrasts, options.out / f"{name}_contrasts.csv")
+        save_picture(draw(curves, accuracy), options.at(f"{name}.png"), curves)
+        write_table(accuracy, options.at(f"{name}_accuracy.md"))
+        write_table(contrasts, options.at(f"{name}_contrasts.md"))
         print(contrasts.to_string(index=False, float_format="{:.3g}".format))
 
 

@@ -24,11 +24,12 @@ from matplotlib.figure import Figure
 
 from analyses.common.curves import BAND, draw_curves
 from analyses.common.math_tracks import TRAINED_ON
+from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics
 from analyses.common.records import RECORDS, compare_late, smooth_records
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
-from gradscope.plots import new_panels, paper_style, save_figure
+from gradscope.plots import new_panels, paper_style
 
 SHOWN = ("reward_mean", "response_length", "grad_norm", "entropy")
 FAMILIES = {
@@ -64,9 +65,9 @@ def draw(curves: pd.DataFrame, trained_on: str) -> Figure:
 def main(options: Options) -> None:
     for _, track, variants in pages("fig9_10", options.scale):
         curves, contrasts = table(read_metrics(variants, scale=options.scale, track=track), variants)
-        page = options.out / f"{PAGES[track]}.png"
-        save_figure(draw(curves, TRAINED_ON[track]), page, curves.reset_index(drop=True))
-        write_table(contrasts, page.with_name(f"{page.stem}_contrasts.csv"))
+        name = PAGES[track]
+        save_picture(draw(curves, TRAINED_ON[track]), options.at(f"{name}.png"), curves.reset_index(drop=True))
+        write_table(contrasts, options.at(f"{name}_contrasts.md"))
         print(contrasts.to_string(index=False, float_format="{:.3g}".format))
 
 

@@ -29,12 +29,13 @@ from analyses.common.contrasts import LEVEL, holm, mean_interval, welch
 from analyses.common.experiments import labels, list_runs
 from analyses.common.kept_runs import is_finished, read_tables
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.read_runs import last_checkpoints, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.horizon import SCALE, TRACK
 from gradscope.errors import InputError
-from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, paper_style
 
 NAMED = (("reweight", "grpo", "mass"), ("reweight", "permuted-weights", "mass"), ("reweight", "grpo", "accuracy"))
 """Variant, baseline, number."""
@@ -161,8 +162,8 @@ def main(options: Options) -> None:
     runs, steps = read_arms(arms)
     start = float(read_table("horizon", "rare_mass.csv", scale=SCALE)["mass"].mean())
     contrasts = contrast(runs).assign(start=start, reweight=judge_change(runs, start))
-    save_figure(draw(steps, contrasts, start), options.out / "horizon.png", contrasts)
-    write_csv(runs, options.out / "horizon_runs.csv", float_format="%.6g")
+    save_picture(draw(steps, contrasts, start), options.at("horizon.png"), contrasts)
+    write_csv(runs, options.at("horizon_runs.csv"), float_format="%.6g")
     print(contrasts.to_string(index=False, float_format="{:.4f}".format, na_rep="–"))
 
 

@@ -19,11 +19,12 @@ from matplotlib.figure import Figure
 
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import PAPER_NORMS
 from analyses.recipes.hasty_analysis import KINDS
 from gradscope.intervals import interval_labels
-from gradscope.plots import NEUTRAL, paper_style, save_figure
+from gradscope.plots import NEUTRAL, paper_style
 
 QUANTITIES = ("token_share", "norm_of_all", "gradient_share", "half_cosine")
 """Share of the tokens; norm relative to that of all tokens; ⟨G_a, G⟩/‖G‖²; cosine of two halves of the prompts."""
@@ -74,7 +75,7 @@ def draw(found: pd.DataFrame) -> Figure:
 
 def main(options: Options) -> None:
     found = table(options)
-    save_figure(draw(found), options.out / "kinds.png", found)
+    save_picture(draw(found), options.at("kinds.png"), found)
     print(found.to_string(index=False, float_format="{:.3f}".format))
 
 

@@ -22,11 +22,12 @@ from matplotlib.axes import Axes
 
 from analyses.common.experiments import read
 from analyses.common.measurements import read_facts, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.base_policy import read_theory, tabulate
 from analyses.parts.constants import ConstantsReport, report_constants
-from gradscope.plots import finish, new_axes, paper_style, save_figure
+from gradscope.plots import finish, new_axes, paper_style
 from gradscope.runs import write_text
 from gradscope.theory import TheoryReport
 
@@ -98,12 +99,12 @@ def main(options: Options) -> None:
         theory, report = table(measurement, options)
         words = f"{theory}\n{report}\n"
         print(words)
-        save_figure(draw(theory, report), options.out / f"{name}.png")
-        write_text(options.out / f"{name}.txt", words)
+        save_picture(draw(theory, report), options.at(f"{name}.png"))
+        write_text(options.at(f"{name}.txt"), words)
         tables = {"theory": tabulate(theory), "spreads": report.spreads, "bounds": report.bounds}
         tables["head"] = report.constants[report.constants["module"] == "head"][["context", "c", "d"]]
         for part, numbers in tables.items():
-            write_csv(numbers, options.out / f"{name}_{part}.csv")
+            write_csv(numbers, options.at(f"{name}_{part}.csv"))
 
 
 if __name__ == "__main__":

@@ -23,12 +23,13 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from scipy.stats import rankdata
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.optimal_baseline import ENERGY, LENGTH, POWER, PROXY, SUM, TOKENWISE, WHOLE
 from analyses.measure.real_language import MODELS
 from gradscope.gradients import LOGITS, PARAMETERS
-from gradscope.plots import paper_style, save_figure
+from gradscope.plots import paper_style
 from gradscope.resampling import ANY, FEWEST, Scale, bootstrap
 from gradscope.theory import FLOOR
 
@@ -194,9 +195,9 @@ def main(options: Options) -> None:
     frames[""].append(pd.DataFrame([told]).assign(policy="gemma3"))
     joined = {end: pd.concat(kept, ignore_index=True) for end, kept in frames.items()}
     figure = draw(responses, tokens, joined[""], joined["_saved"])
-    save_figure(figure, options.out / "optimal_baseline.png", joined[""])
+    save_picture(figure, options.at("optimal_baseline.png"), joined[""])
     for end, frame in joined.items():
-        write_csv(frame, options.out / f"optimal_baseline{end}.csv", float_format="%.4g")
+        write_csv(frame, options.at(f"optimal_baseline{end}.csv"), float_format="%.4g")
         print(frame.to_string(index=False, float_format="{:.3g}".format))
 
 

@@ -28,11 +28,12 @@ from matplotlib.figure import Figure
 from analyses.common.contrasts import compare, mean_interval, tell_seeds
 from analyses.common.experiments import labels
 from analyses.common.measurements import read_table
+from analyses.common.places import data_of, save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.plots import NEUTRAL, interval_colors, paper_style, save_figure
+from gradscope.plots import NEUTRAL, interval_colors, paper_style
 
 MEASURED = "over_training"
 LABELS = interval_labels(EDGES)
@@ -193,15 +194,15 @@ def _draw_pairs(ax: Axes, pooled: pd.DataFrame) -> None:
 
 def write(figure: Figure, drawn: pd.DataFrame, compared: pd.DataFrame, path: Path) -> None:
     """Write the picture, its data and its contrasts; print what concerns the steps after 0."""
-    save_figure(figure, path, drawn)
-    write_csv(compared, path.with_name(f"{path.stem}_contrasts.csv"), float_format="%.6g")
+    save_picture(figure, path, drawn)
+    write_csv(compared, data_of(path.with_stem(f"{path.stem}_contrasts")), float_format="%.6g")
     print(drawn[drawn["step"] == "after 0"].drop(columns="step").to_string(index=False, float_format="{:.3f}".format))
     print(compared.to_string(index=False, float_format="{:.3g}".format))
 
 
 def main(options: Options) -> None:
     drawn, compared = table(options.scale)
-    write(draw(drawn), drawn, compared, options.out / "over_training.png")
+    write(draw(drawn), drawn, compared, options.at("over_training.png"))
 
 
 if __name__ == "__main__":

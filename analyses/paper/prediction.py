@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -30,9 +29,10 @@ from matplotlib.figure import Figure
 
 from analyses.common.experiments import labels
 from analyses.common.measurements import read_table
-from analyses.common.script import exit_with
+from analyses.common.places import save_picture
+from analyses.common.script import Output, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import paper_style, save_figure
+from gradscope.plots import paper_style
 
 SCALES = ("cpu", "certain")
 ORIGIN = ["scale", "seed", "step"]
@@ -42,9 +42,7 @@ MARKERS = {"reweight": "o", "lopti": "s", "random-split": "^", "high-entropy": "
 
 
 @dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures")
-    """Folder of the picture and the tables."""
+class Options(Output):
     simulate: bool = False
     """Only compute the power, without data."""
 
@@ -180,14 +178,14 @@ def draw(found: pd.DataFrame) -> Figure:
 def main(options: Options) -> None:
     if options.simulate:
         power = simulate()
-        write_csv(power, options.out / "prediction_power.csv")
+        write_csv(power, options.at("prediction_power.csv"))
         print(power.to_string(index=False))
         return
     found = table()
     scores, without = pd.concat([score(found), by_steps_alone(found)]), without_each(found)
-    save_figure(draw(found), options.out / "prediction.png", found)
+    save_picture(draw(found), options.at("prediction.png"), found)
     for name, numbers in {"scores": scores, "without": without}.items():
-        write_csv(numbers, options.out / f"prediction_{name}.csv")
+        write_csv(numbers, options.at(f"prediction_{name}.csv"))
         print(numbers.to_string(index=False, float_format="{:.3f}".format), end="\n\n")
     print("it predicts" if predicts(scores) else "not shown to predict")
 

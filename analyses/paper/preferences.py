@@ -19,9 +19,10 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import paper_style, save_figure
+from gradscope.plots import paper_style
 from gradscope.updates import SIDES
 
 SOURCES = {"chosen": "chosen answers", "rejected": "rejected answers", "momentum": "momentum"}
@@ -89,8 +90,8 @@ def main(options: Options) -> None:
     tokens = read_table("preferences", "tokens.csv", scale=options.scale)
     answers = table(tokens)
     scores = score(tokens, answers)
-    save_figure(draw(answers), options.out / "preferences.png", answers)
-    write_csv(scores, options.out / "preferences_scores.csv")
+    save_picture(draw(answers), options.at("preferences.png"), answers)
+    write_csv(scores, options.at("preferences_scores.csv"))
     print(scores.to_string(index=False, float_format="{:.3g}".format))
 
 

@@ -1,6 +1,6 @@
 """Fig. 1 of the paper on real language, all six panels: a pretrained policy on word problems, four batches.
 
-    python -m analyses.paper.pretrained_batches [--out figures/words]
+    python -m analyses.paper.pretrained_batches [--out figures]
 
 Drawn from the measurement `pretrained_batches` (analyses/measure/pretrained_batches.py).
 pretrained_POLICY_TEMPERATURE.png is arranged like the paper's Fig. 1 (`analyses.paper.fig1`); pretrained_norms.png has
@@ -21,11 +21,12 @@ from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 from analyses.common.measurements import read_facts, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import PAPER_NORMS, write_csv
 from analyses.paper import fig1
 from gradscope.intervals import interval_labels
-from gradscope.plots import paper_style, save_figure
+from gradscope.plots import paper_style
 from gradscope.theory import theory_report
 
 TABLES = ("tokens.parquet", "moves.parquet", "gradients.csv", "similarity.csv", "samples.csv")
@@ -98,13 +99,13 @@ def main(options: Options) -> None:
         of = {name: pick(rows, keys).reset_index(drop=True) for name, rows in found.items()}
         figure = fig1.draw(of["moves"], mean_norms(of["gradients"]), of["similarity"].assign(optimizer="sgd"))
         figure.suptitle(f"{NAMES[keys[0]]}, de-quantised from four bits, T = {keys[1]:g}", fontsize="medium")
-        save_figure(figure, options.out / f"pretrained_{keys[0]}_{keys[1]:g}.png")
+        save_picture(figure, options.at(f"pretrained_{keys[0]}_{keys[1]:g}.png"))
         fit = theory_report(of["tokens"], vocab_size=sizes[keys[0]], seed=0).powers
         powers.append(fit.assign(policy=keys[0], temperature=keys[1]))
-    save_figure(draw_norms(compared), options.out / "pretrained_norms.png", compared)
+    save_picture(draw_norms(compared), options.at("pretrained_norms.png"), compared)
     tables = {"similarity": found["similarity"], "samples": found["samples"]}
     for name, rows in (tables | {"powers": pd.concat(powers)}).items():
-        write_csv(rows, options.out / f"pretrained_{name}.csv", float_format="%.4g")
+        write_csv(rows, options.at(f"pretrained_{name}.csv"), float_format="%.4g")
     print(compared.to_string(index=False, float_format="{:.3f}".format))
 
 

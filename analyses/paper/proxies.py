@@ -12,10 +12,10 @@ import pandas as pd
 import tyro
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.parts.proxies import plot_proxies
-from gradscope.plots import save_figure
 
 
 def table(options: Options) -> pd.DataFrame:
@@ -27,8 +27,8 @@ def main(options: Options) -> None:
     judged = table(options)
     for policy, own in judged.groupby("policy", sort=False):
         name = str(policy).lower().replace("-", "")
-        save_figure(plot_proxies(own, parameters=f"all parameters, {policy}"), options.out / f"proxies_{name}.png")
-    write_csv(judged, options.out / "proxies.csv", float_format="%.4g")
+        save_picture(plot_proxies(own, parameters=f"all parameters, {policy}"), options.at(f"proxies_{name}.png"))
+    write_csv(judged, options.at("proxies.csv"), float_format="%.4g")
     shown = judged[judged["quantity"].str.startswith("param")]
     print(shown.to_string(index=False, float_format="{:.3f}".format))
 

@@ -13,9 +13,6 @@ The paper has no such figure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import matplotlib.pyplot as plt
 import pandas as pd
 import tyro
@@ -25,11 +22,12 @@ from matplotlib.figure import Figure
 from analyses.common.contrasts import differences, summarize
 from analyses.common.curves import BAND, draw_curves, smooth
 from analyses.common.experiments import labels, needs
+from analyses.common.places import save_picture
 from analyses.common.read_runs import read_metrics
 from analyses.common.records import LATE, late_means
-from analyses.common.script import exit_with
+from analyses.common.script import Output as Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, paper_style
 
 NAME, MAIN = "rare_tokens", ("cpu", "puzzles")
 RECORDS = {"token_share_0": "share of tokens with π < ¼", "entropy": "entropy"}
@@ -37,12 +35,6 @@ PAIRS = [("reweight", "grpo"), ("reweight", "permuted-weights"), ("up-weight", "
 WINDOW = 25
 LAST = f"last {LATE}"
 POLICIES = {"cpu": "embedded", "certain": "embedded-certain"}
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures")
-    """Folder of the picture and the tables."""
 
 
 def table() -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]:
@@ -100,8 +92,8 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
 
 def main(options: Options) -> None:
     contrasts, means, curves = table()
-    save_figure(draw(contrasts, curves), options.out / f"{NAME}.png", contrasts)
-    write_csv(means, options.out / f"{NAME}_means.csv")
+    save_picture(draw(contrasts, curves), options.at(f"{NAME}.png"), contrasts)
+    write_csv(means, options.at(f"{NAME}_means.csv"))
     print(contrasts.to_string(index=False, float_format="{:.4f}".format))
 
 

@@ -12,9 +12,7 @@ decision: its best in the paper's regime, or GRPO's if the 95 % intervals overla
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -26,10 +24,11 @@ from scipy import stats
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import holm, mean_interval, summarize, vary
 from analyses.common.experiments import configure, labels, list_runs
+from analyses.common.places import save_picture
 from analyses.common.read_runs import has_runs, last_checkpoints, read_tests
-from analyses.common.script import exit_with
+from analyses.common.script import Output as Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import paper_style, save_figure
+from gradscope.plots import paper_style
 
 SCALES = {"cpu": "the paper's regime", "certain": "embedded-certain"}
 TRACKS = ("rate-low", "rate-middle", "rate-high")
@@ -37,12 +36,6 @@ PAIRS = {"reweight": "grpo", "lopti": "random-split"}
 VARIANTS = (*PAIRS, *PAIRS.values())
 STEPS = (50, 75, 100)
 """Checkpoints whose mean is compared."""
-
-
-@dataclass(frozen=True)
-class Options:
-    out: Path = Path("figures")
-    """Folder of the picture and the tables."""
 
 
 def read_accuracies() -> pd.DataFrame:
@@ -127,12 +120,12 @@ def main(options: Options) -> None:
     pairs = pair(runs)
     cells = summarize(pairs, "difference", ("scale", "track", "variant"))
     claims = claim(pairs)
-    save_figure(draw(cells), options.out / "rates.png", cells)
-    write_csv(claims, options.out / "rates_claims.csv")
+    save_picture(draw(cells), options.at("rates.png"), cells)
+    write_csv(claims, options.at("rates_claims.csv"))
     accuracy = summarize(runs, "accuracy", ("scale", "track", "variant"))
     chosen = choose(runs)
     accuracy["chosen"] = (accuracy["scale"] == "cpu") & (accuracy["track"] == accuracy["variant"].map(chosen))
-    write_csv(accuracy, options.out / "rates_accuracy.csv")
+    write_csv(accuracy, options.at("rates_accuracy.csv"))
     print(cells.to_string(index=False, float_format="{:.3f}".format))
     print(claims.to_string(index=False, float_format="{:.3f}".format))
     rates = [f"{variant} as in {track}" for variant, track in chosen.items()]

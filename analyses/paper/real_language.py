@@ -29,6 +29,7 @@ from matplotlib.figure import Figure
 
 from analyses.common.contrasts import mean_interval
 from analyses.common.measurements import read_facts, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import PAPER_NORMS, write_csv
 from analyses.measure.real_language import EMBEDDING, MODELS, ROLLOUTS
@@ -45,7 +46,6 @@ from gradscope.plots import (
     plot_layers_by_interval,
     plot_norm_against_one_minus_prob,
     plot_norm_drivers,
-    save_figure,
 )
 from gradscope.resampling import SHARE, bootstrap
 from gradscope.theory import TheoryReport, measured_cones, regress_norms, theory_report
@@ -339,9 +339,9 @@ def draw_model(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame
         figures |= {name: drawn[name](found) for name, found in sums.items()}
     for name, figure in figures.items():
         figure.suptitle(MODELS[model].title, fontsize=8)
-        save_figure(figure, options.out / f"{model}_{name}.png", sums.get(name))
+        save_picture(figure, options.at(f"{model}_{name}.png"), sums.get(name))
     for name, found in {"": compared, "_theory": tabulate(theory), "_drivers": fits}.items():
-        write_csv(found, options.out / f"{model}{name}.csv")
+        write_csv(found, options.at(f"{model}{name}.csv"))
     for found in (compared, *sums.values(), theory.powers):
         print(found.to_string(index=False, float_format="{:.3f}".format))
     return tokens, compared
@@ -351,10 +351,10 @@ def main(options: Options) -> None:
     found = {model: draw_model(model, options) for model in MODELS}
     compared = pd.concat([rows.assign(model=model) for model, (_, rows) in found.items()])
     embedding = share_embedding(found["gemma3"][0])
-    save_figure(draw_beside(compared, embedding), options.out / "real_language.png", compared)
+    save_picture(draw_beside(compared, embedding), options.at("real_language.png"), compared)
     measured = pd.DataFrame([describe(model, tokens, options) for model, (tokens, _) in found.items()])
     for name, rows in {"gemma3_embedding": embedding, "real_language_measured": measured}.items():
-        write_csv(rows, options.out / f"{name}.csv")
+        write_csv(rows, options.at(f"{name}.csv"))
         print(rows.to_string(index=False, float_format="{:.3g}".format))
 
 

@@ -26,11 +26,12 @@ from analyses.common.accuracy import accuracy_by_people, within_shares
 from analyses.common.colors import COLORS
 from analyses.common.contrasts import holm, mean_interval, vary
 from analyses.common.experiments import needs, test_of
+from analyses.common.places import save_picture
 from analyses.common.read_runs import read_responses, read_tests, read_untrained
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
 from gradscope.errors import InputError
-from gradscope.plots import NEUTRAL, finish, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, paper_style
 
 GAINS = {
     "sampled at equal entropy": ("sampled", "untrained_matched"),
@@ -150,8 +151,8 @@ def draw(results: pd.DataFrame) -> Figure:
 def main(options: Options) -> None:
     results = table(options.scale)
     contrasts = compare_gains(results)
-    save_figure(draw(results), options.out / "sharpening.png", results)
-    write_table(contrasts, options.out / "sharpening_contrasts.csv")
+    save_picture(draw(results), options.at("sharpening.png"), results)
+    write_table(contrasts, options.at("sharpening_contrasts.md"))
     print(contrasts[contrasts["level"] == "all"].to_string(index=False, float_format="{:.3f}".format))
 
 

@@ -30,13 +30,14 @@ from scipy import stats
 
 from analyses.common.batch_share import BatchShare, noise_scale
 from analyses.common.measurements import is_measured, read_table
+from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.signal import WHOLE
 from gradscope.errors import InputError
 from gradscope.gradients import GroupSignals
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.plots import NEUTRAL, finish, interval_colors, paper_style, save_figure
+from gradscope.plots import NEUTRAL, finish, interval_colors, paper_style
 from gradscope.resampling import bound_by_folds
 
 MEASURED = {
@@ -209,9 +210,9 @@ def main(options: Options) -> None:
             tables.append(table.assign(**keys))
             turns.append(turned.assign(**keys))
     shown, keys = pd.concat(tables, ignore_index=True), ["policy", "metric"]
-    save_figure(draw(found), options.out / "signal.png", shown[[*keys, *shown.columns.drop(keys)]])
-    write_csv(pd.DataFrame(tests), options.out / "signal_test.csv", float_format="%.6g")
-    write_csv(pd.concat(turns, ignore_index=True), options.out / "signal_cos.csv", float_format="%.6g")
+    save_picture(draw(found), options.at("signal.png"), shown[[*keys, *shown.columns.drop(keys)]])
+    write_csv(pd.DataFrame(tests), options.at("signal_test.csv"), float_format="%.6g")
+    write_csv(pd.concat(turns, ignore_index=True), options.at("signal_cos.csv"), float_format="%.6g")
     print(pd.DataFrame(tests).to_string(index=False, float_format="{:.4f}".format))
     columns = [
         "policy",

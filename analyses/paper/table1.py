@@ -146,8 +146,8 @@ def _cell(mean: float, half: float) -> str:
 def main(options: Options) -> None:
     means, contrasts = table(options.scale)
     shown = lay_out(means)
-    write_table(means, options.out / "table1.csv", shown=shown)
-    write_table(contrasts, options.out / "table1_contrasts.csv")
+    write_table(means, options.at("table1.md"), shown=shown)
+    write_table(contrasts, options.at("table1_contrasts.md"))
     print(shown.to_string(index=False), contrasts.to_string(index=False, float_format="{:.3f}".format), sep="\n\n")
 
 

@@ -97,7 +97,7 @@ def main(options: Options) -> None:
     for name, track, variants in pages("table6", options.scale):
         found = table(read_metrics(variants, scale=options.scale, track=track), variants)
         shown = lay_out(found)
-        write_table(found, options.out / f"{name}.csv", shown=shown)
+        write_table(found, options.at(f"{name}.md"), shown=shown)
         print(shown.to_string(index=False))
 
 

@@ -123,7 +123,7 @@ def main(options: Options) -> None:
     """Write and print the three tables."""
     for name, table in (("table2", table2()), ("table3", table3()), ("table4", table4())):
         cells = table.map(_cell)
-        write_table(cells, options.out / name)
+        write_table(cells, options.at(f"{name}.md"))
         print(f"{name}\n{cells.fillna(ABSENT).to_string(index=False)}\n")
 
 

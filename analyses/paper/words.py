@@ -2,7 +2,7 @@
 
     python -m analyses.paper.words [--out figures]
 
-writes Table 5, with the forms that are counted, as figures/table5.csv and table5.md.
+writes Table 5, with the forms that are counted, as figures/paper/embedded/data/table5.csv and table5.md.
 
 A form is matched at word boundaries, case-insensitively and across any white space: "so" matches neither in "also" nor
 in "sofa". A category's count is the sum over its words, so that "assume" inside an "if … then …" counts twice.
@@ -124,7 +124,7 @@ def table() -> pd.DataFrame:
 def main(options: Options) -> None:
     """Write and print Table 5."""
     found = table()
-    write_table(found, options.out / "table5")
+    write_table(found, options.at("table5.md"))
     print(found.to_string(index=False))
 
 

@@ -1,6 +1,6 @@
 """What every token weighting would do with a pretrained policy's batch: on- and off-policy, and after training.
 
-    python -m analyses.paper.words_compare [--out figures/words]
+    python -m analyses.paper.words_compare [--out figures]
 
 Drawn from the measurement `words_compare` (analyses/measure/words_compare.py): a picture with its CSV for each case,
 words_compare_on-policy.png and so on. words_compare.csv has all cases, a row per weighting and optimizer step: the
@@ -18,10 +18,11 @@ import pandas as pd
 import tyro
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.intervals import interval_labels
-from gradscope.plots import plot_comparison, save_figure
+from gradscope.plots import plot_comparison
 
 
 def table(options: Options) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -36,10 +37,10 @@ def main(options: Options) -> None:
     for case, own in weightings.groupby("case", sort=False):
         name = f"words_compare_{case.replace(' ', '_')}.png"
         figure = plot_comparison(own, shares[shares["case"] == case], interval_labels())
-        save_figure(figure, options.out / name)
-    write_csv(weightings, options.out / "words_compare.csv", float_format="%.6g")
+        save_picture(figure, options.at(name))
+    write_csv(weightings, options.at("words_compare.csv"), float_format="%.6g")
     samples = read_table("words_compare", "samples.csv", scale=options.scale)
-    write_csv(samples, options.out / "words_compare_samples.csv")
+    write_csv(samples, options.at("words_compare_samples.csv"))
     shown = ["case", "method", "step", "same_as", "cosine", "signal_to_noise", "right_sgd"]
     print(weightings[shown].to_string(index=False, float_format="{:.3f}".format, na_rep="–"))
 

@@ -1,6 +1,6 @@
 """The gates of runs of a pretrained policy on word problems, and how many of their runs are made.
 
-    python -m analyses.paper.words_gates [--out figures/words]
+    python -m analyses.paper.words_gates [--out figures]
 
 Named before any of these runs was made (docs/preregistrations.md). The gates are judged on plain GRPO, at each of two
 rates, by means over its validation seeds: accuracy on validation problems before training (the measurement
@@ -96,7 +96,7 @@ def main(options: Options) -> None:
         raise InputError(f"--scale is {options.scale}; these gates were named for the runs of scale {SCALE} alone")
     tables = {"gates": judge_gates(), "runs": count_runs()}
     for name, table in tables.items():
-        write_csv(table, options.out / f"words_{name}.csv")
+        write_csv(table, options.at(f"words_{name}.csv"))
         print(table.to_string(index=False, float_format="{:.3g}".format, na_rep="–"), end="\n\n")
     fails = tables["gates"].query("state == 'fails'")
     for row in fails.itertuples():

@@ -1,6 +1,6 @@
 """The pretrained policy after one GRPO run on word problems, beside the one before it: dominance, powers, verl's proxy.
 
-    python -m analyses.paper.words_trained [--out figures/words]
+    python -m analyses.paper.words_trained [--out figures]
 
 Drawn from the measurements `words_untrained` and `words_trained` (analyses/measure/words_trained.py), at the start and
 the end of the run, and, for shares, norms and powers at the start, from the four batches of `pretrained_batches` at
@@ -28,6 +28,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from analyses.common.measurements import read_table
+from analyses.common.places import save_picture
 from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.measure.words_trained import unflatten
@@ -37,7 +38,7 @@ from gradscope.diagnosis import gradient_rows, sum_by_prompt, token_shares
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS, Gram
 from gradscope.intervals import interval_labels
 from gradscope.objective import make_weighting
-from gradscope.plots import interval_colors, paper_style, save_figure
+from gradscope.plots import interval_colors, paper_style
 from gradscope.resampling import short_of
 from gradscope.theory import fit_powers
 
@@ -199,9 +200,9 @@ def draw_sizes(ax: Axes, sizes: pd.DataFrame, when: str) -> None:
 
 def main(options: Options) -> None:
     found = table(options)
-    save_figure(draw(found), options.out / f"{NAME}.png", found[""])
+    save_picture(draw(found), options.at(f"{NAME}.png"), found[""])
     for end, rows in found.items():
-        write_csv(rows, options.out / f"{NAME}{end}.csv", float_format="%.4g")
+        write_csv(rows, options.at(f"{NAME}{end}.csv"), float_format="%.4g")
         print(rows.to_string(index=False, float_format="{:.3g}".format))
 
 

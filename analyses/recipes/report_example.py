@@ -1,6 +1,6 @@
 """Make a user's report of a run: the embedded policy at five checkpoints of 40 GRPO steps.
 
-    python -m analyses.recipes.report_example [--out figures/report-example] [--run runs/cpu/in-training/grpo/seed0]
+    python -m analyses.recipes.report_example [--out FOLDER] [--run runs/cpu/in-training/grpo/seed0]
 
 At each checkpoint the policy gives 8 responses to each of the same 64 puzzles of 2 to 4 people, at the run's
 temperature of 0.7; the puzzles are drawn by a seed that the run does not use. Then `gradscope diagnose` runs with the
@@ -42,7 +42,7 @@ KEPT = ("report.html", "manifest.json", "data")
 
 @dataclass(frozen=True)
 class Options:
-    out: Path = Path("figures/report-example")
+    out: Path = Path("figures/reports/report-example")
     """Folder for the pages and their tables."""
     run: Path = RUN
     """Folder of the run; trained first if missing."""

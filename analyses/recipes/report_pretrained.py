@@ -1,7 +1,7 @@
 """Make a user's report of a pretrained policy: SmolLM2-135M-Instruct on word problems.
 
     python -m analyses.recipes.pretrained smollm2 --out work/smollm2
-    python -m analyses.recipes.report_pretrained --policy work/smollm2 [--out figures/report-smollm2]
+    python -m analyses.recipes.report_pretrained --policy work/smollm2 [--out figures/reports/report-smollm2]
 
 Eight responses of at most 48 tokens to each of 16 problems, each after two worked ones, sampled at temperature 1, then
 `gradscope diagnose` with 25 minutes. OUT gets the page and its tables, except the token table, which is large.
@@ -32,7 +32,7 @@ class Options:
     """Folder of the checkpoint."""
     work: Path = WORK / "report-smollm2"
     """Folder for the rollouts and the whole report."""
-    out: Path = Path("figures/report-smollm2")
+    out: Path = Path("figures/reports/report-smollm2")
     """Folder for the page and its tables."""
     minutes: float = 25
     """Time for the diagnosis, in minutes."""

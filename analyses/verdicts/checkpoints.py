@@ -1,6 +1,6 @@
 """Counts false verdicts on real checkpoints, whose truth is that of 2,000 prompts.
 
-    python -m analyses.verdicts.checkpoints [--runs runs/verdicts] [--out figures/verdicts_checkpoints.csv]
+    python -m analyses.verdicts.checkpoints [--runs runs/verdicts] [--out FILE.csv]
 
 Five checkpoints of each of two GRPO runs of `embedded-certain` (trained here first, where they are not there yet).
 At each, 4 responses to each of 2,000 puzzles; 3,000 tokens of each probability interval are measured, with known
@@ -64,7 +64,7 @@ def judge_checkpoint(table: pd.DataFrame, seed: int, *, informative: bool) -> li
 
 def main(
     runs: Path = Path("runs/verdicts"),
-    out: Path = Path("figures/verdicts_checkpoints.csv"),
+    out: Path = Path("figures/verdicts/data/verdicts_checkpoints.csv"),
     seeds: tuple[int, ...] = SEEDS,
     steps: tuple[int, ...] = STEPS,
     each: int = 3_000,

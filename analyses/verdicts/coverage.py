@@ -1,6 +1,6 @@
 """Counts how often a batch's 95 % intervals hold the truth, where few prompts or few tokens are measured.
 
-    python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out figures/verdicts_coverage.csv]
+    python -m analyses.verdicts.coverage [--tables FOLDER] [--draws 2000] [--out FILE.csv]
 
 A cell combines a world, a truth, a sampling design, and numbers of prompts and of measured tokens per probability
 interval. Worlds: three that are planted (even energies; heavy-tailed ones; one token of each prompt holds most of its
@@ -12,10 +12,10 @@ gives the fraction of the draws that have a confidence interval, and the fractio
 probability intervals, and for the worst of those that have one in a tenth of the draws. `before`: the percentile
 bootstrap over prompts, for at least two prompts. Probability intervals that a batch lacks are left out.
 
-figures/verdicts_coverage.csv is of 1,000 draws a cell, without `before`, and of two tables of 60 prompts: the embedded
+verdicts_coverage.csv is of 1,000 draws a cell, without `before`, and of two tables of 60 prompts: the embedded
 policy's, and a de-quantised SmolLM2-135M-Instruct's of short answers. Of 909 rows with intervals (a cell has one per
 statistic), 22 are below .93: 18 have an interval in fewer than 3 % of the draws; four (.87 to .93) are from the planted
-world in which one token of each prompt dominates. figures/verdicts_coverage_whole.csv
+world in which one token of each prompt dominates. verdicts_coverage_whole.csv
 (--whole) is of 1,000 draws a cell of the planted worlds: of 108 rows none is below .96.
 """
 
@@ -248,7 +248,7 @@ def list_cells(worlds: list[str]) -> Iterator[Cell]:
 
 def main(
     tables: Path | None = None,
-    out: Path = Path("figures/verdicts_coverage.csv"),
+    out: Path = Path("figures/verdicts/data/verdicts_coverage.csv"),
     draws: int = 2000,
     before: int = 2000,
     resamples: int = 400,

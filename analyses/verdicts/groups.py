@@ -1,6 +1,6 @@
 """Counts how often the bounds on other prompts' part of groups of tokens hold the truth.
 
-    python -m analyses.verdicts.groups [--draws 1000] [--out figures/verdicts_groups.csv]
+    python -m analyses.verdicts.groups [--draws 1000] [--out FILE.csv]
 
 A planted token has a gradient of independent noise, of noise that all tokens of its prompt share, and of a signal along
 one direction, whose strength belongs to its token string and grows with 1−π; a prompt's terms have a common size. Each
@@ -142,7 +142,7 @@ def list_cells() -> Iterator[Cell]:
                 yield Cell(prompts, signal, common, spread)
 
 
-def main(out: Path = Path("figures/verdicts_groups.csv"), draws: int = 1000, processes: int = 2) -> None:
+def main(out: Path = Path("figures/verdicts/data/verdicts_groups.csv"), draws: int = 1000, processes: int = 2) -> None:
     with Pool(processes) as pool:
         jobs = [pool.apply_async(partial(cover, cell, draws)) for cell in list_cells()]
         rows = [row for job in tqdm(jobs, "cells") for row in job.get()]

@@ -1,6 +1,6 @@
 """Counts false verdicts on planted tables, whose truth over the population of prompts is known.
 
-    python -m analyses.verdicts.planted [--tables 200] [--prompts 64] [--out figures/verdicts_planted.csv]
+    python -m analyses.verdicts.planted [--tables 200] [--prompts 64] [--out FILE.csv]
 
 Each kind of headline is tried on --tables tables, each drawn from its own world (`worlds`), with --prompts prompts that
 have an advantage on average. The truth is computed from 3,000 prompts of the world or in closed form. A verdict is

@@ -68,7 +68,7 @@ def test_every_stage_of_the_clock_is_met(tmp_path):
 
 def test_the_documented_speeds_are_those_of_their_csv():
     root = Path(__file__).parents[2]
-    measured = pd.read_csv(root / "figures" / "benchmark_token_gradients_xeon.csv")
+    measured = pd.read_csv(root / "figures/cost/data" / "benchmark_token_gradients_xeon.csv")
     lines = (root / "docs" / "cost.md").read_text(encoding="utf-8").splitlines()
     rows = [line.strip("| ").replace("*", "").split(" | ") for line in lines if line.startswith(("| S, ", "| M, "))]
     assert len(rows) == 6

@@ -16,7 +16,7 @@ from analyses.docs.conformance.row import judge
 
 pytestmark = needs_trl
 
-TABLE = Path(__file__).parents[2] / "figures/conformance.csv"
+TABLE = Path(__file__).parents[2] / "figures/verdicts/data/conformance.csv"
 KEYS = ("ids", "mask")
 EXACT = 1e-5
 """Relative distance of two programs' float32 gradients."""

@@ -20,11 +20,10 @@ CASES = [(scale, name) for scale, names in read()["drawn"].items() for name in n
 @pytest.mark.parametrize(("scale", "name"), every(20, CASES))
 def test_its_numbers_are_those_of_the_kept_runs(scale, name, tmp_path, repository):
     assert figures.draw_one(name, scale, tmp_path) is None
-    kept = repository / "figures" / ("" if scale == figures.MAIN_SCALE else scale)
-    files = sorted(tmp_path.glob("*.csv"))
+    files = sorted(tmp_path.rglob("*.csv"))
     assert files or name == "tables2_4"
     for file in files:
-        found, expected = pd.read_csv(file), pd.read_csv(kept / file.name)
+        found, expected = pd.read_csv(file), pd.read_csv(repository / "figures" / file.relative_to(tmp_path))
         pd.testing.assert_frame_equal(found, expected, rtol=1e-3)  # four digits are written
 
 

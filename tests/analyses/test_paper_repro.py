@@ -9,6 +9,8 @@ import pytest
 from support.refusals import refused
 
 from analyses import recompute
+from analyses.common.places import place
+from analyses.common.tables import write_csv
 from analyses.paper_repro import PAGES, QUOTED, Cell, Numbers, quoted_cells, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -26,7 +28,7 @@ def numbers(tmp_path):
         {"variant": "both", "baseline": "grpo", "level": "3", "seeds": 3, "difference": 0.05, "lower": 0.04}
         | {"upper": 0.06, "p_holm": 0.5, "differs": False},
     ]
-    pd.DataFrame(rows).to_csv(tmp_path / "made.csv", index=False)
+    write_csv(pd.DataFrame(rows), place(tmp_path, "made.csv"))
     return Numbers(tmp_path)
 
 

@@ -18,6 +18,7 @@ from gradscope.tasks import get_task
 from gradscope.trainer import OPTIMIZER
 
 ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "figures/controls/data"
 TINY = {"questions_per_step": 1, "group_size": 4, "mini_batch_size": 4, "max_new_tokens": 60, "save_rollouts": True}
 
 
@@ -90,7 +91,7 @@ def log_probability(policy, batch, row):
 
 def test_the_record_of_the_gain_in_the_docs_is_that_of_the_kept_branches():
     found = prediction.table()
-    kept = pd.read_csv(ROOT / "figures/prediction_scores.csv").set_index("score")
+    kept = pd.read_csv(KEPT / "prediction_scores.csv").set_index("score")
     again = prediction.score(found).set_index("score")
     pd.testing.assert_frame_equal(kept.drop("right signs, by steps alone"), again, rtol=1e-6)
     signs, correlation, alone = (kept.loc[name] for name in ("right signs", "correlation", kept.index[-1]))
@@ -101,7 +102,7 @@ def test_the_record_of_the_gain_in_the_docs_is_that_of_the_kept_branches():
     words = " ".join((ROOT / "docs/comparing.md").read_text(encoding="utf-8").split())
     assert f"in {signs['value'] * 40:.0f} of 40 cases (share {told(signs)}" in words
     without = prediction.without_each(found)
-    pd.testing.assert_frame_equal(pd.read_csv(ROOT / "figures/prediction_without.csv"), without, rtol=1e-6)
+    pd.testing.assert_frame_equal(pd.read_csv(KEPT / "prediction_without.csv"), without, rtol=1e-6)
     fails = without.loc[without["lower"] < 0, prediction.ORIGIN].apply(tuple, axis=1).tolist()
     assert fails == [("cpu", 30, 0), ("certain", 30, 0), ("certain", 30, 40)]  # the page names them
     left_out = "leaving out any one of three of the checkpoints takes its lower bound below 0"

@@ -2,6 +2,7 @@
 
 import pytest
 
+from analyses.common.places import place
 from analyses.paper import tables2_4
 from analyses.paper.tables2_4 import Options, main, table2, table3, table4
 from gradscope.trainer import get_preset
@@ -39,8 +40,8 @@ def test_the_reward_is_the_released_codes_reading_of_table_4_and_differs_from_th
 def test_the_tables_are_written_alike_each_time_and_as_the_repository_has_them(name, tmp_path, repository, capsys):
     for folder in ("one", "two"):
         main(Options(out=tmp_path / folder))
-    for suffix in (".csv", ".md"):
-        one = (tmp_path / "one" / (name + suffix)).read_bytes()
-        assert one == (tmp_path / "two" / (name + suffix)).read_bytes()
-        assert one == (repository / "figures" / (name + suffix)).read_bytes()
+    for file in (f"{name}.csv", f"{name}.md"):
+        one = place(tmp_path / "one", file).read_bytes()
+        assert one == place(tmp_path / "two", file).read_bytes()
+        assert one == place(repository / "figures", file).read_bytes()
     assert name in capsys.readouterr().out

@@ -55,7 +55,7 @@ def test_each_case_has_its_policy_and_its_responses(tmp_path):
     figures = tmp_path / "figures"
     drawn = Command("-m", "analyses.paper.words_compare", "--out", figures, GRADSCOPE_RUNS=str(kept)).wait()
     assert drawn.status == 0, drawn.stderr
-    table = pd.read_csv(figures / "words_compare.csv").set_index(["case", "method"])
+    table = pd.read_csv(figures / "paper/words/data/words_compare.csv").set_index(["case", "method"])
     assert table["cosine"].to_dict() == pytest.approx(found["cosine"].to_dict(), rel=1e-5)
     names = {"on-policy", "older_rollouts", "after_training"}
-    assert {path.name for path in figures.glob("*.png")} == {f"words_compare_{name}.png" for name in names}
+    assert {path.name for path in figures.rglob("*.png")} == {f"words_compare_{name}.png" for name in names}

@@ -76,7 +76,7 @@ def test_the_site_can_be_searched_from_disk_and_holds_what_it_links_to(site):
 
 
 def architectures() -> list[dict[str, str]]:
-    with (REPOSITORY / "figures/architectures.csv").open() as file:
+    with (REPOSITORY / "figures/cost/data/architectures.csv").open() as file:
         return list(csv.DictReader(file))
 
 

@@ -1,1 +1,1 @@
-"""What the gradient of each public trainer is, held against its documentation: figures/conformance.csv."""
+"""What the gradient of each public trainer is, held against its documentation: conformance.csv."""

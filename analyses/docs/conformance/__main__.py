@@ -1,7 +1,7 @@
 """Whose gradient is what? One real step of each trainer, audited against its documentation.
 
     make conformance [VERL=.venv-verl/bin/python OPENRLHF=PYTHON SKYRL=PYTHON]
-    python -m analyses.docs.conformance [--out figures/conformance.csv] [--only own] [--verl PYTHON]
+    python -m analyses.docs.conformance [--out figures/verdicts/data/conformance.csv] [--only own] [--verl PYTHON]
 
 TRL's GRPOTrainer (every pair of levels of seven settings, some settings alone, and some in two processes), SFTTrainer,
 DPOTrainer and KTOTrainer, and the trainer here take a real step on a tiny policy. `gradscope.updates.audit` holds the
@@ -44,7 +44,7 @@ from tests.support.trl_runs import save_policy
 class Options:
     """The table of trainers' gradients."""
 
-    out: Path = Path("figures/conformance.csv")
+    out: Path = Path("figures/verdicts/data/conformance.csv")
     """File to write."""
     verl: Path | None = None
     """Python of an environment with verl; none: its rows stay as they are in the file."""

@@ -32,7 +32,7 @@ from gradscope.policy import Policy
 
 OVERHEAD = {"cpu": 6e7, "cuda": 6e10}
 """Overhead of launching a block's backward pass, in FLOPs. cpu: the fastest of several values at S and M in
-analyses/benchmarks/token_gradients.py; cuda: an H200's, figures/gpu_chunks.csv."""
+analyses/benchmarks/token_gradients.py; cuda: an H200's, figures/cost/data/gpu_chunks.csv."""
 WEIGHT_ROWS = 16
 """Cost of reading a product's weights, in rows; results are insensitive to a factor of 2."""
 FETCHING = 140
