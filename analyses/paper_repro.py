@@ -22,7 +22,7 @@ import pandas as pd
 import tyro
 
 from analyses.common.contrasts import seeds_to_tell
-from analyses.common.places import place
+from analyses.common.places import findings, place
 from analyses.common.script import exit_with
 from analyses.common.tables import read_whole
 from gradscope.errors import InputError
@@ -35,7 +35,21 @@ if TYPE_CHECKING:
 TEMPLATES = Path(__file__).with_name("pages")
 QUOTED = TEMPLATES / "quoted.toml"
 """What pages that are written by hand quote."""
-PAGES = ("paper_repro.md", "docs/preregistrations.md", "docs/other-figures.md", "docs/embedded-certain.md")
+PAGES = {
+    page: f"{Path(page).name}.jinja"
+    for page in ("paper_repro.md", "docs/preregistrations.md", "docs/other-figures.md", "docs/embedded-certain.md")
+} | {"figures/README.md": "figures.md.jinja"}
+"""Page → its template."""
+FOLDERS = {
+    "paper/embedded": "the paper's figures and tables, on `embedded`, a policy of 0.8 M parameters, and on sums",
+    "paper/certain": "the same and the controls on `embedded-certain`, which is sure of nine tokens in ten",
+    "paper/words": "the same on SmolLM2-135M-Instruct, warm-started on word problems",
+    "pretrained": "SmolLM2-135M-Instruct and Gemma 3 270M as they come",
+    "controls": "what the paper lacks: controls, signal and noise, size of batch, rates, predictions",
+    "theory": "Prop. 4.2, its constants, what norms go with, proxies and baselines",
+    "cost": "time, memory, and the error of sampling tokens",
+}
+"""Folders of figures/ with pictures, and of what they are."""
 
 
 @dataclass(frozen=True)
@@ -214,7 +228,7 @@ def with_interval(mean: float, lower: float, upper: float, digits: int, *, signe
 
 def render(figures: Path, page: str) -> str:
     """Render a page. Raises InputError if the text asks for a missing number."""
-    return _environment(Numbers(figures, page)).get_template(f"{Path(page).name}.jinja").render()
+    return _environment(Numbers(figures, page)).get_template(PAGES[page]).render()
 
 
 def _environment(numbers: Numbers) -> jinja2.Environment:
@@ -225,7 +239,15 @@ def _environment(numbers: Numbers) -> jinja2.Environment:
     names = ("word", "number", "percent", "count", "each", "interval", "difference", "contrast", "seeds_needed")
     environment.globals |= {name: getattr(numbers, name) for name in (*names, "verdict", "value", "p")}
     environment.globals |= {"decimal": decimal, "place": lambda name: place(Path("figures"), name).as_posix()}
+    environment.globals |= {"findings": findings(), "folders": FOLDERS, "command": command}
     return environment
+
+
+def command(folder: str, module: str) -> str:
+    """Return what draws a picture, in Markdown."""
+    scale = folder.partition("paper/")[2]
+    scale = f" --scale {scale}" if scale == "certain" else ""  # the words' scripts have their own by default
+    return f"`python -m analyses.{module}{scale}`" if module else "–"
 
 
 def quoted_cells(figures: Path, pages: Path = Path()) -> list[Cell]:
@@ -236,7 +258,7 @@ def quoted_cells(figures: Path, pages: Path = Path()) -> list[Cell]:
     cells: dict[Cell, None] = {}
     for page in PAGES:
         numbers = Numbers(figures, page)
-        _environment(numbers).get_template(f"{Path(page).name}.jinja").render()
+        _environment(numbers).get_template(PAGES[page]).render()
         cells |= dict.fromkeys(numbers.quoted)
     for page, quotes in tomllib.loads(QUOTED.read_text(encoding="utf-8")).items():
         numbers, text = Numbers(figures, page), (pages / page).read_text(encoding="utf-8")

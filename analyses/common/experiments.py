@@ -14,7 +14,9 @@ from gradscope.errors import InputError
 from gradscope.trainer import TrainConfig, get_preset
 
 FILE = Path(__file__).parents[1] / "runs.toml"
-RUNS = Path(os.environ.get("GRADSCOPE_RUNS") or Path(__file__).parents[1] / "runs")
+KEPT = Path(__file__).parents[1] / "runs"
+"""The repository's folder of runs."""
+RUNS = Path(os.environ.get("GRADSCOPE_RUNS") or KEPT)
 """Folder of what is kept of runs, and of the figures' data: the repository's or the user's."""
 WORK = Path("runs")
 """Folder of whole runs, with checkpoints and optimizer states."""

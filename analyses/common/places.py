@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import tomllib
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
+
+from analyses.common.experiments import KEPT, RUNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -20,6 +24,24 @@ FOLDERS: dict[str, tuple[str, ...]] = {
     "verdicts": ("verdicts", "conformance"),
 }
 """Folder → how the names begin of what is in it; whatever begins otherwise is a figure or table of the paper."""
+
+
+FINDINGS = Path(__file__).parents[1] / "pages/findings.toml"
+
+
+class Finding(NamedTuple):
+    """What a picture shows."""
+
+    module: str
+    """What draws it, below analyses; empty: nothing that is kept."""
+    says: str
+
+
+@cache
+def findings() -> dict[str, dict[str, Finding]]:
+    """Return {folder of figures/: {picture: what it shows}}."""
+    read = tomllib.loads(FINDINGS.read_text(encoding="utf-8"))
+    return {folder: {name: Finding(*told) for name, told in own.items()} for folder, own in read.items()}
 
 
 def place(out: Path, name: str) -> Path:
@@ -40,9 +62,19 @@ def data_of(picture: Path) -> Path:
 
 
 def save_picture(figure: Figure, path: Path, data: pd.DataFrame | None = None) -> None:
-    """Write a picture, and its numbers where `data_of` has them; otherwise as gradscope.plots.save_figure."""
-    from gradscope.plots import save_figure
+    """Write a picture, and its numbers where `data_of` has them; otherwise as gradscope.plots.save_figure.
 
+    What it shows is its title, if it is drawn from the runs that are kept: others may show something else.
+    """
+    from matplotlib.figure import Figure
+
+    from gradscope.plots import headline, save_figure
+
+    own = next((told for folder, told in findings().items() if path.parent.as_posix().endswith(f"/{folder}")), {})
+    if path.stem in own and RUNS == KEPT:
+        while not isinstance(figure, Figure):
+            figure = figure.figure
+        headline(figure, own[path.stem].says)
     save_figure(figure, path, data)
     data_of(path).parent.mkdir(exist_ok=True)
     path.with_suffix(".csv").replace(data_of(path))

@@ -15,7 +15,7 @@ from analyses.common.accuracy import baseline_means, levels_of, sampled_name, wi
 from analyses.common.colors import COLORS, LINES
 from analyses.common.contrasts import differences, holm, summarize
 from analyses.common.curves import BAND, draw_curves, smooth
-from gradscope.plots import finish, paper_style
+from gradscope.plots import finish, headline, paper_style
 
 RECORDS = {
     "reward_mean": ("Reward", "mean reward"),
@@ -93,7 +93,7 @@ def draw_records(curves: pd.DataFrame, accuracy: pd.DataFrame) -> Figure:
     handles, names = panels[0].get_legend_handles_labels()
     fits = sum(map(len, names)) < 80
     figure.legend(handles, names, loc="outside upper center", ncols=len(names) if fits else 2)
-    figure.supxlabel(f"Training: {BAND}.\nTest: sampled answers; mean, 95 % interval over several seeds.", fontsize=7)
+    headline(figure, "", f"Training: {BAND}.\nTest: sampled answers; mean, 95 % interval over several seeds.")
     return figure
 
 

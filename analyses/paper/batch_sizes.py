@@ -21,7 +21,7 @@ from analyses.common.measurements import read_facts, read_table
 from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from gradscope.intervals import interval_labels
-from gradscope.plots import interval_colors, paper_style
+from gradscope.plots import headline, interval_colors, paper_style
 
 QUANTITIES = {
     "gradient_share": "share of the summed gradient\n⟨G_a, G⟩/‖G‖²",
@@ -62,7 +62,7 @@ def draw(found: pd.DataFrame, questions: int) -> Figure:
         ax.set(xlabel="puzzles in the batch, × 8 responses", ylabel=title)
     figure.legend(*axes[0].get_legend_handles_labels(), title="π", loc="outside right center")
     counts = ", ".join(f"{count}" for count in found.drop_duplicates("size").sort_values("size")["batches"])
-    figure.supxlabel(f"means over {counts} batches of the same {questions} puzzles, 95 % t intervals", fontsize=7)
+    headline(figure, "", f"means over {counts} batches of the same {questions} puzzles, 95 % t intervals")
     return figure
 
 

@@ -34,7 +34,7 @@ from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper import decision
-from gradscope.plots import NEUTRAL, finish, paper_style
+from gradscope.plots import NEUTRAL, finish, headline, paper_style
 
 NAMED, LOPTI, REWEIGHT = "named beforehand", "Lopti", "Reweight"
 PAIRS = {
@@ -103,7 +103,7 @@ def draw(curves: dict[str, pd.DataFrame], contrasts: pd.DataFrame) -> Figure:
     draw_differences(panels["c"], contrasts[contrasts["level"] == "all"])
     panels["c"].set_title("(c) Differences in test accuracy")
     told = f"(a), (b): {BAND} that all of a panel have\n(c): paired over seeds, 95 % t intervals; p: Holm's"
-    figure.supxlabel(told, fontsize=7)
+    headline(figure, "", told)
     return figure
 
 
@@ -135,7 +135,7 @@ def draw_differences(ax: Axes, contrasts: pd.DataFrame) -> Axes:
     ax.set(ylim=(place - 0.4, -0.5), xlabel="difference in accuracy")
     for kind, face in zip(KINDS, (NEUTRAL, "white"), strict=True):
         ax.plot([], [], "o", color=NEUTRAL, markerfacecolor=face, markersize=4, label=kind)
-    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2, fontsize=7)
+    ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=2)
     return finish(ax, contrasts)
 
 

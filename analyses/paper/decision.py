@@ -36,7 +36,7 @@ from analyses.common.read_runs import pages, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.fig4 import PAPER
-from gradscope.plots import NEUTRAL, finish, paper_style
+from gradscope.plots import NEUTRAL, finish, headline, paper_style
 
 SMALLEST = 0.07
 """Smallest effect of interest."""
@@ -127,10 +127,11 @@ def draw(contrasts: pd.DataFrame) -> Figure:
     ax.invert_yaxis()
     ax.set_xlabel("difference in sampled accuracy")
     ax.xaxis.set_major_locator(MultipleLocator(0.05))
-    figure.supxlabel(
+    headline(
+        figure,
+        "",
         "The three on top were named beforehand. Thick: 95 % t interval over seeds; thin: corrected over these."
         "\nDashed: the smallest effect of interest, +.07. ×: the paper's difference, 3 B, on puzzles.",
-        fontsize=7,
     )
     finish(ax, shown)
     return figure

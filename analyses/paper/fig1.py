@@ -32,8 +32,10 @@ from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import PAPER_NORMS, write_csv
 from gradscope.plots import (
+    PAGE_WIDTH,
     drawn_numbers,
     finish,
+    headline,
     paper_style,
     plot_advantages,
     plot_interval_gradient_norms,
@@ -41,7 +43,11 @@ from gradscope.plots import (
     plot_token_shares,
 )
 
-PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼)", "only-3": "(f) only [¾, 1]"}
+PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼) updated", "only-3": "(f) only [¾, 1] updated"}
+WORDS = (
+    "“Like (c)”: correlation with (c) of the changes in log odds of the tokens outside the updated interval, with a "
+    "95 % interval over four batches. In each interval the 1 % of tokens that moved most is not drawn."
+)
 APART = "only-0 − only-3"
 """How far (e) and (f) are apart, in the table of similarities."""
 PAPER_SHARES = (19.22, 10.15, 10.09, 60.54)
@@ -78,7 +84,7 @@ def over_batches(similar: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
 @paper_style()
 def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Figure:
     """Draw the six panels in the paper's arrangement."""
-    figure, axes = plt.subplots(2, 3, figsize=(10.2, 5.4), layout="constrained")
+    figure, axes = plt.subplots(2, 3, figsize=(PAGE_WIDTH, 5.0), layout="constrained")
     axes = dict(zip("abcdef", axes.flat, strict=True))
     plot_token_shares(tokens, ax=axes["a"]).set_title("(a) token shares", loc="left")
     add_paper_shares(axes["a"])
@@ -89,20 +95,20 @@ def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Fi
         plot_movement(tokens, name, ax=axes[panel])
         if name in of_all.index:
             found = of_all.loc[name]
-            words = f"r = {found.correlation:.2f} [{found.lower:.2f}, {found.upper:.2f}]"
-            axes[panel].set_title(words, loc="right")
+            title += f"\nlike (c): {found.correlation:.2f} [{found.lower:.2f}, {found.upper:.2f}]"
         axes[panel].set_title(title, loc="left")
     bottoms, tops = zip(*(axes[panel].get_ylim() for panel in "cef"), strict=True)
     for panel in "cef":
         axes[panel].set_ylim(min(bottoms), max(tops))
-    return figure
+        axes[panel].set(xlabel="$π_{old}$; beneath: mean |Δπ|", ylabel="Δπ of a token")
+    return headline(figure, "", WORDS)
 
 
 def add_paper_shares(ax: Axes) -> Axes:
     """Mark the paper's shares on the bars."""
     places = 0.5 + np.arange(len(PAPER_SHARES))
     ax.plot(places + 0.3, PAPER_SHARES, "D", ms=4, mfc="white", mec="black", mew=0.8, label="paper")
-    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 0.5), borderpad=0, handletextpad=0.2)
+    ax.legend(loc="lower left", bbox_to_anchor=(0.0, 0.45), borderpad=0, handletextpad=0.2)
     drawn = drawn_numbers(ax)
     paper = pd.Series(PAPER_SHARES, index=drawn.index[: len(PAPER_SHARES)])
     drawn.insert(drawn.columns.get_loc("share_percent") + 1, "paper_percent", paper)

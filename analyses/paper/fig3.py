@@ -32,7 +32,7 @@ from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.intervals import interval_labels
-from gradscope.plots import NEUTRAL, drawn_numbers, finish, name_intervals, paper_style
+from gradscope.plots import NEGATIVE, NEUTRAL, PAGE_WIDTH, POSITIVE, headline, name_intervals, paper_style
 
 VARIANTS = {
     "GRPO": "grpo",
@@ -90,50 +90,78 @@ def _over_checkpoints(differences: pd.Series) -> pd.DataFrame:
 
 
 @paper_style()
-def draw(means: pd.DataFrame) -> Figure:
-    """Draw positive tokens (the paper's figure) and negative ones under both optimizers."""
-    figure, axes = plt.subplots(2, 2, figsize=(7.3, 5.2), layout="constrained", sharey="row")
-    for row, sign in zip(axes, ("positive", "negative"), strict=True):
-        for ax, (optimizer, words) in zip(row, OPTIMIZERS.items(), strict=True):
-            draw_shares(ax, means[(means["optimizer"] == optimizer) & (means["sign"] == sign)], sign)
-            ax.set_title(f"{words}; {'Â > 0' if sign == 'positive' else 'Â < 0'}", loc="left")
-            if sign == "positive":
-                add_paper(ax)
-    handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside upper center", ncols=len(names))
-    figure.supxlabel(f"mean ± standard deviation over {means['num_batches'].max()} checkpoints", fontsize=8)
-    return figure
+def draw(means: pd.DataFrame, differences: pd.DataFrame) -> Figure:
+    """Draw how many of GRPO's tokens moved as their advantage asks, and what each method changes, by optimizer."""
+    figure, axes = plt.subplots(2, 3, figsize=(PAGE_WIDTH, 5.0), layout="constrained", width_ratios=[1.3, 1, 1])
+    changes = differences[(differences["baseline"] == BASELINES[0]) & (differences["against"] == "advantage")]
+    for row, (optimizer, words) in zip(axes, OPTIMIZERS.items(), strict=True):
+        row[2].sharey(row[1])
+        row[2].tick_params(labelleft=False)
+        draw_shares(row[0], means[means["optimizer"] == optimizer], words)
+        own = changes[changes["optimizer"] == optimizer]
+        for ax, (sign, moved) in zip(row[1:], SIGNS.items(), strict=True):
+            draw_changes(ax, own[own["sign"] == sign])
+            ax.set_title(f"minus GRPO's,\n{moved}", loc="left")
+    handles, names = (a + b for a, b in zip(*(ax.get_legend_handles_labels() for ax in axes[0, :2]), strict=True))
+    figure.legend(handles, names, loc="outside upper center", ncols=len(names), columnspacing=1)
+    count = means["num_batches"].max()
+    words = f"Means over {count} checkpoints of one run. Bars, left: standard deviation over these; else 95 % t "
+    return headline(figure, "", f"{words}intervals of paired differences.")
 
 
-def draw_shares(ax: Axes, shares: pd.DataFrame, sign: str) -> Axes:
-    """Draw each method's share of tokens that moved the right way, with its standard deviation over the steps."""
-    methods = [method for method in VARIANTS if method in set(shares["method"])]
-    for place, method in enumerate(methods):
-        rows, look = shares[shares["method"] == method].sort_values("interval"), {"ms": 3, "lw": 0.8, "elinewidth": 0.8}
-        x = rows["interval"] + 0.13 * (place - (len(methods) - 1) / 2)
-        ax.errorbar(x, rows["mean"], rows["sd"], color=COLORS[VARIANTS[method]], fmt="o-", label=method, **look)
+SIGNS = {"positive": "Â > 0 that rise", "negative": "Â < 0 that fall"}
+LOOKS = {"positive": (POSITIVE, "o"), "negative": (NEGATIVE, "s")}
+
+
+def draw_shares(ax: Axes, means: pd.DataFrame, words: str) -> Axes:
+    """Draw GRPO's share of tokens that moved the right way, by sign of the advantage, and the paper's."""
+    plain = means[means["method"] == BASELINES[0]]
+    for shift, (sign, moved) in zip((-0.12, 0.12), SIGNS.items(), strict=True):
+        rows, (color, marker) = plain[plain["sign"] == sign].sort_values("interval"), LOOKS[sign]
+        look = {"ms": 4, "elinewidth": 0.9, "color": color, "fmt": marker, "label": moved}
+        ax.errorbar(rows["interval"] + shift, rows["mean"], rows["sd"], **look)
+    ax.plot(np.arange(4) - 0.28, PAPER[BASELINES[0]], "D", ms=4, mfc="white", mec="black", label="the paper's")
     ax.axhline(0.5, color=NEUTRAL, lw=0.6, ls=":", zorder=0)
     ax.set_xticks(range(len(interval_labels())))
     name_intervals(ax, interval_labels())
-    word = {"positive": "Â > 0 whose probability rose", "negative": "Â < 0 whose probability fell"}[sign]
-    ax.set(xlabel="$π_{old}$ before the step", ylabel=f"share of tokens with\n{word}")
-    return finish(ax, shares[["method", "interval", "sign", "mean", "sd"]].reset_index(drop=True))
+    ax.set(xlabel="$π_{old}$ before the step", ylabel="share of GRPO's tokens")
+    ax.set_title(f"{words}: GRPO's tokens\nthat move as Â asks", loc="left")
+    return ax
 
 
-def add_paper(ax: Axes) -> Axes:
-    """Mark the paper's shares in the methods' colours."""
-    for place, (method, shares) in enumerate(PAPER.items()):
-        label = "the paper's" if method == "GRPO" else None
-        x = np.arange(len(shares)) + 0.13 * (place - (len(VARIANTS) - 1) / 2)
-        ax.plot(x, shares, "D", ms=3.5, mfc="white", mec=COLORS[VARIANTS[method]], mew=0.8, label=label, zorder=5)
-    drawn = drawn_numbers(ax)
-    keys = zip(drawn["method"], drawn["interval"], strict=True)
-    return finish(ax, drawn.assign(paper=[PAPER[m][i] if m in PAPER else np.nan for m, i in keys]))
+def draw_changes(ax: Axes, differences: pd.DataFrame) -> Axes:
+    """Draw each method's difference from GRPO by interval, with its interval over the checkpoints."""
+    methods = [method for method in VARIANTS if method in set(differences["method"])]
+    for place, method in enumerate(methods):
+        rows = differences[differences["method"] == method].sort_values("interval")
+        errors = np.nan_to_num(np.abs(rows[["lower", "upper"]].to_numpy().T - rows["difference"].to_numpy()))
+        x = rows["interval"] + 0.17 * (place - (len(methods) - 1) / 2)
+        look = {"ms": 3.5, "elinewidth": 0.9, "fmt": "o", "color": COLORS[VARIANTS[method]], "label": method}
+        ax.errorbar(x, rows["difference"], errors, **look)
+    ax.axhline(0, color=NEUTRAL, lw=0.6, zorder=0)
+    ax.set_xticks(range(len(interval_labels())))
+    name_intervals(ax, interval_labels())
+    ax.set_xlabel("$π_{old}$ before the step")
+    return ax
+
+
+def by_panel(means: pd.DataFrame) -> pd.DataFrame:
+    """Return the means of all methods beside the paper's, a block per optimizer and sign."""
+    parts = []
+    for sign, mark in (("positive", "Â > 0"), ("negative", "Â < 0")):
+        for optimizer, words in OPTIMIZERS.items():
+            own = means[(means["optimizer"] == optimizer) & (means["sign"] == sign)]
+            own = own[["method", "interval", "sign", "mean", "sd"]].assign(panel=f"{words}; {mark}")
+            paper = [PAPER[m][i] if m in PAPER else np.nan for m, i in zip(own["method"], own["interval"], strict=True)]
+            parts.append(own.assign(paper=paper) if sign == "positive" else own)
+    found = pd.concat(parts, ignore_index=True)
+    return found[["panel", *found.columns.drop("panel")]]
 
 
 def main(options: Options) -> None:
     means, differences, intervals = table(options)
-    save_picture(draw(means[means["against"] == "advantage"]), options.at("fig3.png"))
+    shown = means[means["against"] == "advantage"]
+    save_picture(draw(shown, differences), options.at("fig3.png"), by_panel(shown))
     write_csv(means, options.at("fig3_means.csv"), float_format="%.4f")
     write_csv(differences, options.at("fig3_differences.csv"), float_format="%.4f")
     write_csv(intervals, options.at("fig3_intervals.csv"), float_format="%.4f")

@@ -34,7 +34,7 @@ from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
-from gradscope.plots import paper_style
+from gradscope.plots import headline, paper_style
 
 PAPER: Paper = {
     "Qwen2.5-3B-Instruct": {
@@ -77,7 +77,7 @@ def draw(curves: pd.DataFrame, accuracies: pd.DataFrame, shown: pd.DataFrame) ->
     draw_layout(panels["table"], shown)
     panels["table"].set_title("(c) The same beside the paper's (Fig. 4); ± half of the 95 % interval", loc="left")
     said = f"(a): {BAND}\n(b): dotted: untrained. (c): gain over GRPO's average; here at the seeds that both have"
-    figure.supxlabel(said, fontsize=7)
+    headline(figure, "", said)
     return figure
 
 

@@ -45,7 +45,7 @@ from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.words import CATEGORIES, count_categories, embedded_categories
 from gradscope.errors import InputError
-from gradscope.plots import NEUTRAL, finish, new_panels, paper_style
+from gradscope.plots import NEUTRAL, PAGE_WIDTH, finish, headline, new_panels, paper_style
 from gradscope.policy import EMBEDDED
 from gradscope.resampling import bootstrap
 
@@ -192,7 +192,7 @@ def fisher_p(value: pd.Series, lower: pd.Series, upper: pd.Series) -> np.ndarray
 @paper_style()
 def draw(tables: Tables) -> Figure:
     """Draw (a) by both measures, then (b); categories from top to bottom, the paper's signs at the right."""
-    figure, panels = new_panels(3, width=2.43, height=3.2)
+    figure, panels = new_panels(3, width=PAGE_WIDTH / 3, height=2.4)
     panels[1].sharex(panels[0])
     for ax, measure, letter in zip(panels, MEASURES, ("a", "a'"), strict=False):
         own = tables.correlations[tables.correlations["measure"] == measure]
@@ -212,21 +212,30 @@ def draw(tables: Tables) -> Figure:
         *zip(*panels[2].get_legend_handles_labels(), strict=True),
     ]
     figure.legend(
-        *zip(*handles, strict=True), loc="outside upper center", ncols=len(handles), fontsize=7, columnspacing=1
+        *zip(*handles, strict=True), loc="outside upper center", ncols=len(handles), columnspacing=1
     )
     rested = tables.correlations.iloc[0]
-    figure.supxlabel(
+    there = known(tables.correlations.rename(columns={"correlation": "value"}))
+    absent = ", ".join(name for name in CATEGORIES if name not in there)
+    return headline(
+        figure,
+        "",
         f"(a, a') {rested['responses']:,} samples: {rested['puzzles']} puzzles, {tell_seeds([rested['seeds']])}; 95 % "
-        f"bootstrap over puzzles. (b) 95 % t over {tell_seeds(own['seeds'])}. +, −: the paper's signs",
-        fontsize=7,
+        f"bootstrap over puzzles. (b) 95 % t over {tell_seeds(own['seeds'])}. +, −: the paper's signs"
+        + (f". Not in this policy's language: {absent}" if absent else ""),
     )
-    return figure
+
+
+def known(rows: pd.DataFrame) -> set[str]:
+    """Return the categories that occur."""
+    return set(rows.loc[rows["value"].notna(), "category"])
 
 
 def _draw_rows(ax: Axes, series: list[tuple[pd.DataFrame, str, str, str]]) -> None:
-    """Draw a point with its interval per category and series (rows, label, colour, marker); label absent ones."""
-    names = list(CATEGORIES)
+    """Draw a point with its interval per category that occurs and series (rows, label, colour, marker)."""
+    names = [name for name in CATEGORIES if any(name in known(rows) for rows, *_ in series)]
     for number, (rows, label, color, marker) in enumerate(series):
+        rows = rows[rows["category"].isin(names)]
         places = np.array([names.index(category) for category in rows["category"]], dtype=float)
         places += 0.22 * (number - (len(series) - 1) / 2)
         errors = [rows["value"] - rows["lower"], rows["upper"] - rows["value"]]
@@ -239,13 +248,8 @@ def _draw_rows(ax: Axes, series: list[tuple[pd.DataFrame, str, str, str]]) -> No
         }
         ax.errorbar(rows["value"], places, xerr=np.nan_to_num(errors), label=label, **style)
     ax.axvline(0, color=NEUTRAL, linewidth=0.7)
-    present = set().union(*(rows.loc[rows["value"].notna(), "category"] for rows, *_ in series))
-    across = ax.get_yaxis_transform()
-    white = {"facecolor": "white", "edgecolor": "none", "pad": 1}
     for place, name in enumerate(names):
-        if name not in present:
-            ax.text(0.5, place, ABSENT, transform=across, ha="center", va="center", color="0.4", fontsize=7, bbox=white)
-        ax.text(1.05, place, PAPER[name], transform=across, ha="center", va="center")
+        ax.text(1.05, place, PAPER[name], transform=ax.get_yaxis_transform(), ha="center", va="center")
     ax.set_yticks(range(len(names)), names)
     ax.set_ylim(len(names) - 0.5, -0.5)
     ax.tick_params(axis="y", length=0)

@@ -29,7 +29,7 @@ from analyses.common.places import save_picture
 from analyses.common.read_runs import pages, read_metrics, read_tests
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import NEUTRAL, finish, new_panels, paper_style
+from gradscope.plots import NEUTRAL, finish, headline, new_panels, paper_style
 
 BASELINE = "grpo"
 RECOMMENDED = {"alpha": (0.2, 0.3), "eta": (0.45, 0.55)}
@@ -122,10 +122,11 @@ def draw(tables: Tables) -> Figure:
     for ax, name, title in ((alpha, "alpha", "(c) α of Reweight"), (eta, "eta", "(d) η of Lopti")):
         swept.append(draw_sweep(ax, tables, getattr(roles, name), shaded=RECOMMENDED[name]))
         ax.set(title=title, xlabel=title[4])
-    figure.supxlabel(
+    headline(
+        figure,
+        "",
         f"(a), (b): {BAND} that all of a panel have\n(c), (d): last three checkpoints, at the same seeds; mean and "
         f"95 % t interval over {tell_seeds(pd.concat(swept))} (pale dots); shaded: the paper's advice",
-        fontsize=7,
     )
     return figure
 

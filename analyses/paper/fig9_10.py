@@ -29,7 +29,7 @@ from analyses.common.read_runs import pages, read_metrics
 from analyses.common.records import RECORDS, compare_late, smooth_records
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_table
-from gradscope.plots import new_panels, paper_style
+from gradscope.plots import headline, new_panels, paper_style
 
 SHOWN = ("reward_mean", "response_length", "grad_norm", "entropy")
 FAMILIES = {
@@ -58,7 +58,7 @@ def draw(curves: pd.DataFrame, trained_on: str) -> Figure:
         panel.set_title(f"({letter}) {title}", loc="left")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=len(names))
-    figure.supxlabel(f"Trained on {trained_on}; {BAND}", fontsize=7)
+    headline(figure, "", f"Trained on {trained_on}; {BAND}")
     return figure
 
 

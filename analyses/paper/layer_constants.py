@@ -15,10 +15,11 @@ Not in the paper, which assumes the constants (Assumption 4.1) and does not meas
 
 from __future__ import annotations
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import tyro
-from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from analyses.common.experiments import read
 from analyses.common.measurements import read_facts, read_table
@@ -27,7 +28,7 @@ from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from analyses.paper.base_policy import read_theory, tabulate
 from analyses.parts.constants import ConstantsReport, report_constants
-from gradscope.plots import finish, new_axes, paper_style
+from gradscope.plots import NEUTRAL, PAGE_WIDTH, finish, headline, paper_style
 from gradscope.runs import write_text
 from gradscope.theory import TheoryReport
 
@@ -68,28 +69,39 @@ def spans(theory: TheoryReport, report: ConstantsReport) -> pd.DataFrame:
 
 
 @paper_style()
-def draw(theory: TheoryReport, report: ConstantsReport, ax: Axes | None = None) -> Axes:
-    """Draw per layer, on a log scale: certified ∏c … ∏d, the exact range of gains, and real tokens' gains."""
+def draw(theory: TheoryReport, report: ConstantsReport) -> Figure:
+    """Draw real tokens' gains and their exact range by layer; below, how far the certified bounds are from them."""
     drawn = spans(theory, report)
     layers = sorted(drawn["layer"].unique())
-    ax, thick = new_axes(ax, width=max(4.4, 0.24 * len(layers)), height=3.4), 5 if len(layers) < 10 else 2.5
-    bottom = drawn.loc[drawn["lower"] > 0, "lower"].min() / 100
-    for number, (name, color) in enumerate(COLORS.items()):
-        part = drawn[drawn["span"] == name]
-        x = part["layer"] + 0.2 * (number - 1)
-        ax.vlines(x, part["lower"].clip(lower=bottom), part["upper"], color=color, lw=thick, label=name)
-        zero = part["lower"] == 0
-        ax.scatter(x[zero], np.full(zero.sum(), bottom * 1.5), marker="v", color=color, s=6 * thick, zorder=3)
-    part = drawn[drawn["span"] == "∏d, estimated"]
-    if part["upper"].notna().any():
-        ax.scatter(part["layer"] + 0.2, part["upper"], marker="_", s=90, color="black", zorder=3, label="∏d, estimated")
-    ax.set_yscale("log")
-    ax.set_ylim(bottom=bottom)
-    ax.set_xticks(layers[:: 1 + len(layers) // 16])
-    ax.set_xlabel("layer ℓ (0: input of the first block; ▾: ∏c is 0)")
-    ax.set_ylabel("gain ‖δℓ‖ / ‖e − π‖ of token gradients")
-    ax.figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    return finish(ax, drawn)
+    height, thick = 4.6, 5 if len(layers) < 10 else 2.5
+    figure, (top, bottom) = plt.subplots(2, 1, figsize=(PAGE_WIDTH, height), layout="constrained", sharex=True)
+    *shown, certified = COLORS
+    parts = {name: drawn[drawn["span"] == name].set_index("layer").loc[layers] for name in COLORS}
+    for number, name in enumerate(shown):
+        x = np.array(layers) + 0.2 * (number - 0.5)
+        top.vlines(x, parts[name]["lower"], parts[name]["upper"], color=COLORS[name], lw=thick, label=name)
+    top.set(yscale="log", ylabel="gain ‖δℓ‖ / ‖e − π‖\nof token gradients")
+    real, bound = parts[shown[0]], parts[certified]
+    above = np.log10(bound["upper"] / real["upper"])
+    below = np.log10((bound["lower"] / real["lower"]).where(bound["lower"] > 0))
+    floor = 1.15 * min(np.nanmin([0.0, *below]), -1)
+    bottom.bar(layers, above, 0.6, color=COLORS[certified], label=certified)
+    bottom.bar(layers, below.fillna(floor), 0.6, color=COLORS[certified])
+    zero = below.isna().to_numpy()
+    bottom.plot(np.array(layers)[zero], np.full(zero.sum(), floor), "v", color=COLORS[certified], ms=5, clip_on=False)
+    estimated = drawn[drawn["span"] == "∏d, estimated"].set_index("layer").reindex(layers)["upper"]
+    if estimated.notna().any():
+        looks = {"s": 90, "color": "black", "zorder": 3, "label": "∏d, estimated"}
+        bottom.scatter(layers, np.log10(estimated / real["upper"]), marker="_", **looks)
+    bottom.axhline(0, color=NEUTRAL, lw=0.6)
+    bottom.set_ylabel("orders of magnitude beyond\nreal tokens' gains")
+    bottom.set_xticks(layers[:: 1 + len(layers) // 16])
+    bottom.set_xlabel("layer ℓ (0: input of the first block)")
+    handles = [*zip(*top.get_legend_handles_labels(), strict=True)]
+    handles += [*zip(*bottom.get_legend_handles_labels(), strict=True)]
+    figure.legend(*zip(*handles, strict=True), loc="outside upper center", ncols=4)
+    finish(top, drawn)
+    return headline(figure, "", "▾: ∏c is 0, so that nothing is bounded from below." if zero.any() else "")
 
 
 def main(options: Options) -> None:

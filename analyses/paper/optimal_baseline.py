@@ -18,6 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from scipy.stats import rankdata
@@ -29,7 +30,7 @@ from analyses.common.tables import write_csv
 from analyses.measure.optimal_baseline import ENERGY, LENGTH, POWER, PROXY, SUM, TOKENWISE, WHOLE
 from analyses.measure.real_language import MODELS
 from gradscope.gradients import LOGITS, PARAMETERS
-from gradscope.plots import paper_style
+from gradscope.plots import NEUTRAL, PAGE_WIDTH, headline, paper_style
 from gradscope.resampling import ANY, FEWEST, Scale, bootstrap
 from gradscope.theory import FLOOR
 
@@ -144,26 +145,33 @@ def compare_units(responses: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows)
 
 
+POINTS = "#31688e"
+
+
 @paper_style()
 def draw(responses: pd.DataFrame, tokens: dict[str, pd.DataFrame], judged: pd.DataFrame, saved: pd.DataFrame) -> Figure:
-    """Draw a row per policy: questions (i), (ii) and (iii), and what baselines save."""
-    figure, panels = plt.subplots(len(POLICIES), 4, figsize=(10.4, 5.0), layout="constrained")
-    for (name, title), axes in zip(POLICIES.items(), panels, strict=True):
+    """Draw a row per policy: questions (i), (ii) and (iii); below, on one scale, what baselines save."""
+    figure = plt.figure(figsize=(PAGE_WIDTH, 6.8), layout="constrained")
+    grid = figure.add_gridspec(len(POLICIES) + 1, 6, height_ratios=[*[1.0] * len(POLICIES), 0.9])
+    beside: Axes | None = None
+    for number, (name, title) in enumerate(POLICIES.items()):
         own, few = responses[responses["policy"] == name], tokens[name]
         few = few[few["prob"] < 1 - FLOOR]
         few = few.sample(min(1500, len(few)), random_state=0)
         told = judged[judged["policy"] == name].drop_duplicates("pair").set_index("pair")
         drawn = (
-            (own[ENERGY], own[SUM], "Σ‖g‖², of a response", "‖Σg‖²", "‖Σg‖² by Σ‖g‖²"),
-            (few[LOGITS] ** 2, few[PARAMETERS] ** 2, "‖e − π‖², of a token", "‖g‖²", BY_TOKEN),
+            (own[ENERGY], own[SUM], "Σ‖g‖² of a response", "‖Σg‖²", "‖Σg‖² by Σ‖g‖²"),
+            (few[LOGITS] ** 2, few[PARAMETERS] ** 2, "‖e − π‖² of a token", "‖g‖²", BY_TOKEN),
             (own[PROXY], own[SUM], "verl's W = Σ‖e − π‖²", "‖Σg‖²", "‖Σg‖² by verl's W"),
         )
-        for ax, (x, y, below, beside, pair) in zip(axes, drawn, strict=False):
-            ax.plot(x, y, ".", ms=3, alpha=0.5, color="#31688e", mew=0)
+        axes = [figure.add_subplot(grid[number, 2 * place : 2 * place + 2]) for place in range(len(drawn))]
+        for ax, (x, y, below, left, pair) in zip(axes, drawn, strict=True):
+            ax.plot(x, y, ".", ms=3, alpha=0.5, color=POINTS, mew=0)
             row = told.loc[pair]
-            words = f"rank {row['spearman']:.2f}, R² {row['r2']:.2f}, slope {row['slope']:.2f}"
-            ax.set(xscale="log", yscale="log", xlabel=below, ylabel=beside)
-            ax.set_title(words, fontsize=7, loc="left")
+            head = f"{title}\n" if ax is axes[0] else "\n"
+            words = f"{head}rank r {row['spearman']:.2f}, R² {row['r2']:.2f},\nslope {row['slope']:.2f}"
+            ax.set_title(words, loc="left")
+            ax.set(xscale="log", yscale="log", xlabel=below, ylabel=left)
             for axis in (ax.xaxis, ax.yaxis):
                 axis.set_minor_formatter(NullFormatter())
                 if len(x) == len(own):  # less than two decades
@@ -172,14 +180,24 @@ def draw(responses: pd.DataFrame, tokens: dict[str, pd.DataFrame], judged: pd.Da
         reach = np.array([own[ENERGY].min(), own[ENERGY].max()])
         axes[0].plot(reach, reach, "k--", lw=0.8, label="equal")
         axes[0].legend(loc="lower right")
-        axes[0].annotate(title, (0, 1.16), xycoords="axes fraction", fontweight="bold")
-        bars = saved[saved["policy"] == name]
-        errors = np.abs(bars[["lower", "upper"]].to_numpy().T - bars["saved"].to_numpy())
-        axes[3].barh(bars["baseline"], bars["saved"], xerr=errors, color="#9aa5b1", error_kw={"elinewidth": 0.8})
-        axes[3].axvline(0, color="black", lw=0.8)
-        axes[3].invert_yaxis()
-        axes[3].set_xlabel("variance saved")
-    return figure
+        ax = figure.add_subplot(grid[-1, 3 * number : 3 * number + 3], sharex=beside)
+        beside = ax
+        draw_saved(ax, saved[saved["policy"] == name].reset_index(drop=True))
+        ax.set_title(f"variance saved, {title.split(',')[0].split(' (')[0]}", loc="left")
+    return headline(figure, "", "Bars: 95 % intervals over prompts.")
+
+
+def draw_saved(ax: Axes, rows: pd.DataFrame) -> None:
+    """Draw the share of the variance that each baseline saves, and write it at the right."""
+    errors = np.abs(rows[["lower", "upper"]].to_numpy().T - rows["saved"].to_numpy())
+    ax.errorbar(rows["saved"], rows.index, xerr=errors, fmt="o", ms=4, color=POINTS, elinewidth=1)
+    for row in rows.itertuples():
+        words = f"{row.saved:.2f} [{row.lower:.2f}, {row.upper:.2f}]".replace("-", "−")
+        ax.text(1.0, row.Index, words, transform=ax.get_yaxis_transform(), ha="right", va="center", fontsize=7)
+    ax.axvline(0, color=NEUTRAL, lw=0.6, zorder=0)
+    ax.set_yticks(rows.index, rows["baseline"])
+    ax.set(ylim=(len(rows) - 0.5, -0.5), xlim=(-0.8, 1.5), xticks=[-0.5, 0, 0.5], xlabel="share of the variance")
+    ax.tick_params(axis="y", length=0)
 
 
 def main(options: Options) -> None:

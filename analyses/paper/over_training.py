@@ -3,8 +3,8 @@
     python -m analyses.paper.over_training [--out figures] [--scale cpu]
 
 Drawn from analyses/measure/over_training.py: fresh batches at some checkpoints, with the gradient of the run's own loss
-summed over the tokens of each interval of π. A row of panels per method. Gradients of two intervals from one prompt
-share noise, so the right panel shows the cosine's signal part, which other prompts would reproduce. Writes
+summed over the tokens of each interval of π. Gradients of two intervals from one prompt share noise, so the cosine's
+signal part, which other prompts would reproduce, is beside it. Writes
 over_training.png and .csv, and over_training_contrasts.csv: which cosines differ from 0, whether the gradient has any
 signal, and whether the gradient of unlikely tokens has more than that of likely ones, each averaged over the
 checkpoints after step 0 and paired over seeds, with Holm's correction.
@@ -15,6 +15,7 @@ the four squared norms) is .845, the norm of their sum .82.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -24,7 +25,9 @@ import pandas as pd
 import tyro
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
+from analyses.common.colors import COLORS
 from analyses.common.contrasts import compare, mean_interval, tell_seeds
 from analyses.common.experiments import labels
 from analyses.common.measurements import read_table
@@ -33,7 +36,7 @@ from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
 from gradscope.errors import InputError
 from gradscope.intervals import EDGES, interval_labels
-from gradscope.plots import NEUTRAL, interval_colors, paper_style
+from gradscope.plots import NEUTRAL, PAGE_WIDTH, headline, paper_style
 
 MEASURED = "over_training"
 LABELS = interval_labels(EDGES)
@@ -128,68 +131,54 @@ def compare_quantities(pooled: pd.DataFrame, pairs: list[tuple[str, str]]) -> pd
 
 @paper_style()
 def draw(drawn: pd.DataFrame) -> Figure:
-    """Draw a row per method: cosines and signal-to-noise over training, and cosines averaged over training."""
-    variants = list(drawn["variant"].unique())
-    size = (7.3, 0.8 + 2.1 * len(variants))
-    figure, panels = plt.subplots(len(variants), 3, figsize=size, layout="constrained", squeeze=False)
-    for row, variant in zip(panels, variants, strict=True):
-        own = drawn[drawn["variant"] == variant]
-        over, pooled = own[own["step"] != "after 0"], own[own["step"] == "after 0"]
-        _draw_lines(row[0], over[over["quantity"] == "cosine"], PAIR_COLORS)
-        _draw_lines(row[1], over[over["quantity"] == SIGNAL], INTERVAL_COLORS)
-        _draw_pairs(row[2], pooled)
-        row[0].set(ylabel="cosine", title=f"{labels()[variant]}, {tell_seeds(over['seeds'])}")
-        row[1].set(ylabel="signal / noise, one prompt")
-    for panel, words in zip(panels[-1], ("step", "step", "mean over the steps after 0"), strict=True):
-        panel.set_xlabel(words)
-    panels[0, 1].set_title("Signal in an interval's gradient")
-    panels[0, 2].set_title("● cosine   ◇ its signal part", fontsize="medium")
-    figure.legend(*panels[0, 1].get_legend_handles_labels(), loc="outside upper center", ncols=len(INTERVAL_COLORS))
-    figure.supxlabel(WORDS, fontsize=7)
-    return figure
+    """Draw the mean over the steps after 0, a colour per method, beside step 0: cosines, and signal to noise."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(PAGE_WIDTH, 4.6), layout="constrained", width_ratios=[1.15, 1])
+    own = {quantity: drawn[drawn["quantity"] == quantity] for quantity in ("cosine", "signal part", SIGNAL)}
+    draw_rows(left, own["cosine"], [pair_name(a, b) for a, b in PAIRS], of_signal=own["signal part"])
+    left.set_title("(a) cosine of two intervals' gradients", loc="left")
+    left.plot([], [], "D", ms=4, color=NEUTRAL, mfc="white", label="its signal part")
+    draw_rows(right, own[SIGNAL], [*LABELS, "all"])
+    right.set_title("(b) signal to noise of one prompt", loc="left")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=5)
+    words = f"Means over {tell_seeds(drawn['seeds'])} of a fresh batch each; bars: 95 % t intervals. "
+    steps = ", ".join(sorted({str(step) for step in drawn["step"]} - {"0", "after 0"}, key=int))
+    words += f"Methods: mean over steps {steps}. One over (b) is how many prompts' gradient would be half signal."
+    return headline(figure, "", words)
 
 
-PAIR_COLORS = dict(zip((pair_name(a, b) for a, b in PAIRS), plt.get_cmap("Dark2").colors, strict=False))
-INTERVAL_COLORS = dict(zip(LABELS, interval_colors(), strict=True)) | {"all": NEUTRAL}
 ENOUGH = 3
 """Seeds needed to draw an interval: with two it is as wide as the figure."""
-WORDS = (
-    "Means over seeds; bars: 95 % t intervals, from three seeds on. Cosines on the left have the colours of the right. "
-    "\nOne over signal / noise is how many prompts' gradient would be half signal"
-)
 
 
-def _draw_lines(ax: Axes, rows: pd.DataFrame, colors: dict[str, tuple[float, ...] | str]) -> None:
-    """Draw a line with error bars for each interval or pair, side by side."""
-    for place, (of, own) in enumerate(rows.groupby("of", sort=False)):
-        own = own.sort_values("step", key=lambda steps: steps.astype(int))
-        steps = own["step"].astype(int) + 1.5 * (place - 2)
-        ax.plot(steps, own["mean"], color=colors[of], label=of, marker="o", ms=2)
-        draw_bars(ax, steps, own, color=colors[of])
-    ax.axhline(0.0, color=NEUTRAL, linewidth=0.5)
-
-
-def draw_bars(ax: Axes, steps: pd.Series, rows: pd.DataFrame, *, color: tuple[float, ...] | str) -> None:
-    """Draw the intervals of the rows that rest on enough seeds."""
-    known = rows["seeds"] >= ENOUGH
-    ax.vlines(steps[known], rows.loc[known, "lower"], rows.loc[known, "upper"], color=color, linewidth=0.6)
-
-
-def _draw_pairs(ax: Axes, pooled: pd.DataFrame) -> None:
-    """Draw both cosines of each pair, one above the other."""
-    for shift, quantity, marker in ((0.13, "cosine", "o"), (-0.13, "signal part", "D")):
-        rows = pooled[pooled["quantity"] == quantity].set_index("of").reindex(PAIR_COLORS)
-        for place, (of, row) in enumerate(rows.iterrows()):
-            fill = PAIR_COLORS[of] if marker == "o" else "white"
-            if row["seeds"] >= ENOUGH:
-                ax.hlines(-place + shift, row["lower"], row["upper"], color=PAIR_COLORS[of], linewidth=0.8)
-            ax.plot(row["mean"], -place + shift, marker=marker, ms=4, color=PAIR_COLORS[of], markerfacecolor=fill)
-        words = "cosine" if quantity == "cosine" else "its signal part"
-        ax.plot(
-            [], [], marker=marker, ms=4, ls="", color=NEUTRAL, mfc=NEUTRAL if marker == "o" else "white", label=words
-        )
-    ax.axvline(0.0, color=NEUTRAL, linewidth=0.5)
-    ax.set_yticks(-np.arange(len(PAIR_COLORS)), list(PAIR_COLORS))
+def draw_rows(ax: Axes, rows: pd.DataFrame, names: Sequence[str], *, of_signal: pd.DataFrame | None = None) -> None:
+    """Draw a row per name (`of`): step 0, then each method's mean over the steps after it, with their intervals."""
+    rows, named = rows.astype({"step": str}), labels()
+    variants = list(rows["variant"].unique())
+    start = rows[(rows["step"] == "0") & (rows["variant"] == variants[0])]
+    series = [(start, None, "#b0b0b0", "step 0")] if len(start) else []
+    for variant in variants:
+        later = [
+            None if part is None else part[(part["variant"] == variant) & (part["step"] == "after 0")]
+            for part in (rows, of_signal)
+        ]
+        series.append((*later, COLORS[variant], named[variant]))
+    for number, (means, signal, color, label) in enumerate(series):
+        shift = 0.2 * (number - (len(series) - 1) / 2)
+        for part, fill, moved in ((means, color, -0.035), (signal, "white", 0.035)):
+            if part is None:
+                continue
+            part = part.set_index("of").reindex(names)
+            places = np.arange(len(names)) + shift + (moved if signal is not None else 0)
+            known = (part["seeds"] >= ENOUGH).to_numpy()
+            if fill == color:
+                ax.hlines(places[known], part["lower"][known], part["upper"][known], color=color, lw=1.0)
+            look = {"ls": "", "color": color, "mfc": fill, "ms": 4 if fill == color else 3.2, "zorder": 3}
+            ax.plot(part["mean"], places, "o" if fill == color else "D", label=label if fill == color else None, **look)
+    ax.axvline(0.0, color=NEUTRAL, lw=0.6, zorder=0)
+    ax.set_yticks(range(len(names)), names)
+    ax.set_ylim(len(names) - 0.5, -0.5)
+    ax.tick_params(axis="y", length=0)
+    ax.xaxis.set_major_locator(MaxNLocator(5))
 
 
 def write(figure: Figure, drawn: pd.DataFrame, compared: pd.DataFrame, path: Path) -> None:

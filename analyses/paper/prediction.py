@@ -27,6 +27,7 @@ import pandas as pd
 import tyro
 from matplotlib.figure import Figure
 
+from analyses.common.colors import COLORS
 from analyses.common.experiments import labels
 from analyses.common.measurements import read_table
 from analyses.common.places import save_picture
@@ -160,15 +161,13 @@ def simulate(
 @paper_style()
 def draw(found: pd.DataFrame) -> Figure:
     """Draw actual against predicted differences."""
-    figure, ax = plt.subplots(figsize=(3.6, 3.4), layout="constrained")
+    figure, ax = plt.subplots(figsize=(4.8, 3.4), layout="constrained")
     ax.axhline(0, color="0.8", lw=0.8)
     ax.axvline(0, color="0.8", lw=0.8)
-    for color, (variant, marker) in zip(
-        plt.rcParams["axes.prop_cycle"].by_key()["color"], MARKERS.items(), strict=False
-    ):
+    for variant, marker in MARKERS.items():
         for scale, filled in zip(SCALES, (True, False), strict=True):
             own = found[(found["variant"] == variant) & (found["scale"] == scale)]
-            look = {"fillstyle": "full" if filled else "none", "color": color, "ms": 4}
+            look = {"fillstyle": "full" if filled else "none", "color": COLORS[variant], "ms": 4}
             ax.plot(own["predicted"], own["actual"], marker, label=labels()[variant] if filled else None, **look)
     ax.set(xlabel="predicted gain in reward, minus GRPO's", ylabel="reward after 10 steps, minus GRPO's")
     figure.legend(title="hollow: embedded-certain", loc="outside upper center", ncols=2)

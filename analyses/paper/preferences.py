@@ -22,7 +22,7 @@ from analyses.common.measurements import read_table
 from analyses.common.places import save_picture
 from analyses.common.script import Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import paper_style
+from gradscope.plots import NEGATIVE, POSITIVE, paper_style
 from gradscope.updates import SIDES
 
 SOURCES = {"chosen": "chosen answers", "rejected": "rejected answers", "momentum": "momentum"}
@@ -64,21 +64,24 @@ def slope(frame: pd.DataFrame) -> float:
     return float(np.polyfit(frame["predicted"], frame["actual"], 1)[0])
 
 
+COLORS = dict(zip(SIDES, (POSITIVE, NEGATIVE), strict=True))
+
+
 @paper_style()
 def draw(answers: pd.DataFrame) -> Figure:
     """Draw actual against predicted changes, and the sources' means."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(7.2, 3.2), layout="constrained")
     ends = [answers[["predicted", "actual"]].min().min(), answers[["predicted", "actual"]].max().max()]
     left.plot(ends, ends, color="0.8", lw=0.8)
-    for side, marker in zip(SIDES, "os", strict=True):
+    for (side, color), marker in zip(COLORS.items(), "os", strict=True):
         own = answers[answers["side"] == side]
-        left.plot(own["predicted"], own["actual"], marker, ms=4, label=side)
+        left.plot(own["predicted"], own["actual"], marker, ms=4, color=color, label=side)
     left.set(xlabel="predicted Δ log π of an answer (nats)", ylabel="after the real step (nats)", title="(a)")
     left.legend()
     means = answers.groupby("side")[[*SOURCES]].mean().loc[[*SIDES]]
     places = np.arange(means.shape[1])
-    for shift, side in zip((-0.2, 0.2), SIDES, strict=True):
-        right.bar(places + shift, means.loc[side], 0.38, label=f"Δ log π of {side}")
+    for shift, (side, color) in zip((-0.2, 0.2), COLORS.items(), strict=True):
+        right.bar(places + shift, means.loc[side], 0.38, color=color, label=f"Δ log π of {side}")
     right.axhline(0, color="0.8", lw=0.8)
     right.set_xticks(places, [SOURCES[name].replace(" ", "\n") for name in means])
     right.set(ylabel="nats, mean over answers", title="(b) by whose gradient")

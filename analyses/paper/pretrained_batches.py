@@ -26,7 +26,7 @@ from analyses.common.script import WordsOptions as Options, exit_with
 from analyses.common.tables import PAPER_NORMS, write_csv
 from analyses.paper import fig1
 from gradscope.intervals import interval_labels
-from gradscope.plots import paper_style
+from gradscope.plots import POLICIES, headline, paper_style
 from gradscope.theory import theory_report
 
 TABLES = ("tokens.parquet", "moves.parquet", "gradients.csv", "similarity.csv", "samples.csv")
@@ -79,12 +79,13 @@ def draw_norms(compared: pd.DataFrame) -> Figure:
     ratios = compared[compared["quantity"] == "norm_ratio"]
     first = ratios.drop_duplicates("interval")
     places = np.arange(len(first))
-    ax.plot(places - 0.3, first["paper"], "D", mfc="white", mec="black", label="paper, 3 B, T = 0.7")
-    ax.plot(places - 0.18, first["embedded"], "s", color="0.45", label="embedded, 0.8 M, T = 0.7")
+    ax.plot(places - 0.3, first["paper"], "D", mfc="white", mec=POLICIES["paper"], label="paper, 3 B, T = 0.7")
+    ax.plot(places - 0.18, first["embedded"], "s", color=POLICIES["embedded"], label="embedded, 0.8 M, T = 0.7")
     for number, (keys, own) in enumerate(ratios.groupby(KEYS, sort=False)):
         errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["mean"].to_numpy())
+        look = {"fmt": "o^sv"[number % 4], "ms": 4, "capsize": 2, "color": POLICIES["smollm2"]}
         label = f"{NAMES[str(keys[0])]}, T = {keys[1]:g}"
-        ax.errorbar(places - 0.06 + 0.12 * number, own["mean"], errors, fmt="o", ms=4, capsize=2, label=label)
+        ax.errorbar(places - 0.06 + 0.12 * number, own["mean"], errors, label=label, **look)
     ax.set_xticks(places, first["interval"])
     ax.set(xlabel="π of the tokens in the loss", ylabel="norm of summed gradient\nover that of all (95 %)")
     ax.set_ylim(0)
@@ -98,7 +99,8 @@ def main(options: Options) -> None:
     for keys, _ in found["samples"].groupby(KEYS, sort=False):
         of = {name: pick(rows, keys).reset_index(drop=True) for name, rows in found.items()}
         figure = fig1.draw(of["moves"], mean_norms(of["gradients"]), of["similarity"].assign(optimizer="sgd"))
-        figure.suptitle(f"{NAMES[keys[0]]}, de-quantised from four bits, T = {keys[1]:g}", fontsize="medium")
+        words = f"{NAMES[keys[0]]}, de-quantised from four bits, T = {keys[1]:g}."
+        headline(figure, "", f"{words} {fig1.WORDS}")
         save_picture(figure, options.at(f"pretrained_{keys[0]}_{keys[1]:g}.png"))
         fit = theory_report(of["tokens"], vocab_size=sizes[keys[0]], seed=0).powers
         powers.append(fit.assign(policy=keys[0], temperature=keys[1]))

@@ -27,7 +27,7 @@ from analyses.common.read_runs import read_metrics
 from analyses.common.records import LATE, late_means
 from analyses.common.script import Output as Options, exit_with
 from analyses.common.tables import write_csv
-from gradscope.plots import NEUTRAL, finish, paper_style
+from gradscope.plots import NEUTRAL, finish, headline, paper_style
 
 NAME, MAIN = "rare_tokens", ("cpu", "puzzles")
 RECORDS = {"token_share_0": "share of tokens with π < ¼", "entropy": "entropy"}
@@ -72,7 +72,7 @@ def draw(contrasts: pd.DataFrame, curves: pd.DataFrame) -> Figure:
     left.legend(loc="upper left", fontsize=6.5)
     draw_differences(right, contrasts)
     told = f"Left: {BAND}.\nRight: last {LATE} steps (seeds), 95 % t intervals over seeds, uncorrected."
-    figure.supxlabel(told, fontsize=7)
+    headline(figure, "", told)
     return figure
 
 

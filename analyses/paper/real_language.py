@@ -39,7 +39,12 @@ from analyses.paper.words import CATEGORIES
 from gradscope.gradients import LAYER, PARAMETERS, sampling_weights
 from gradscope.intervals import interval_labels
 from gradscope.plots import (
+    PAGE_WIDTH,
+    POLICIES,
+    TIMES,
+    headline,
     interval_colors,
+    name_intervals,
     paper_style,
     plot_figure_1,
     plot_figure_2,
@@ -50,7 +55,6 @@ from gradscope.plots import (
 from gradscope.resampling import SHARE, bootstrap
 from gradscope.theory import TheoryReport, measured_cones, regress_norms, theory_report
 
-COLORS = {"smollm2": "#d95f02", "gemma3": "#1b9e77"}
 DRAWN = 4000
 """Random tokens in the scatter plots; numbers use all."""
 INFERENCE = {form for words in CATEGORIES.values() for word in words for form in word.forms if " " not in form}
@@ -248,7 +252,7 @@ def draw_drivers(fits: pd.DataFrame) -> Figure:
 def draw_kinds(kinds: pd.DataFrame) -> Figure:
     """Draw the share of the tokens and of Σ‖w·g‖² by kind."""
     figure, ax = plt.subplots(figsize=(6.4, 2.8), layout="constrained")
-    looks = {"token_share": ("#9aa5b1", "of the tokens"), "energy_share": ("#b5548a", "of Σ‖w·g‖²")}
+    looks = {"token_share": (TIMES["before"], "of the tokens"), "energy_share": (TIMES["after"], "of Σ‖w·g‖²")}
     for place, (quantity, (color, label)) in enumerate(looks.items()):
         errors = np.abs(kinds[[f"{quantity}_lower", f"{quantity}_upper"]].to_numpy().T - kinds[quantity].to_numpy())
         ax.bar(np.arange(len(kinds)) + 0.4 * place, kinds[quantity], 0.4, yerr=errors, color=color, label=label)
@@ -283,30 +287,33 @@ def draw_lengths(lengths: pd.DataFrame) -> Figure:
 @paper_style()
 def draw_beside(compared: pd.DataFrame, embedding: pd.DataFrame) -> Figure:
     """Draw every policy's shares of the tokens and relative norms, and the embedding's part of Gemma's norms."""
-    figure, axes = plt.subplots(1, 3, figsize=(10.0, 2.9), layout="constrained")
-    titles = {"token_share": "share of the tokens", "norm_ratio": "norm of summed gradient\nover that of all"}
+    figure, axes = plt.subplots(1, 3, figsize=(PAGE_WIDTH, 2.7), layout="constrained")
+    titles = {"token_share": "share of the tokens", "norm_ratio": "norm of summed gradient,\nof all tokens' norm"}
     places = np.arange(len(interval_labels()))
     for ax, (quantity, title) in zip(axes, titles.items(), strict=False):
         own = compared[compared["quantity"] == quantity]
         first = own.drop_duplicates("interval")
-        ax.plot(places - 0.24, first["paper"], "D", mfc="white", mec="black", label="paper, 3 B, T = 0.7")
-        ax.plot(places - 0.08, first["embedded"], "s", color="0.45", label="embedded, 0.8 M, T = 0.7")
+        look = {"mfc": "white", "mec": POLICIES["paper"], "ms": 4.5, "ls": ""}
+        ax.plot(places - 0.24, first["paper"], marker="D", label="paper, 3 B, T = 0.7", **look)
+        look = {"color": POLICIES["embedded"], "ms": 4.5, "ls": ""}
+        ax.plot(places - 0.08, first["embedded"], marker="s", label="embedded, 0.8 M, T = 0.7", **look)
         for number, (model, rows) in enumerate(own.groupby("model", sort=False)):
             errors = np.abs(rows[["lower", "upper"]].to_numpy().T - rows["value"].to_numpy())
             label = f"{MODELS[str(model)].title.split(',')[0]}, T = 1"
-            look = {"fmt": "o", "ms": 4, "capsize": 2, "color": COLORS[str(model)]}
+            look = {"fmt": "o", "ms": 4, "capsize": 2, "color": POLICIES[str(model)]}
             ax.errorbar(places + 0.08 + 0.16 * number, rows["value"], errors, label=label, **look)
-        ax.set(ylabel=title)
+        ax.set_title(title, loc="left")
     errors = np.abs(embedding[["lower", "upper"]].to_numpy().T - embedding["share"].to_numpy())
-    look = {"fmt": "o", "ms": 4, "capsize": 2, "color": COLORS["gemma3"]}
+    look = {"fmt": "o", "ms": 4, "capsize": 2, "color": POLICIES["gemma3"]}
     axes[2].errorbar(np.arange(len(embedding)), embedding["share"], errors, **look)
-    axes[2].set(ylabel="the tied embedding's share\nof Σ‖g‖², Gemma 3 270M")
+    axes[2].set_title("the tied embedding's share\nof Σ‖g‖², Gemma 3", loc="left")
     for ax, names in zip(axes, (interval_labels(), interval_labels(), embedding["interval"]), strict=True):
-        ax.set_xticks(np.arange(len(names)), names)
+        ax.set_xticks(range(len(names)))
+        name_intervals(ax, list(names))
         ax.set_ylim(0)
         ax.set_xlabel("π of the tokens")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    return figure
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4, columnspacing=1)
+    return headline(figure, "", "One batch each. Bars: 95 % intervals over its prompts.")
 
 
 def draw(
@@ -338,7 +345,7 @@ def draw_model(model: str, options: Options) -> tuple[pd.DataFrame, pd.DataFrame
         drawn = {"kinds": draw_kinds, "lengths": draw_lengths, "sizes": draw_sizes}
         figures |= {name: drawn[name](found) for name, found in sums.items()}
     for name, figure in figures.items():
-        figure.suptitle(MODELS[model].title, fontsize=8)
+        headline(figure, "", f"{MODELS[model].title}.")
         save_picture(figure, options.at(f"{model}_{name}.png"), sums.get(name))
     for name, found in {"": compared, "_theory": tabulate(theory), "_drivers": fits}.items():
         write_csv(found, options.at(f"{model}{name}.csv"))

@@ -38,7 +38,7 @@ from gradscope.diagnosis import gradient_rows, sum_by_prompt, token_shares
 from gradscope.gradients import ADAMW, LAYER, PARAMETERS, Gram
 from gradscope.intervals import interval_labels
 from gradscope.objective import make_weighting
-from gradscope.plots import interval_colors, paper_style
+from gradscope.plots import NEUTRAL, PAGE_WIDTH, TIMES, headline, interval_colors, name_intervals, paper_style
 from gradscope.resampling import short_of
 from gradscope.theory import fit_powers
 
@@ -47,7 +47,7 @@ SHARED = ("tokens.parquet", "products.parquet", "responses.parquet", "samples.cs
 """Tables read from both measurements."""
 TABLES = (*SHARED, "summed.parquet", "scaled.parquet", "weightings.csv", "weights.csv")
 START, END = "before training", "after 60 steps"
-COLORS = {START: "#9aa5b1", END: "#b5548a"}
+COLORS = dict(zip((START, END), TIMES.values(), strict=True))
 QUANTITIES = ("token_share", "squared_share", "norm_ratio", "gradient_share", "signal_fraction")
 SHOWN = {"token_share": "share of the tokens", "gradient_share": "share of the summed gradient"}
 SCALED_PAIRS = {"‖g‖² by ‖e − π‖², some": PARAMETERS, "‖g‖² in AdamW's metric by ‖e − π‖²": ADAMW}
@@ -160,30 +160,37 @@ def draw_shares(ax: Axes, rows: pd.DataFrame, title: str) -> None:
         errors = np.abs(own[["lower", "upper"]].to_numpy().T - own["value"].to_numpy())
         ax.bar(np.arange(len(own)) + 0.4 * number, own["value"], 0.4, yerr=errors, color=color, label=when)
     ax.axhline(0, color="0.6", lw=0.8)
-    ax.set_xticks(np.arange(len(LABELS)) + 0.2, LABELS)
-    ax.set(ylabel=f"{title}\n(95 %)", xlabel="π of the tokens")
+    ax.set_xticks(np.arange(len(LABELS)) + 0.2)
+    name_intervals(ax, LABELS)
+    ax.set_xlabel("π of the tokens")
+    ax.set_title(title, loc="left")
 
 
 @paper_style()
 def draw(found: dict[str, pd.DataFrame]) -> Figure:
-    """Draw shares by interval, the power of 1 − π by layer, and shares by batch size."""
-    figure, axes = plt.subplots(1, 5, figsize=(14.5, 2.9), layout="constrained")
-    for ax, (quantity, title) in zip(axes, SHOWN.items(), strict=False):
+    """Draw shares by interval and the power of 1 − π by layer; below, shares by batch size before and after."""
+    figure = plt.figure(figsize=(PAGE_WIDTH, 5.0), layout="constrained")
+    grid = figure.add_gridspec(2, 6)
+    top = [figure.add_subplot(grid[0, place : place + 2]) for place in (0, 2, 4)]
+    below = [figure.add_subplot(grid[1, place : place + 3]) for place in (0, 3)]
+    for ax, (quantity, title) in zip(top, SHOWN.items(), strict=False):
         draw_shares(ax, found[""][found[""]["statistic"] == quantity], title)
-    axes[0].legend(loc="upper left")
     for when, color in COLORS.items():
         powers = found["_powers"][found["_powers"]["when"] == when]
         layers = powers[powers["quantity"].str.startswith(LAYER)]
         places = layers["quantity"].str.removeprefix(LAYER).astype(int)
-        axes[2].plot(places, layers["slope"], color=color, label=when)
-        axes[2].fill_between(places, layers["slope_lower"], layers["slope_upper"], color=color, alpha=0.25, lw=0)
-    axes[2].axhline(1, color="0.6", lw=0.8, ls="--")
-    axes[2].set(xlabel="layer", ylabel="power of 1 − π\nthat norms follow (95 %)")
-    axes[4].sharey(axes[3])
-    for ax, (when, sizes) in zip(axes[3:], found["_sizes"].groupby("when", sort=False), strict=True):
+        top[2].plot(places, layers["slope"], color=color, label=when)
+        top[2].fill_between(places, layers["slope_lower"], layers["slope_upper"], color=color, alpha=0.25, lw=0)
+    top[2].axhline(1, color=NEUTRAL, lw=0.8, ls="--")
+    top[2].set(xlabel="layer (dashed: theory)")
+    top[2].set_title("norms' power of 1 − π", loc="left")
+    below[1].sharey(below[0])
+    for ax, (when, sizes) in zip(below, found["_sizes"].groupby("when", sort=False), strict=True):
         draw_sizes(ax, sizes, when)
-    figure.legend(*axes[3].get_legend_handles_labels(), title="π", loc="outside right center")
-    return figure
+    handles = [pair for ax in (top[0], below[0]) for pair in zip(*ax.get_legend_handles_labels(), strict=True)]
+    figure.legend(*zip(*handles, strict=True), loc="outside upper center", ncols=len(handles), columnspacing=1)
+    words = "Top: 95 % intervals over prompts; another batch before than after. Bottom: mean and central 95 % of "
+    return headline(figure, "", f"{words}batches dealt from the same prompts.")
 
 
 def draw_sizes(ax: Axes, sizes: pd.DataFrame, when: str) -> None:
@@ -195,7 +202,8 @@ def draw_sizes(ax: Axes, sizes: pd.DataFrame, when: str) -> None:
         ax.errorbar(beside, own["mean"], errors, fmt="o-", color=color, ms=3.5, lw=1, capsize=2, label=label)
     ax.set_xscale("log", base=2)
     ax.set_xticks(sizes["prompts"].unique(), sizes["prompts"].unique().astype(str))
-    ax.set(xlabel=f"prompts in the batch, {when}", ylabel="share of the summed gradient\n(mean, 95 % of batches)")
+    ax.set_xlabel("prompts in the batch")
+    ax.set_title(f"share of the summed gradient, {when}", loc="left")
 
 
 def main(options: Options) -> None:

@@ -12,14 +12,24 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from gradscope.errors import checked
-from gradscope.plots.style import NEGATIVE, NEUTRAL, POSITIVE, finish, interval_colors, paper_style, require
+from gradscope.plots.style import (
+    NEGATIVE,
+    NEUTRAL,
+    PAGE_WIDTH,
+    POSITIVE,
+    finish,
+    headline,
+    interval_colors,
+    paper_style,
+    require,
+)
 
 _PANELS = {
-    "norm_ratio": "Norm of the update\nover plain's",
-    "cosine": "Cosine with\nplain's update",
-    "signal_to_noise": "Signal to noise\nof one prompt",
-    "right_sgd": "Tokens that go the\nway of Â (%)",
-    "effective_share": "Tokens that carry\nthe update (%)",
+    "norm_ratio": "norm of the update\n(× plain's)",
+    "cosine": "cosine with\nplain's update",
+    "signal_to_noise": "signal to noise\nof one prompt",
+    "right_sgd": "tokens moved in their\nadvantage's direction (%)",
+    "effective_share": "tokens that carry\nthe update (%)",
 }
 _KINDS = {
     "cosine": {"cosine": ("measured", "o"), "cosine_from_energies": ("from energies alone", "x")},
@@ -35,7 +45,7 @@ _BELOW = {"loc": "upper center", "bbox_to_anchor": (0.5, 0.0), "borderaxespad": 
 @paper_style()
 @checked
 def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequence[str]) -> Figure:
-    """Draw each weighting's energy by interval of π, norm, cosine, signal to noise, right directions, carrying tokens.
+    """Draw each weighting's energy by interval of π, norm, cosine, signal to noise, directions, carrying tokens.
 
     table, by_interval, labels: a `Comparison`'s. Weightings equal to another are named below. Bars are 95 % intervals
     over prompts; the grey line is plain GRPO's value, or 0. Raises InputError for a missing column.
@@ -43,17 +53,16 @@ def plot_comparison(table: pd.DataFrame, by_interval: pd.DataFrame, labels: Sequ
     require(table, ["method", "step", "same_as", *_PANELS], what="the comparison")
     rows = table[table["same_as"] == ""].reset_index(drop=True)
     names, told = _names(rows), _tell_same(table[table["same_as"] != ""])
-    ratios = [1.5, *[1.0] * len(_PANELS)]
-    size = (11.0, 1.1 + _ROW * len(rows))
-    figure, axes = plt.subplots(1, len(ratios), figsize=size, layout="constrained", sharey=True, width_ratios=ratios)
+    size = (PAGE_WIDTH, 2 * (0.95 + _ROW * len(rows)))
+    figure, grid = plt.subplots(2, 3, figsize=size, layout="constrained", sharey=True, width_ratios=[1.25, 1.0, 1.0])
     plt.close(figure)
+    axes = grid.flat
     _draw_energy(axes[0], rows, by_interval, labels, names)
     for ax, (column, title) in zip(axes[1:], _PANELS.items(), strict=True):
         _draw_points(ax, rows, column)
         ax.set_title(title, loc="left")
     axes[0].invert_yaxis()
-    figure.supxlabel(told, x=0.99, ha="right", fontsize="medium")
-    return figure
+    return headline(figure, "", f"Bars: 95 % intervals over prompts; the grey line is plain GRPO's value, or 0. {told}")
 
 
 def _names(rows: pd.DataFrame) -> list[str]:
@@ -65,7 +74,7 @@ def _names(rows: pd.DataFrame) -> list[str]:
 def _tell_same(same: pd.DataFrame) -> str:
     """Return a sentence on weightings left out because their weights equal another's."""
     groups = same.groupby("same_as", sort=False)["method"]
-    return ";  ".join(f"the same as {name} on this batch: {', '.join(own)}" for name, own in groups)
+    return " ".join(f"The same as {name} on this batch: {', '.join(own)}." for name, own in groups)
 
 
 def _draw_energy(
@@ -80,8 +89,8 @@ def _draw_energy(
         left = left + np.nan_to_num(shares[:, place])
     ax.set_yticks(range(len(rows)), names)
     ax.set_xlim(0, 100)
-    ax.set_title("Energy Σ(w‖g‖)² by π (%)", loc="left")
-    ax.legend(**_BELOW, ncols=len(labels), columnspacing=0.8)
+    ax.set_title("energy Σ(w‖g‖)²\nby interval of π (%)", loc="left")
+    ax.legend(**_BELOW, ncols=-(-len(labels) // 2), columnspacing=0.8)
     drawn = pd.DataFrame({f"energy_share {label}": shares[:, place] for place, label in enumerate(labels)})
     finish(ax, pd.concat([rows[keys], drawn], axis=1))
 
@@ -99,7 +108,7 @@ def _draw_points(ax: Axes, rows: pd.DataFrame, column: str) -> None:
         parts.append(pd.DataFrame(found, columns=[name, f"{name}_lower", f"{name}_upper"]))
     reference = 0.0 if column == "signal_to_noise" else factor * rows[column].iloc[0]
     ax.axvline(reference, color=NEUTRAL, lw=0.6, zorder=0)
-    ax.tick_params(axis="y", length=0)
+    ax.tick_params(axis="y", length=0, labelleft=ax.get_subplotspec().is_first_col())
     ax.xaxis.set_major_locator(MaxNLocator(3))  # labels of adjacent panels must not touch
     if len(kinds) > 1:
         ax.legend(**_BELOW)

@@ -34,6 +34,8 @@ from gradscope.plots.style import (
 from gradscope.runs import counted
 from gradscope.theory import logit_grad_bounds
 
+_CERTAIN = 0.01
+"""Norms of tokens closer to π = 1 than this may lie below a panel of Fig. 2."""
 _ROUNDING = 1e-5
 """Relative slack before a float32 norm counts as outside the cone."""
 
@@ -45,8 +47,9 @@ def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) 
 
     The feasible cone of Eq. 3, without weights, is lower_gain · √(N/(N−1)) · (1−π) ≤ ‖δ_ℓ‖ ≤ upper_gain · √2 · (1−π).
     `cones` has columns `layer` (a block's number ℓ), `lower_gain`, `upper_gain` and `kind`, where the gains come from
-    ("measured" or "certified"); cones of one layer share its panel. Tokens outside a cone are counted, drawn or not.
-    Raises InputError for a missing column, gains out of order, or a layer without measured tokens.
+    ("measured" or "certified"); cones of one layer share its panel, whose norms are on a log scale. Tokens outside a
+    cone are counted, drawn or not. Raises InputError for a missing column, gains out of order, or a layer without
+    measured tokens.
     """
     require(cones, ["layer", "lower_gain", "upper_gain", "kind"], what="the table of cones")
     theorem = pd.DataFrame({"layer": ["logits"], "lower_gain": 1.0, "upper_gain": 1.0, "kind": "theorem"})
@@ -54,13 +57,13 @@ def plot_figure_2(table: pd.DataFrame, cones: pd.DataFrame, *, vocab_size: int) 
     layers = [theorem, *(cones[names == name] for name in names.unique() if name != "logits")]
     figure, panels = new_panels(len(layers), width=3.3, height=2.9)
     for ax, cone in zip(panels, layers, strict=True):
-        _draw_cones(table, cone, vocab_size, ax)
-        ax.set_title(norm_words(str(cone["layer"].iat[0]))[0], loc="left")
+        words = _draw_cones(table, cone, vocab_size, ax)
+        ax.set_title("\n".join([norm_words(str(cone["layer"].iat[0]))[0], *words]), loc="left")
     return figure
 
 
-def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: Axes) -> None:
-    """Draw the cones of one layer, the widest at the back, and the tokens' norms in front."""
+def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: Axes) -> list[str]:
+    """Draw the cones of one layer, the widest at the back, and the tokens' norms in front; return words on both."""
     layer = str(cones["layer"].iat[0])
     column, symbol = norm_column(layer), norm_words(layer)[1]
     require(table, ["prob", "log_one_minus_prob", "interval", column])
@@ -70,25 +73,31 @@ def _draw_cones(table: pd.DataFrame, cones: pd.DataFrame, vocab_size: int, ax: A
         raise InputError(f"{column} is NaN for all {len(table)} tokens; a cone needs measured points; measure some")
     ordered = cones.sort_values("upper_gain", ascending=False, kind="stable")
     shades = 0.12 + 0.08 * np.arange(len(ordered))
-    parts = [
-        _draw_cone(ax, measured, cone, vocab_size, shade)
-        for cone, shade in zip(ordered.assign(layer=layer).itertuples(index=False), shades, strict=True)
-    ]
+    parts, words = zip(
+        *(
+            _draw_cone(ax, measured, cone, vocab_size, shade)
+            for cone, shade in zip(ordered.assign(layer=layer).itertuples(index=False), shades, strict=True)
+        ),
+        strict=True,
+    )
     points = draw_tokens(ax, "prob", column, measured)
-    # All points, and the narrowest cone unless it is far steeper; above them the legend, a line of which takes 8 %.
-    top, apex = 1.08 * float(measured[column].max()), 1.02 * float(parts[-1]["upper"].iat[0])
-    top = max(top, apex) if apex < 1.6 * top or layer == "logits" else top
-    ax.set(xlim=(-0.01, 1.01), ylim=(0, top * (1.1 + 0.085 * len(cones))))
-    ax.set(xticks=EDGES, xticklabels=edge_names())
+    ax.set(xlim=(-0.01, 1.01), xticks=EDGES, xticklabels=edge_names())
+    if layer == "logits":
+        ax.set_ylim(0)
+    else:  # A linear axis would press all tokens but a few onto its foot; towards π = 1 the cone has no foot.
+        apex = float(parts[-1]["upper"].iat[0])
+        uncertain = measured.loc[(measured["prob"] < 1 - _CERTAIN) & (measured[column] > 0), column].to_numpy(float)
+        floor = max(float(parts[-1]["lower"].iat[0]) * _CERTAIN, float(uncertain.min(initial=apex)) / 3)
+        ax.set(yscale="log", ylim=(floor, 1.6 * max(apex, float(measured[column].max()))))
     ax.set(xlabel="token probability π", ylabel=f"{symbol} of token gradient, unweighted")
-    words = f"{counted(len(measured), 'token')}{describe_drawn(points, len(measured))}"
-    _legend(ax, words, loc="upper right", alignment="right")
+    count = f"{counted(len(measured), 'token')}{describe_drawn(points, len(measured))}"
     points = points[["prob", "interval", column]].rename(columns={column: "norm"}).assign(layer=layer)
     finish(ax, pd.concat([*parts, points], ignore_index=True))
+    return [*words, count]
 
 
-def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: float) -> pd.DataFrame:
-    """Fill one cone and add the number of tokens outside it to the legend; return its outline."""
+def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: float) -> tuple[pd.DataFrame, str]:
+    """Fill one cone; return its outline, and words on its gains and the tokens outside it."""
     low, high = cone.lower_gain, cone.upper_gain
     if not 0 <= low <= high < np.inf:
         raise InputError(f"gains of layer {cone.layer} are {low} and {high}; give 0 <= lower <= upper < inf")
@@ -97,13 +106,13 @@ def _draw_cone(ax: Axes, measured: pd.DataFrame, cone, vocab_size: int, shade: f
     least, most = _bounds(measured["log_one_minus_prob"].to_numpy(), vocab_size)
     norm = measured[norm_column(cone.layer)].to_numpy(dtype=float)
     outside = int(((norm < low * least * (1 - _ROUNDING)) | (norm > high * most * (1 + _ROUNDING))).sum())
-    words = f"{cone.kind or 'given'} gains {short_number(low)} to {short_number(high)}"
+    gains = f"{short_number(low)} to {short_number(high)}"
     # Gains measured on these tokens span them by construction: nothing is outside, which proves nothing.
-    words = f"{'theorem' if cone.layer == 'logits' else words}"
-    words = f"{words}, their span" if cone.kind == "measured" else f"{words}: {outside:,} outside"
-    ax.fill_between(prob, low * lower, high * upper, fc=(NEUTRAL, shade), ec=NEUTRAL, lw=0.8, label=words)
+    words = "theorem" if cone.layer == "logits" else f"{cone.kind or 'given'} gains {gains}"
+    words = f"grey: span of gains, {gains}" if cone.kind == "measured" else f"grey: {words}: {outside:,} outside"
+    ax.fill_between(prob, low * lower, high * upper, fc=(NEUTRAL, shade), ec=NEUTRAL, lw=0.8)
     outline = pd.DataFrame({"prob": prob, "lower": low * lower, "upper": high * upper})
-    return outline.assign(layer=cone.layer, kind=cone.kind, outside=outside)
+    return outline.assign(layer=cone.layer, kind=cone.kind, outside=outside), words
 
 
 def _bounds(log_one_minus_prob: np.ndarray, vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -187,8 +196,8 @@ def plot_norm_against_one_minus_prob(
     `fits` has a row per panel: `quantity` ("logits", a block number, "parameters" or a column of the table), `slope`,
     `slope_lower`, `slope_upper`, and `intercept`: log norm = intercept + slope · log(1−π), natural logarithms;
     optionally `floor`, the smallest 1−π fitted. parameters: what ‖g‖ is over. The reference lines cross the fit in the
-    middle of its range. At most 1,000 points per interval are drawn; tokens of norm 0 have no logarithm and are counted
-    in the panel.
+    middle of its range, which the panel shows; all tokens are in its inset. At most 10,000 points per interval are
+    drawn; tokens of norm 0 have no logarithm and are counted in the panel.
     """
     require(fits, ["quantity", "slope", "slope_lower", "slope_upper", "intercept"], what="the table of fits")
     fits = fits if "floor" in fits else fits.assign(floor=floor)
@@ -208,15 +217,19 @@ def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> N
         raise InputError(f"{column} is nowhere positive and finite, as a log-log figure needs; measure some tokens")
     positive = positive.assign(one_minus_prob=np.exp(positive["log_one_minus_prob"].astype(float)))
     points = draw_tokens(ax, "one_minus_prob", column, positive)
-    left = min(float(points["one_minus_prob"].min()), fit.floor) / 1.5
+    left, lost = fit.floor / 1.5, len(measured) - len(positive)
     _draw_slopes(ax, fit, left)
-    low, high = float(points[column].min()), float(points[column].max())
-    ax.set(xscale="log", yscale="log", xlim=(left, 1.4), ylim=(low / 2, 2 * high * (high / low) ** 0.1))
-    lost = len(measured) - len(positive)
+    fitted = points[points["one_minus_prob"] >= left] if (points["one_minus_prob"] >= left).any() else points
+    low, high = float(fitted[column].min()), float(fitted[column].max())
+    span = high / low  # Room for the legend above, for the inset below.
+    ax.set(xscale="log", yscale="log", xlim=(left, 1.4), ylim=(low / span**0.6 / 2, 2 * high * span**0.2))
     words = counted(len(measured), "token") + (f",\n{lost:,} of norm 0" if lost else "")
     words += describe_drawn(points, len(positive))
-    ax.text(0.97, 0.03, words, transform=ax.transAxes, ha="right", va="bottom")
-    ax.set(xlabel="1 − π (grey: not fitted)", ylabel=f"{symbol} of token gradient, unweighted")
+    if beyond := int((positive["one_minus_prob"] < left).sum()):
+        words += f",\n{beyond:,} further\nleft, inset"
+        _draw_whole(ax.inset_axes((0.5, 0.09, 0.46, 0.25)), points, column, left)
+    ax.text(0.03, 0.03, words, transform=ax.transAxes, ha="left", va="bottom")
+    ax.set(xlabel="1 − π", ylabel=f"{symbol} of token gradient, unweighted")
     if np.isfinite(fit.slope):
         _legend(ax, None, loc="upper left")
     between = f" [{fit.slope_lower:.2f}, {fit.slope_upper:.2f}]" if np.isfinite(fit.slope_lower) else ""
@@ -226,9 +239,20 @@ def _draw_power(table: pd.DataFrame, fit, words: tuple[str, str], ax: Axes) -> N
     finish(ax, pd.concat([pd.DataFrame([fit]), drawn.assign(quantity=fit.quantity)], ignore_index=True))
 
 
+def _draw_whole(inset: Axes, points: pd.DataFrame, column: str, left: float) -> None:
+    """Draw all tokens, however certain; grey is what the panel leaves out."""
+    draw_tokens(inset, "one_minus_prob", column, points)
+    least = float(points["one_minus_prob"].min()) / 1.5
+    inset.axvspan(least, left, color=NEUTRAL, alpha=0.15, lw=0)
+    inset.set(xscale="log", yscale="log", xlim=(least, 1.4))
+    inset.minorticks_off()
+    inset.set_xticks([10.0 ** np.ceil(np.log10(least)), 1.0])
+    inset.set_yticks([])
+    inset.tick_params(labelsize=7, pad=1, length=2)
+
+
 def _draw_slopes(ax: Axes, fit, left: float) -> None:
     """Draw the fit over its range, and both laws through its middle over the whole panel; nothing if it is NaN."""
-    ax.axvspan(left, fit.floor, color=NEUTRAL, alpha=0.12, lw=0)
     if not np.isfinite(fit.slope):
         return
     fitted, whole = np.array([fit.floor, 1.0]), np.array([left, 1.0])

@@ -1,6 +1,7 @@
-"""Style of all figures, names of intervals and layers, and reproducible files."""
+"""The one sheet of style: a page's width, a colour per meaning, headlines; names of intervals; reproducible files."""
 
 import os
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,8 +31,18 @@ LOOKS = (
 )
 """Colour and marker of a series of points, by its number."""
 
+POLICIES = {"paper": "black", "embedded": "#737373", "smollm2": "#d95f02", "gemma3": "#1b9e77"}
+"""Colours of policies; the paper's own numbers are white diamonds with a black edge."""
+TIMES = {"before": "#9aa5b1", "after": "#b5548a"}
+"""Colours of before and after training, or of shares of the tokens and of the gradient."""
+PAGE_WIDTH = 7.3
+"""Inches, of a page's column: at 800 pixels 8 pt are 12 pixels. No figure is wider."""
+
 _FONT_SIZE = 8
-_PAGE_WIDTH = 7.3
+_LINE = 0.17
+"""Height of a line, in inches."""
+_NARROW, _WIDE = 12.5, 17.0
+"""Characters to an inch of a headline, and of a note beneath a figure."""
 _POINTS_PER_INTERVAL = 10_000
 _STYLE = {
     "font.size": _FONT_SIZE,
@@ -82,7 +93,7 @@ def new_panels(
 
     pyplot does not keep it, so a notebook shows it once, as a cell's value, and it is freed with its last reference.
     """
-    rows = -(-count // int(_PAGE_WIDTH // width))
+    rows = -(-count // int(PAGE_WIDTH // width))
     columns = -(-count // rows)
     size = (width * columns, height * rows)
     figure, axes = plt.subplots(rows, columns, figsize=size, layout="constrained", squeeze=False, width_ratios=ratios)
@@ -90,6 +101,40 @@ def new_panels(
     for unused in axes.flat[count:]:
         unused.remove()
     return figure, list(axes.flat[:count])
+
+
+def headline(figure: Figure, finding: str, note: str = "") -> Figure:
+    """Write what a figure shows above it, and what its marks and bars are, and of how many, beneath; it grows by that.
+
+    A headline or a note that is there already is replaced, unless it would be by nothing.
+    """
+    width, height = figure.get_size_inches()
+    told = {text.get_gid(): text for text in figure.texts}
+    bold = {"fontweight": "bold", "fontsize": _FONT_SIZE + 1, "va": "top"}
+    plain = {"color": NEUTRAL, "fontsize": _FONT_SIZE, "va": "bottom"}
+    for key, words, per_inch, look in (("finding", finding, _NARROW, bold), ("note", note, _WIDE, plain)):
+        if not words:
+            continue
+        if key in told:
+            height -= _LINE * len(told[key].get_text().splitlines())
+            told[key].remove()
+        room = int(per_inch * width)
+        lines = [line for part in words.splitlines() for line in textwrap.wrap(part, room, break_long_words=False)]
+        told[key] = figure.text(0.005, 0.0, "\n".join(lines), gid=key, **look)
+        height += _LINE * len(lines)
+    figure.set_size_inches(width, height)
+    heights = dict.fromkeys(("finding", "note"), 0.0)
+    for key, y in (("finding", 1 - 0.03 / height), ("note", 0.03 / height)):
+        if key in told:
+            told[key].set_y(y)
+            heights[key] = _LINE * len(told[key].get_text().splitlines())
+    # Axes, and the figure's legends, which matplotlib would put over a title.
+    inside = (0.0, heights["note"] / height, 1.0, 1 - sum(heights.values()) / height)
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.set(rect=inside)
+    for legend in figure.legends:
+        legend.set_bbox_to_anchor(inside, figure.transFigure)
+    return figure
 
 
 def finish(ax: Axes, drawn: pd.DataFrame) -> Axes:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from gradscope.errors import InputError, checked
 from gradscope.intervals import EDGES, interval_labels
@@ -40,7 +41,7 @@ _FEW_TOKENS = 10
 @paper_style()
 @checked
 def plot_token_shares(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax: Axes | None = None) -> Axes:
-    """Draw Fig. 1 (a): the share of tokens in each probability interval (%, log scale), and the density of π above it.
+    """Draw Fig. 1 (a): the share of tokens in each probability interval (%), and the density of π above it (log scale).
 
     Reads `interval` and `prob`. Bars are equally wide whatever the edges. Raises InputError for a missing column.
     """
@@ -53,17 +54,14 @@ def plot_token_shares(table: pd.DataFrame, *, edges: Sequence[float] = EDGES, ax
     ax = new_axes(ax)
     counts = table["interval"].value_counts().reindex(range(len(edges) - 1), fill_value=0).to_numpy()
     shares = 100 * counts / len(table)
-    bottom = 10 ** np.floor(np.log10(shares[shares > 0].min() / 1.5))
-    places = 0.5 + np.arange(len(counts))
-    ax.bar(places, np.fmax(shares - bottom, 0), 0.88, bottom, color=interval_colors(len(counts)))
+    places, top = 0.5 + np.arange(len(counts)), 1.15 * shares.max()
+    ax.bar(places, shares, 0.88, color=interval_colors(len(counts)))
     for place, share in zip(places, shares, strict=True):
-        ax.annotate(f"{share:.3g}%", (place, max(share, bottom)), (0, 2), textcoords="offset points", ha="center")
-    ticks = 10.0 ** np.arange(np.log10(bottom), 2.5)
-    ax.set_yscale("log")
+        words = f"{share:.0f}%" if share >= 10 else f"{share:.2g}%"
+        ax.annotate(words, (place, share), (0, 2), textcoords="offset points", ha="center")
     # The upper two fifths belong to the density.
-    ax.set_ylim(bottom, bottom * (170 / bottom) ** (1 / 0.62))
-    ax.set(yticks=ticks, yticklabels=[f"{tick:g}" for tick in ticks])
-    ax.set_yticks([], minor=True)
+    ax.set_ylim(0, top / 0.62)
+    ax.set_yticks([tick for tick in MaxNLocator(3).tick_values(0, top) if tick <= top])
     ax.set(xlim=(0, len(counts)), xticks=range(len(edges)), xticklabels=edge_names(edges))
     ax.set_xlabel("token probability π")
     ax.set_ylabel(f"share of {short_count(len(table))} tokens (%)", y=0.33)

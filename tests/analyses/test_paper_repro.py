@@ -9,9 +9,9 @@ import pytest
 from support.refusals import refused
 
 from analyses import recompute
-from analyses.common.places import place
+from analyses.common.places import findings, place
 from analyses.common.tables import write_csv
-from analyses.paper_repro import PAGES, QUOTED, Cell, Numbers, quoted_cells, render
+from analyses.paper_repro import FOLDERS, PAGES, QUOTED, Cell, Numbers, quoted_cells, render
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -50,6 +50,15 @@ def test_a_verdict_claims_no_more_than_the_corrected_test(numbers):
 def test_a_number_that_has_not_exactly_one_place_is_an_error(numbers, file, where):
     with refused():
         numbers.number(file, "difference", **where)
+
+
+def test_every_picture_has_a_finding_and_every_finding_a_picture_and_a_script():
+    pictures = {path.relative_to(REPOSITORY / "figures") for path in (REPOSITORY / "figures").rglob("*.png")}
+    told = {Path(folder, f"{name}.png"): one for folder, own in findings().items() for name, one in own.items()}
+    assert told.keys() == pictures and findings().keys() == FOLDERS.keys()
+    assert all(len(one.says) <= 130 for one in told.values())
+    scripts = {one.module for one in told.values()} - {""}
+    assert [name for name in scripts if not (REPOSITORY / "analyses" / f"{name.replace('.', '/')}.py").is_file()] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

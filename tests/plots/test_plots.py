@@ -2,7 +2,7 @@ import math
 import os
 import subprocess
 import sys
-from itertools import pairwise
+from itertools import combinations, pairwise
 from pathlib import Path
 
 import matplotlib as mpl
@@ -13,6 +13,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 from support.refusals import refused
 from support.tiers import every
 
@@ -20,6 +21,7 @@ from gradscope.errors import InputError
 from gradscope.intervals import interval_labels
 from gradscope.plots import (
     drawn_numbers,
+    headline,
     make_series,
     plot_advantages,
     plot_cosines,
@@ -173,7 +175,7 @@ def test_the_cone_is_equation_3_and_outside_counts_every_token(monkeypatch):
     table = tokens(4000)
     table["interval"] = 3  # only 1,000 points are drawn, all 4,000 are counted
     ax = cone(table, lower_gain=0.8, upper_gain=1.1).axes[1]
-    assert "4,000 tokens,\n≤ 1,000 drawn an interval" in ax.get_legend().get_title().get_text()
+    assert "4,000 tokens,\n≤ 1,000 drawn an interval" in ax.get_title(loc="left")
     drawn = drawn_numbers(ax)
     outline, points = drawn[drawn["lower"].notna()], drawn[drawn["norm"].notna()]
     for row in outline.itertuples():
@@ -195,7 +197,7 @@ def test_the_theorem_holds_for_every_token_at_the_logits_and_a_violation_is_coun
     assert set(drawn["panel"]) == {"logits", "output of block 4", "output of block 2"}
     assert set(drawn[drawn["panel"] == "logits"]["outside"].dropna()) == {0}
     table.loc[5, "logit_grad_norm"] *= 2
-    assert "theorem: 1 outside" in cone(table).axes[0].get_legend().texts[0].get_text()
+    assert "theorem: 1 outside" in cone(table).axes[0].get_title(loc="left")
 
 
 def test_the_heat_map_holds_medians_over_the_measured_tokens():
@@ -308,6 +310,26 @@ def test_a_given_axes_is_drawn_into_and_otherwise_a_notebook_shows_the_new_one()
     assert isinstance(new, Axes) and plt.gcf() is new.figure
     figures = plt.get_fignums()
     assert isinstance(plot_figure_1(tokens(200), interval_norms()), Figure) and plt.get_fignums() == figures
+
+
+@pytest.mark.parametrize("place", ["outside upper center", "outside lower center", "outside right center"])
+def test_a_headline_and_a_note_make_their_own_room_and_lie_on_nothing(place):
+    figure = plot_figure_2(tokens(300), cones(), vocab_size=VOCAB)
+    figure.legend([mpl.lines.Line2D([], [])], ["a legend"], loc=place)
+    width, height = figure.get_size_inches()
+    headline(figure, "first words " * 20, "a note")
+    headline(figure, "what it shows " * 20)  # replaces the first, and leaves the note
+    assert figure.get_figwidth() == width and figure.get_figheight() > height
+    figure.draw_without_rendering()
+    found, note = sorted(figure.texts, key=Text.get_gid)
+    assert found.get_text().startswith("what") and note.get_text() == "a note"
+    boxes = [found.get_window_extent(), note.get_window_extent()]
+    assert all(figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1 for box in boxes)
+    others = [*figure.axes, *figure.legends]
+    boxes += [own.get_tightbbox() for own in others]
+    assert not [pair for pair in combinations(boxes, 2) if pair[0] in boxes[:2] and Bbox.intersection(*pair)]
+    headline(figure, "short")
+    assert figure.get_figheight() == pytest.approx(height + 2 * 0.17)
 
 
 def test_saving_closes_the_figure_and_writes_the_numbers_beside_it(tmp_path):
