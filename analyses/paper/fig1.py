@@ -43,7 +43,7 @@ from gradscope.plots import (
     plot_token_shares,
 )
 
-PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼) updated", "only-3": "(f) only [¾, 1] updated"}
+PANELS = {"all": "(c) all tokens updated", "only-0": "(e) only [0, ¼)", "only-3": "(f) only [¾, 1]"}
 WORDS = (
     "“Like (c)”: correlation with (c) of the changes in log odds of the tokens outside the updated interval, with a "
     "95 % interval over four batches. In each interval the 1 % of tokens that moved most is not drawn."
@@ -101,6 +101,8 @@ def draw(tokens: pd.DataFrame, norms: pd.DataFrame, similar: pd.DataFrame) -> Fi
     for panel in "cef":
         axes[panel].set_ylim(min(bottoms), max(tops))
         axes[panel].set(xlabel="$π_{old}$; beneath: mean |Δπ|", ylabel="Δπ of a token")
+    for panel in "ef":  # as in (c)
+        axes[panel].get_legend().remove()
     return headline(figure, "", WORDS)
 
 

@@ -88,7 +88,8 @@ def draw(theory: TheoryReport, report: ConstantsReport) -> Figure:
     bottom.bar(layers, above, 0.6, color=COLORS[certified], label=certified)
     bottom.bar(layers, below.fillna(floor), 0.6, color=COLORS[certified])
     zero = below.isna().to_numpy()
-    bottom.plot(np.array(layers)[zero], np.full(zero.sum(), floor), "v", color=COLORS[certified], ms=5, clip_on=False)
+    foot = np.full(zero.sum(), 1.08 * floor)
+    bottom.plot(np.array(layers)[zero], foot, "v", color=COLORS[certified], ms=5, clip_on=False)
     estimated = drawn[drawn["span"] == "∏d, estimated"].set_index("layer").reindex(layers)["upper"]
     if estimated.notna().any():
         looks = {"s": 90, "color": "black", "zorder": 3, "label": "∏d, estimated"}

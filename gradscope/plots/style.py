@@ -129,11 +129,23 @@ def headline(figure: Figure, finding: str, note: str = "") -> Figure:
             told[key].set_y(y)
             heights[key] = _LINE * len(told[key].get_text().splitlines())
     # Axes, and the figure's legends, which matplotlib would put over a title.
-    inside = (0.0, heights["note"] / height, 1.0, 1 - sum(heights.values()) / height)
-    if (engine := figure.get_layout_engine()) is not None:
-        engine.set(rect=inside)
-    for legend in figure.legends:
+    left, bottom, right, top = 0.0, heights["note"] / height, 1.0, 1 - heights["finding"] / height
+    inside = (left, bottom, right - left, top - bottom)
+    for legend in figure.legends:  # With an anchor of their own, room for them is no longer made.
+        box = legend.get_window_extent().transformed(figure.transFigure.inverted())
         legend.set_bbox_to_anchor(inside, figure.transFigure)
+        wide, tall = box.width + 0.08 / width, box.height + 0.08 / height
+        match legend._outside_loc:
+            case "upper":
+                top -= tall
+            case "lower":
+                bottom += tall
+            case "right":
+                right -= wide
+            case "left":
+                left += wide
+    if (engine := figure.get_layout_engine()) is not None:
+        engine.set(rect=(left, bottom, right - left, top - bottom))
     return figure
 
 
