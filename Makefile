@@ -131,5 +131,5 @@ format: dev
 	$(BIN)/ruff check --fix
 
 clean:
-	rm -rf .venv .venv-lowest .venv-newest .venv-writers site demo-out dist build .pytest_cache .ruff_cache
+	rm -rf .venv .venv-lowest .venv-newest .venv-peers .venv-writers site demo-out dist build .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

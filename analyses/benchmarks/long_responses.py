@@ -28,7 +28,8 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 
-from analyses.benchmarks.token_gradients import SIZES, allocated_peak, make_policy, product_speed
+from analyses.benchmarks.peers import allocated_peak
+from analyses.benchmarks.token_gradients import SIZES, make_policy, product_speed
 from analyses.common.places import save_picture
 from gradscope.gradients import (
     ModelShape,

@@ -1,26 +1,25 @@
-"""Time the exact norm of a token's gradient: gradscope against every alternative and the FLOP floor, interleaved.
+"""Time the exact norm of a token's gradient: gradscope against every other way and the FLOP floor, in one run.
 
-    python -m analyses.benchmarks.token_gradients --out figures/cost/data/benchmark_token_gradients.csv
+    python -m analyses.benchmarks.token_gradients --prepare
+    python -m analyses.recipes.pretrained smollm2 --out work/smollm2
+    python -m analyses.benchmarks.token_gradients --smollm2 work/smollm2 \
+        --out figures/cost/benchmark_token_gradients.png
 
-CPU time of one thread per response token; medians over rounds in which the methods take turns in one process: gradscope
-measures eight sequences together, the others the first few of these one by one, since batching helps none of them.
-Ratios are medians of each round's ratio. Policies have random weights: S = Qwen2, hidden 128, 4 layers, vocabulary 512,
-tied; M = hidden 512, 8 layers, vocabulary 8000, tied. The first quarter of each sequence of T tokens is the prompt.
-Methods:
+`peers` has the ways, and `--prepare` makes the environment of those that are packages, `.venv-peers`. Every way runs
+in a process of its own, on one thread. In a round each takes its turn, in random order, with the same tokens: blocks of
+the last three quarters of random sequences of T tokens (`PLANS`). A short measurement is repeated until half a CPU
+second is over. Times are CPU time, medians over rounds; ratios are the median, least and largest of each round's.
 
-    batch loop      one autograd.grad a token on the graph of a batch of eight: what people write first (a few tokens)
-    sequence loop   the same on one sequence's graph at a time
-    vmap            torch.func.vmap(grad) over 8 tokens of a sequence, parameters as inputs
-    opacus          Opacus' ghost norms, a token a sample (refuses tied weights: run on an untied twin)
-    graph           TokenGradientMeter along the model's own graph, as it measures any architecture
-    gradscope       TokenGradientMeter by backward rules, in the groups that it makes itself; both yield every layer's
-                    activation gradient as well
+S = Qwen2, hidden 128, 4 layers, vocabulary 512; M = hidden 512, 8 layers, vocabulary 8000; random weights. SmolLM2 is
+the recipe's checkpoint, measured at the first length alone. All are in float32 and untied (Opacus refuses tied
+weights). Measured are the parameters of linear layers alone, weights and biases, or all parameters; gradscope measures
+all in either case.
 
 The floor is the minimum number of FLOPs of an exact norm (`gradscope.gradients.gradient_flops`: the activation
 gradients' backward pass over each token's prefix, and the contractions to norms) at the speed of a large float32 matrix
-product, measured in every round. A meter is built once per policy before the rounds (`setup_s`). Every method's norms
-are compared with the sequence loop's. Peak memory is the most a method allocates beyond the policy on one sequence
-(gradscope and the batch loop: some tokens of each of eight), according to the profiler.
+product, measured in every round. Preparing a policy (`setup_s`) is left out. Errors are the largest, relative, over
+four tokens, of which autograd gives the norms in float64. Peak memory is the most that is allocated beside the policy
+for the last 8 tokens of each sequence, according to the profiler. A way that cannot keeps its row, with its `reason`.
 """
 
 from __future__ import annotations
@@ -30,22 +29,29 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import logging
+import pickle
+import subprocess
+import sys
+import tempfile
 import time
-import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import torch
 import tyro
-from torch import Tensor
-from torch.func import functional_call, grad, vmap
+from matplotlib.figure import Figure
+from torch import Tensor, nn
 
-from gradscope.gradients import ModelShape, SequenceTokens, TokenGradientMeter, gradient_flops, measuring
+from analyses.benchmarks.peers import OWN, PACKAGES, WAYS, loop, measure
+from analyses.common.places import save_picture
+from analyses.common.script import exit_with
+from gradscope.errors import InputError
+from gradscope.gradients import ModelShape, gradient_flops
+from gradscope.plots import finish, new_panels, paper_style
 from gradscope.policy import Policy, find_blocks
 
 SIZES = {
@@ -56,26 +62,100 @@ HEADS = {
     "S": {"num_attention_heads": 4, "num_key_value_heads": 2},
     "M": {"num_attention_heads": 8, "num_key_value_heads": 4},
 }
-DIGITS = {"ms_per_token": 3, "ms_min": 3, "ms_max": 3, "peak_mb": 0, "ratio": 2, "fraction_of_floor": 2, "setup_s": 2}
-METHODS = ("batch loop", "sequence loop", "vmap", "opacus", "graph", "gradscope")
-OUTSIDE = ("sequence loop", "vmap", "opacus")
-"""Methods outside gradscope, of which the best is the alternative."""
-LOOP_TOKENS = 4
-"""Tokens that the batch loop measures."""
+ROOT = Path(__file__).parents[2]
+HOME = ROOT / ".venv-peers"
+"""The peers' environment."""
+INSTALLED = (
+    # bergson's requirements without torchvision, torchaudio and bitsandbytes, which it does not import: PyPI's
+    # torchvision is built for CUDA and, beside a torch for CPUs, keeps transformers from being imported.
+    ("datasets", "jaxtyping", "ml_dtypes", "natsort", "peft", "petname", "scipy", "simple-parsing", "torchopt"),
+    ("torch", "transformers", "opacus==1.6.0", "torchjd==0.18.0", "dattri-llm[transformers]==0.1.0"),
+    ("--no-deps", "bergson==2.5.1"),
+)
+"""pip's arguments, a call each."""
+LABELS = {"graph": "gradscope, by autograd", "opacus": "Opacus", "vmap": "torch.func vmap"}
+COLORS = {"S": "#0072b2", "M": "#d55e00", "SmolLM2": "#2a7f62"}
+DIGITS = {"ms_per_token": 3, "ms_min": 3, "ms_max": 3, "wall_ms": 3, "peak_mb": 0, "setup_s": 2} | dict.fromkeys(
+    ("ratio", "ratio_min", "ratio_max", "best_min", "best", "best_max", "fraction_of_floor"), 2
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a policy is measured."""
+
+    rounds: int
+    sequences: int
+    block: int
+    """Consecutive tokens that a pass of the other ways serves; about their fastest."""
+    blocks: int
+    """Blocks of each sequence, at most."""
+
+
+PLANS = {"S": Plan(5, 2, 16, 6), "M": Plan(3, 1, 8, 3), "SmolLM2": Plan(1, 1, 4, 2)}
 
 
 @dataclass(frozen=True)
 class Options:
     sizes: tuple[str, ...] = ("S", "M")
-    lengths: tuple[int, ...] = (64, 128, 256)
-    rounds: int = 3
-    sequences: int = 8
-    """Sequences that gradscope measures in a round; the others measure half of them, at size M one."""
-    methods: tuple[str, ...] = METHODS
-    memory: bool = True
-    """Also measure peak memory."""
+    lengths: tuple[int, ...] = (64, 128)
+    smollm2: Path | None = None
+    """Folder of SmolLM2-135M's checkpoint, to measure that as well, at the first length."""
+    rounds: int | None = None
+    """Rounds; none: 5 at S, 3 at M, 1 for SmolLM2."""
+    ways: tuple[str, ...] = tuple(WAYS)
+    prepare: bool = False
+    """Make the peers' environment, and stop."""
     out: Path | None = None
-    """CSV to write."""
+    """Figure to write; its CSV is written to data/ beside it."""
+
+
+def prepare() -> None:
+    """Make the environment of the peers, with the versions that gradscope is tested with where those are pinned."""
+    subprocess.run([sys.executable, "-m", "venv", HOME], check=True)
+    pip = [HOME / "bin" / "python", "-m", "pip", "install", "--constraint", ROOT / ".ci" / "constraints.txt"]
+    for arguments in INSTALLED:
+        subprocess.run([*pip, *arguments], check=True)
+
+
+class Cannot(Exception):
+    """A way's own complaint."""
+
+
+class Process:
+    """A way in a process of its own, with the Python of its environment."""
+
+    def __init__(self, name: str) -> None:
+        python = HOME / "bin" / "python" if name in PACKAGES else Path(sys.executable)
+        if not python.exists():
+            raise InputError(f"{name} needs the environment {HOME.name}, which is not there; run this with --prepare")
+        self.name, self.log = name, tempfile.TemporaryFile()  # noqa: SIM115 (as long as the process)
+        command = [python, "-m", "analyses.benchmarks.peers", name]
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.log
+        )
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+        self.process.stdout.close()
+        self.log.close()
+
+    def ask(self, method: str, *arguments: object) -> object:
+        pickle.dump((method, arguments), self.process.stdin)
+        self.process.stdin.flush()
+        try:
+            answer, complaint = pickle.load(self.process.stdout)
+        except EOFError:
+            self.log.seek(0)
+            last = self.log.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise InputError(f"the process of {self.name} ended: {' '.join(last)}") from None
+        if complaint:
+            raise Cannot(complaint)
+        return answer
 
 
 def make_policy(size: str, *, tied: bool = True) -> Policy:
@@ -87,136 +167,23 @@ def make_policy(size: str, *, tied: bool = True) -> Policy:
     return Policy(model, None, find_blocks(model))
 
 
-def loop_on_batch(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
-    return _loop(policy, policy.model(input_ids=ids, use_cache=False).logits[0], ids[0], targets)
+def untie(checkpoint: Path) -> nn.Module:
+    """Load a policy with a head of its own that equals the embedding."""
+    from transformers import AutoModelForCausalLM
+
+    tied = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    tied.config.tie_word_embeddings = False
+    twin = type(tied)(tied.config)
+    twin.load_state_dict(tied.state_dict())
+    return twin.eval()
 
 
-def loop_on_sequence(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
-    return torch.cat(
-        [_loop(policy, policy.model(input_ids=row[None], use_cache=False).logits[0], row, targets) for row in ids]
-    )
-
-
-def _loop(policy: Policy, logits: Tensor, ids: Tensor, targets: Tensor) -> Tensor:
-    logprobs = logits.log_softmax(-1)[targets - 1, ids[targets]]
-    parameters = list(policy.model.parameters())
-    squares = []
-    for logprob in logprobs:
-        gradients = torch.autograd.grad(logprob, parameters, retain_graph=True)
-        squares.append(sum(g.square().sum() for g in gradients))
-    return torch.stack(squares).sqrt()
-
-
-def vmap_of_grad(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
-    parameters = {name: p.detach() for name, p in policy.model.named_parameters()}
-
-    def logprob(values: dict[str, Tensor], row: Tensor, target: Tensor) -> Tensor:
-        logits = functional_call(policy.model, values, (), {"input_ids": row[None], "use_cache": False}).logits[0]
-        chosen = torch.arange(len(row)) == target - 1
-        return (logits.log_softmax(-1).gather(1, row.roll(-1)[:, None])[:, 0] * chosen).sum()
-
-    def square_norm(row: Tensor, target: Tensor) -> Tensor:
-        return sum(g.square().sum() for g in grad(logprob)(parameters, row, target).values())
-
-    return torch.cat([vmap(square_norm, (None, 0), chunk_size=8)(row, targets) for row in ids]).sqrt()
-
-
-def opacus_ghost(policy: Policy, ids: Tensor, targets: Tensor) -> Tensor:
-    """Make each token a sample: a sequence is repeated 8 times, and each copy's loss is one token's."""
-    from opacus.grad_sample import GradSampleModuleFastGradientClipping
-
-    policy.model.train()  # Opacus' hooks ignore a model in eval mode; this one has no dropout.
-    wrapped = GradSampleModuleFastGradientClipping(
-        policy.model, batch_first=True, loss_reduction="sum", use_ghost_clipping=True, max_grad_norm=1.0, strict=False
-    )
-    try:
-        norms = []
-        for row in ids:
-            for part in targets.split(8):
-                logits = wrapped(input_ids=row.repeat(len(part), 1), use_cache=False).logits
-                logits[torch.arange(len(part)), part - 1].log_softmax(-1)[
-                    torch.arange(len(part)), row[part]
-                ].sum().backward()
-                norms.append(wrapped.get_norm_sample().clone())
-                wrapped.zero_grad(set_to_none=True)
-        return torch.cat(norms)
-    finally:
-        wrapped.remove_hooks()
-        policy.model.eval()
-
-
-def measure_with(meter: TokenGradientMeter, ids: Tensor, targets: Tensor) -> Tensor:
-    sequences = [SequenceTokens(row, targets, torch.arange(len(targets))) for row in ids]
-    norms: dict[int, Tensor] = {}
-    with measuring(meter.model):
-        for group in meter.group(sequences):
-            found = meter.measure_together([sequences[i] for i in group])
-            norms |= {i: gradients.param_grad_norm for i, gradients in zip(group, found, strict=True)}
-    return torch.cat([norms[i] for i in range(len(ids))])
-
-
-@dataclass(frozen=True)
-class Method:
-    """A way to measure, prepared for a policy."""
-
-    run: Callable[[Tensor, Tensor], Tensor]
-    """(sequences [B, T], targets [m]) → norms [B · m]."""
-    setup: float
-    """CPU seconds of preparation."""
-
-
-def make_method(name: str, size: str, probe: Tensor) -> Method:
-    policy = make_policy(size, tied=name != "opacus")
-    start = time.process_time()
-    if name in ("graph", "gradscope"):
-        with measuring(policy.model):
-            meter = TokenGradientMeter(policy, probe, rules=name == "gradscope")
-        return Method(partial(measure_with, meter), time.process_time() - start)
-    loops = {
-        "batch loop": loop_on_batch,
-        "sequence loop": loop_on_sequence,
-        "vmap": vmap_of_grad,
-        "opacus": opacus_ghost,
-    }
-    return Method(partial(loops[name], policy), 0.0)
-
-
-def draw_sequences(size: str, length: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return (ids [count, length], indices of the response tokens)."""
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, SIZES[size]["vocab_size"], (max(count, 8), length), generator=generator)
-    return ids[:count], torch.arange(length // 4, length)
-
-
-def work_of(name: str, size: str, length: int, sequences: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens that a method measures in a round."""
-    few = 1 if size == "M" else max(1, sequences // 2)
-    ids, targets = draw_sequences(size, length, {"batch loop": 8, "gradscope": sequences}.get(name, few))
-    return ids, targets[:: len(targets) // LOOP_TOKENS] if name == "batch loop" else targets
-
-
-def peak_memory(name: str, size: str, length: int) -> float:
-    """Return a method's peak MB beyond the policy, from the records of every allocation.
-
-    It measures at most the first and last eight tokens: memory grows with the prefix, not with the number of tokens.
-    """
-    ids, targets = work_of(name, size, length, 8 if name == "gradscope" else 1)
-    if name != "batch loop":
-        targets = torch.cat([targets[:8], targets[-8:]])
-    method = make_method(name, size, ids[0])
-    return allocated_peak(lambda: method.run(ids, targets)) / 2**20
-
-
-def allocated_peak(call: Callable[[], object]) -> int:
-    """Return the peak bytes that the call allocates on the CPU, above those allocated before."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        call()
-    records = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    held = peak = 0
-    for record in sorted(records, key=lambda e: e.start_ns()):
-        held += record.nbytes()
-        peak = max(peak, held)
-    return peak
+def draw_tokens(vocabulary: int, length: int, plan: Plan) -> tuple[Tensor, Tensor]:
+    """Return (ids [B, length], indices of the tokens to measure): whole blocks, evenly spaced over the response."""
+    ids = torch.randint(0, vocabulary, (plan.sequences, length), generator=torch.Generator().manual_seed(1))
+    blocks = torch.arange(length // 4, length).split(plan.block)
+    taken = torch.linspace(0, len(blocks) - 1, min(plan.blocks, len(blocks))).long()
+    return ids, torch.cat([blocks[i] for i in taken])
 
 
 def product_speed() -> float:
@@ -230,77 +197,147 @@ def product_speed() -> float:
     return 2 * 1024**3 / min(seconds)
 
 
-def benchmark(size: str, length: int, options: Options) -> pd.DataFrame:
-    """Return a row per method: ms per token (median), spread, ratio to gradscope, floor, MB, largest relative error."""
-    work = {name: work_of(name, size, length, options.sequences) for name in options.methods}
-    methods = {name: make_method(name, size, work[name][0][0]) for name in options.methods}
-    times, norms, speeds = {name: [] for name in methods}, {}, []
-    for _ in range(options.rounds):
+def benchmark(size: str, model: nn.Module, length: int, plan: Plan, processes: Mapping[str, Process]) -> pd.DataFrame:
+    """Return a row per kind of parameters and way."""
+    ids, targets = draw_tokens(model.config.vocab_size, length, plan)
+    tables = []
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        for parameters in ("linear layers", "all"):
+            setup, reasons, linear = {}, {}, parameters == "linear layers"
+            for name, process in processes.items():
+                try:
+                    setup[name] = process.ask("prepare", folder, linear, plan.block)
+                except Cannot as reason:
+                    reasons[name] = str(reason)
+            able = {name: processes[name] for name in setup}
+            table = take_rounds(able, ids, targets, plan.rounds, ModelShape.of(model))
+            table["max_relative_error"] = errors(model, linear, ids, targets, table.pop("norms"))
+            table = table.assign(setup_s=pd.Series(setup)).reindex(list(processes))
+            table["reason"] = pd.Series(reasons, dtype=object)
+            table["version"] = {name: process.ask("version") for name, process in processes.items()}
+            table = table.rename_axis("way").reset_index()
+            where = pd.DataFrame({"size": size, "length": length, "parameters": parameters}, table.index)
+            tables.append(where.join(table))
+            print(tables[-1].round(DIGITS).to_string(index=False), flush=True)
+    return pd.concat(tables)
+
+
+def take_rounds(
+    processes: Mapping[str, Process], ids: Tensor, targets: Tensor, rounds: int, shape: ModelShape
+) -> pd.DataFrame:
+    """Let every way take its turn in each round; return a row per way."""
+    work, tokens = (ids.tolist(), targets.tolist()), ids.shape[0] * len(targets)
+    cpu, wall, norms = ({name: [] for name in processes} for _ in range(3))
+    peaks = {name: process.ask("peak", *work) for name, process in processes.items()}  # and warms it up
+    speeds = []
+    for number in range(rounds):
         speeds.append(product_speed())
-        for name, method in methods.items():
-            start = time.process_time()
-            norms[name] = method.run(*work[name])
-            times[name].append(1e3 * (time.process_time() - start) / len(norms[name]))
-    shape = ModelShape.of(make_policy(size).model)
-    targets = work["gradscope"][1]
+        for name in np.random.default_rng(number).permutation(list(processes)):
+            seconds, clock, norms[name] = processes[name].ask("time", *work)
+            cpu[name].append(1e3 * seconds / tokens)
+            wall[name].append(1e3 * clock / tokens)
+    each = pd.DataFrame(cpu)
+    ratios = each.div(each["gradscope"], axis=0)
+    outside = ratios.drop(columns=list(OWN), errors="ignore").min(axis=1)
     floor = 1e3 * sum(gradient_flops(shape, targets.tolist()).values()) / len(targets) / np.array(speeds)
-    ours = np.array(times["gradscope"])
-    rows = [
+    table = pd.DataFrame(
         {
-            "size": size,
-            "length": length,
-            "method": name,
-            "ms_per_token": np.median(of_method),
-            "ms_min": min(of_method),
-            "ms_max": max(of_method),
-            "ratio": np.median(np.array(of_method) / ours),
-            "fraction_of_floor": np.median(floor / np.array(of_method)),
-            "peak_mb": peak_memory(name, size, length) if options.memory else np.nan,
-            "setup_s": methods[name].setup,
-            "max_relative_error": largest_error(name, size, norms[name], work[name]),
+            "tokens": tokens,
+            "rounds": rounds,
+            "ms_per_token": each.median(),
+            "ms_min": each.min(),
+            "ms_max": each.max(),
+            "wall_ms": pd.DataFrame(wall).median(),
+            "ratio": ratios.median(),
+            "ratio_min": ratios.min(),
+            "ratio_max": ratios.max(),
+            "fraction_of_floor": (1 / each).mul(floor, axis=0).median(),
+            "peak_mb": pd.Series(peaks) / 2**20,
             "gflops_of_product": np.median(speeds) / 1e9,
+            "norms": pd.Series(norms),
         }
-        for name, of_method in times.items()
-    ]
-    return pd.DataFrame(rows)
+    )
+    # The best way outside of gradscope in each round, by gradscope's time in it.
+    for column, value in {"best_min": outside.min(), "best": outside.median(), "best_max": outside.max()}.items():
+        table.loc["gradscope", column] = value
+    return table
 
 
-def largest_error(name: str, size: str, norms: Tensor, work: tuple[Tensor, Tensor]) -> float:
-    """Return the largest error over a few tokens of the first sequence, relative to the sequence loop."""
-    ids, targets = work
-    some = torch.arange(0, len(targets), max(1, len(targets) // LOOP_TOKENS))
-    reference = loop_on_sequence(make_policy(size, tied=name != "opacus"), ids[:1], targets[some])
-    return ((norms[some] - reference) / reference).abs().max().item()
+def errors(model: nn.Module, linear: bool, ids: Tensor, targets: Tensor, norms: pd.Series) -> pd.Series:
+    """Return each way's largest relative error over four tokens of the first sequence, against autograd in float64."""
+    some = torch.linspace(0, len(targets) - 1, 4).long()
+    exact = measure(loop(model.double(), linear), "loop", 4, ids[:1], targets[some])
+    model.float()
+    found = {name: torch.tensor(own, dtype=exact.dtype)[some] for name, own in norms.items()}
+    off = {name: ((own - exact) / exact).abs().max().item() for name, own in found.items()}
+    return pd.Series(off, dtype=float).rename("max_relative_error")
 
 
-def describe(table: pd.DataFrame) -> str:
-    """Describe the ratios in words."""
-    by = table.set_index("method")
-    outside = by.loc[[m for m in OUTSIDE if m in by.index]]
-    if outside.empty:
-        return ""
-    best = outside.ratio.idxmin()
-    words = f"gradscope is {outside.ratio[best]:.2f} times as fast as {best}"
-    if "graph" in by.index:
-        words += f", {by.ratio['graph']:.2f} times as fast as along the graph"
-    return f"{words}, and at {by.fraction_of_floor['gradscope']:.2f} of the floor"
+def in_words(table: pd.DataFrame) -> str:
+    """Return the rows of docs/cost.md: milliseconds of each way, the best other by gradscope, share of the floor."""
+    lines = []
+    for (size, length, parameters), own in table.groupby(["size", "length", "parameters"], sort=False):
+        own, ours = own.set_index("way"), own.set_index("way").loc["gradscope"]
+        times = [f"{ms:.3g}" if ms < 1000 else "–" if np.isnan(ms) else f"{ms:.0f}" for ms in own["ms_per_token"]]
+        bounds = f" [{ours['best_min']:.2f}, {ours['best_max']:.2f}]" if ours["rounds"] > 1 else ""
+        share = f"{ours['fraction_of_floor']:.2f}".lstrip("0")
+        cells = [*times[:-1], f"**{times[-1]}**", f"{ours['best']:.2f}×{bounds}", share]
+        lines.append(" | ".join([f"| {size}, {length}, {parameters}", *cells]) + " |")
+    return "\n".join(lines)
+
+
+@paper_style()
+def draw(table: pd.DataFrame) -> Figure:
+    """Draw each way's time by gradscope's, with its least and largest over rounds."""
+    figure, axes = new_panels(2, width=3.4, height=2.6)
+    others = [name for name in table["way"].unique() if name != "gradscope"]
+    for ax, (parameters, rows) in zip(axes, table.groupby("parameters", sort=False), strict=True):
+        groups = rows[rows["way"] != "gradscope"].groupby(["size", "length"], sort=False)
+        for number, ((size, length), own) in enumerate(groups):
+            at = [others.index(name) + 0.13 * (number - (len(groups) - 1) / 2) for name in own["way"]]
+            reach = [own["ratio"] - own["ratio_min"], own["ratio_max"] - own["ratio"]]
+            look = {
+                "fmt": "os^"[sorted(rows["length"].unique()).index(length)],
+                "ms": 3,
+                "lw": 0.8,
+                "color": COLORS[size],
+            }
+            ax.errorbar(own["ratio"], at, xerr=reach, label=f"{size}, T = {length}", **look)
+        best = rows["best"].dropna()
+        ax.axvline(1, color="0.4", lw=0.8)
+        ax.set(xscale="log", xlabel="CPU time by gradscope's", yticks=range(len(others)))
+        ax.set_yticklabels([LABELS.get(name, name) for name in others])
+        ax.set_xticks(ticks := [1, 2, 4, 8, 16], [f"{tick}×" for tick in ticks])
+        ax.minorticks_off()
+        ax.invert_yaxis()
+        words = " to ".join(dict.fromkeys(f"{ratio:.1f}" for ratio in (best.min(), best.max())))
+        ax.set_title(f"{parameters.capitalize()}\nthe best other: {words}×", loc="left")
+        finish(ax, rows)
+    axes[1].set_yticklabels([])
+    axes[1].legend(loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0)
+    return figure
 
 
 def main(options: Options) -> None:
+    if options.prepare:
+        return prepare()
     torch.set_num_threads(1)
-    logging.getLogger("opacus").setLevel(logging.ERROR)
-    tables = []
-    for size in options.sizes:
-        for length in options.lengths:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # Opacus and torch.func warn about their own internals.
-                tables.append(benchmark(size, length, options))
-            print(tables[-1].round(DIGITS).to_string(index=False))
-            print(describe(tables[-1]), flush=True)
+    tables, work = [], [(size, length) for length in options.lengths for size in options.sizes]
+    if options.smollm2:
+        work.insert(len(options.sizes), ("SmolLM2", options.lengths[0]))
+    with ExitStack() as stack:
+        processes = {name: stack.enter_context(Process(name)) for name in options.ways}
+        for size, length in work:
+            model = untie(options.smollm2) if size == "SmolLM2" else make_policy(size, tied=False).model
+            plan = PLANS[size] if options.rounds is None else replace(PLANS[size], rounds=options.rounds)
+            tables.append(benchmark(size, model, length, plan, processes))
             if options.out:
-                options.out.parent.mkdir(parents=True, exist_ok=True)
-                pd.concat(tables).to_csv(options.out, index=False)
+                table = pd.concat(tables, ignore_index=True)
+                save_picture(draw(table), options.out, table)
+    print(in_words(pd.concat(tables)))
+    return None
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Options, description=__doc__))
+    exit_with(lambda: main(tyro.cli(Options, description=__doc__)))

@@ -26,7 +26,8 @@ import pandas as pd
 import torch
 import tyro
 
-from analyses.benchmarks.token_gradients import HEADS, SIZES, allocated_peak
+from analyses.benchmarks.peers import allocated_peak
+from analyses.benchmarks.token_gradients import HEADS, SIZES
 from gradscope.gradients import TokenJacobian
 from gradscope.objective import Divergence, Quantity, make_quantity
 from gradscope.policy import Policy, find_blocks

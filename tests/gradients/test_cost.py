@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
-from analyses.benchmarks.token_gradients import allocated_peak
+from analyses.benchmarks.peers import allocated_peak
 from gradscope.errors import InputError
 from gradscope.gradients import (
     MeasureSettings,

@@ -8,7 +8,7 @@ from support.policies import HIDDEN, VOCAB, make_batch, make_policy
 from support.tiers import every
 from torch import nn
 
-from analyses.benchmarks.token_gradients import allocated_peak
+from analyses.benchmarks.peers import allocated_peak
 from gradscope.gradients import (
     Resources,
     TokenGradientMeter,
