@@ -14,7 +14,7 @@ from torch import Tensor
 from gradscope.cli.flags import Model, ReadingFlags, command_progress, load_quietly, print_notes, quiet_transformers
 from gradscope.errors import InputError
 from gradscope.gradients import Resources
-from gradscope.objective import LossSettings, resolve_advantages
+from gradscope.objective import LossSettings
 from gradscope.policy import Policy, checkpoint_step, find_policy_state, float_parameters
 from gradscope.rollouts import Dump, read_checkpoint_dump
 from gradscope.runs import check_is_folder, write_text
@@ -67,8 +67,9 @@ class Audit(ReadingFlags):
     all."""
     max_grad_norm: float | None = None
     """The trainer's clipping threshold, if the given gradient is clipped and the rollouts do not record its norm."""
-    advantage_eps: float = 1e-6
-    """Added to a group's standard deviation where advantages are computed from rewards; TRL's is 1e-4."""
+    advantage_eps: float | None = None
+    """Added to a group's standard deviation where advantages are computed from rewards, also by the faults that are
+    tried; TRL's is 1e-4; none: 1e-6 or 1e-4, whichever the rollouts' advantages show, else 1e-6."""
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus in the loss."""
     precision: Literal["float32", "bfloat16", "float16"] | None = None
@@ -112,11 +113,10 @@ class Audit(ReadingFlags):
             told = ", ".join(given)
             raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
         settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
+        settings["advantage_eps"] = self.advantage_eps
         loss = replace(TrainedLoss.of(self.own_loss(self.loss, dump)), entropy_coef=self.entropy_coef)
         run = replace(dump.batch.run, precision=self.precision or dump.batch.run.precision)
         batch = replace(dump.batch, run=run)
-        if not loss.is_whole:
-            batch = replace(batch, advantages=resolve_advantages(batch, eps=self.advantage_eps))
         with progress.stage("the exact gradient"):
             found = audit(policy, batch, gradient, loss=loss, **settings, resources=Resources(progress=progress))
         if found.precision is None and found.kind in ("factor", "other"):

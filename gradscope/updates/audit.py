@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian
-from gradscope.objective import LossSettings, resolve_advantages, settle_loss
+from gradscope.objective import LossSettings, grpo_advantages, resolve_advantages, settle_loss
 from gradscope.policy import Policy, PolicyLike, flat_slices, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
 from gradscope.updates.auditing.explain import MOST, Explanation, Rest
@@ -32,6 +32,8 @@ EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch
 PASSES = 4.0
 """Largest error of a gradient from passes in half precision, in spacings: 2 to 3 of bfloat16's under TRL's autocast, on
 the embedded policy."""
+EPSILONS = (1e-6, 1e-4)
+"""What trainers add to a group's standard deviation: the paper's code, TRL."""
 FEW = 3
 """Most parts of a batch of other weights that are looked for before pairs of faults."""
 POSITIONS = "where rows are padded on the left, give position_ids of their own tokens: attention_mask.cumsum(-1) − 1"
@@ -144,6 +146,7 @@ def audit(
     micro_batch: int | None = None,
     processes: int | None = None,
     max_grad_norm: int | float | None = None,
+    advantage_eps: float | None = None,
     resources: Resources | None = None,
 ) -> Audit:
     """Compare the gradient of a trainer's step with the exact gradient of the loss on that step's batch.
@@ -159,16 +162,19 @@ def audit(
         processes: Number of the trainer's processes, each with an equal, consecutive part of the responses; None: as
             recorded in the batch, if at all.
         max_grad_norm: The trainer's clipping threshold, if the gradient was recorded after clipping.
+        advantage_eps: What the trainer adds to a group's standard deviation where advantages are made of rewards; None:
+            1e-6 or 1e-4, whichever the batch's advantages show, else 1e-6.
 
     Raises:
         InputError: if names or shapes do not match the policy's, the gradient is 0 or not finite, or the batch has no
             advantages.
     """
     policy, batch, told = read_logged(policy, batch)
-    loss = TrainedLoss.of(LossSettings.from_log(told) if loss is None else loss)
+    loss, eps = TrainedLoss.of(LossSettings.from_log(told) if loss is None else loss), EPSILONS[0]
     batch = settle_loss(batch, loss)
     if not loss.is_whole:
-        batch = replace(batch, advantages=resolve_advantages(batch))
+        eps = _show_eps(batch) if advantage_eps is None else advantage_eps
+        batch = replace(batch, advantages=resolve_advantages(batch, eps=eps))
     run, slices = batch.run, flat_slices(policy.model)
     theirs = _match(gradient, slices) if isinstance(gradient, Mapping) else None
     if theirs is not None and not any(own.any() for own in theirs.values()):
@@ -176,7 +182,7 @@ def audit(
     precision = (None if theirs is None else _show_precision(theirs)) or run.precision
     rows = TokenRows.of(batch, micro_batch, processes)
     J = TokenJacobian(policy, batch, resources)
-    readings = Readings(J, loss, rows, batch.response_mask, batch.positions())
+    readings = Readings(J, loss, rows, batch.response_mask, batch.positions(), batch, eps)
     trains = run.trains if any(map(run.trains, slices)) else slices.__contains__  # by names of another model
     search = Search(readings, theirs, trains)
     about = {"precision": precision, "notes": batch.notes, "unseen": _unseen(readings)}
@@ -265,11 +271,20 @@ class _Rests:
         parts = [(rest, rest.by_parts(most or max(MOST, len(rest.J.batch) // 2))) for rest in rests]
         known = [(rest, found) for rest, found in parts if found is not None]
         if known:
-            rest, found = min(known, key=lambda pair: (len(pair[1].rows), pair[0].reading.aggregation != "logged"))
+            rest, found = min(
+                known,
+                key=lambda pair: (
+                    "clip_norm" not in pair[1].rows,
+                    len(pair[1].rows),
+                    pair[0].reading.aggregation != "logged",
+                ),
+            )
             return _add(judged, rest.reading, found)
         if most is None and rests:
             sound = [rest for rest in rests if not rest.reading.faults]
-            for rest in dict.fromkeys((*sorted(sound, key=lambda rest: rest.spread)[:1], rests[-1])):
+            # Rounding in half precision changes the weights of all responses, so that no reading has few.
+            first = min(sound, key=lambda rest: rest.square if self.rounding else rest.spread, default=rests[-1])
+            for rest in dict.fromkeys((first, rests[-1])):
                 if (found := rest.by_decay() or rest.by_steps()) is not None:
                     return _add(judged, rest.reading, found)
         return judged
@@ -291,7 +306,8 @@ def _add(judged: Audit, reading: Reading, found: Explanation) -> Audit:
     told = f"The trainer's gradient is {times}that of {reading}, but {found.words}."
     told += f" This leaves {100 * found.left:.2g} % of it."
     where = {"aggregation": reading.aggregation, "fault": reading.fault, "part": reading.part, "value": reading.value}
-    where |= {"remedies": (*reading.remedies, found.remedy), "explained": found.rows, "factor": found.factor}
+    remedies = (*reading.remedies, *filter(None, (found.remedy,)))
+    where |= {"remedies": remedies, "explained": found.rows, "factor": found.factor}
     return replace(judged, kind="tokens", reading=reading.name, verdict=told, odd=(), cause=None, **where)
 
 
@@ -312,6 +328,19 @@ def _match(gradient: Mapping[str, Tensor], slices: Mapping[str, slice]) -> dict[
         if not torch.isfinite(tensor).all():
             raise InputError(f"the gradient of {name} is not finite; give that of another step")
     return {name: tensor.flatten() for name, tensor in found.items()}
+
+
+def _show_eps(batch: TokenBatch) -> float:
+    """Return what is added to the standard deviation in the batch's advantages, as far as they are GRPO's."""
+    if batch.advantages is None or batch.rewards is None or not batch.rewards.isfinite().all():
+        return EPSILONS[0]
+    own = batch.advantages[batch.response_mask].double()
+    rows = batch.response_mask.nonzero()[:, 0]
+
+    def error(eps: float) -> float:
+        return float((grpo_advantages(batch.rewards.double(), batch.group_ids, eps=eps)[rows] - own).abs().nanmedian())
+
+    return min(EPSILONS, key=error)
 
 
 def _show_precision(gradient: Mapping[str, Tensor]) -> Precision | None:

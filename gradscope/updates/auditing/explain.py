@@ -18,8 +18,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
+from gradscope.updates.auditing.products import FLOAT32, TIGHT
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights
 from gradscope.updates.auditing.search import Search, loss_gradients
+from gradscope.updates.auditing.traits import Trait, find_trait, ratios
 from gradscope.updates.auditing.wording import EQUAL, describe
 
 MOST = 32
@@ -36,6 +38,17 @@ ENTRIES = 8
 
 UNTRAINED = ("dropped", "prompts", "before")
 """Kinds of tokens that should have no weight."""
+
+
+class Fit(NamedTuple):
+    """A least-squares fit of D over the parts of a batch."""
+
+    atoms: list[Atom]
+    x: Float[np.ndarray, " n"]
+    left: float
+    """‖R‖."""
+    products: Float[np.ndarray, "n n"]
+    """Of the parts' gradients."""
 
 
 class Atom(NamedTuple):
@@ -58,12 +71,14 @@ class Explanation:
     rows: pd.DataFrame
     """A row each: kind (token, response, prompt, micro-batch, process, decay, or a kind of tokens), index, of (loss, or
     policy: without KL), tokens (of a part), times (their weight
-    over the reading's; infinite for tokens that it drops), share (of ‖D‖², which sum to at most 1); of a token also
-    response, position, token_id, token, sort (prompts, dropped, first, last or sampled), prob, and weight (w_t)."""
+    over the reading's; infinite for tokens that it drops), share (of ‖D‖², which sum to at most 1); of micro-batches
+    clip_norm (what each was clipped to, if that is why); of a token also response, position, token_id, token, sort
+    (prompts, dropped, first, last or sampled), prob, weight (w_t), advantage, ratio (π/π_old), and common (what these
+    tokens alone have in common, see `traits`)."""
     words: str
     """A sentence."""
-    remedy: str
-    """What to do."""
+    remedy: str | None
+    """What to do; None: it does not say."""
     factor: float
     """The trainer's gradient over the reading's at all other tokens."""
     left: float
@@ -84,6 +99,8 @@ class Rest:
         self.given = {name: part for name, part in self.D.slices.items() if name in search.theirs}
         self.whole = len(self.given) == len(self.D.slices)
         self.floor = floor * self.norm
+        self.coarse = floor > TIGHT
+        """Whether the floor is half precision's, below which no part can be told from rounding."""
         self.square = float(self.D.products())
         self.along = self._along(self.D)
         self.taken: list[Atom] = []
@@ -118,12 +135,18 @@ class Rest:
 
         Costs a gradient per response.
         """
-        for atoms, x, left in self._fits:
-            odd = np.abs(x) > EQUAL
-            if left <= self.floor and odd.sum() <= most:
-                self.taken = [atom for atom, keep in zip(atoms, odd, strict=True) if keep]
-                return self._describe(x[odd], left)
+        for fit in self._fits:
+            odd = np.abs(fit.x) > EQUAL
+            sizes = np.abs(fit.x) * np.sqrt(np.diag(fit.products))
+            if fit.left > self.floor or not 0 < odd.sum() <= most or self._hidden(sizes[odd]):
+                continue
+            self.taken = [atom for atom, keep in zip(fit.atoms, odd, strict=True) if keep]
+            return self._describe(fit.x[odd], fit.left, _clip_norm(fit))
         return None
+
+    def _hidden(self, sizes: Float[np.ndarray, " n"]) -> bool:
+        """Return whether half precision's rounding, of the floor's size, hides one of these parts of D."""
+        return self.coarse and bool((sizes <= self.floor).any())
 
     def _along(self, vectors: Vectors) -> Float[np.ndarray, " K"]:
         return self.J.jvp(vectors).logprob[0].double().numpy()
@@ -131,7 +154,7 @@ class Rest:
     @property
     def spread(self) -> int:
         """How many responses' weights a least-squares fit changes: few for the right reading, whatever is left."""
-        return next((int((np.abs(x) > EQUAL).sum()) for atoms, x, _ in self._fits if atoms[0].kind == "response"), 0)
+        return next((int((np.abs(f.x) > EQUAL).sum()) for f in self._fits if f.atoms[0].kind == "response"), 0)
 
     def by_decay(self) -> Explanation | None:
         """Explain it by a multiple of the weights; None: it is not that."""
@@ -144,7 +167,7 @@ class Rest:
         if left > self.floor:
             return None
         table = pd.DataFrame([{"kind": "decay", "index": 0, "of": "loss", "times": with_D / square, "share": 1.0}])
-        return Explanation(table, *describe(table, self.readings, self.weights[0] != 0), 1.0, left / self.norm)
+        return Explanation(table, *describe(table), 1.0, left / self.norm)
 
     @cached_property
     def _policy(self) -> Float[Tensor, " K"] | None:
@@ -155,14 +178,14 @@ class Rest:
         return self.readings.aggregate(terms.scale(1, 0, 0))[self.reading.aggregation][0]
 
     @cached_property
-    def _fits(self) -> list[tuple[list[Atom], np.ndarray, float]]:
+    def _fits(self) -> list[Fit]:
         """Least-squares fits over parts of the batch, of the whole loss, then of the policy's part: coarse first."""
         if not self.whole:
             return []
         found = self._fit(-self.weights[0], "loss")
         return found if self._policy is None else [*found, *self._fit(-self._policy, "policy")]
 
-    def _fit(self, weights: Float[Tensor, " K"], of: str) -> list[tuple[list[Atom], np.ndarray, float]]:
+    def _fit(self, weights: Float[Tensor, " K"], of: str) -> list[Fit]:
         rows, found = self.readings.rows, []
         gram = self.J.gram(weights[None].float(), groups=torch.arange(len(self.J.batch)))
         products, groups = gram.products[:, 0, :, 0], torch.tensor(gram.groups)
@@ -181,7 +204,7 @@ class Rest:
             left = max(0.0, self.square - 2 * b @ x + x @ K @ x) ** 0.5
             of_token = part[rows.response]
             atoms = [Atom(kind, i, torch.where(of_token == i, weights, 0.0), of) for i in range(len(x))]
-            found.append((atoms, x, left))
+            found.append(Fit(atoms, x, left, K))
         return found
 
     @cached_property
@@ -243,7 +266,7 @@ class Rest:
             elif hopeless and len(self.taken) >= since + PATIENCE:
                 return None
             along = self._along(R)
-        if left > self.floor:
+        if left > self.floor or not self.taken:
             return None
         while len(x) > 1:  # sets that were taken for the tokens in them
             size = np.abs(x) * np.sqrt(np.diag(self.products)[1 : len(x) + 1])
@@ -256,6 +279,8 @@ class Rest:
                 self.taken = kept
                 break
             x, left = fewer, rest
+        if self._hidden(np.abs(x) * np.sqrt(np.diag(self.products)[1 : len(x) + 1])):
+            return None
         return self._describe(x, left)
 
     def _choose(self, atoms: list[Atom], squares: Float[np.ndarray, " n"], along: Float[np.ndarray, " K"]) -> Atom:
@@ -331,28 +356,40 @@ class Rest:
             R.rows[0].sub_(row, alpha=float(factor))
         return x, R, float(R.products()) ** 0.5
 
-    def _describe(self, x: np.ndarray, left: float) -> Explanation:
+    def _describe(self, x: np.ndarray, left: float, clip: tuple[str, float] | None = None) -> Explanation:
+        """Make rows of what was taken; clip: how micro-batches were clipped, and to what norm."""
         batch, terms = self.J.batch, self.readings.terms
         policy = self.J.policy
         places, numbers = batch.response_mask.nonzero(), self.weights[0].numpy()
         positions = self.J.kept(self.readings.positions)
         prob = self.J.kept(self.J.statistics.logprob).double().exp().numpy()
         base = next((1 + own for atom, own in zip(self.taken, x, strict=True) if atom.kind == "all"), 1.0)
-        sorts = self._sets()
+        # What each token's weight is, by its sets and itself together.
+        theirs = numbers - sum(own * atom.weights.numpy() for atom, own in zip(self.taken, x, strict=True))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            times = np.where(numbers != 0, theirs / numbers, np.inf)
+        alone = np.zeros(len(numbers), dtype=bool)
+        alone[[atom.index for atom in self.taken if atom.kind == "token"]] = True
+        sorts, ratio, trait = self._sets(), ratios(self.readings), self._trait(alone)
         rows = []
         for atom, own in zip(self.taken, x, strict=True):
             row = {"kind": atom.kind, "index": atom.index, "of": atom.of}
             row["times"] = base + own * (atom.kind != "all") if atom.kind not in UNTRAINED else np.inf
+            if atom.kind not in UNTRAINED and atom.of == "loss" and atom.kind != "all":
+                rest = (atom.weights.numpy() != 0) & ~alone
+                row["times"] = float(np.median(times[rest])) if rest.any() else row["times"]
             row["share"] = own * float(atom.weights.numpy() @ self.along) / self.square
             if atom.kind in self._parts:
                 inside = self._parts[atom.kind][self.readings.rows.response] == atom.index
                 row["tokens"] = int((inside & terms.kept).sum())
+            if clip is not None:
+                row["clip_norm"] = clip[1]
             if atom.kind == "token":
                 token, place = atom.index, places[atom.index].tolist()
                 exact = numbers[token]
-                row["times"] = (base * exact - own) / exact if exact else np.inf
+                row["times"] = float(times[token])
                 part = 0.0 if self._policy is None else float(self._policy[token])
-                if part and abs(own / part - base) <= EQUAL:  # what is left of it is KL
+                if part and abs(theirs[token] - base * (exact - part)) <= EQUAL * abs(part):  # what is left is KL
                     row |= {"of": "policy", "times": 0.0}
                 identity = int(batch.input_ids[place[0], place[1]])
                 row |= {"response": place[0], "position": int(positions[token]), "token_id": identity}
@@ -362,8 +399,46 @@ class Rest:
                     "sampled",
                 )
                 row |= {"prob": prob[token], "weight": exact * int(terms.kept.sum())}
+                row["advantage"] = float(terms.advantages[token])
+                row |= {} if ratio is None else {"ratio": float(ratio[token])}
+                row |= {} if trait is None else {"common": trait.name}
             rows.append(row)
         table = pd.DataFrame(rows).sort_values("share", ascending=False, kind="stable", ignore_index=True)
         whole = [name for name in ("response", "position", "token_id", "tokens") if name in table]
         table[whole] = table[whole].astype("Int64")
-        return Explanation(table, *describe(table, self.readings, self.weights[0] != 0), base, left / self.norm)
+        return Explanation(table, *describe(table, base, trait, clip), base, left / self.norm)
+
+    def _trait(self, alone: Float[np.ndarray, " K"]) -> Trait | None:
+        """Return what the tokens that were taken one by one have in common: among those of the loss, of its policy's
+        part if any has that, or else among those that it drops."""
+        chosen, terms = torch.from_numpy(alone), self.readings.terms
+        policy = terms.parts[0] * terms.mask[0] != 0
+        for among in (policy, self.weights[0] != 0, self.weights[0] == 0):
+            if chosen.any() and not (chosen & ~among).any():
+                return find_trait(self.readings, chosen, among, self._parts)
+        return None
+
+
+def _clip_norm(fit: Fit) -> tuple[str, float] | None:
+    """Return how the gradient was clipped inside the loop over micro-batches, and to what norm; None: it was not.
+
+    "each": a micro-batch's gradient before it was added, so that x_i‖G_i‖ is the norm of all that were clipped. "sum":
+    the sum S_i = c_i·(S_{i−1} + G_i) after each, so that x_i = c_i·…·c_n. Two that were clipped must agree.
+    """
+    if fit.atoms[0].kind != "micro-batch":
+        return None
+    times, steps = 1 + fit.x, np.arange(len(fit.x))
+    if (times <= 0).any():
+        return None
+    own = times * np.sqrt(np.diag(fit.products))
+    part = np.where(steps[:, None] >= steps, times, 0.0)  # of S_i, times the later factors
+    later = np.append(times[1:], 1.0)
+    sums = np.sqrt(np.einsum("ij,jk,ik->i", part, fit.products, part)) / later
+    for how, factors, norms in (("each", times, own), ("sum", times / later, sums)):
+        cut = factors < 1 - FLOAT32
+        if cut.sum() < 2 or (factors[~cut] > 1 + FLOAT32).any():
+            continue
+        norm = float(np.median(norms[cut]))
+        if (np.abs(norms[cut] / norm - 1) <= FLOAT32).all() and (norms[~cut] <= norm * (1 + FLOAT32)).all():
+            return how, norm
+    return None

@@ -32,10 +32,15 @@ _LATE = {
     by: f"each token with the weight of the token {word}before it" for by, word in enumerate(("", "two ", "three "), 1)
 }
 _END = "look how labels are shifted and where the mask ends: it must keep every sampled token, EOS included"
+_PAD = "pad with another token than the one that ends responses, or mask by length: ids != pad_token_id drops true ends"
 _KL = "look at the sign and the coefficient of the KL term, and whether its gradient is detached"
 _RATIO = "correct each token's KL by its own π/π_old, or not at all (TRL: use_bias_correction_kl=False)"
 _STATS = "normalise rewards within their own groups, as the log says, before responses are shuffled or split"
 _SHIFTED = "score it with the same shift as log π: log-probabilities at s − 1 belong to token s"
+_MINIMUM = "take the minimum of ratio·Â and clip(ratio)·Â: a token may be cut only where Â has moved it beyond the clip"
+_ORDER = "undo the sort of rows (by the inverse permutation) before what was computed in its order is used"
+_ROWS = "keep a response's numbers in its row: look at gathers, and at repeat beside repeat_interleave"
+_FLOAT = "upcast the logits to float32 before log_softmax (and divide by the temperature after)"
 _LOST = "look for a part that is skipped: a micro-batch without zero_grad in time, a filter, no_sync, drop_last"
 
 FAULTS: dict[str, Fault] = {
@@ -76,6 +81,10 @@ FAULTS: dict[str, Fault] = {
     ),
     "no-clip": Fault("without clipping", "look whether ratios beyond the clips are cut, and with which thresholds"),
     "clip-high-ignored": Fault("with the lower clip's ratio as the upper one's, too", "pass both clip ratios"),
+    "clip-alone": Fault("with the clipped ratio alone, without the minimum", _MINIMUM),
+    "clip-maximum": Fault("with the maximum of ratio·Â and clip(ratio)·Â", _MINIMUM),
+    "clip-ratios": Fault("with Â times the minimum of ratio and clip(ratio)", _MINIMUM),
+    "clip-positive": Fault("without clipping where Â is negative", _MINIMUM),
     "sequence-ratio": Fault("with each response's geometric mean of π/π_old", "set the importance sampling to tokens"),
     "no-reweight": Fault("without Advantage Reweighting", "multiply advantages by α·π_old + 1 − α"),
     "advantages-rewards": Fault("with rewards as advantages", _STATS),
@@ -93,6 +102,8 @@ FAULTS: dict[str, Fault] = {
     "entropy": Fault("with an entropy bonus of {value:.3g}", "look at the coefficient of the entropy and its sign"),
     "last-token": Fault("without each response's last token (EOS)", _END),
     "last-token-uncounted": Fault("without each response's last token (EOS), in denominators either", _END),
+    "end-token": Fault("without the end tokens, where responses have one", _PAD),
+    "end-token-uncounted": Fault("without the end tokens, in denominators either", _PAD),
     "first-token": Fault("without each response's first token", _END),
     "first-token-uncounted": Fault("without each response's first token, in denominators either", _END),
     "mask-advantages": Fault("with the advantages as its mask", "pass the response mask, not the advantages"),
@@ -126,6 +137,24 @@ NEEDS = {
 }
 """A fault → what a batch must have to show it, and what else goes with it."""
 
+HALF = ("bfloat16", "float16")
+for _name in HALF:
+    FAULTS[f"logits-{_name}"] = Fault(f"with log π of logits that are rounded to {_name}", _FLOAT)
+    FAULTS[f"log-softmax-{_name}"] = Fault(f"with log_softmax in {_name}", _FLOAT)
+
+ORDERS = {
+    "longest-first": Fault("of rows sorted by length, longest first", _ORDER),
+    "shortest-first": Fault("of rows sorted by length, shortest first", _ORDER),
+    "reversed": Fault("of rows in reverse order", _ROWS),
+    "rolled": Fault("of the response {value:.0f} rows before", _ROWS),
+    "interleaved": Fault("of rows dealt in turn, as if groups were interleaved", _ROWS),
+    "blocked": Fault("of rows in blocks, as if interleaved groups were so", _ROWS),
+}
+"""Other orders of rows, of which a column may be."""
+for _column_name, _words in (("old", "log π_old"), ("ref", "log π_ref"), ("advantages", "the advantages")):
+    for _name, _fault in ORDERS.items():
+        FAULTS.setdefault(f"{_column_name}-{_name}", Fault(f"with {_words} {_fault.words}", _fault.remedy))
+
 BOUNDS = {
     "logprob": "log π",
     "ratio": "π/π_old",
@@ -135,7 +164,8 @@ BOUNDS = {
     "from-end": "the distance from the response's end",
     "length": "the response's length",
 }
-"""A column → words: beyond some value of it, tokens may have no gradient."""
+"""A column → words: beyond some value of it, tokens may have no gradient. log π in nats; positions and lengths count kept
+tokens, from 0."""
 for _name, _of in (("token", "all tokens"), ("sequence", "responses' means")):
     FAULTS[f"kl-{_name}-mean"] = Fault(f"with KL as the mean of {_of}", "average KL as the rest of the loss")
 for _name in ("micro-batches", "processes"):
@@ -158,6 +188,8 @@ class Columns:
     """log π."""
     kept: Bool[Tensor, "B S"]
     """Tokens that the log's mask keeps."""
+    eps: float = 1e-6
+    """Added to a group's standard deviation where advantages are made of rewards."""
     kl_ratio: Literal["live", "detached"] | None = None
     """Whether KL is times each response's geometric mean of π/π_old, with that ratio's gradient or without."""
 
@@ -201,6 +233,8 @@ class Terms:
     """Tokens that the log's mask keeps."""
     inside: Bool[Tensor, " K"]
     """Tokens of a response, kept or not."""
+    end: Bool[Tensor, " K"]
+    """Kept tokens with the id that ends responses."""
 
     def shift(self, by: int) -> Terms:
         """Give each kept token the terms of the kept token `by` before it, in its response, or 0."""
@@ -273,29 +307,29 @@ def _varies(c: Columns) -> bool:
     return bool((low.amax(1) > high.amin(1))[c.kept.any(1)].any())
 
 
-def _of_rewards(advantages: Callable[[Tensor, Tensor], Tensor | None]) -> Callable[[Columns], Columns | None]:
-    """Make advantages of rewards [B] and group ids [B]."""
+def _of_rewards(advantages: Callable[[Tensor, Tensor, float], Tensor | None]) -> Callable[[Columns], Columns | None]:
+    """Make advantages of rewards [B], group ids [B] and eps."""
 
     def change(c: Columns) -> Columns | None:
         if c.batch.rewards is None or c.batch.advantages is None or not c.batch.rewards.isfinite().all():
             return None
-        made = advantages(c.batch.rewards.double(), c.batch.group_ids)
+        made = advantages(c.batch.rewards.double(), c.batch.group_ids, c.eps)
         return None if made is None else c.with_advantages(made)
 
     return change
 
 
-def _centre(rewards: Tensor, groups: Tensor) -> Tensor:
+def _centre(rewards: Tensor, groups: Tensor, _: float = 0.0) -> Tensor:
     _, own = groups.unique(return_inverse=True)
     return rewards - (torch.zeros(int(own.max()) + 1).double().index_add_(0, own, rewards) / own.bincount())[own]
 
 
-def _regroup(rewards: Tensor, groups: Tensor, *, strided: bool) -> Tensor | None:
+def _regroup(rewards: Tensor, groups: Tensor, eps: float, *, strided: bool) -> Tensor | None:
     sizes = groups.unique(return_counts=True)[1]
     if len(sizes.unique()) > 1 or len(sizes) == 1:
         return None
     place = torch.arange(len(rewards))
-    return grpo_advantages(rewards, place % len(sizes) if strided else place // int(sizes[0]))
+    return grpo_advantages(rewards, place % len(sizes) if strided else place // int(sizes[0]), eps=eps)
 
 
 def _whiten(c: Columns) -> Columns | None:
@@ -316,6 +350,24 @@ def _multiply_kl(c: Columns, how: Literal["live", "detached"]) -> Columns | None
     return replace(_set(c, kl_corrected=False), kl_ratio=how) if _pulls(c) else None
 
 
+def _reclip(cut: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Columns], Columns | None]:
+    """Cut other tokens than PPO's clip does; cut: from where π/π_old is below and above its range, and where Â > 0."""
+
+    def change(c: Columns) -> Columns | None:
+        if c.batch.old_logprobs is None or c.batch.advantages is None or c.loss.weighting is not None:
+            return None
+        ratio = (c.logprob - fill_unknown(c.batch.old_logprobs, c.logprob)).exp()
+        below, above = ratio < 1 - c.loss.clip_ratio_low, ratio > 1 + c.loss.clip_ratio_high
+        gone = cut(below, above, c.batch.advantages > 0)
+        return _unclip(c).with_advantages(c.batch.advantages.masked_fill(gone, 0.0))
+
+    return change
+
+
+def _unclip(c: Columns) -> Columns:
+    return _set(c, clip_ratio_low=1.0, clip_ratio_high=1e30, clip_ratio_c=None)
+
+
 def _clamp_kl(c: Columns) -> Columns | None:
     if not _pulls(c):
         return None
@@ -327,8 +379,12 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
     "old-recomputed": lambda c: (
         None if c.batch.old_logprobs is None else replace(c, batch=replace(c.batch, old_logprobs=None))
     ),
-    "no-clip": lambda c: _set(c, clip_ratio_low=1.0, clip_ratio_high=1e30, clip_ratio_c=None),
+    "no-clip": _unclip,
     "clip-high-ignored": lambda c: _set(c, clip_ratio_high=c.loss.clip_ratio_low),
+    "clip-alone": _reclip(lambda below, above, _: below | above),
+    "clip-maximum": _reclip(lambda below, above, positive: torch.where(positive, below, above)),
+    "clip-ratios": _reclip(lambda _, above, __: above),
+    "clip-positive": _reclip(lambda _, above, positive: above & positive),
     "sequence-ratio": _average_ratio,
     "no-reweight": lambda c: None if c.loss.reweight_alpha is None else _set(c, reweight_alpha=None),
     **{f"kl-{k}": partial(lambda k, c: _set(c, kl_estimator=k) if _pulls(c) else None, k) for k in ("k1", "k2", "k3")},
@@ -349,10 +405,12 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
     ),
     "teacher-late": _teacher(1),
     "teacher-early": _teacher(-1),
-    "advantages-rewards": _of_rewards(lambda rewards, _: rewards),
+    "advantages-rewards": _of_rewards(lambda rewards, *_: rewards),
     "advantages-centred": _of_rewards(_centre),
-    "advantages-batch": _of_rewards(lambda rewards, _: (rewards - rewards.mean()) / (rewards.std() + 1e-6)),
-    "advantages-batch-std": _of_rewards(lambda rewards, groups: _centre(rewards, groups) / (rewards.std() + 1e-6)),
+    "advantages-batch": _of_rewards(lambda rewards, _, eps: (rewards - rewards.mean()) / (rewards.std() + eps)),
+    "advantages-batch-std": _of_rewards(
+        lambda rewards, groups, eps: _centre(rewards, groups) / (rewards.std() + eps)
+    ),
     "advantages-regrouped": _of_rewards(partial(_regroup, strided=False)),
     "advantages-strided": _of_rewards(partial(_regroup, strided=True)),
     "advantages-whitened": _whiten,
@@ -390,6 +448,8 @@ TERMS: dict[str, Callable[[Terms], Terms | None]] = {
         for which in ("last", "first")
         for end in ("", "-uncounted")
     },
+    "end-token": lambda terms: terms.over(terms.kept & ~terms.end, counted=False) if terms.end.any() else None,
+    "end-token-uncounted": lambda terms: terms.over(terms.kept & ~terms.end) if terms.end.any() else None,
     "mask-advantages": partial(_as_mask, slice(None)),
     "mask-advantages-policy": partial(_as_mask, slice(1)),
     "mask-nonzero": lambda terms: terms.over(terms.kept & (terms.advantages != 0)),
@@ -415,3 +475,22 @@ def bounded(columns: Columns, terms: Terms, places: Bool[Tensor, "B S"]) -> Iter
     yield "position", place[places].double()
     yield "from-end", (length - 1 - place)[places].double()
     yield "length", length[places].double()
+
+
+def orders(
+    total: Int[Tensor, " B"], length: Int[Tensor, " B"], groups: Int[Tensor, " B"]
+) -> Iterator[tuple[str, int | None, Int[Tensor, " B"]]]:
+    """Yield each of ORDERS, in some ways, its number, and of which row each row then is.
+
+    total, length: tokens of prompt and response, and of the response.
+    """
+    rows, sizes = torch.arange(len(total)), groups.unique(return_counts=True)[1]
+    for own in (total, length):
+        for name, sign in (("longest-first", -1), ("shortest-first", 1)):
+            for order in ((sign * own).argsort(stable=True), (-sign * own).argsort(stable=True).flip(0)):
+                yield from ((name, None, order), (name, None, order.argsort()))  # not put back, or put there twice
+    yield "reversed", None, rows.flip(0)
+    yield from (("rolled", by, rows.roll(by)) for by in (1, len(rows) - 1))
+    if len(sizes) > 1 and len(sizes.unique()) == 1:
+        yield "interleaved", None, rows.view(len(sizes), -1).T.flatten()
+        yield "blocked", None, rows.view(-1, len(sizes)).T.flatten()

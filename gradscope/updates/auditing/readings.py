@@ -19,7 +19,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian
 from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import TokenBatch
-from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded
+from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded, orders
 
 AGGREGATIONS = {
     "logged": "the loss as recorded in the log",
@@ -132,6 +132,10 @@ class Readings:
     """Tokens that the log's mask keeps."""
     positions: Int[Tensor, "B S"]
     """Each token's position in its response; negative on the prompt."""
+    logged: TokenBatch
+    """The batch as it was logged, also where the mask drops tokens."""
+    eps: float = 1e-6
+    """Added to a group's standard deviation where advantages are made of rewards."""
     faults: tuple[str, ...] = ()
     """What every reading does wrong."""
 
@@ -166,7 +170,7 @@ class Readings:
     @cached_property
     def columns(self) -> Columns:
         batch = replace(self.J.batch, loss_scales=None)
-        return Columns(batch, self.loss, self.J.statistics.logprob, self.kept)
+        return Columns(batch, self.loss, self.J.statistics.logprob, self.kept, self.eps)
 
     @cached_property
     def terms(self) -> Terms:
@@ -186,7 +190,14 @@ class Readings:
         mask = kept.double().expand(parts.shape)
         inside = J.kept(self.positions) >= 0
         advantages = J.kept(found.policy if batch.advantages is None else batch.advantages).double()
-        return Terms(parts, mask, mask, advantages, self.rows.response, kept, inside)
+        return Terms(parts, mask, mask, advantages, self.rows.response, kept, inside, self.end)
+
+    @cached_property
+    def end(self) -> Bool[Tensor, " K"]:
+        """Kept tokens that are the end token: of those known, the one that is there most often."""
+        ids, kept = self.J.kept(self.J.batch.input_ids), self.J.kept(self.kept)
+        stops = ids[kept & torch.isin(ids, torch.tensor([*self.J.policy.stop_ids], dtype=ids.dtype))]
+        return kept & (ids == stops.mode().values) if len(stops) else torch.zeros_like(kept)
 
     def aggregate(self, terms: Terms, divided: Mapping[str, Int[Tensor, " K"]] | None = None) -> dict[str, Weights]:
         """Return c_t·w_t and c_t·e by aggregation. divided: each token's part; None: of the known aggregations."""
@@ -237,6 +248,9 @@ class Readings:
         for by in range(1, count) if self.J.batch.advantages is not None else ():
             moved = self.weigh(self.columns.with_advantages(self._of_response.roll(by)))
             yield from ((Reading(n, ("advantages-rolled",), value=by), own) for n, own in self.aggregate(moved).items())
+        for fault, by, columns in self._reorder():
+            weighed = self.aggregate(self.weigh(columns))
+            yield from ((Reading(name, (fault,), value=by), own) for name, own in weighed.items())
         rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))
         for (name, own), (other, kl) in product(rest.items(), pull.items()):
             if "logged" not in (name, other) and name != other and kl.any():
@@ -246,6 +260,24 @@ class Readings:
                 terms = self.terms.without((self.rows.response >= start) & (self.rows.response < start + size))
                 for name, weights in self.aggregate(terms).items():
                     yield Reading(name, ("responses-missing",), start, size), weights
+
+    def _reorder(self) -> Iterator[tuple[str, int | None, Columns]]:
+        """Yield the columns with one of them in another order of rows."""
+        own, batch = self.columns, self.logged
+        inside = batch.attention_mask & (self.positions >= 0)
+        sizes = batch.attention_mask.sum(1), inside.sum(1)
+        for name, by, order in orders(*sizes, batch.group_ids):
+            if batch.advantages is not None:
+                yield f"advantages-{name}", by, own.with_advantages(self._of_response[order])
+            # As where padded tensors are permuted: the other row's numbers, and 0 beyond its end.
+            places = batch.response_start[order, None] + self.positions.clamp(min=0)
+            known = inside & (self.positions < sizes[1][order, None])
+            for column in ("old", "ref"):
+                if (values := getattr(batch, f"{column}_logprobs")) is not None:
+                    moved = values[order].gather(1, places.clamp(max=values.shape[1] - 1))
+                    moved = torch.where(known, moved, 0.0).masked_fill(~self.kept, torch.nan)
+                    changed = replace(own.batch, **{f"{column}_logprobs": moved})
+                    yield f"{column}-{name}", by, replace(own, batch=changed)
 
     def bounds(self) -> Iterator[tuple[str, Float[Tensor, " K"]]]:
         """Yield the columns beyond a bound of which tokens may have no gradient."""

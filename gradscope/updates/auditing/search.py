@@ -147,7 +147,8 @@ class Search:
         while some := [*islice(wanted, SCREENED)]:
             errors = self._error(np.stack([self._products(*pair) for pair in some], 1)).tolist()
             near = [(error, *pair) for error, pair in zip(errors, some, strict=True) if error <= OFF]
-            best = sorted([*best, *near], key=itemgetter(0))[:NEAREST]
+            ways = {reading: (error, reading, own) for error, reading, own in sorted([*best, *near], key=itemgetter(0))[::-1]}
+            best = sorted(ways.values(), key=itemgetter(0))[:NEAREST]
         for place, readings in enumerate(self._screened):
             own = ((reading, weights) for _, reading, weights in best if _at_1(reading) == bool(place))
             self._try(dict(self._unknown(own)), readings.J)

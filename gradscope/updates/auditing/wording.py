@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
-import torch
-from jaxtyping import Bool
-from torch import Tensor
-
-from gradscope.updates.auditing.faults import BOUNDS
-from gradscope.updates.auditing.readings import Readings
+from gradscope.updates.auditing.faults import FAULTS
+from gradscope.updates.auditing.traits import Trait
 
 EQUAL = 0.02
 """Largest difference of two multiples of weights that are called equal."""
@@ -25,7 +21,6 @@ SORTS = {
     "sampled": "sampled",
 }
 KINDS = {
-    "all": "all other tokens",
     "first": "the first tokens of all responses",
     "last": "the last tokens of all responses",
     "positive": "the tokens of positive weight",
@@ -36,23 +31,54 @@ KINDS = {
 }
 
 
-def describe(table: pd.DataFrame, readings: Readings, live: Bool[Tensor, " K"]) -> tuple[str, str]:
-    """Return a sentence on the rows of an explanation, and what to do. live: tokens that have a weight."""
+CLIPPED = {
+    "each": "each micro-batch's gradient was clipped to a norm of {norm:.4g} before it was added",
+    "sum": "the gradient was clipped to a norm of {norm:.4g} after each micro-batch",
+}
+CLIP_ONCE = "clip once, after the last micro-batch's backward pass and before the optimizer's step"
+SKIPPED = FAULTS["micro-batch-missing"].remedy
+TWICE = "look what is read twice: a sampler that fills up its last batch, a backward pass that is repeated"
+
+
+def describe(
+    table: pd.DataFrame, base: float = 1.0, trait: Trait | None = None, clip: tuple[str, float] | None = None
+) -> tuple[str, str | None]:
+    """Return a sentence on the rows of an explanation, and what to do; None: they do not say.
+
+    base: the trainer's weights over the reading's at all other tokens. trait: what the tokens alone have in common.
+    """
     if table["kind"].iloc[0] == "decay":
         return (
             f"{table['times'].iloc[0]:.3g} times the weights are added",
             "take decay out of the loss: AdamW has its own",
         )
     tokens, told = table[table["kind"] == "token"], []
-    for (kind, of), rows in table[table["kind"] != "token"].groupby(["kind", "of"], sort=False):
-        told += _tell_sets(kind, of, rows)
+    sets = table[~table["kind"].isin(("token", "all"))]
+    for (kind, of), rows in sets.groupby(["kind", "of"], sort=False):
+        told += _tell_sets(kind, of, rows.assign(times=rows["times"] / base))
     for of, rows in tokens.groupby("of", sort=False):
-        times = rows["times"].to_numpy()
+        times = rows["times"].to_numpy() / base
         same = np.isinf(times).all() or np.ptp(times) <= EQUAL * max(1.0, np.abs(times).max())
         how = _have(float(times[0]) if same else np.nan, of, several=len(rows) > 1)
-        told.append(f"{_name_tokens(rows, readings, live)} {how}")
-    unwanted = np.isinf(table["times"]).all()
-    return "; ".join(told), "look which tokens the mask keeps" if unwanted else "look what is skipped or doubled"
+        told.append(f"{_name_tokens(rows, trait)} {how}")
+    if clip is not None:
+        how, norm = clip
+        return f"{CLIPPED[how].format(norm=norm)} ({'; '.join(told)})", CLIP_ONCE
+    return "; ".join(told), _remedy(table, base, trait)
+
+
+def _remedy(table: pd.DataFrame, base: float, trait: Trait | None) -> str | None:
+    """Return what to do about rows of an explanation, if they say what it may be."""
+    if trait is not None and (table["kind"] == "token").all():
+        return trait.remedy
+    times = table["times"][table["kind"] != "all"].to_numpy() / base
+    if np.isinf(times).all():
+        return "look which tokens the mask keeps"
+    if not table["kind"].isin(PARTS).any() or (table["of"] != "loss").any():
+        return None
+    if (np.abs(times) <= EQUAL).all():
+        return SKIPPED
+    return TWICE if (np.abs(times - np.round(times)) <= EQUAL).all() and (times > 1).all() else None
 
 
 def _tell_sets(kind: str, of: str, rows: pd.DataFrame) -> list[str]:
@@ -81,12 +107,14 @@ def _name_sets(kind: str, rows: pd.DataFrame) -> str:
     return f"the tokens with π from {quarter / 4:g} to {(quarter + 1) / 4:g}"
 
 
-def _name_tokens(tokens: pd.DataFrame, readings: Readings, live: Bool[Tensor, " K"]) -> str:
+def _name_tokens(tokens: pd.DataFrame, trait: Trait | None) -> str:
     """Name tokens, with what they have in common."""
     where = f"{len(tokens)} tokens in {tokens['response'].nunique()} responses"
     if len(tokens) == 1:
         [row] = tokens.itertuples()
         return f"the token {row.token!r} at position {row.position} of response {row.response} ({SORTS[row.sort]})"
+    if trait is not None:
+        return f"{where}, all those {trait.words}, and no others,"
     if tokens["response"].nunique() == 1:
         where = f"{len(tokens)} tokens of response {tokens['response'].iloc[0]}"
         if np.ptp(tokens["position"]) + 1 <= 1.5 * len(tokens):
@@ -95,14 +123,6 @@ def _name_tokens(tokens: pd.DataFrame, readings: Readings, live: Bool[Tensor, " 
         return f"{where}, all {SORTS[tokens['sort'].iloc[0]]},"
     if tokens["token_id"].nunique() == 1:
         return f"{where}, all {tokens['token'].iloc[0]!r},"
-    chosen = torch.zeros(len(live), dtype=torch.bool)
-    chosen[torch.tensor(tokens["index"].tolist())] = True
-    for name, column in readings.bounds():
-        inside, outside = column[chosen], column[live & ~chosen]
-        if len(outside) and inside.min() > outside.max():
-            return f"{where}, all those where {BOUNDS[name]} is above {float(outside.max()):.4g},"
-        if len(outside) and inside.max() < outside.min():
-            return f"{where}, all those where {BOUNDS[name]} is below {float(outside.min()):.4g},"
     some = ", ".join(f"{row.token!r} ({row.response}:{row.position})" for row in tokens[:SHOWN].itertuples())
     return f"{where} ({some}{', …' if len(tokens) > SHOWN else ''})"
 
@@ -117,4 +137,6 @@ def _have(times: float, of: str, *, several: bool) -> str:
         return f"{verb} a weight that {'they' if several else 'it'} should not have"
     if abs(times) <= EQUAL:
         return f"{verb} no {weight}"
+    if abs(times - 1) <= EQUAL:
+        return f"{verb} the weight of all others"
     return f"{verb} {times:.3g} times {'their' if several else 'its'} {weight}"
