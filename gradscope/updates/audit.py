@@ -25,6 +25,7 @@ from gradscope.updates.auditing.explain import MOST, Explanation, Rest
 from gradscope.updates.auditing.faults import NEEDS
 from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, TokenRows, TrainedLoss
+from gradscope.updates.auditing.rounded import ROUNDED
 from gradscope.updates.auditing.search import Search
 
 EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch.float16).eps}
@@ -38,6 +39,8 @@ FEW = 3
 """Most parts of a batch of other weights that are looked for before pairs of faults."""
 POSITIONS = "where rows are padded on the left, give position_ids of their own tokens: attention_mask.cumsum(-1) − 1"
 Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
+REMAINS = 0.25
+"""Largest share of the distance without a rounding that may remain with it."""
 CAUSES = {
     "sign": "the opposite sign",
     "clipping": "the clipping to {max_grad_norm:g}",
@@ -206,6 +209,7 @@ def audit(
         if judged.kind != "tokens" and (search.screens or attempt == search.try_faults):
             attempt(distinct)
             judged = _judge(search.found, *given)
+    precision = ROUNDED.get(judged.fault, precision)
     loose = precision not in EPS and not _is_tight(judged.readings).any()
     if judged.kind == "other" or (loose and judged.kind != "tokens"):
         judged = rests.explain(judged)
@@ -293,7 +297,7 @@ class _Rests:
         """Return the rest of a reading by its row; None: it is within half precision's error, or not to be had."""
         reading, products = [*self.search.found.items()][place]
         hidden = self.rounding and summarize(products)["distance"] < 3 * self.floor  # perhaps not of a few tokens
-        if hidden or "no-temperature" in reading.faults:
+        if hidden or "no-temperature" in reading.faults or reading.fault in ROUNDED:
             return None
         if reading not in self.known:
             self.known[reading] = Rest(self.search, reading, self.floor)
@@ -368,9 +372,10 @@ def _judge(
     names = [{"reading": r.name} | {n: getattr(r, n) for n in ("aggregation", "fault", "part", "value")} for r in found]
     readings = pd.DataFrame([own | summarize(p) for own, p in zip(names, found.values(), strict=True)])
     readings["part"] = readings["part"].astype("Int64")
-    spacing, count, rounding = EPS.get(precision, 0.0), _count_micro_batches(counts), _rounding(precision, counts)
-    best, among = _choose(readings, rounding)
+    best, among = _choose(readings, _rounding(precision, counts))
     reading, products, factor = [*found][best.name], [*found.values()][best.name], float(best["factor"])
+    precision = ROUNDED.get(reading.fault, precision)
+    spacing, count, rounding = EPS.get(precision, 0.0), _count_micro_batches(counts), _rounding(precision, counts)
     sound = among == "fitting"
     parameters = products[["parameter"]].join(tabulate(products, factor))
     # In a parameter with almost no gradient, only the rounding of larger ones remains.
@@ -389,6 +394,12 @@ def _judge(
         accumulated = 100 * spacing * np.sqrt(count)
         summed = f" or in accumulating {count} micro-batches (up to eps·√{count} = {accumulated:.2g} %)"
         told += summed * (count > 1) + f"{exception}."
+    elif among == "half":
+        kind = "rounding"
+        told = (
+            f"The trainer's gradient is that of {reading}: it differs by {100 * best['typical']:.2g} % from that, less "
+            f"than the spacing of {precision}'s numbers ({100 * spacing:.2g} %)."
+        )
     elif among == "none":
         kind = "other"
         told = (
@@ -425,7 +436,7 @@ def _rounding(precision: Precision | None, counts: Mapping[str, int]) -> float:
     return EPS.get(precision, 0.0) * max(PASSES, np.sqrt(_count_micro_batches(counts)))
 
 
-def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal["fitting", "rounding", "none"]]:
+def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal["fitting", "rounding", "half", "none"]]:
     """Return the row of the reading that explains the gradient best, and how it does.
 
     A reading fits if the gradient is a multiple of its own in half of it, or equal to it in some parameters and far
@@ -435,6 +446,11 @@ def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal
     half, some = readings["fitting"] >= 0.5, (readings["fitting"] >= CLUSTER) & (readings["factor"] == 1)
     tight = _is_tight(readings)
     rounded = (readings["typical"] <= rounding) & (one <= rounding)
+    # A reading of rounded logits, whose rounding is made again but for its order, leaves less than a spacing, and little
+    # of what it leaves without.
+    spacings = readings["fault"].map(ROUNDED).map(EPS)
+    away = readings.loc[readings["fault"].isna(), "typical"].min()
+    again = (readings["typical"] <= spacings) & (readings["typical"] <= REMAINS * away) & (one <= spacings)
     plain, simple = readings["fault"].isna(), readings["value"].isna() & (readings["fault"].str.count(r"\+") != 1)
     for among, fitting in (
         ("fitting", tight & (one <= FLOAT32)),
@@ -443,8 +459,9 @@ def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal
         ("fitting", half),
         ("fitting", some),
         ("rounding", rounded & plain),
+        ("half", again),
         ("rounding", rounded & simple),
-        ("none", readings["part"].isna() & simple),
+        ("none", readings["part"].isna() & simple & spacings.isna()),
     ):
         if fitting.any():
             rows = readings[fitting]

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.policy import arithmetic_dtype
-from gradscope.updates.auditing.products import products_of
+from gradscope.updates.auditing.products import products_of, summarize
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
+from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
 NORMED = ("mask-late", "mask-early")
 AT_ONCE = 8
@@ -32,6 +33,8 @@ NEAREST = 8
 """Readings of those screened at a time that get a backward pass."""
 SCREENED = 64
 """Readings whose weights are held at a time."""
+ALIKE = 0.9
+"""Least cosine with a reading without a fault for which rounding of logits is tried."""
 OFF = 0.05
 """Largest relative error of ‖T_m‖², in half of the spans, of a reading that gets one."""
 
@@ -88,6 +91,10 @@ class Search:
         everywhere = self.everywhere
         ways = [everywhere.guesses(), self._bound(everywhere), self._fit(everywhere, 1)]
         self._screen(ways, aggregations)
+        sound = [summarize(own)["cosine"] for reading, own in self.found.items() if not reading.faults]
+        for readings in self._rounded.values() if max(sound) >= ALIKE else ():
+            own = {reading: w for reading, w in readings.plain().items() if reading.aggregation in aggregations}
+            self._try(own, readings.J)
 
     def try_pairs(self, aggregations: Sequence[str]) -> None:
         """Try readings with two faults."""
@@ -102,6 +109,12 @@ class Search:
             self.weights[reading] = own.new_zeros(2, wide.J.num_tokens)
             self.weights[reading][:, wide.J.kept(kept)] = own
         return wide
+
+    @cached_property
+    def _rounded(self) -> dict[str, Readings]:
+        """The readings on all real tokens, with each fault of ROUNDED."""
+        exact = self.everywhere
+        return {fault: replace(exact, J=RoundedJacobian(exact.J, fault), faults=(fault,)) for fault in ROUNDED}
 
     @cached_property
     def _screened(self) -> list[Readings]:
@@ -129,7 +142,7 @@ class Search:
 
     def _products(self, reading: Reading, weights: Weights) -> Float[np.ndarray, " M"]:
         """Return the reading's ⟨G, T_m⟩."""
-        along = self._seen[0][_at_1(reading)]
+        along = self._seen[0][bool(_scored(reading))]
         return along.reshape(len(along), -1) @ weights.flatten().numpy()
 
     def _error(self, products: Float[np.ndarray, "M ..."]) -> np.ndarray:
@@ -150,7 +163,7 @@ class Search:
             ways = {reading: (error, reading, own) for error, reading, own in sorted([*best, *near], key=itemgetter(0))[::-1]}
             best = sorted(ways.values(), key=itemgetter(0))[:NEAREST]
         for place, readings in enumerate(self._screened):
-            own = ((reading, weights) for _, reading, weights in best if _at_1(reading) == bool(place))
+            own = ((reading, weights) for _, reading, weights in best if bool(_scored(reading)) == bool(place))
             self._try(dict(self._unknown(own)), readings.J)
 
     def _fit(self, readings: Readings, most: int) -> Iterator[tuple[Reading, Weights]]:
@@ -186,7 +199,8 @@ class Search:
         """Return what computes the gradient of a reading that was tried, times a factor, by parameter."""
         weights = self.weights[reading]
         J = self.readings.J if weights.shape[1] == self.readings.J.num_tokens else self.everywhere.J
-        J = self._screened[1].J if _at_1(reading) else J
+        if scored := _scored(reading):
+            J = self._rounded[scored].J if scored in ROUNDED else self._screened[1].J
 
         def compute() -> dict[str, Tensor]:
             vectors = loss_gradients(J, factor * weights[None])
@@ -201,7 +215,7 @@ class Search:
         """Yield the readings that are others than those without a fault."""
         plain = [own for reading, own in self.weights.items() if not reading.faults]
         for reading, weights in pairs:
-            if weights.any() and (_at_1(reading) or not any(near(weights, own) for own in plain)):
+            if weights.any() and (_scored(reading) or not any(near(weights, own) for own in plain)):
                 yield reading, weights
 
     def _try(self, weights: Mapping[Reading, Weights], J: TokenJacobian) -> None:
@@ -209,7 +223,7 @@ class Search:
         new: dict[Reading, Weights] = {}
         twins: dict[Reading, Reading] = {}
         for reading, own in weights.items():
-            known = {r: w for r, w in (self.weights | new).items() if _at_1(r) == _at_1(reading)}
+            known = {r: w for r, w in (self.weights | new).items() if _scored(r) == _scored(reading)}
             if (twin := next((other for other, its in known.items() if near(own, its)), None)) is not None:
                 twins[reading] = twin
             else:
@@ -240,5 +254,6 @@ def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors
     return vectors
 
 
-def _at_1(reading: Reading) -> bool:
-    return "no-temperature" in reading.faults
+def _scored(reading: Reading) -> str | None:
+    """Return the fault by which log π itself is another; None: it is the batch's."""
+    return next((fault for fault in reading.faults if fault == "no-temperature" or fault in ROUNDED), None)
