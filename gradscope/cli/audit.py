@@ -126,7 +126,7 @@ class Audit(ReadingFlags):
         said = [*filter(None, (found.verdict, *_to_do(found.remedies), found.blind))]
         said += [step.verdict, *_to_do(step.remedies)] if step else []
         print("\n".join(said), end="\n\n")
-        print(_table(found.readings.dropna(axis="columns", how="all")))
+        print(_table(_telling(found).dropna(axis="columns", how="all")))
         print(_where_they_part(found))
         for title, rows in (("What explains the rest:", found.explained), ("The step:", step.groups if step else None)):
             print(f"\n{title}\n{_table(rows[:SHOWN])}" if rows is not None and len(rows) else "", end="")
@@ -181,6 +181,17 @@ class Audit(ReadingFlags):
         return audit_step(policy, moved, fed, before=find_policy_state(policy), after=self.after)
 
 
+def _telling(found: Audited) -> pd.DataFrame:
+    """Return the readings without a fault, the verdict's, and at most SHOWN nearer than these."""
+    rows = found.readings
+    if "distance" not in rows:
+        return rows
+    sound = rows["fault"].isna()
+    nearer = rows[~sound & (rows["distance"] < rows["distance"][sound].min())].sort_values("distance")
+    own = rows.index[(rows["reading"] == found.reading) & ~sound][:1]
+    return rows.loc[[*rows.index[sound], *dict.fromkeys([*own, *nearer.index[:SHOWN]])]]
+
+
 def _to_do(remedies: Sequence[str]) -> list[str]:
     return [f"To do: {remedy}." for remedy in remedies]
 
@@ -193,7 +204,7 @@ def _where_they_part(found: Audited) -> str:
     others = cells[~cells["parts"]]
     lines = ["", "Where they part:", _table(parting[:SHOWN])] if len(parting) else []
     lines += [f"and {len(parting) - SHOWN} more"] if len(parting) > SHOWN else []
-    if len(others):
+    if len(others) and found.kind not in ("tokens", "other"):
         told = f"all {len(cells)}" if not len(parting) else f"{len(others)} of {len(cells)}"
         told = f"They agree in {told} module groups of layers, to within {others['distance'].max():.2g}."
         lines += ["", told]

@@ -19,14 +19,15 @@ from torch import Tensor, nn
 from gradscope.errors import InputError, checked
 from gradscope.gradients import Resources, TokenJacobian
 from gradscope.objective import LossSettings, grpo_advantages, resolve_advantages, settle_loss
-from gradscope.policy import Policy, PolicyLike, flat_slices, module_groups, plain_name
+from gradscope.policy import Policy, PolicyLike, flat_slices, float_parameters, module_groups, plain_name
 from gradscope.rollouts import BatchLike, Note, Precision, TokenBatch, read_logged
 from gradscope.updates.auditing.explain import MOST, Explanation, Rest
 from gradscope.updates.auditing.faults import NEEDS
+from gradscope.updates.auditing.kinship import Home, find_kinship
 from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TIGHT, by_group, summarize, tabulate
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, TokenRows, TrainedLoss
 from gradscope.updates.auditing.rounded import ROUNDED
-from gradscope.updates.auditing.search import Search
+from gradscope.updates.auditing.search import RESCORED, Search
 
 EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch.float16).eps}
 """Half precision → the spacing of its numbers just above 1."""
@@ -39,6 +40,8 @@ FEW = 3
 """Most parts of a batch of other weights that are looked for before pairs of faults."""
 POSITIONS = "where rows are padded on the left, give position_ids of their own tokens: attention_mask.cumsum(-1) − 1"
 Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
+NEAR = 0.9
+"""Least cosine of a reading that is called near: what is left of the gradient is then less than half of it."""
 REMAINS = 0.25
 """Largest share of the distance without a rounding that may remain with it."""
 CAUSES = {
@@ -85,6 +88,8 @@ class Audit:
     """Verdict in words."""
     aggregation: str
     """How the reading averages over tokens: one of AGGREGATIONS."""
+    odd_kind: str | None = None
+    """The kind of parameters that `odd` are, and no others, such as a group or layer (see `kinship`); None: none."""
     fault: str | None = None
     """What the reading does wrong: one of FAULTS, or two, joined by "+"; None: nothing."""
     part: int | None = None
@@ -196,7 +201,8 @@ def audit(
             judged = _of_a_norm(float(gradient), search.found, precision)
         return replace(judged, **about)
     counts = {name: len(own.unique()) for name, own in rows.parts.items()}
-    given = (module_groups(policy), batch, counts, max_grad_norm, precision)
+    shapes = {name: tuple(own.shape) for name, own in float_parameters(policy.model)}
+    given = (module_groups(policy), shapes, batch, counts, max_grad_norm, precision)
     judged = _judge(search.found, *given)
     distinct = search.distinct(judged.aggregation if batch.loss_scales is None else "logged")
     rests = _Rests(search, _rounding(precision, counts))
@@ -213,6 +219,10 @@ def audit(
     loose = precision not in EPS and not _is_tight(judged.readings).any()
     if judged.kind == "other" or (loose and judged.kind != "tokens"):
         judged = rests.explain(judged)
+    if judged.kind == "other" and search.screens:
+        search.try_packed(distinct)
+        judged = _judge(search.found, *given)
+        loose = loose and not _is_tight(judged.readings).any()
     guessed = judged.aggregation in GUESSED
     same = operator.attrgetter("aggregation", "fault", "part", "value")
     reading = next(own for own in search.found if same(own) == same(judged))
@@ -269,6 +279,7 @@ class _Rests:
         if not self.search.screens:
             return judged
         table = judged.readings.assign(place=range(len(judged.readings)))
+        table = table[~table["fault"].isin(RESCORED)]
         plain = table[table["reading"].isin(self.search.distinct("token-mean"))].sort_values("distance")
         nearest = table.sort_values("distance") if most is None else plain  # a fault beside a part is a pair
         rests = [rest for rest in map(self._of, dict.fromkeys((*plain["place"], nearest["place"].iloc[0]))) if rest]
@@ -297,7 +308,7 @@ class _Rests:
         """Return the rest of a reading by its row; None: it is within half precision's error, or not to be had."""
         reading, products = [*self.search.found.items()][place]
         hidden = self.rounding and summarize(products)["distance"] < 3 * self.floor  # perhaps not of a few tokens
-        if hidden or "no-temperature" in reading.faults or reading.fault in ROUNDED:
+        if hidden or not {*reading.faults}.isdisjoint(RESCORED):
             return None
         if reading not in self.known:
             self.known[reading] = Rest(self.search, reading, self.floor)
@@ -307,7 +318,7 @@ class _Rests:
 def _add(judged: Audit, reading: Reading, found: Explanation) -> Audit:
     """Return the verdict with an explanation."""
     times = "" if abs(found.factor - 1) <= FLOAT32 else f"{found.factor:.4g} times "
-    told = f"The trainer's gradient is {times}that of {reading}, but {found.words}."
+    told = f"The trainer's gradient is {times}that of {reading}{', but ' if found.words else ''}{found.words}."
     told += f" This leaves {100 * found.left:.2g} % of it."
     where = {"aggregation": reading.aggregation, "fault": reading.fault, "part": reading.part, "value": reading.value}
     remedies = (*reading.remedies, *filter(None, (found.remedy,)))
@@ -363,7 +374,8 @@ def _show_precision(gradient: Mapping[str, Tensor]) -> Precision | None:
 
 def _judge(
     found: Mapping[Reading, pd.DataFrame],
-    homes: Mapping[str, tuple[int | None, str]],
+    homes: Mapping[str, Home],
+    shapes: Mapping[str, Sequence[int]],
     batch: TokenBatch,
     counts: Mapping[str, int],
     max_grad_norm: int | float | None,
@@ -383,7 +395,9 @@ def _judge(
     heavy = size > 1e-8 * products["other"].sum()
     different = heavy & (parameters["distance"] > APART * (FLOAT32 if sound else rounding))
     odd = tuple(parameters["parameter"][different]) if among != "none" else ()
-    exception = _describe(odd, parameters, factor) if odd else ""
+    known = parameters["parameter"][heavy].tolist()
+    kin = find_kinship(odd, known, homes, shapes) if odd and among != "none" else None
+    exception = _describe(odd, parameters, factor, None if kin is None else kin.name) if odd else ""
     cause, also = None, ()
     if among == "rounding":
         kind: Kind = "parameters" if odd else "rounding"
@@ -402,10 +416,12 @@ def _judge(
         )
     elif among == "none":
         kind = "other"
-        told = (
-            f"The trainer's gradient matches no reading: the nearest is {reading}, with a cosine of "
-            f"{best['cosine']:.3f} and half of the gradient over {100 * best['typical']:.2g} % off."
-        )
+        told = "The trainer's gradient matches no reading: "
+        if best["cosine"] >= NEAR:
+            told += f"the nearest is {reading}, with a cosine of {best['cosine']:.3f} and half of the gradient over "
+            told += f"{100 * best['typical']:.2g} % off."
+        else:
+            told += f"the cosine with the nearest is {best['cosine']:.3f}, so that none says anything of it."
         if spacing:
             told += f" Passes in {precision} can cause this if advantages cancel: audit a step in float32."
     else:
@@ -418,7 +434,8 @@ def _judge(
     groups = by_group(products, homes, factor, parts=different & bool(odd))
     numbers = (factor, readings, parameters, groups, odd, told)
     where = {"fault": reading.fault, "part": reading.part, "cause": cause, "also": tuple(own.name for own in also)}
-    where |= {"value": reading.value, "remedies": reading.remedies}
+    remedies = (*reading.remedies, *filter(None, (kin and kin.remedy,))) if kind != "other" else ()
+    where |= {"value": reading.value, "remedies": remedies, "odd_kind": kin and kin.name}
     return Audit(kind, reading.name, *numbers, reading.aggregation, **where)
 
 
@@ -436,7 +453,9 @@ def _rounding(precision: Precision | None, counts: Mapping[str, int]) -> float:
     return EPS.get(precision, 0.0) * max(PASSES, np.sqrt(_count_micro_batches(counts)))
 
 
-def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal["fitting", "rounding", "half", "none"]]:
+def _choose(
+    readings: pd.DataFrame, rounding: float
+) -> tuple[pd.Series, Literal["fitting", "rounding", "half", "none"]]:
     """Return the row of the reading that explains the gradient best, and how it does.
 
     A reading fits if the gradient is a multiple of its own in half of it, or equal to it in some parameters and far
@@ -446,8 +465,8 @@ def _choose(readings: pd.DataFrame, rounding: float) -> tuple[pd.Series, Literal
     half, some = readings["fitting"] >= 0.5, (readings["fitting"] >= CLUSTER) & (readings["factor"] == 1)
     tight = _is_tight(readings)
     rounded = (readings["typical"] <= rounding) & (one <= rounding)
-    # A reading of rounded logits, whose rounding is made again but for its order, leaves less than a spacing, and little
-    # of what it leaves without.
+    # A reading of rounded logits, whose rounding is made again but for its order, leaves less than a spacing,
+    # and little of what is left without it.
     spacings = readings["fault"].map(ROUNDED).map(EPS)
     away = readings.loc[readings["fault"].isna(), "typical"].min()
     again = (readings["typical"] <= spacings) & (readings["typical"] <= REMAINS * away) & (one <= spacings)
@@ -483,10 +502,13 @@ def _wholly(cells: pd.DataFrame, by: str) -> set[str]:
     return {*parts.index[parts]}
 
 
-def _describe(odd: tuple[str, ...], parameters: pd.DataFrame, factor: float) -> str:
-    """Describe the largest of the parameters that differ."""
+def _describe(odd: tuple[str, ...], parameters: pd.DataFrame, factor: float, kind: str | None) -> str:
+    """Describe the parameters that differ, by their kind and the largest of them."""
     worst = parameters[parameters["parameter"].isin(odd)].sort_values("norm").iloc[-1]
-    told = f", except for {len(odd)} of {len(parameters)} parameters: at {worst['parameter']} it is "
+    which = f"{len(odd)} of {len(parameters)} parameters"
+    if kind is not None:
+        which = f"all parameters of one kind, {kind}, and no others ({which})"
+    told = f", except for {which}: at {worst['parameter']} it is "
     if not worst["ratio"]:
         return f"{told}0"
     return f"{told}{worst['ratio'] / abs(factor):.4g} times as large as that, with a cosine of {worst['cosine']:.3f}"

@@ -29,15 +29,19 @@ MICRO = 4
 
 @cache
 def make_step(
-    seed: int = 0, temperature: float = 0.7, kind: str = "qwen2", prompts: int = 4
+    seed: int = 0, temperature: float = 0.7, kind: str = "qwen2", prompts: int = 4, *, ends: bool = False
 ) -> tuple[Policy, TokenBatch]:
-    """An off-policy step of prompts' four responses, some with tool output between, with π_ref and rewards."""
+    """An off-policy step of prompts' four responses, some with tool output between, with π_ref and rewards.
+
+    ends: three of four responses end in the end token.
+    """
     policy, draw = make_policy(kind), torch.Generator().manual_seed(seed)
     size, rows, rewards = len(make_tokenizer()), [], torch.randn(4 * prompts, generator=draw)
     advantages = grpo_advantages(rewards, torch.arange(len(rewards)) // 4)
     for row in range(len(rewards)):
         length = int(torch.randint(6, 14, (1,), generator=draw))
         ids = torch.randint(4, size, (3 + length,), generator=draw).tolist()
+        ids[-1] = min(policy.stop_ids) if ends and row % 4 else ids[-1]
         mask = [True] * length
         if row % 3 == 0:
             mask[2:4] = [False, False]
@@ -72,6 +76,11 @@ class Trainer:
     """Responses over whose tokens means are taken, to be averaged; None: all."""
     weight: Callable[[int], float] = lambda start: 1.0
     """Of the micro-batch that starts there."""
+    surrogate: Callable[[Tensor, Tensor, Tensor], Tensor] = lambda ratio, cut, a: torch.minimum(ratio * a, cut * a)
+    """Of π/π_old, that clipped, and Â."""
+    log_softmax: Callable[[Tensor], Tensor] = lambda logits: torch.log_softmax(logits, -1)
+    clip: tuple[str, float] | None = None
+    """The norm that each micro-batch's gradient ("each"), or the sum after each ("sum"), is clipped to."""
     kl_where: Callable[[Tensor, Tensor], Tensor] | None = None
     kl_times: Callable[[Tensor], Tensor] | None = None
     """Of each response's geometric mean of π/π_old."""
@@ -89,13 +98,13 @@ class Trainer:
             logits = self.policy.model(
                 input_ids=batch.input_ids[rows], attention_mask=batch.attention_mask[rows].long(), use_cache=False
             ).logits[:, :-1]
-            logprobs = torch.log_softmax(logits / at[rows, None, None], -1)
+            logprobs = self.log_softmax(logits / at[rows, None, None])
             own = logprobs.gather(2, batch.input_ids[rows, 1:, None])[..., 0]
             entropy = -(logprobs.exp() * logprobs).sum(-1)
             kept, a = mask[rows, 1:], advantages[rows, 1:]
             before, reference = (torch.where(x[rows, 1:].isnan(), own.detach(), x[rows, 1:]) for x in (old, ref))
             ratio = (own - before).exp()
-            policy = torch.minimum(ratio * a, ratio.clamp(1 - self.clips[0], 1 + self.clips[1]) * a)
+            policy = self.surrogate(ratio, ratio.clamp(1 - self.clips[0], 1 + self.clips[1]), a)
             kl = torch.expm1(reference - own) - (reference - own)
             if self.kl_where is not None:
                 kl = torch.where(self.kl_where(own.detach(), reference), kl, 0.0)
@@ -109,9 +118,13 @@ class Trainer:
                 sizes = torch.bincount(of, mask.sum(1))[of[rows]]
                 loss = -(terms.sum(1) / sizes).sum() / len(of.unique())
             found = torch.autograd.grad(self.weight(start) * loss, [*named.values()], allow_unused=True)
-            for name, gradient in zip(named, found, strict=True):
-                if gradient is not None:
-                    sums[name] += gradient
+            added = {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
+            how, most = self.clip or ("", 0.0)
+            own = min(1.0, most / norm(added)) if how == "each" else 1.0
+            for name, gradient in added.items():
+                sums[name] += own * gradient
+            if how == "sum":
+                sums = {name: min(1.0, most / norm(sums)) * gradient for name, gradient in sums.items()}
         return sums
 
 
@@ -126,6 +139,9 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
     if fault == "mask-advantages":
         keep = torch.where(mask, batch.advantages, 0.0)
         return replace(own, keep=keep, counted=float(keep.sum()))
+    ids, lengths = batch.input_ids, batch.attention_mask.sum(1).tolist()
+    no_ends = mask & (ids != min(policy.stop_ids))
+    longest, shortest = (sorted(range(len(batch)), key=lambda row: sign * lengths[row]) for sign in (-1, 1))
     shifted = torch.where(mask.roll(1, 1) & mask, batch.ref_logprobs.roll(1, 1), torch.nan)
     return {
         "kl-sign": lambda: replace(own, beta=-BETA),
@@ -138,6 +154,26 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
         "kl-sequence-ratio": lambda: replace(own, kl_times=lambda ratio: ratio),
         "kl-sequence-ratio-detached": lambda: replace(own, kl_times=torch.Tensor.detach),
         "parts": lambda: replace(own, means_over=8),
+        "clip-alone": lambda: replace(own, surrogate=lambda ratio, cut, a: cut * a),
+        "clip-maximum": lambda: replace(own, surrogate=lambda ratio, cut, a: torch.maximum(ratio * a, cut * a)),
+        "clip-ratios": lambda: replace(own, surrogate=lambda ratio, cut, a: torch.minimum(ratio, cut) * a),
+        "clip-positive": lambda: replace(
+            own, surrogate=lambda ratio, cut, a: torch.where(a > 0, torch.minimum(ratio, cut), ratio) * a
+        ),
+        "end-token": lambda: replace(own, keep=no_ends, counted=float(mask.sum())),
+        "end-token-uncounted": lambda: replace(own, keep=no_ends),
+        "old-longest-first": lambda: replace(own, old=reordered(batch, batch.old_logprobs, longest)),
+        "ref-shortest-first": lambda: replace(own, ref=reordered(batch, batch.ref_logprobs, shortest)),
+        "old-reversed": lambda: replace(own, old=reordered(batch, batch.old_logprobs, [*range(len(batch))][::-1])),
+        "advantages-interleaved": lambda: replace(
+            own, advantages=filled(batch)[torch.arange(len(batch)).view(-1, 4).T.flatten()]
+        ),
+        "log-softmax-bfloat16": lambda: replace(
+            own, log_softmax=lambda logits: torch.log_softmax(logits.bfloat16(), -1).float()
+        ),
+        "logits-bfloat16": lambda: replace(
+            own, log_softmax=lambda logits: torch.log_softmax(logits.bfloat16().float(), -1)
+        ),
         "old-recomputed": lambda: replace(own, old=torch.full_like(batch.old_logprobs, torch.nan)),
         "no-clip": lambda: replace(own, clips=(1.0, 1e9)),
         "advantages-centred": lambda: replace(
@@ -160,6 +196,18 @@ def scores(policy: Policy, batch: TokenBatch) -> Tensor:
     return TokenJacobian(policy, batch).statistics.logprob
 
 
+def reordered(batch: TokenBatch, values: Tensor, order: list[int]) -> Tensor:
+    """Each row with another's numbers from where its response begins, and 0 where that has ended."""
+    found = torch.full_like(values, torch.nan)
+    for row, other in enumerate(order):
+        to, start = (int(batch.response_start[one]) for one in (row, other))
+        own, length = (int(spanned(batch)[one].sum()) for one in (row, other))
+        taken = torch.zeros(own)
+        taken[: min(own, length)] = values[other, start : start + min(own, length)]
+        found[row, to : to + own] = taken
+    return found
+
+
 def spanned(batch: TokenBatch) -> Tensor:
     return batch.attention_mask & (batch.positions() >= 0)
 
@@ -177,6 +225,7 @@ def check(trainer: Trainer, **settings: object) -> Audit:
 NAMED = (
     *("kl-sign", "no-kl", "entropy", "mask-advantages", "ref-late", "kl-clamped", "parts", "old-recomputed"),
     *("advantages-centred", "micro-batch-missing", "kl-sequence-ratio"),
+    *("clip-alone", "end-token-uncounted", "old-longest-first"),
 )
 OTHERS = (
     "kl-sequence-ratio-detached",
@@ -188,13 +237,16 @@ OTHERS = (
     "mask-ignored",
     "ref-old",
     "advantages-rolled",
+    *("clip-maximum", "clip-ratios", "clip-positive", "end-token", "ref-shortest-first", "old-reversed"),
+    "advantages-interleaved",
 )
 """Further ones."""
 
 
 @pytest.mark.parametrize("fault", [*NAMED, *(pytest.param(fault, marks=pytest.mark.all) for fault in OTHERS)])
 def test_a_fault_is_named_with_its_remedy(fault):
-    policy, batch = make_step(temperature=1.0, prompts=4 if fault == "parts" else 2)  # two parts are no prompts
+    prompts = 4 if fault == "parts" else 2  # two parts are no prompts
+    policy, batch = make_step(temperature=1.0, prompts=prompts, ends=fault.startswith("end"))
     found = check(plant(fault, policy, batch), micro_batch=None if fault == "parts" else MICRO)
     assert (found.kind, found.factor) == ("same", pytest.approx(1, abs=1e-3))
     if fault == "parts":  # of ranks that the log does not tell
@@ -272,7 +324,7 @@ def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     found = check(Trainer(policy, batch, keep=keep, advantages=filled(batch), counted=float(mask.sum())))
     assert found.kind == "tokens" and found.aggregation == "token-mean" and found.remedies
     rows = found.explained
-    assert set(rows["kind"]) == {"token"}
+    assert set(rows["kind"]) == {"token"} and "common" not in rows
     starts = mask.int().argmax(1)
     named = {(row.response, row.position + int(starts[row.response])) for row in rows.itertuples()}
     planted = {tuple(place) for place in chosen.nonzero().tolist()}
@@ -308,6 +360,124 @@ def test_learned_positions_that_are_counted_with_padding_are_told(counted):
         assert (found.kind, found.remedies) == ("same", ())
     else:
         assert found.kind == "other" and "position_ids" in " ".join(found.remedies)
+
+
+def test_tokens_that_are_named_are_told_by_what_they_alone_have_in_common():
+    """Twice the weight where π/π_old is above the clip's range and Â is negative, which the minimum does not cut."""
+    policy, batch = make_step()
+    ratio = (scores(policy, batch) - batch.old_logprobs).exp()
+    chosen = batch.response_mask & (ratio > 1 + HIGH) & (batch.advantages < 0)
+    own = Trainer(policy, batch, keep=batch.response_mask + chosen * 1.0, counted=float(batch.response_mask.sum()))
+    rows = check(own).explained
+    assert set(rows["common"]) == {"negative+above-clip"} and len(rows) == chosen.sum() > 3
+    assert (rows["ratio"] > 1 + HIGH).all() and (rows["advantage"] < 0).all()
+    assert rows["times"].to_numpy() == pytest.approx(2, abs=0.02)
+
+
+def test_a_token_of_a_set_has_its_whole_weight():
+    """Last tokens have no weight but for three, and all others 1/.9 times theirs."""
+    policy, batch = make_step()
+    mask, rows = batch.response_mask, torch.arange(16)
+    last = batch.input_ids.shape[1] - 1 - mask.flip(1).int().argmax(1)
+    keep = mask.float()
+    keep[rows[3:], last[3:]] = 0.0
+    found = check(Trainer(policy, batch, keep=keep, counted=0.9 * float(mask.sum())))
+    tokens = found.explained[found.explained["kind"] == "token"]
+    assert found.kind == "tokens" and "last" in set(found.explained["kind"]) and len(tokens) == 3
+    assert {*tokens["response"]} == {0, 1, 2}
+    assert tokens["times"].to_numpy() == pytest.approx(1 / 0.9, abs=2e-3)
+    assert found.explained.set_index("kind")["times"]["last"] == pytest.approx(0, abs=2e-3)
+
+
+@pytest.mark.parametrize("how", every(2, ["sum", "each"]))
+def test_clipping_inside_the_loop_is_told_with_its_norm(how):
+    policy, batch = make_step(temperature=1.0)
+    alone = (Trainer(policy, batch, weight=lambda start, own=own: float(start == own)) for own in range(0, 16, MICRO))
+    most = 0.9 * sorted(norm(own.gradient()) for own in alone)[1]
+    found = check(Trainer(policy, batch, clip=(how, most)))
+    assert found.kind == "tokens" and set(found.explained["kind"]) == {"micro-batch"} and found.remedies
+    assert found.explained["clip_norm"].to_numpy() == pytest.approx(most, rel=2e-3)
+
+
+def test_parameters_that_are_wrong_are_told_by_their_kind():
+    """Norms that have the sum over one of two ranks, and a layer that is scaled."""
+    policy, batch = make_step(temperature=1.0, prompts=2)
+    whole = Trainer(policy, batch).gradient()
+    half = Trainer(policy, batch, weight=lambda start: float(start < MICRO)).gradient()
+    norms = {name: half[name] if whole[name].dim() == 1 and "norm" in name else own for name, own in whole.items()}
+    found = audit(policy, batch, norms, loss=LOSS, micro_batch=MICRO)
+    assert (found.kind, found.odd_kind) == ("parameters", "norms") and found.remedies
+    layer = {name: own * (1.5 if ".layers.1." in name else 1) for name, own in whole.items()}
+    found = audit(policy, batch, layer, loss=LOSS, micro_batch=MICRO)
+    assert (found.kind, found.odd_kind) == ("parameters", "layer 1")
+
+
+@pytest.mark.parametrize("fault", every(2, ["log-softmax-bfloat16", "logits-bfloat16"]))
+def test_a_softmax_of_rounded_logits_is_named(fault):
+    policy, batch = make_step(prompts=2)
+    found = check(plant(fault, policy, batch))
+    assert (found.kind, found.fault, found.precision) == ("rounding", fault, "bfloat16") and found.remedies
+
+
+@pytest.mark.parametrize("seed", every(4, range(4)))
+def test_half_precisions_noise_is_not_explained_by_sets_of_tokens(seed):
+    """Every token's weight is off at random, by which the gradient is off by twice what bfloat16 may hide."""
+    policy, batch = make_step(prompts=2)
+    noise = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(seed))
+    mask, whole = batch.response_mask.float(), Trainer(policy, batch).gradient()
+
+    def shake(size: float) -> tuple[dict[str, Tensor], float]:
+        found = Trainer(policy, batch, keep=mask * (1 + size * noise), counted=float(mask.sum())).gradient()
+        return found, norm({name: found[name] - whole[name] for name in whole}) / norm(whole)
+
+    gradient, away = shake(0.02 * 0.07 / shake(0.02)[1])
+    assert away == pytest.approx(0.07, rel=0.05)
+    log = replace(batch, run=replace(batch.run, precision="bfloat16"))
+    found = audit(policy, log, gradient, loss=LOSS, micro_batch=MICRO)
+    assert found.kind == "other" and found.explained.empty and found.remedies == ()
+
+
+def test_packed_rows_that_see_each_other_are_named_with_their_number():
+    """Two rows at a time as one, with plain causal attention and positions that continue."""
+    policy, batch = make_step(temperature=1.0, prompts=2)
+    named, total = dict(float_parameters(policy.model)), 0.0
+    for first in range(0, 8, 2):
+        rows = [batch.sequence(row) for row in (first, first + 1)]
+        logits = policy.model(input_ids=torch.cat([ids for ids, _ in rows])[None], use_cache=False).logits[0]
+        before = 0
+        for row, (ids, kept) in zip((first, first + 1), rows, strict=True):
+            own = logits[before + kept - 1].log_softmax(-1).gather(1, ids[kept, None])[:, 0]
+            total = total - (batch.advantages[row][batch.response_mask[row]] * own).sum() / batch.num_tokens
+            before += len(ids)
+    gradients = torch.autograd.grad(total, [*named.values()], allow_unused=True)
+    gradient = {name: own for name, own in zip(named, gradients, strict=True) if own is not None}
+    log = replace(batch, old_logprobs=None, ref_logprobs=None, rewards=None)
+    found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0), micro_batch=MICRO)
+    assert (found.kind, found.fault, found.value) == ("same", "packed", 2) and found.remedies
+
+
+def test_advantages_of_another_grouping_are_named_with_what_is_added_to_the_deviation():
+    """TRL's 1e-4, as the log's advantages show, and .05, which is given."""
+    policy, batch = make_step(temperature=1.0, prompts=2)
+    groups, rewards = torch.arange(8) // 4, batch.rewards
+
+    def step(eps: float) -> Trainer:
+        own = by_token(batch, grpo_advantages(rewards, groups, eps=eps))
+        log = replace(batch, advantages=torch.where(batch.response_mask, own, torch.nan))
+        return Trainer(policy, log, advantages=by_token(batch, grpo_advantages(rewards, torch.arange(8) % 2, eps=eps)))
+
+    assert check(step(1e-4)).fault == "advantages-strided"
+    assert check(step(0.05), advantage_eps=0.05).fault == "advantages-strided"
+    assert check(step(0.05)).fault != "advantages-strided"
+
+
+def test_a_gradient_that_is_nearly_a_readings_needs_no_explanation():
+    """Off by .1 % at random, more than float32's sums and less than any part that is looked for."""
+    policy, batch = make_step(temperature=1.0, prompts=2)
+    noise = torch.randn(8, generator=torch.Generator().manual_seed(0))
+    keep = batch.response_mask * (1 + 1e-3 * noise)[:, None]
+    found = check(Trainer(policy, batch, keep=keep, counted=float(batch.response_mask.sum())))
+    assert found.kind == "same" and found.explained.empty
 
 
 @pytest.mark.parametrize("times", every(3, [2.0, 0.5, -1.0]))

@@ -137,6 +137,10 @@ NEEDS = {
 }
 """A fault → what a batch must have to show it, and what else goes with it."""
 
+FAULTS["packed"] = Fault(
+    "with {value:.0f} consecutive rows in one, each seeing those before it",
+    "separate packed rows: a block-diagonal mask, or cu_seqlens and position_ids for an attention that reads them",
+)
 HALF = ("bfloat16", "float16")
 for _name in HALF:
     FAULTS[f"logits-{_name}"] = Fault(f"with log π of logits that are rounded to {_name}", _FLOAT)
@@ -164,8 +168,8 @@ BOUNDS = {
     "from-end": "the distance from the response's end",
     "length": "the response's length",
 }
-"""A column → words: beyond some value of it, tokens may have no gradient. log π in nats; positions and lengths count kept
-tokens, from 0."""
+"""A column → words: beyond some value of it, tokens may have no gradient. log π is in nats; positions and lengths are
+in kept tokens, from 0."""
 for _name, _of in (("token", "all tokens"), ("sequence", "responses' means")):
     FAULTS[f"kl-{_name}-mean"] = Fault(f"with KL as the mean of {_of}", "average KL as the rest of the loss")
 for _name in ("micro-batches", "processes"):

@@ -33,6 +33,8 @@ AGGREGATIONS = {
 }
 GUESSED = ("prompts", "parts", "strides")
 """Aggregations that are tried if no other fits, as the log does not tell micro-batches or processes."""
+ALIGNED = ("input_ids", "response_mask", "advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+"""A batch's columns by token that readings are made of."""
 Weights = Float[Tensor, "2 K"]
 """c_t·w_t and c_t·e of each token, in float64."""
 
@@ -161,6 +163,31 @@ class Readings:
             columns["advantages"] = torch.where(self.kept, batch.advantages, self._of_response[:, None])
         J = TokenJacobian(self.J.policy, replace(batch, **columns), self.J.resources)
         return replace(self, J=J, rows=replace(self.rows, response=real.nonzero()[:, 0]))
+
+    def packed(self, size: int) -> Readings:
+        """Return those on all tokens of rows packed without a mask between them: each has, before its prompt, the rows
+        before it among `size` consecutive ones. Positions continue.
+        """
+        batch, real = self.J.batch, self.J.batch.attention_mask
+        rows = torch.arange(len(batch))
+        lengths, first = real.sum(1), real.int().argmax(1)
+        before = torch.stack([lengths[row - row % size : row].sum() for row in rows.tolist()])
+        columns = torch.arange(int((before + lengths).max()))
+        source = (columns - (before - first)[:, None]).clamp(0, real.shape[1] - 1)
+        own = (columns >= before[:, None]) & (columns < (before + lengths)[:, None])
+
+        def move(values: Tensor) -> Tensor:
+            return torch.where(own, values.gather(1, source), torch.zeros((), dtype=values.dtype))
+
+        told = {name: move(getattr(batch, name)) for name in ALIGNED if getattr(batch, name) is not None}
+        for row, count in enumerate(before.tolist()):
+            pack = slice(row - row % size, row)
+            told["input_ids"][row, :count] = batch.input_ids[pack][real[pack]]
+        told |= {"attention_mask": columns < (before + lengths)[:, None]}
+        told |= {"response_start": batch.response_start - first + before}
+        J = TokenJacobian(self.J.policy, replace(batch, **told), self.J.resources)
+        where = {"kept": move(self.kept), "positions": move(self.positions)}
+        return replace(self, J=J, faults=("packed",), **where)
 
     @property
     def _of_response(self) -> Float[Tensor, " B"]:

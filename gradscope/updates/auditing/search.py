@@ -25,6 +25,8 @@ from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weig
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
 NORMED = ("mask-late", "mask-early")
+RESCORED = ("no-temperature", "packed", *ROUNDED)
+"""Faults by which log π itself is another."""
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
 SPANS = 8
@@ -33,6 +35,8 @@ NEAREST = 8
 """Readings of those screened at a time that get a backward pass."""
 SCREENED = 64
 """Readings whose weights are held at a time."""
+PACKED = 20_000
+"""Most tokens of rows with all that they see, if they were packed."""
 ALIKE = 0.9
 """Least cosine with a reading without a fault for which rounding of logits is tried."""
 OFF = 0.05
@@ -51,6 +55,8 @@ class Search:
         """By reading, see `products_of`."""
         self.weights: dict[Reading, Weights] = {}
         """By reading; once faults were tried, on all real tokens."""
+        self._rescored: dict[tuple[str, float | None], Readings] = {}
+        """By fault and number: readings by which log π itself is another, but for that without the temperature."""
         self._try(readings.plain(), readings.J)
 
     @property
@@ -92,14 +98,29 @@ class Search:
         ways = [everywhere.guesses(), self._bound(everywhere), self._fit(everywhere, 1)]
         self._screen(ways, aggregations)
         sound = [summarize(own)["cosine"] for reading, own in self.found.items() if not reading.faults]
-        for readings in self._rounded.values() if max(sound) >= ALIKE else ():
+        for fault in ROUNDED if max(sound) >= ALIKE else ():
+            J = RoundedJacobian(everywhere.J, fault)
+            readings = self._rescored[fault, None] = replace(everywhere, J=J, faults=(fault,))
             own = {reading: w for reading, w in readings.plain().items() if reading.aggregation in aggregations}
-            self._try(own, readings.J)
+            self._try(own, J)
 
     def try_pairs(self, aggregations: Sequence[str]) -> None:
         """Try readings with two faults."""
         ways = [way for own in self._screened for way in (own.faulty(2), self._fit(own, 2))]
         self._screen(ways, aggregations)
+
+    def try_packed(self, aggregations: Sequence[str]) -> None:
+        """Try rows that are packed without a mask between them, of batches that then have at most PACKED tokens."""
+        exact, lengths = self.everywhere, self.readings.J.batch.attention_mask.sum(1)
+        counts = exact.rows.parts.get("micro-batches", torch.zeros(len(lengths), dtype=torch.long)).bincount()
+        whole, policy = int(counts.max()), exact.J.policy
+        for size in [size for size in range(2, whole + 1) if (counts % size == 0).all()]:
+            ends = [lengths[row - row % size : row + 1].sum() for row in range(len(lengths))]
+            if sum(ends) > PACKED or policy.why_too_long(int(max(ends))):
+                return
+            readings = self._rescored["packed", size] = exact.packed(size)
+            own = readings.plain().items()
+            self._try({replace(r, value=size): w for r, w in own if r.aggregation in aggregations}, readings.J)
 
     @cached_property
     def everywhere(self) -> Readings:
@@ -109,12 +130,6 @@ class Search:
             self.weights[reading] = own.new_zeros(2, wide.J.num_tokens)
             self.weights[reading][:, wide.J.kept(kept)] = own
         return wide
-
-    @cached_property
-    def _rounded(self) -> dict[str, Readings]:
-        """The readings on all real tokens, with each fault of ROUNDED."""
-        exact = self.everywhere
-        return {fault: replace(exact, J=RoundedJacobian(exact.J, fault), faults=(fault,)) for fault in ROUNDED}
 
     @cached_property
     def _screened(self) -> list[Readings]:
@@ -160,8 +175,10 @@ class Search:
         while some := [*islice(wanted, SCREENED)]:
             errors = self._error(np.stack([self._products(*pair) for pair in some], 1)).tolist()
             near = [(error, *pair) for error, pair in zip(errors, some, strict=True) if error <= OFF]
-            ways = {reading: (error, reading, own) for error, reading, own in sorted([*best, *near], key=itemgetter(0))[::-1]}
-            best = sorted(ways.values(), key=itemgetter(0))[:NEAREST]
+            nearest: dict[Reading, tuple[float, Reading, Weights]] = {}
+            for way in sorted([*best, *near], key=itemgetter(0)):  # a reading may be had in several ways
+                nearest.setdefault(way[1], way)
+            best = [*nearest.values()][:NEAREST]
         for place, readings in enumerate(self._screened):
             own = ((reading, weights) for _, reading, weights in best if bool(_scored(reading)) == bool(place))
             self._try(dict(self._unknown(own)), readings.J)
@@ -200,7 +217,7 @@ class Search:
         weights = self.weights[reading]
         J = self.readings.J if weights.shape[1] == self.readings.J.num_tokens else self.everywhere.J
         if scored := _scored(reading):
-            J = self._rounded[scored].J if scored in ROUNDED else self._screened[1].J
+            J = self._rescored[scored].J if scored in self._rescored else self._screened[1].J
 
         def compute() -> dict[str, Tensor]:
             vectors = loss_gradients(J, factor * weights[None])
@@ -254,6 +271,7 @@ def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors
     return vectors
 
 
-def _scored(reading: Reading) -> str | None:
-    """Return the fault by which log π itself is another; None: it is the batch's."""
-    return next((fault for fault in reading.faults if fault == "no-temperature" or fault in ROUNDED), None)
+def _scored(reading: Reading) -> tuple[str, float | None] | None:
+    """Return the fault by which log π itself is another, and its number; None: it is the batch's."""
+    found = next((fault for fault in reading.faults if fault in RESCORED), None)
+    return found and (found, reading.value if found == "packed" else None)

@@ -1,4 +1,4 @@
-"""What tokens have in common that no other token of a batch has: derived from shares, 1 among them and 0 among the rest."""
+"""What tokens have in common that no other token of a batch has: all of them, and none of the rest."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+
 from gradscope.updates.auditing.faults import FAULTS
 from gradscope.updates.auditing.traits import Trait
 
