@@ -182,13 +182,13 @@ class Audit(ReadingFlags):
 
 
 def _telling(found: Audited) -> pd.DataFrame:
-    """Return the readings without a fault, the verdict's, and at most SHOWN nearer than these."""
+    """Return the readings without a fault, the verdict's, and at most SHOWN that are less than half as far off."""
     rows = found.readings
     if "distance" not in rows:
         return rows
     sound = rows["fault"].isna()
-    nearer = rows[~sound & (rows["distance"] < rows["distance"][sound].min())].sort_values("distance")
-    own = rows.index[(rows["reading"] == found.reading) & ~sound][:1]
+    nearer = rows[~sound & (rows["distance"] < rows["distance"][sound].min() / 2)].sort_values("distance")
+    own = rows[(rows["reading"] == found.reading) & ~sound].sort_values("distance").index[:1]
     return rows.loc[[*rows.index[sound], *dict.fromkeys([*own, *nearer.index[:SHOWN]])]]
 
 

@@ -177,6 +177,8 @@ def audit(
         InputError: if names or shapes do not match the policy's, the gradient is 0 or not finite, or the batch has no
             advantages.
     """
+    if advantage_eps is not None and not 0 <= advantage_eps < np.inf:
+        raise InputError(f"advantage_eps is {advantage_eps}; give a finite number, 0 or more")
     policy, batch, told = read_logged(policy, batch)
     loss, eps = TrainedLoss.of(LossSettings.from_log(told) if loss is None else loss), EPSILONS[0]
     batch = settle_loss(batch, loss)
