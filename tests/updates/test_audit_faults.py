@@ -362,15 +362,17 @@ def test_learned_positions_that_are_counted_with_padding_are_told(counted):
         assert found.kind == "other" and "position_ids" in " ".join(found.remedies)
 
 
-def test_tokens_that_are_named_are_told_by_what_they_alone_have_in_common():
-    """Twice the weight where π/π_old is above the clip's range and Â is negative, which the minimum does not cut."""
+@pytest.mark.parametrize("common", every(2, ["above-clip", "first+negative"]))
+def test_tokens_that_are_named_are_told_by_what_they_alone_have_in_common(common):
+    """Twice the weight where π/π_old is above the clip's range, but not cut, or at first tokens of negative Â."""
     policy, batch = make_step()
-    ratio = (scores(policy, batch) - batch.old_logprobs).exp()
-    chosen = batch.response_mask & (ratio > 1 + HIGH) & (batch.advantages < 0)
+    ratio, mask = (scores(policy, batch) - batch.old_logprobs).exp(), batch.response_mask
+    chosen = mask & (batch.advantages < 0) & (ratio > 1 + HIGH if common == "above-clip" else mask.cumsum(1) == 1)
     own = Trainer(policy, batch, keep=batch.response_mask + chosen * 1.0, counted=float(batch.response_mask.sum()))
     rows = check(own).explained
-    assert set(rows["common"]) == {"negative+above-clip"} and len(rows) == chosen.sum() > 3
-    assert (rows["ratio"] > 1 + HIGH).all() and (rows["advantage"] < 0).all()
+    assert set(rows["common"]) == {common} and len(rows) == chosen.sum() > 3
+    assert rows["ratio"].to_numpy() == pytest.approx(ratio[chosen][rows["index"].rank().astype(int) - 1], rel=1e-5)
+    assert (rows["advantage"] < 0).all()
     assert rows["times"].to_numpy() == pytest.approx(2, abs=0.02)
 
 
