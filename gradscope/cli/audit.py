@@ -127,7 +127,8 @@ class Audit(ReadingFlags):
         said += [step.verdict, *_to_do(step.remedies)] if step else []
         print("\n".join(said), end="\n\n")
         print(_table(_telling(found).dropna(axis="columns", how="all")))
-        print(_where_they_part(found))
+        if where := _where_they_part(found):
+            print(where)
         for title, rows in (("What explains the rest:", found.explained), ("The step:", step.groups if step else None)):
             print(f"\n{title}\n{_table(rows[:SHOWN])}" if rows is not None and len(rows) else "", end="")
         if self.out is not None:
@@ -197,7 +198,7 @@ def _to_do(remedies: Sequence[str]) -> list[str]:
 
 
 def _where_they_part(found: Audited) -> str:
-    """Format the groups that differ, and count the others; nothing if only a norm is known."""
+    """Format the groups that differ, and count the others; nothing if only a norm is known, or no reading fits."""
     if found.groups.empty:
         return ""
     parting, cells = found.parting.drop(columns="parts"), found.groups.query("layer != 'all' and group != 'all'")
