@@ -113,8 +113,8 @@ class Audit(ReadingFlags):
             told = ", ".join(given)
             raise InputError(f"the rollouts record no gradient norm; give the trainer's gradient by one of {told}")
         settings = {"micro_batch": self.micro_batch, "processes": self.processes, "max_grad_norm": self.max_grad_norm}
-        settings["advantage_eps"] = self.advantage_eps
         loss = replace(TrainedLoss.of(self.own_loss(self.loss, dump)), entropy_coef=self.entropy_coef)
+        loss = replace(loss, advantage_eps=self.advantage_eps)
         run = replace(dump.batch.run, precision=self.precision or dump.batch.run.precision)
         batch = replace(dump.batch, run=run)
         with progress.stage("the exact gradient"):

@@ -154,7 +154,6 @@ def audit(
     micro_batch: int | None = None,
     processes: int | None = None,
     max_grad_norm: int | float | None = None,
-    advantage_eps: float | None = None,
     resources: Resources | None = None,
 ) -> Audit:
     """Compare the gradient of a trainer's step with the exact gradient of the loss on that step's batch.
@@ -170,21 +169,19 @@ def audit(
         processes: Number of the trainer's processes, each with an equal, consecutive part of the responses; None: as
             recorded in the batch, if at all.
         max_grad_norm: The trainer's clipping threshold, if the gradient was recorded after clipping.
-        advantage_eps: What the trainer adds to a group's standard deviation where advantages are made of rewards; None:
-            1e-6 or 1e-4, whichever the batch's advantages show, else 1e-6.
 
     Raises:
         InputError: if names or shapes do not match the policy's, the gradient is 0 or not finite, or the batch has no
             advantages.
     """
-    if advantage_eps is not None and not 0 <= advantage_eps < np.inf:
-        raise InputError(f"advantage_eps is {advantage_eps}; give a finite number, 0 or more")
     policy, batch, told = read_logged(policy, batch)
-    loss, eps = TrainedLoss.of(LossSettings.from_log(told) if loss is None else loss), EPSILONS[0]
+    loss = TrainedLoss.of(LossSettings.from_log(told) if loss is None else loss)
     batch = settle_loss(batch, loss)
     if not loss.is_whole:
-        eps = _show_eps(batch) if advantage_eps is None else advantage_eps
-        batch = replace(batch, advantages=resolve_advantages(batch, eps=eps))
+        loss = loss if loss.advantage_eps is not None else replace(loss, advantage_eps=_show_eps(batch))
+        if not 0 <= loss.advantage_eps < np.inf:
+            raise InputError(f"advantage_eps is {loss.advantage_eps}; give a finite number, 0 or more")
+        batch = replace(batch, advantages=resolve_advantages(batch, eps=loss.advantage_eps))
     run, slices = batch.run, flat_slices(policy.model)
     theirs = _match(gradient, slices) if isinstance(gradient, Mapping) else None
     if theirs is not None and not any(own.any() for own in theirs.values()):
@@ -192,7 +189,7 @@ def audit(
     precision = (None if theirs is None else _show_precision(theirs)) or run.precision
     rows = TokenRows.of(batch, micro_batch, processes)
     J = TokenJacobian(policy, batch, resources)
-    readings = Readings(J, loss, rows, batch.response_mask, batch.positions(), batch, eps)
+    readings = Readings(J, loss, rows, batch.response_mask, batch.positions(), batch)
     trains = run.trains if any(map(run.trains, slices)) else slices.__contains__  # by names of another model
     search = Search(readings, theirs, trains)
     about = {"precision": precision, "notes": batch.notes, "unseen": _unseen(readings)}

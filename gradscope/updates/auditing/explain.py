@@ -21,8 +21,8 @@ from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.updates.auditing.products import FLOAT32, TIGHT
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights
 from gradscope.updates.auditing.search import Search, loss_gradients
-from gradscope.updates.auditing.traits import Trait, find_trait, ratios
-from gradscope.updates.auditing.wording import EQUAL, describe
+from gradscope.updates.auditing.traits import find_trait, ratios
+from gradscope.updates.auditing.wording import EQUAL, Trait, describe
 
 MOST = 32
 """Most tokens, or sets of tokens, in an explanation by steps."""
@@ -356,8 +356,9 @@ class Rest:
             R.rows[0].sub_(row, alpha=float(factor))
         return x, R, float(R.products()) ** 0.5
 
-    def _describe(self, x: np.ndarray, left: float, clip: tuple[str, float] | None = None) -> Explanation:
-        """Make rows of what was taken; clip: how micro-batches were clipped, and to what norm."""
+    def _describe(self, x: np.ndarray, left: float, clip: tuple[str, float] | None = None) -> Explanation | None:
+        """Make rows of what was taken; clip: how micro-batches were clipped, and to what norm. None: all weights are
+        about equal."""
         batch, terms = self.J.batch, self.readings.terms
         policy = self.J.policy
         places, numbers = batch.response_mask.nonzero(), self.weights[0].numpy()
@@ -404,6 +405,8 @@ class Rest:
                 row |= {} if trait is None else {"common": trait.name}
             rows.append(row)
         table = pd.DataFrame(rows).sort_values("share", ascending=False, kind="stable", ignore_index=True)
+        if (np.abs(np.append(table["times"] / base, base) - 1) <= EQUAL).all():
+            return None
         whole = [name for name in ("response", "position", "token_id", "tokens") if name in table]
         table[whole] = table[whole].astype("Int64")
         return Explanation(table, *describe(table, base, trait, clip), base, left / self.norm)

@@ -45,6 +45,9 @@ class TrainedLoss(LossSettings):
 
     entropy_coef: float = 0.0
     """Coefficient of an entropy bonus."""
+    advantage_eps: float | None = None
+    """Added to a group's standard deviation where advantages are made of rewards; None: 1e-6 or 1e-4, whichever given
+    advantages show, else 1e-6."""
 
     @classmethod
     def of(cls, loss: LossSettings) -> TrainedLoss:
@@ -136,8 +139,6 @@ class Readings:
     """Each token's position in its response; negative on the prompt."""
     logged: TokenBatch
     """The batch as it was logged, also where the mask drops tokens."""
-    eps: float = 1e-6
-    """Added to a group's standard deviation where advantages are made of rewards."""
     faults: tuple[str, ...] = ()
     """What every reading does wrong."""
 
@@ -197,7 +198,7 @@ class Readings:
     @cached_property
     def columns(self) -> Columns:
         batch = replace(self.J.batch, loss_scales=None)
-        return Columns(batch, self.loss, self.J.statistics.logprob, self.kept, self.eps)
+        return Columns(batch, self.loss, self.J.statistics.logprob, self.kept, self.loss.advantage_eps or 0.0)
 
     @cached_property
     def terms(self) -> Terms:

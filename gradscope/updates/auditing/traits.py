@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import combinations
 from math import inf, lgamma, log
-from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from gradscope.updates.auditing.faults import BOUNDS, FAULTS
 from gradscope.updates.auditing.readings import Readings
+from gradscope.updates.auditing.wording import Trait
 
 CHANCE = 0.01
 """Largest chance that as many tokens, taken at random, would have a trait of those tried to themselves."""
@@ -30,24 +30,13 @@ WORDS = {
     "truncated": "of responses without an end token",
     "ended": "of responses with an end token",
 }
-"""A trait → words, after "tokens"."""
+"""A trait → words, after "tokens". Others are token=ID, a part of the batch such as micro-batch=2, two joined by "+", and
+a bound such as length>12."""
 REMEDIES = {name: FAULTS["clip-alone"].remedy for name in ("below-clip", "above-clip", "outside-clip")}
 REMEDIES |= {"end": FAULTS["end-token"].remedy, "last": FAULTS["last-token"].remedy}
 REMEDIES |= {"first": FAULTS["first-token"].remedy, "dropped": FAULTS["mask-ignored"].remedy}
 REMEDIES |= {"prompts": FAULTS["prompt-trained"].remedy}
 """A trait → what to do."""
-
-
-class Trait(NamedTuple):
-    """What some tokens have in common, and no others."""
-
-    name: str
-    """One or two of WORDS, token=ID, or a part of the batch such as micro-batch=2, joined by "+"; or a bound, such as
-    length>12."""
-    words: str
-    """After "tokens"."""
-    remedy: str | None
-    """What to do; None: it does not say."""
 
 
 def find_trait(

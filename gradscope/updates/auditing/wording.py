@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import pandas as pd
 
 from gradscope.updates.auditing.faults import FAULTS
-from gradscope.updates.auditing.traits import Trait
 
 EQUAL = 0.02
 """Largest difference of two multiples of weights that are called equal."""
@@ -39,6 +40,17 @@ CLIPPED = {
 CLIP_ONCE = "clip once, after the last micro-batch's backward pass and before the optimizer's step"
 SKIPPED = FAULTS["micro-batch-missing"].remedy
 TWICE = "look what is read twice: a sampler that fills up its last batch, a backward pass that is repeated"
+
+
+class Trait(NamedTuple):
+    """What some tokens have in common, and no others."""
+
+    name: str
+    """See `traits.WORDS`."""
+    words: str
+    """After "tokens"."""
+    remedy: str | None
+    """What to do; None: it does not say."""
 
 
 def describe(
