@@ -30,8 +30,8 @@ WORDS = {
     "truncated": "of responses without an end token",
     "ended": "of responses with an end token",
 }
-"""A trait → words, after "tokens". Others are token=ID, a part of the batch such as micro-batch=2, two joined by "+", and
-a bound such as length>12."""
+"""A trait → words, after "tokens". Others are token=ID, a part of the batch (micro-batch=2), two joined by "+", and a
+bound (length>12)."""
 REMEDIES = {name: FAULTS["clip-alone"].remedy for name in ("below-clip", "above-clip", "outside-clip")}
 REMEDIES |= {"end": FAULTS["end-token"].remedy, "last": FAULTS["last-token"].remedy}
 REMEDIES |= {"first": FAULTS["first-token"].remedy, "dropped": FAULTS["mask-ignored"].remedy}
