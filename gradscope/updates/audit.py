@@ -214,7 +214,7 @@ def audit(
         if judged.kind != "tokens" and (search.screens or attempt == search.try_faults):
             attempt(distinct)
             judged = _judge(search.found, *given)
-    precision = ROUNDED.get(judged.fault, precision)
+    about["precision"] = precision = ROUNDED.get(judged.fault, precision)
     loose = precision not in EPS and not _is_tight(judged.readings).any()
     if judged.kind == "other" or (loose and judged.kind != "tokens"):
         judged = rests.explain(judged)
@@ -282,6 +282,8 @@ class _Rests:
         plain = table[table["reading"].isin(self.search.distinct("token-mean"))].sort_values("distance")
         nearest = table.sort_values("distance") if most is None else plain  # a fault beside a part is a pair
         rests = [rest for rest in map(self._of, dict.fromkeys((*plain["place"], nearest["place"].iloc[0]))) if rest]
+        if any(rest.even for rest in rests):
+            return judged
         parts = [(rest, rest.by_parts(most or max(MOST, len(rest.J.batch) // 2))) for rest in rests]
         known = [(rest, found) for rest, found in parts if found is not None]
         if known:

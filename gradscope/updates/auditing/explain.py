@@ -144,6 +144,11 @@ class Rest:
             return self._describe(fit.x[odd], fit.left, _clip_norm(fit))
         return None
 
+    @property
+    def even(self) -> bool:
+        """Whether parts with about the reading's weights leave nothing, so that there is nothing to explain."""
+        return any(fit.left <= self.floor and (np.abs(fit.x) <= EQUAL).all() for fit in self._fits)
+
     def _hidden(self, sizes: Float[np.ndarray, " n"]) -> bool:
         """Return whether half precision's rounding, of the floor's size, hides one of these parts of D."""
         return self.coarse and bool((sizes <= self.floor).any())
