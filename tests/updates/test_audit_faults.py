@@ -362,7 +362,7 @@ def test_learned_positions_that_are_counted_with_padding_are_told(counted):
         assert found.kind == "other" and "position_ids" in " ".join(found.remedies)
 
 
-@pytest.mark.parametrize("common", every(2, ["above-clip", "first+negative"]))
+@pytest.mark.parametrize("common", every(2, ["first+negative", "above-clip"]))
 def test_tokens_that_are_named_are_told_by_what_they_alone_have_in_common(common):
     """Twice the weight where π/π_old is above the clip's range, but not cut, or at first tokens of negative Â."""
     policy, batch = make_step()
@@ -376,6 +376,7 @@ def test_tokens_that_are_named_are_told_by_what_they_alone_have_in_common(common
     assert rows["times"].to_numpy() == pytest.approx(2, abs=0.02)
 
 
+@pytest.mark.all
 def test_a_token_of_a_set_has_its_whole_weight():
     """Last tokens have no weight but for three, and all others 1/.9 times theirs."""
     policy, batch = make_step()
@@ -393,8 +394,8 @@ def test_a_token_of_a_set_has_its_whole_weight():
 
 @pytest.mark.parametrize("how", every(2, ["sum", "each"]))
 def test_clipping_inside_the_loop_is_told_with_its_norm(how):
-    policy, batch = make_step(temperature=1.0)
-    alone = (Trainer(policy, batch, weight=lambda start, own=own: float(start == own)) for own in range(0, 16, MICRO))
+    policy, batch = make_step(temperature=1.0, prompts=3)
+    alone = (Trainer(policy, batch, weight=lambda start, own=own: float(start == own)) for own in range(0, 12, MICRO))
     most = 0.9 * sorted(norm(own.gradient()) for own in alone)[1]
     found = check(Trainer(policy, batch, clip=(how, most)))
     assert found.kind == "tokens" and set(found.explained["kind"]) == {"micro-batch"} and found.remedies
@@ -423,7 +424,8 @@ def test_a_softmax_of_rounded_logits_is_named(fault):
     assert (found.fault, found.precision, found.aggregation) == (fault, "bfloat16", "token-mean")
 
 
-@pytest.mark.parametrize("seed", every(4, range(4)))
+@pytest.mark.all
+@pytest.mark.parametrize("seed", range(3))
 def test_half_precisions_noise_is_not_explained_by_sets_of_tokens(seed):
     """Every token's weight is off at random, by which the gradient is off by twice what bfloat16 may hide."""
     policy, batch = make_step(prompts=2)
@@ -443,9 +445,10 @@ def test_half_precisions_noise_is_not_explained_by_sets_of_tokens(seed):
 
 def test_packed_rows_that_see_each_other_are_named_with_their_number():
     """Two rows at a time as one, with plain causal attention and positions that continue."""
-    policy, batch = make_step(temperature=1.0, prompts=2)
+    policy, batch = make_step(temperature=1.0)
+    batch = batch.select(range(4))
     named, total = dict(float_parameters(policy.model)), 0.0
-    for first in range(0, 8, 2):
+    for first in range(0, 4, 2):
         rows = [batch.sequence(row) for row in (first, first + 1)]
         logits = policy.model(input_ids=torch.cat([ids for ids, _ in rows])[None], use_cache=False).logits[0]
         before = 0
@@ -472,7 +475,6 @@ def test_advantages_of_another_grouping_are_named_with_what_is_added_to_the_devi
 
     assert check(step(1e-4)).fault == "advantages-strided"
     assert check(step(0.05), loss=replace(LOSS, advantage_eps=0.05)).fault == "advantages-strided"
-    assert check(step(0.05)).fault != "advantages-strided"
 
 
 def test_a_gradient_that_is_nearly_a_readings_needs_no_explanation():
