@@ -5,7 +5,7 @@ Importing gradscope is instant: every name in __init__.pyi loads its room, and w
 
 import lazy_loader
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # No submodule bears the name of a function: it would shadow it.
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

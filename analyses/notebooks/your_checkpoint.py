@@ -19,7 +19,7 @@
 import subprocess
 import sys
 
-WHEEL = ""  # "https://…/gradscope-0.2.0-py3-none-any.whl"; empty where gradscope is installed
+WHEEL = ""  # "https://…/gradscope-0.3.0-py3-none-any.whl"; empty where gradscope is installed
 if WHEEL:
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", WHEEL], check=True)
 
