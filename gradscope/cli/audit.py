@@ -21,11 +21,13 @@ from gradscope.runs import check_is_folder, write_text
 from gradscope.updates import (
     SUITE,
     Audit as Audited,
+    Average,
     StepAudit,
     TrainedLoss,
     audit,
     audit_step,
     audit_suite,
+    check_kl,
     gradient_of_moments,
     is_suite,
     undo_clip,
@@ -52,7 +54,10 @@ class Audit(ReadingFlags):
     --suite."""
     suite: Path | None = None
     """Instead, write to this folder a small model of MODEL's architecture and a step for each of several cases, for
-    your own trainer to compute; then, again, audit the gradients that it saved as CASE/gradient.safetensors."""
+    your own trainer to compute; then, again, audit the gradients that it saved as CASE/gradient.safetensors. Written
+    with --kl-corrected and --kl-estimator, such is the KL of its cases."""
+    expect: Average | None = None
+    """With --suite: what your trainer means to average over, so that another average is wrong."""
     gradient: Path | None = None
     """safetensors of the trainer's gradient by parameter name."""
     grad_norm: float | None = None
@@ -78,11 +83,14 @@ class Audit(ReadingFlags):
     """Sampling temperature; none: each response's own, from the rollouts (1.0 if they have none)."""
     loss: Annotated[LossSettings, tyro.conf.arg(name="")] = field(default_factory=LossSettings)
     out: Path | None = None
-    """Folder for readings.csv, groups.csv, parameters.csv, explained.csv, step.csv and verdict.txt."""
+    """Folder for readings.csv, groups.csv, parameters.csv, explained.csv, step.csv and verdict.txt. With --suite, for
+    suite.csv and each CASE/verdict.txt and CASE/explained.csv."""
 
     def run(self) -> None:
         if self.suite is not None:
             return self._run_suite(self.suite)
+        if self.expect is not None:
+            raise InputError("--expect is given without --suite; give the cases with --suite DIR")
         if self.rollouts is None:
             raise InputError("no ROLLOUTS are given; give the log of the step, or --suite DIR for steps to compute")
         given = {"--gradient": self.gradient, "--grad-norm": self.grad_norm, "--after": self.after}
@@ -148,22 +156,36 @@ class Audit(ReadingFlags):
     def _run_suite(self, folder: Path) -> None:
         """Write the suite or, where it is, audit it."""
         quiet_transformers()
+        pull = {"kl_corrected": self.loss.kl_corrected, "kl_estimator": self.loss.kl_estimator}
         if not is_suite(folder):
-            write_suite(self.model, folder, trust_remote_code=self.trust_remote_code)
+            write_suite(self.model, folder, **pull, trust_remote_code=self.trust_remote_code)
             told = (
                 f"{len(SUITE)} cases are in {folder}: compute the gradient of each CASE/rollouts.parquet at the weights"
             )
             print(f"{told} of {folder / 'model'}, save it as CASE/gradient.safetensors, and run this command again.")
             print(_table(pd.DataFrame([{"case": name, "tries": case.words} for name, case in SUITE.items()])))
             return
-        found = audit_suite(folder)
+        check_kl(folder, **pull)
+        audited = audit_suite(folder, expect=self.expect)
+        found = audited.cases.assign(average=audited.cases["average"].map(", ".join))
         if (found["kind"] == "missing").all():
             raise InputError(f"{folder} has no CASE/gradient.safetensors; save your trainer's gradients there")
-        print(found.drop(columns="verdict").to_string(index=False, float_format="{:.4g}".format, na_rep="–"))
+        shown = found[["case", "found", "average", "factor", "distance"]]
+        print(shown.to_string(index=False, float_format="{:.4g}".format, na_rep="–"))
+        print("\n".join(("", audited.verdict, *audited.wrong)))
         if self.out is not None:
             check_is_folder(self.out)
             self.out.mkdir(parents=True, exist_ok=True)
-            write_text(self.out / "suite.csv", found.to_csv(index=False))
+            write_text(self.out / "suite.csv", found.assign(to_do=found["to_do"].map("; ".join)).to_csv(index=False))
+            for row in found[found["kind"] != "missing"].to_dict("records"):
+                own, case = self.out / row["case"], audited.audits.get(row["case"])
+                own.mkdir(exist_ok=True)
+                lines = [row["found"], row["verdict"], *_to_do(row["to_do"]), *([case.blind] if case else [])]
+                write_text(own / "verdict.txt", "".join(f"{line}\n" for line in lines))
+                if case is not None and len(case.explained):
+                    write_text(own / "explained.csv", case.explained.to_csv(index=False))
+        if invalid := [*found["case"][found["kind"] == "invalid"]]:
+            raise InputError(f"{', '.join(invalid)} cannot be audited, as told above; save their gradients again")
 
     def _check_step(
         self, policy: Policy, found: Audited, gradient: Mapping[str, Tensor], clip: float, notes: list[str]

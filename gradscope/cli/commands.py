@@ -65,6 +65,8 @@ EXAMPLES = {
     "audit": (
         "runs/checkpoint-500 step-501.jsonl --gradient grad-501.safetensors --micro-batch 8",
         "runs/checkpoint-500 step-501.jsonl --grad-norm 0.1834",
+        "embedded --suite suite",
+        "embedded --suite suite --expect token-mean --out suite-audit",
     ),
     "train": (
         "--preset kk-embedded --reweight-alpha 0.3 --out runs/reweight",

@@ -30,8 +30,11 @@ def suite(written, tmp_path):
     return shutil.copytree(written, tmp_path / "suite")
 
 
-def own_step(suite, name, *, ignore_tools=False, sign=1.0, times=lambda key: 1.0):
-    """A trainer's step by plain autograd: means over responses, all of the same weight."""
+def own_step(
+    suite, name, *, average="sequence-mean", ignore_tools=False, sign=1.0, cold=True, minimum=True, corrected=False,
+    times=lambda key: 1.0,
+):  # fmt: skip
+    """A trainer's step by plain autograd, by default with means over responses, all of the same weight."""
     case = json.loads((suite / "manifest.json").read_text())["cases"][name]
     model, rows = (
         AutoModelForCausalLM.from_pretrained(suite / "model"),
@@ -39,19 +42,26 @@ def own_step(suite, name, *, ignore_tools=False, sign=1.0, times=lambda key: 1.0
     )
     if "adapter" in case:
         model = PeftModel.from_pretrained(model, suite / case["adapter"], is_trainable=True)
+    masks = [row.get("response_mask", [True] * len(row["response_ids"])) for row in rows.to_dict("records")]
+    count, micro_batch = torch.tensor([sum(own) for own in masks]), torch.tensor(rows["micro_batch"])
+    shares = {"sequence-mean": 1 / count / len(rows), "token-mean": torch.ones(len(rows)) / count.sum()}
+    parts = torch.bincount(micro_batch, count.double())
+    shares |= {"micro-batches": 1 / parts[micro_batch] / len(parts), "sum": torch.ones(len(rows))}
     total = 0.0
-    for row in rows.to_dict("records"):
+    for row, share in zip(rows.to_dict("records"), shares[average], strict=True):
         prompt, answer = torch.tensor(row["prompt_ids"]), torch.tensor(row["response_ids"])
         logits = model(input_ids=torch.cat([prompt, answer])[None]).logits[0, len(prompt) - 1 : -1]
-        logprobs = (logits / case["temperature"]).log_softmax(-1)[range(len(answer)), answer]
+        logprobs = (logits / (case["temperature"] if cold else 1.0)).log_softmax(-1)[range(len(answer)), answer]
         old = torch.tensor(row["old_logprobs"]) if "old_logprobs" in row else logprobs.detach()
         ratio = (logprobs - old).exp()
-        terms = torch.minimum(ratio * row["advantage"], ratio.clamp(0.8, 1.2) * row["advantage"])
+        clipped = ratio.clamp(0.8, 1.2) * row["advantage"]
+        terms = torch.minimum(ratio * row["advantage"], clipped) if minimum else clipped
         if "ref_logprobs" in row:
             gap = torch.tensor(row["ref_logprobs"]) - logprobs
-            terms = terms - sign * case["loss"]["kl_coef"] * (gap.exp() - gap - 1)
+            pull = (gap.exp() - gap - 1) * (ratio if corrected else 1.0)
+            terms = terms - sign * case["loss"]["kl_coef"] * pull
         kept = torch.tensor(row.get("response_mask", [True] * len(answer)))
-        total -= (terms if ignore_tools else terms[kept]).mean() / len(rows)
+        total -= (terms.mean() * kept.sum() if ignore_tools else terms[kept].sum()) * share
     total.backward()
     found = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
     save_file({key: times(key) * own for key, own in found.items()}, suite / name / "gradient.safetensors")
@@ -60,17 +70,80 @@ def own_step(suite, name, *, ignore_tools=False, sign=1.0, times=lambda key: 1.0
 def test_a_trainers_average_is_named_in_every_case(suite):
     for name in SUITE:
         own_step(suite, name)
-    found = audit_suite(suite).set_index("case")
-    assert (found["kind"] == "same").all() and (found["reading"] == "sequence-mean").all()
+    found = audit_suite(suite)
+    assert (found.cases["kind"] == "right").all() and found.averages == ("sequence-mean",) and not found.wrong
+    assert all("sequence-mean" in names for names in found.cases["average"])
+
+
+def kinds(found):
+    """Kind by case, of those with a gradient."""
+    cases = found.cases.set_index("case")
+    return cases["kind"][cases["kind"] != "missing"].to_dict()
+
+
+def test_a_mean_over_micro_batches_is_wrong_where_another_is_expected(suite):
+    for name in ("lengths", "tools"):
+        own_step(suite, name, average="micro-batches")
+    found = audit_suite(suite)
+    assert {*kinds(found).values()} == {"right"} and found.averages == ("micro-batches",)
+    assert kinds(audit_suite(suite, expect="micro-batches")) == kinds(found)
+    assert kinds(audit_suite(suite, expect="token-mean")) == {"lengths": "right", "tools": "average"}
+    own_step(suite, "micro-batches", average="token-mean")
+    found = audit_suite(suite)
+    assert found.averages == () and {*found.cases["kind"]} == {"right", "missing"}
+
+
+def test_named_faults_are_wrong(suite):
+    own_step(suite, "temperature", cold=False)
+    own_step(suite, "clips", minimum=False)
+    own_step(suite, "kl", corrected=True)
+    own_step(suite, "lora", corrected=True)
+    found = audit_suite(suite)
+    assert kinds(found) == dict.fromkeys(("clips", "kl", "temperature", "lora"), "fault")
+    faults = {name: (own.fault, own.also) for name, own in found.audits.items()}
+    assert faults["temperature"][0] == "no-temperature" and faults["clips"][0] == "clip-alone"
+    assert faults["kl"] == faults["lora"] == ("kl-correction", ())
+    assert all(found.cases.set_index("case").loc[[*faults], "to_do"].map(len))
+
+
+def test_one_factor_is_told_once(suite):
+    for name in ("lengths", "tools"):
+        own_step(suite, name, average="sum")
+    found = audit_suite(suite)
+    assert {*kinds(found).values()} == {"factor"} and {*found.cases["cause"].dropna()} == {"sum"}
+    assert sum("lengths" in line for line in found.wrong[:-1]) == sum("tools" in line for line in found.wrong[:-1]) == 1
+
+
+def test_a_case_that_cannot_be_audited_leaves_the_others(suite, tmp_path, capsys):
+    own_step(suite, "lengths", average="token-mean")
+    own_step(suite, "clips", times=lambda key: float("nan"))
+    save_file({"lm_head.weight": torch.ones(3)}, suite / "kl" / "gradient.safetensors")
+    outcome = outcome_of(capsys, "audit", "embedded", "--suite", suite, "--out", tmp_path / "out")
+    assert outcome.status == 2 and "clips, kl" in outcome.err
+    assert all(str(suite / name / "gradient.safetensors") in outcome.out for name in ("clips", "kl"))
+    assert (tmp_path / "out/lengths/verdict.txt").is_file()
+    told = pd.read_csv(tmp_path / "out/suite.csv").set_index("case")["kind"]
+    assert told[told != "missing"].to_dict() == {"lengths": "right", "clips": "invalid", "kl": "invalid"}
+
+
+def test_kl_of_the_suite_is_as_it_was_written(suite, tmp_path, capsys):
+    source = str(suite / "model")
+    folder = write_suite(source, tmp_path / "corrected", kl_corrected=True)
+    assert (folder / "model/tokenizer.json").is_file()
+    own_step(folder, "kl", corrected=True)
+    assert kinds(audit_suite(folder)) == {"kl": "right"}
+    assert outcome_of(capsys, "audit", source, "--suite", folder, "--kl-corrected").status == 0
+    assert_one_line(outcome_of(capsys, "audit", source, "--suite", suite, "--kl-corrected"), "--kl-corrected")
 
 
 def test_faults_are_named_where_a_case_shows_them_and_others_are_missing(suite):
     own_step(suite, "tools", ignore_tools=True)
     own_step(suite, "kl", sign=-1.0)
     own_step(suite, "lora", times=lambda key: 2.0 if "layers.1." in key and "lora_B" in key else 1.0)
-    found = audit_suite(suite).set_index("case")
-    assert found.loc["tools", "reading"] == "mask-ignored (sequence-mean)"
-    assert found.loc["kl", "reading"] == "kl-sign (sequence-mean)"
+    audited = audit_suite(suite)
+    found = audited.cases.set_index("case")
+    assert audited.audits["tools"].reading == "mask-ignored (sequence-mean)"
+    assert audited.audits["kl"].reading == "kl-sign (sequence-mean)"
     assert found.loc["lora", "kind"] == "parameters" and "layers.1" in found.loc["lora", "verdict"]
     assert set(found.index[found["kind"] == "missing"]) == SUITE.keys() - {"tools", "kl", "lora"}
 
@@ -105,7 +178,7 @@ def test_without_peft_there_is_no_case_of_a_lora(tmp_path, monkeypatch):
     monkeypatch.setattr("gradscope.updates.auditing.suite.find_spec", lambda name: None)
     folder = write_suite(str(save_checkpoint(tmp_path / "checkpoint", "qwen2")), tmp_path / "suite")
     own_step(folder, "lengths")
-    assert set(audit_suite(folder)["case"]) == SUITE.keys() - {"lora"} and not (folder / "adapter").exists()
+    assert set(audit_suite(folder).cases["case"]) == SUITE.keys() - {"lora"} and not (folder / "adapter").exists()
 
 
 def test_a_large_model_is_shrunk_within_its_architecture(tmp_path):
@@ -117,7 +190,7 @@ def test_a_large_model_is_shrunk_within_its_architecture(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     assert isinstance(model, Qwen3ForCausalLM) and model.num_parameters() < 200_000
     own_step(folder, "all")
-    assert audit_suite(folder).set_index("case").loc["all", "reading"] == "sequence-mean"
+    assert audit_suite(folder).audits["all"].reading == "sequence-mean"
 
 
 def test_the_command_writes_then_asks_for_gradients_then_audits(tmp_path, capsys):

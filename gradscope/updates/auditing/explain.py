@@ -399,7 +399,8 @@ class Rest:
                     row |= {"of": "policy", "times": 0.0}
                 identity = int(batch.input_ids[place[0], place[1]])
                 row |= {"response": place[0], "position": int(positions[token]), "token_id": identity}
-                row["token"] = "" if policy is None or policy.tokenizer is None else policy.decode([identity])
+                known = policy is not None and policy.tokenizer is not None
+                row["token"] = policy.decode([identity]) if known else f"id {identity}"
                 row["sort"] = next(
                     (name for name in ("prompts", "dropped", "first", "last") if name in sorts and sorts[name][token]),
                     "sampled",

@@ -85,9 +85,14 @@ class Reading:
         """What to do about each fault."""
         return tuple(dict.fromkeys(FAULTS[name].remedy for name in self.faults))
 
+    @property
+    def wrong(self) -> str:
+        """The faults in words; empty: none."""
+        return ", ".join(FAULTS[name].words for name in self.faults).format(part=self.part, value=self.value)
+
     def __str__(self) -> str:
-        told = [AGGREGATIONS[self.aggregation], *(FAULTS[name].words for name in self.faults)]
-        return ", ".join(told).format(part=self.part, value=self.value)
+        average = AGGREGATIONS[self.aggregation].format(value=self.value)
+        return f"{average}, {self.wrong}" if self.faults else average
 
 
 @dataclass(frozen=True)
