@@ -18,6 +18,7 @@ from gradscope.objective.batch_logprobs import (
 )
 from gradscope.objective.equations import (
     KL,
+    Estimator,
     TokenWeights,
     grpo_advantages,
     kl_k3,
@@ -56,13 +57,14 @@ from gradscope.objective.weighting import Tokens, Weighting, within
 from gradscope.objective.weightings import COMPARED, SOURCES, WEIGHTINGS, make_weighting, spell_out
 
 __all__ = [
-    "COMPARED", "KL", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Given", "LossSettings",
-    "Outputs", "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics", "TokenWeights", "Tokens",
-    "Update", "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights", "can_pack", "check_weighting",
-    "choosing_places", "clip_scale", "describe_off_policyness", "evaluate_kept", "fill_unknown", "finish",
-    "fitting_size", "gather_logprobs", "given_at", "given_for", "grpo_advantages", "join_statistics", "kept_logprobs",
-    "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs", "make_quantity", "make_ready",
-    "make_weighting", "micro_batches", "most_logits", "off_policy_sentence", "off_policyness", "parts_at_once",
-    "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight", "rows_at_once", "settle_advantages",
-    "settle_loss", "spell_out", "split_steps", "token_weights", "weigh_step", "widen", "within",
+    "COMPARED", "KL", "LOGPROB", "ORDERS", "PAPER", "SOURCES", "WEIGHTINGS", "Divergence", "Estimator", "Given",
+    "LossSettings", "Outputs", "Quantity", "StepResult", "StepRule", "StepTokens", "TokenStatistics",
+    "TokenWeights", "Tokens", "Update", "Updater", "Weighting", "batch_loss", "batch_statistics", "batch_weights",
+    "can_pack", "check_weighting", "choosing_places", "clip_scale", "describe_off_policyness", "evaluate_kept",
+    "fill_unknown", "finish", "fitting_size", "gather_logprobs", "given_at", "given_for", "grpo_advantages",
+    "join_statistics", "kept_logprobs", "kept_numbers", "kl_k3", "logit_gradient", "lopti_split", "loss_logprobs",
+    "make_quantity", "make_ready", "make_weighting", "micro_batches", "most_logits", "off_policy_sentence",
+    "off_policyness", "parts_at_once", "policy_loss", "reinforce_pp_advantages", "resolve_advantages", "reweight",
+    "rows_at_once", "settle_advantages", "settle_loss", "spell_out", "split_steps", "token_weights", "weigh_step",
+    "widen", "within",
 ]  # fmt: skip

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from gradscope.errors import InputError, checked
-from gradscope.objective import LossSettings, grpo_advantages
-from gradscope.objective.equations import Estimator
+from gradscope.objective import Estimator, LossSettings, grpo_advantages
 from gradscope.policy import asked_by_peft, find_checkpoint, load_policy, load_tokenizer, make_small_model
 from gradscope.rollouts import write_rollouts
 from gradscope.runs import check_is_folder, load_tensors, read_json, write_json
