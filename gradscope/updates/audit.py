@@ -42,6 +42,8 @@ POSITIONS = "where rows are padded on the left, give position_ids of their own t
 Kind = Literal["same", "factor", "parameters", "rounding", "tokens", "other"]
 NEAR = 0.9
 """Least cosine of a reading that is called near: what is left of the gradient is then less than half of it."""
+ALIKE = 1.1
+"""Largest ‖T − G‖² of a reading, over the least, whose rest is explained by steps beside the nearest one's."""
 REMAINS = 0.25
 """Largest share of the distance without a rounding that may remain with it."""
 CAUSES = {
@@ -297,13 +299,25 @@ class _Rests:
             )
             return _add(judged, rest.reading, found)
         if most is None and rests:
-            sound = [rest for rest in rests if not rest.reading.faults]
-            # Rounding in half precision changes the weights of all responses, so that no reading has few.
-            first = min(sound, key=lambda rest: rest.square if self.rounding else rest.spread, default=rests[-1])
-            for rest in dict.fromkeys((first, rests[-1])):
-                if (found := rest.by_decay() or rest.by_steps()) is not None:
-                    return _add(judged, rest.reading, found)
+            best, fewest = None, MOST + 1
+            for rest in self._bases(rests):
+                if (found := rest.by_decay() or rest.by_steps(fewest - 1)) is not None:
+                    best, fewest = (rest.reading, found), len(found.rows)
+            return judged if best is None else _add(judged, *best)
         return judged
+
+    def _bases(self, rests: Sequence[Rest]) -> list[Rest]:
+        """Return what is explained by steps: those of the nearest readings, and of one of which few responses depart.
+
+        A reading of parts that the log does not tell is behind the others.
+        """
+        sound = [rest for rest in rests if not rest.reading.faults]
+        least = min(rest.square for rest in sound or rests)
+        found = [rest for rest in sound if rest.square <= ALIKE * least]
+        if sound and not self.rounding:  # which changes the weights of all responses, so that no reading has few
+            found.append(min(sound, key=lambda rest: rest.spread))
+        found += [rest for rest in rests if rest.reading.faults]
+        return sorted(dict.fromkeys(found), key=lambda rest: rest.reading.aggregation in GUESSED)
 
     def _of(self, place: int) -> Rest | None:
         """Return the rest of a reading by its row; None: it is within half precision's error, or not to be had."""

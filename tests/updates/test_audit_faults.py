@@ -339,6 +339,23 @@ def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     assert (rows["times"] == np.inf).all() if times == np.inf else (rows["times"] - times).abs().max() < 0.02
 
 
+def test_tokens_that_gain_and_lose_their_whole_weight_are_told_apart():
+    """The mask alone is late by one in three responses, which have KL too; ids stand for tokens without a text."""
+    policy, batch = make_step(temperature=1.0, prompts=2)
+    policy, mask = replace(policy, tokenizer=None), batch.response_mask.clone()
+    late = mask.roll(1, 1) & spanned(batch)
+    mask[[0, 3, 6]] = late[[0, 3, 6]]
+    own = Trainer(policy, batch, keep=mask, advantages=filled(batch), counted=float(batch.num_tokens))
+    found = check(own, micro_batch=None)
+    assert (found.kind, found.aggregation) == ("tokens", "token-mean") and "mask" in " ".join(found.remedies)
+    rows = found.explained
+    gained = rows[rows["position"] == 2]
+    assert len(rows) == 9 and (rows["of"] == "loss").all() and len(gained) == 3 and np.isinf(gained["times"]).all()
+    assert rows["times"].drop(gained.index).to_numpy() == pytest.approx(0, abs=0.02)
+    assert (rows["token"] == "id " + rows["token_id"].astype(str)).all()
+    assert "3 tokens in 3 responses" in found.verdict and "6 tokens in 3 responses" in found.verdict
+
+
 @pytest.mark.parametrize("counted", every(2, ["without", "with padding"]))
 def test_learned_positions_that_are_counted_with_padding_are_told(counted):
     """Rows padded on the left without position_ids, which GPT-2 then counts from the left edge."""

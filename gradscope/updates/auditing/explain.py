@@ -245,15 +245,15 @@ class Rest:
         )
         return [atom for atom in atoms if atom.weights.any()]
 
-    def by_steps(self) -> Explanation | None:
-        """Explain it by other weights of at most MOST tokens or sets; None: not so.
+    def by_steps(self, most: int = MOST) -> Explanation | None:
+        """Explain it by other weights of at most so many tokens or sets; None: not so.
 
         A step costs a jvp, and at most COMPARED backward passes through a response.
         """
-        if self.D.rows.shape[1] < ENTRIES * MOST:
+        if self.D.rows.shape[1] < ENTRIES * MOST or most < 1:
             return None
         atoms = self._atoms()
-        if (found := self._steps(atoms, MOST)) is None or (found.rows["kind"] == "token").sum() in (0, len(found.rows)):
+        if (found := self._steps(atoms, most)) is None or (found.rows["kind"] == "token").sum() in (0, len(found.rows)):
             return found
         # A set may have been taken for the tokens in it: rather these alone, if there are no more of them.
         return self._steps([atom for atom in atoms if atom.kind == "all"], len(found.rows)) or found
@@ -395,12 +395,13 @@ class Rest:
                 exact = numbers[token]
                 row["times"] = float(times[token])
                 part = 0.0 if self._policy is None else float(self._policy[token])
-                if part and abs(theirs[token] - base * (exact - part)) <= EQUAL * abs(part):  # what is left is KL
+                rest = abs(theirs[token] - base * (exact - part))  # what is left is KL, or nothing
+                if part and rest <= EQUAL * abs(part) and rest < abs(theirs[token]):
                     row |= {"of": "policy", "times": 0.0}
                 identity = int(batch.input_ids[place[0], place[1]])
                 row |= {"response": place[0], "position": int(positions[token]), "token_id": identity}
-                known = policy is not None and policy.tokenizer is not None
-                row["token"] = policy.decode([identity]) if known else f"id {identity}"
+                text = "" if policy is None or policy.tokenizer is None else policy.decode([identity])
+                row["token"] = text or f"id {identity}"
                 row["sort"] = next(
                     (name for name in ("prompts", "dropped", "first", "last") if name in sorts and sorts[name][token]),
                     "sampled",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -38,6 +38,7 @@ CLIPPED = {
     "sum": "the gradient was clipped to a norm of {norm:.4g} after each micro-batch",
 }
 CLIP_ONCE = "clip once, after the last micro-batch's backward pass and before the optimizer's step"
+MASK = "look which tokens the mask keeps"
 SKIPPED = FAULTS["micro-batch-missing"].remedy
 TWICE = "look what is read twice: a sampler that fills up its last batch, a backward pass that is repeated"
 
@@ -71,9 +72,13 @@ def describe(
         told += _tell_sets(kind, of, rows.assign(times=rows["times"] / base))
     for of, rows in tokens.groupby("of", sort=False):
         times = rows["times"].to_numpy() / base
-        same = np.isinf(times).all() or np.ptp(times) <= EQUAL * max(1.0, np.abs(times).max())
-        how = _have(float(times[0]) if same else np.nan, of, several=len(rows) > 1)
-        told.append(f"{_name_tokens(rows, trait)} {how}")
+        # Those that should have no weight, those that have none, and the others.
+        apart = [np.isinf(times), (np.abs(times) <= EQUAL) & (trait is None)]
+        for some in (*apart, ~apart[0] & ~apart[1]):
+            if some.any():
+                same = np.isinf(times[some]).all() or np.ptp(times[some]) <= EQUAL * max(1.0, np.abs(times[some]).max())
+                how = _have(float(times[some][0]) if same else np.nan, of, several=some.sum() > 1)
+                told.append(f"{_name_tokens(rows[some], trait)} {how}")
     if clip is not None:
         how, norm = clip
         return f"{CLIPPED[how].format(norm=norm)} ({'; '.join(told)})", CLIP_ONCE
@@ -85,8 +90,8 @@ def _remedy(table: pd.DataFrame, base: float, trait: Trait | None) -> str | None
     if trait is not None and (table["kind"] == "token").all():
         return trait.remedy
     times = table["times"][table["kind"] != "all"].to_numpy() / base
-    if np.isinf(times).all():
-        return "look which tokens the mask keeps"
+    if np.isinf(times).any():
+        return MASK if (np.isinf(times) | (np.abs(times) <= EQUAL)).all() else None
     if not table["kind"].isin(PARTS).any() or (table["of"] != "loss").any():
         return None
     if (np.abs(times) <= EQUAL).all():
@@ -125,7 +130,7 @@ def _name_tokens(tokens: pd.DataFrame, trait: Trait | None) -> str:
     where = f"{len(tokens)} tokens in {tokens['response'].nunique()} responses"
     if len(tokens) == 1:
         [row] = tokens.itertuples()
-        return f"the token {row.token!r} at position {row.position} of response {row.response} ({SORTS[row.sort]})"
+        return f"the token {_quote(row)} at position {row.position} of response {row.response} ({SORTS[row.sort]})"
     if trait is not None:
         return f"{where}, all those {trait.words}, and no others,"
     if tokens["response"].nunique() == 1:
@@ -135,9 +140,14 @@ def _name_tokens(tokens: pd.DataFrame, trait: Trait | None) -> str:
     if tokens["sort"].nunique() == 1 and tokens["sort"].iloc[0] != "sampled":
         return f"{where}, all {SORTS[tokens['sort'].iloc[0]]},"
     if tokens["token_id"].nunique() == 1:
-        return f"{where}, all {tokens['token'].iloc[0]!r},"
-    some = ", ".join(f"{row.token!r} ({row.response}:{row.position})" for row in tokens[:SHOWN].itertuples())
+        return f"{where}, all {_quote(tokens.iloc[0])},"
+    some = ", ".join(f"{_quote(row)} ({row.response}:{row.position})" for row in tokens[:SHOWN].itertuples())
     return f"{where} ({some}{', …' if len(tokens) > SHOWN else ''})"
+
+
+def _quote(row: Any) -> str:
+    """Return a token's text in quotes, or its id alone."""
+    return row.token if row.token == f"id {row.token_id}" else repr(row.token)
 
 
 def _have(times: float, of: str, *, several: bool) -> str:
