@@ -154,6 +154,8 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
         "kl-sequence-ratio": lambda: replace(own, kl_times=lambda ratio: ratio),
         "kl-sequence-ratio-detached": lambda: replace(own, kl_times=torch.Tensor.detach),
         "parts": lambda: replace(own, means_over=8),
+        "mask-alone-late": lambda: replace(own, keep=mask.roll(1, 1) & spanned(batch), advantages=filled(batch)),
+        "mask-alone-early": lambda: replace(own, keep=mask.roll(-1, 1), advantages=filled(batch), batch=known(batch)),
         "clip-alone": lambda: replace(own, surrogate=lambda ratio, cut, a: cut * a),
         "clip-maximum": lambda: replace(own, surrogate=lambda ratio, cut, a: torch.maximum(ratio * a, cut * a)),
         "clip-ratios": lambda: replace(own, surrogate=lambda ratio, cut, a: torch.minimum(ratio, cut) * a),
@@ -208,6 +210,16 @@ def reordered(batch: TokenBatch, values: Tensor, order: list[int]) -> Tensor:
     return found
 
 
+def known(batch: TokenBatch) -> TokenBatch:
+    """The batch with π_old and π_ref of tokens that its mask drops, too."""
+    lost, draw = spanned(batch) & ~batch.response_mask, torch.Generator().manual_seed(1)
+    old, ref = (
+        torch.where(lost, torch.randn(lost.shape, generator=draw) - 4, own)
+        for own in (batch.old_logprobs, batch.ref_logprobs)
+    )
+    return replace(batch, old_logprobs=old, ref_logprobs=ref)
+
+
 def spanned(batch: TokenBatch) -> Tensor:
     return batch.attention_mask & (batch.positions() >= 0)
 
@@ -225,7 +237,7 @@ def check(trainer: Trainer, **settings: object) -> Audit:
 NAMED = (
     *("kl-sign", "no-kl", "entropy", "mask-advantages", "ref-late", "kl-clamped", "parts", "old-recomputed"),
     *("advantages-centred", "micro-batch-missing", "kl-sequence-ratio"),
-    *("clip-alone", "end-token-uncounted", "old-longest-first"),
+    *("clip-alone", "end-token-uncounted", "old-longest-first", "mask-alone-late", "mask-alone-early"),
 )
 OTHERS = (
     "kl-sequence-ratio-detached",

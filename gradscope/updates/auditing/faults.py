@@ -31,6 +31,7 @@ _ALIGN = "let logits, labels, mask and advantages of a token stand at one place:
 _LATE = {
     by: f"each token with the weight of the token {word}before it" for by, word in enumerate(("", "two ", "three "), 1)
 }
+_MASK = "shift the mask as labels are: the mask at s + 1 is that of the token that logits at s predict"
 _END = "look how labels are shifted and where the mask ends: it must keep every sampled token, EOS included"
 _PAD = "pad with another token than the one that ends responses, or mask by length: ids != pad_token_id drops true ends"
 _KL = "look at the sign and the coefficient of the KL term, and whether its gradient is detached"
@@ -50,6 +51,8 @@ FAULTS: dict[str, Fault] = {
     "mask-early-2": Fault(_LATE[2].replace("before", "after"), _ALIGN),
     "mask-late-3": Fault(_LATE[3], _ALIGN),
     "mask-early-3": Fault(_LATE[3].replace("before", "after"), _ALIGN),
+    "mask-alone-late": Fault("over the tokens behind those that the mask keeps", _MASK),
+    "mask-alone-early": Fault("over the tokens before those that the mask keeps", _MASK),
     "no-temperature": Fault("with log π at temperature 1", "divide the logits by the sampling temperature"),
     "no-kl": Fault("without KL", _KL),
     "kl-sign": Fault("with the opposite sign of KL", _KL),
@@ -249,6 +252,16 @@ class Terms:
         parts = torch.zeros_like(self.parts)
         parts[:, self.kept] = torch.where(moved, values[:, source], 0.0)
         return replace(self, parts=parts, mask=torch.ones_like(self.mask))
+
+    def move_mask(self, by: int, among: Bool[Tensor, " K"]) -> Terms | None:
+        """Take the terms of tokens, among these, of which the one `by` before is kept, as denominators do; None: the
+        log's mask keeps all of them."""
+        response = self.response[among]
+        rows = torch.arange(len(response))
+        source = (rows - by).clamp(0, len(rows) - 1)
+        moved = torch.zeros_like(self.kept)
+        moved[among] = self.kept[among][source] & (source == rows - by) & (response[source] == response)
+        return self.over(moved) if (moved & ~self.kept).any() else None
 
     def ends(self, which: str) -> Bool[Tensor, " K"]:
         """Return which tokens are the first, or the last, that are kept of their response."""

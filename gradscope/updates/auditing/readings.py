@@ -284,6 +284,8 @@ class Readings:
         for fault, by, columns in self._reorder():
             weighed = self.aggregate(self.weigh(columns))
             yield from ((Reading(name, (fault,), value=by), own) for name, own in weighed.items())
+        for fault, terms in self._move_mask():
+            yield from ((Reading(name, (fault,)), own) for name, own in self.aggregate(terms).items())
         rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))
         for (name, own), (other, kl) in product(rest.items(), pull.items()):
             if "logged" not in (name, other) and name != other and kl.any():
@@ -293,6 +295,17 @@ class Readings:
                 terms = self.terms.without((self.rows.response >= start) & (self.rows.response < start + size))
                 for name, weights in self.aggregate(terms).items():
                     yield Reading(name, ("responses-missing",), start, size), weights
+
+    def _move_mask(self) -> Iterator[tuple[str, Terms]]:
+        """Yield the terms under a mask that alone is shifted: along responses or whole rows, dropped tokens without
+        π_old and π_ref or with those in the log."""
+        told = {name: getattr(self.logged, name) for name in ("old_logprobs", "ref_logprobs")}
+        logged = replace(self.columns, batch=replace(self.columns.batch, **told))
+        for own in (self.terms, self.weigh(logged)):
+            for among in (own.inside, torch.ones_like(own.inside)):
+                for fault, by in (("mask-alone-late", 1), ("mask-alone-early", -1)):
+                    if (moved := own.move_mask(by, among)) is not None:
+                        yield fault, moved
 
     def _reorder(self) -> Iterator[tuple[str, int | None, Columns]]:
         """Yield the columns with one of them in another order of rows."""
