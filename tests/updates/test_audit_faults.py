@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -170,6 +170,12 @@ def plant(fault: str, policy: Policy, batch: TokenBatch) -> Trainer:
         "advantages-interleaved": lambda: replace(
             own, advantages=filled(batch)[torch.arange(len(batch)).view(-1, 4).T.flatten()]
         ),
+        "advantages-longest-first-in-micro-batches": lambda: replace(
+            own, advantages=filled(batch)[inner_order(lengths, range(0, len(batch), MICRO))]
+        ),
+        "old-longest-first-in-micro-batch": lambda: replace(
+            own, old=reordered(batch, batch.old_logprobs, inner_order(lengths, [MICRO]))
+        ),
         "log-softmax-bfloat16": lambda: replace(
             own, log_softmax=lambda logits: torch.log_softmax(logits.bfloat16(), -1).float()
         ),
@@ -210,6 +216,14 @@ def reordered(batch: TokenBatch, values: Tensor, order: list[int]) -> Tensor:
     return found
 
 
+def inner_order(lengths: list[int], starts: Iterable[int]) -> list[int]:
+    """Rows of which the micro-batches that start there are sorted by length, the longest first."""
+    found = [*range(len(lengths))]
+    for start in starts:
+        found[start : start + MICRO] = sorted(found[start : start + MICRO], key=lambda row: -lengths[row])
+    return found
+
+
 def known(batch: TokenBatch) -> TokenBatch:
     """The batch with π_old and π_ref of tokens that its mask drops, too."""
     lost, draw = spanned(batch) & ~batch.response_mask, torch.Generator().manual_seed(1)
@@ -238,6 +252,7 @@ NAMED = (
     *("kl-sign", "no-kl", "entropy", "mask-advantages", "ref-late", "kl-clamped", "parts", "old-recomputed"),
     *("advantages-centred", "micro-batch-missing", "kl-sequence-ratio"),
     *("clip-alone", "end-token-uncounted", "old-longest-first", "mask-alone-late", "mask-alone-early"),
+    *("advantages-longest-first-in-micro-batches", "old-longest-first-in-micro-batch"),
 )
 OTHERS = (
     "kl-sequence-ratio-detached",
@@ -265,7 +280,7 @@ def test_a_fault_is_named_with_its_remedy(fault):
         assert (found.aggregation, found.value) == ("parts", 2)
         return
     assert found.fault == fault and found.aggregation == "token-mean" and found.remedies
-    assert found.part == (1 if fault == "micro-batch-missing" else None)
+    assert found.part == (1 if fault in ("micro-batch-missing", "old-longest-first-in-micro-batch") else None)
     wanted = {"entropy": 0.01, "kl-scaled": 3.0, "advantages-rolled": 4}.get(fault)
     # Of a fit to eight numbers from float32 sums of the same terms, which agree to TIGHT = 2e-4.
     assert wanted is None or found.value == pytest.approx(wanted, rel=2e-3)

@@ -5,6 +5,7 @@ Faults of COLUMNS change what the weights are made of, faults of TERMS the weigh
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -158,9 +159,20 @@ ORDERS = {
     "blocked": Fault("of rows in blocks, as if interleaved groups were so", _ROWS),
 }
 """Other orders of rows, of which a column may be."""
+INNER = {
+    "micro-batches": "within each micro-batch",
+    "processes": "within each process",
+    "prompts": "within each prompt's responses",
+    "micro-batch": "within micro-batch {part} alone",
+    "process": "within process {part} alone",
+}
+"""Where else rows may be in another order than the batch's, in words."""
 for _column_name, _words in (("old", "log π_old"), ("ref", "log π_ref"), ("advantages", "the advantages")):
     for _name, _fault in ORDERS.items():
         FAULTS.setdefault(f"{_column_name}-{_name}", Fault(f"with {_words} {_fault.words}", _fault.remedy))
+        for _place, _where in INNER.items():
+            _told = f"with {_words} {_fault.words}, {_where}"
+            FAULTS[f"{_column_name}-{_name}-in-{_place}"] = Fault(_told, _fault.remedy)
 
 BOUNDS = {
     "logprob": "log π",
@@ -511,3 +523,17 @@ def orders(
     if len(sizes) > 1 and len(sizes.unique()) == 1:
         yield "interleaved", None, rows.view(len(sizes), -1).T.flatten()
         yield "blocked", None, rows.view(-1, len(sizes)).T.flatten()
+
+
+def inner_orders(
+    part: Int[Tensor, " B"], total: Int[Tensor, " B"], length: Int[Tensor, " B"], groups: Int[Tensor, " B"]
+) -> Iterator[tuple[str, int | None, Int[Tensor, " B"]]]:
+    """Yield each of `orders` within all parts of a batch at once; where a part has not that order, its rows stay."""
+    found: dict[tuple[str, int | None, int], Tensor] = {}
+    for one in part.unique():
+        rows = (part == one).nonzero()[:, 0]
+        seen: Counter[tuple[str, int | None]] = Counter()
+        for name, by, order in orders(total[rows], length[rows], groups[rows]):
+            seen[name, by] += 1
+            found.setdefault((name, by, seen[name, by]), torch.arange(len(part)))[rows] = rows[order]
+    yield from ((name, by, order) for (name, by, _), order in found.items())

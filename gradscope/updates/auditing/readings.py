@@ -19,7 +19,7 @@ from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian
 from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import TokenBatch
-from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded, orders
+from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded, inner_orders, orders
 
 AGGREGATIONS = {
     "logged": "the loss as recorded in the log",
@@ -64,7 +64,8 @@ class Reading:
     faults: tuple[str, ...] = ()
     """What it does wrong, of FAULTS."""
     part: int | None = None
-    """Index of the missing response, micro-batch or process, or of the first missing response; None: none is."""
+    """Index of the missing response, micro-batch or process, of the first missing response, or of the micro-batch or
+    process whose rows are in another order; None: none is."""
     value: float | None = None
     """The number of an aggregation's or a fault's words: a coefficient, a bound, a count; None: there is none."""
 
@@ -281,9 +282,7 @@ class Readings:
         for by in range(1, count) if self.J.batch.advantages is not None else ():
             moved = self.weigh(self.columns.with_advantages(self._of_response.roll(by)))
             yield from ((Reading(n, ("advantages-rolled",), value=by), own) for n, own in self.aggregate(moved).items())
-        for fault, by, columns in self._reorder():
-            weighed = self.aggregate(self.weigh(columns))
-            yield from ((Reading(name, (fault,), value=by), own) for name, own in weighed.items())
+        yield from self._reordered()
         for fault, terms in self._move_mask():
             yield from ((Reading(name, (fault,)), own) for name, own in self.aggregate(terms).items())
         rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))
@@ -307,23 +306,44 @@ class Readings:
                     if (moved := own.move_mask(by, among)) is not None:
                         yield fault, moved
 
-    def _reorder(self) -> Iterator[tuple[str, int | None, Columns]]:
-        """Yield the columns with one of them in another order of rows."""
+    def _reordered(self) -> Iterator[tuple[Reading, Weights]]:
+        """Yield readings of a column in another order of rows: of the whole batch, within all of its parts, or one."""
+        batch, plain = self.logged, self.aggregate(self.terms)
+        given = batch.attention_mask.sum(1), (batch.attention_mask & (self.positions >= 0)).sum(1), batch.group_ids
+        for name, by, order in orders(*given):
+            for column, columns in self._reorder(order):
+                weighed = self.aggregate(self.weigh(columns))
+                yield from ((Reading(n, (f"{column}-{name}",), value=by), own) for n, own in weighed.items())
+        rows, seen = torch.arange(len(batch)), {tuple(order.tolist()) for *_, order in orders(*given)}
+        kinds = {"micro-batches": "micro-batch", "processes": "process", "prompts": None}
+        for kind, part in (self.rows.parts | {"prompts": batch.group_ids}).items():
+            for name, by, order in inner_orders(part, *given):
+                if torch.equal(order, rows) or tuple(order.tolist()) in seen:
+                    continue
+                seen.add(tuple(order.tolist()))
+                moved = part[order != rows].unique().tolist()
+                alone = moved if kinds[kind] and len(moved) > 1 else []
+                for column, columns in self._reorder(order):
+                    for n, own in self.aggregate(self.weigh(columns)).items():
+                        yield Reading(n, (f"{column}-{name}-in-{kind}",), value=by), own
+                        for one in alone:  # other columns leave the denominators as they are
+                            told = Reading(n, (f"{column}-{name}-in-{kinds[kind]}",), one, by)
+                            yield told, torch.where(part[self.rows.response] == one, own, plain[n])
+
+    def _reorder(self, order: Int[Tensor, " B"]) -> Iterator[tuple[str, Columns]]:
+        """Yield the columns with one of them in another order of rows, by its name."""
         own, batch = self.columns, self.logged
         inside = batch.attention_mask & (self.positions >= 0)
-        sizes = batch.attention_mask.sum(1), inside.sum(1)
-        for name, by, order in orders(*sizes, batch.group_ids):
-            if batch.advantages is not None:
-                yield f"advantages-{name}", by, own.with_advantages(self._of_response[order])
-            # As where padded tensors are permuted: the other row's numbers, and 0 beyond its end.
-            places = batch.response_start[order, None] + self.positions.clamp(min=0)
-            known = inside & (self.positions < sizes[1][order, None])
-            for column in ("old", "ref"):
-                if (values := getattr(batch, f"{column}_logprobs")) is not None:
-                    moved = values[order].gather(1, places.clamp(max=values.shape[1] - 1))
-                    moved = torch.where(known, moved, 0.0).masked_fill(~self.kept, torch.nan)
-                    changed = replace(own.batch, **{f"{column}_logprobs": moved})
-                    yield f"{column}-{name}", by, replace(own, batch=changed)
+        if batch.advantages is not None:
+            yield "advantages", own.with_advantages(self._of_response[order])
+        # As where padded tensors are permuted: the other row's numbers, and 0 beyond its end.
+        places = batch.response_start[order, None] + self.positions.clamp(min=0)
+        known = inside & (self.positions < inside.sum(1)[order, None])
+        for column in ("old", "ref"):
+            if (values := getattr(batch, f"{column}_logprobs")) is not None:
+                moved = values[order].gather(1, places.clamp(max=values.shape[1] - 1))
+                moved = torch.where(known, moved, 0.0).masked_fill(~self.kept, torch.nan)
+                yield column, replace(own, batch=replace(own.batch, **{f"{column}_logprobs": moved}))
 
     def bounds(self) -> Iterator[tuple[str, Float[Tensor, " K"]]]:
         """Yield the columns beyond a bound of which tokens may have no gradient."""
