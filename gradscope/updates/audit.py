@@ -221,8 +221,10 @@ def audit(
     if judged.kind == "other" or (loose and judged.kind != "tokens"):
         judged = rests.explain(judged)
     if judged.kind == "other" and search.screens:
-        search.try_packed(distinct)
-        judged = _judge(search.found, *given)
+        for attempt in (search.try_packed, search.try_padded):
+            if judged.kind == "other":
+                attempt(distinct)
+                judged = _judge(search.found, *given)
         loose = loose and not _is_tight(judged.readings).any()
     guessed = judged.aggregation in GUESSED
     same = operator.attrgetter("aggregation", "fault", "part", "value")

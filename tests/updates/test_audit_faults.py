@@ -369,7 +369,7 @@ def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
 def test_tokens_that_gain_and_lose_their_whole_weight_are_told_apart():
     """The mask alone is late by one in three responses, which have KL too; ids stand for tokens without a text."""
     policy, batch = make_step(temperature=1.0, prompts=2)
-    policy, mask = replace(policy, tokenizer=None), batch.response_mask.clone()
+    mask = batch.response_mask.clone()
     late = mask.roll(1, 1) & spanned(batch)
     mask[[0, 3, 6]] = late[[0, 3, 6]]
     own = Trainer(policy, batch, keep=mask, advantages=filled(batch), counted=float(batch.num_tokens))
@@ -505,6 +505,28 @@ def test_packed_rows_that_see_each_other_are_named_with_their_number():
     log = replace(batch, old_logprobs=None, ref_logprobs=None, rewards=None)
     found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0), micro_batch=MICRO)
     assert (found.kind, found.fault, found.value) == ("same", "packed", 2) and found.remedies
+
+
+def test_prompts_that_see_the_padding_before_them_are_named():
+    """Prompts of 3, 2, 2 and 1 tokens, padded on the left in pairs, and no attention_mask."""
+    policy, batch = make_step(temperature=1.0)
+    pad, some = policy.model.config.pad_token_id, []
+    for row, size in enumerate((3, 2, 2, 1)):
+        ids, kept = batch.sequence(row)
+        advantage, mask = float(batch.advantages[row][kept[0]]), batch.response_mask[row][spanned(batch)[row]]
+        told = {"advantage": advantage, "response_mask": mask.tolist(), "temperature": 1.0}
+        some.append(Response(ids[3 - size : 3].tolist(), ids[3:].tolist(), group=0, **told))
+    named, total, log = dict(float_parameters(policy.model)), 0.0, collate(some)
+    for row, pads in enumerate((0, 1, 0, 1)):
+        ids, kept = log.sequence(row)
+        seen = torch.cat([torch.full((pads,), pad), ids])
+        logits = policy.model(input_ids=seen[None], use_cache=False).logits[0]
+        own = logits[pads + kept - 1].log_softmax(-1).gather(1, ids[kept, None])[:, 0]
+        total = total - (log.advantages[row][log.response_mask[row]] * own).sum() / log.num_tokens
+    gradients = torch.autograd.grad(total, [*named.values()], allow_unused=True)
+    gradient = {name: own for name, own in zip(named, gradients, strict=True) if own is not None}
+    found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0), micro_batch=2)
+    assert (found.kind, found.fault, found.value) == ("same", "pads-seen", 2) and found.remedies
 
 
 def test_advantages_of_another_grouping_are_named_with_what_is_added_to_the_deviation():

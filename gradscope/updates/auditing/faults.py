@@ -145,6 +145,10 @@ FAULTS["packed"] = Fault(
     "with {value:.0f} consecutive rows in one, each seeing those before it",
     "separate packed rows: a block-diagonal mask, or cu_seqlens and position_ids for an attention that reads them",
 )
+FAULTS["pads-seen"] = Fault(
+    "with prompts padded on the left to the longest of {value:.0f} rows, and pads that are attended to",
+    "pass attention_mask (and position_ids that do not count pads) to the model's forward pass",
+)
 HALF = ("bfloat16", "float16")
 for _name in HALF:
     FAULTS[f"logits-{_name}"] = Fault(f"with log π of logits that are rounded to {_name}", _FLOAT)

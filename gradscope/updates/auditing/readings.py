@@ -175,10 +175,27 @@ class Readings:
         """Return those on all tokens of rows packed without a mask between them: each has, before its prompt, the rows
         before it among `size` consecutive ones. Positions continue.
         """
+        ids, real = self.J.batch.input_ids, self.J.batch.attention_mask
+        packs = (slice(row - row % size, row) for row in range(len(ids)))
+        return self._behind([ids[pack][real[pack]] for pack in packs], "packed")
+
+    def padded(self, part: Int[Tensor, " B"]) -> Readings:
+        """Return those on all tokens of rows that see the padding before their prompts, to the longest prompt of their
+        part. Positions count it."""
+        policy = self.J.policy
+        prompts = (self.J.batch.attention_mask & (self.positions < 0)).sum(1)
+        longest = torch.stack([prompts[part == own].max() for own in part])
+        pad = getattr(policy.model.config, "pad_token_id", None)
+        if policy.tokenizer is not None and policy.tokenizer.pad_token_id is not None:
+            pad = policy.tokenizer.pad_token_id
+        pad = min(policy.stop_ids, default=0) if pad is None else pad
+        return self._behind([torch.full((count,), pad) for count in (longest - prompts).tolist()], "pads-seen")
+
+    def _behind(self, ids: Sequence[Int[Tensor, " n"]], fault: str) -> Readings:
+        """Return those on all tokens of rows that have these before them and see them."""
         batch, real = self.J.batch, self.J.batch.attention_mask
-        rows = torch.arange(len(batch))
         lengths, first = real.sum(1), real.int().argmax(1)
-        before = torch.stack([lengths[row - row % size : row].sum() for row in rows.tolist()])
+        before = torch.tensor([len(own) for own in ids])
         columns = torch.arange(int((before + lengths).max()))
         source = (columns - (before - first)[:, None]).clamp(0, real.shape[1] - 1)
         own = (columns >= before[:, None]) & (columns < (before + lengths)[:, None])
@@ -187,14 +204,13 @@ class Readings:
             return torch.where(own, values.gather(1, source), torch.zeros((), dtype=values.dtype))
 
         told = {name: move(getattr(batch, name)) for name in ALIGNED if getattr(batch, name) is not None}
-        for row, count in enumerate(before.tolist()):
-            pack = slice(row - row % size, row)
-            told["input_ids"][row, :count] = batch.input_ids[pack][real[pack]]
+        for row, some in enumerate(ids):
+            told["input_ids"][row, : len(some)] = some
         told |= {"attention_mask": columns < (before + lengths)[:, None]}
         told |= {"response_start": batch.response_start - first + before}
         J = TokenJacobian(self.J.policy, replace(batch, **told), self.J.resources)
         where = {"kept": move(self.kept), "positions": move(self.positions)}
-        return replace(self, J=J, faults=("packed",), **where)
+        return replace(self, J=J, faults=(fault,), **where)
 
     @property
     def _of_response(self) -> Float[Tensor, " B"]:

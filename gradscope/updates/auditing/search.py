@@ -25,7 +25,9 @@ from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weig
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
 NORMED = ("mask-late", "mask-early")
-RESCORED = ("no-temperature", "packed", *ROUNDED)
+BEHIND = ("packed", "pads-seen")
+"""Faults by which rows see other tokens before them: how many rows is the reading's value."""
+RESCORED = ("no-temperature", *BEHIND, *ROUNDED)
 """Faults by which log π itself is another."""
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
@@ -119,6 +121,22 @@ class Search:
             if sum(ends) > PACKED or policy.why_too_long(int(max(ends))):
                 return
             readings = self._rescored["packed", size] = exact.packed(size)
+            own = readings.plain().items()
+            self._try({replace(r, value=size): w for r, w in own if r.aggregation in aggregations}, readings.J)
+
+    def try_padded(self, aggregations: Sequence[str]) -> None:
+        """Try rows that see padding before their prompts: to the longest of their micro-batch, or of all rows."""
+        exact, batch = self.everywhere, self.readings.J.batch
+        whole = torch.zeros(len(batch), dtype=torch.long)
+        for part in (exact.rows.parts.get("micro-batches", whole), whole):
+            size = int(part.unique(return_counts=True)[1].max())
+            if ("pads-seen", size) in self._rescored:
+                continue
+            readings = exact.padded(part)
+            seen = readings.J.batch.attention_mask.sum(1)
+            if torch.equal(seen, batch.attention_mask.sum(1)) or exact.J.policy.why_too_long(int(seen.max())):
+                continue
+            self._rescored["pads-seen", size] = readings
             own = readings.plain().items()
             self._try({replace(r, value=size): w for r, w in own if r.aggregation in aggregations}, readings.J)
 
@@ -274,4 +292,4 @@ def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors
 def _scored(reading: Reading) -> tuple[str, float | None] | None:
     """Return the fault by which log π itself is another, and its number; None: it is the batch's."""
     found = next((fault for fault in reading.faults if fault in RESCORED), None)
-    return found and (found, reading.value if found == "packed" else None)
+    return found and (found, reading.value if found in BEHIND else None)
