@@ -303,6 +303,8 @@ class _Rests:
         if most is None and rests:
             best, fewest = None, MOST + 1
             for rest in self._bases(rests):
+                if best is not None and rest.reading.faults:
+                    break
                 if (found := rest.by_decay() or rest.by_steps(fewest - 1)) is not None:
                     best, fewest = (rest.reading, found), len(found.rows)
             return judged if best is None else _add(judged, *best)
@@ -311,7 +313,7 @@ class _Rests:
     def _bases(self, rests: Sequence[Rest]) -> list[Rest]:
         """Return what is explained by steps: those of the nearest readings, and of one of which few responses depart.
 
-        A reading of parts that the log does not tell is behind the others.
+        A reading of parts that the log does not tell is behind the others, and one with a fault is last.
         """
         sound = [rest for rest in rests if not rest.reading.faults]
         least = min(rest.square for rest in sound or rests)
@@ -319,7 +321,9 @@ class _Rests:
         if sound and not self.rounding:  # which changes the weights of all responses, so that no reading has few
             found.append(min(sound, key=lambda rest: rest.spread))
         found += [rest for rest in rests if rest.reading.faults]
-        return sorted(dict.fromkeys(found), key=lambda rest: rest.reading.aggregation in GUESSED)
+        return sorted(
+            dict.fromkeys(found), key=lambda rest: (bool(rest.reading.faults), rest.reading.aggregation in GUESSED)
+        )
 
     def _of(self, place: int) -> Rest | None:
         """Return the rest of a reading by its row; None: it is within half precision's error, or not to be had."""
