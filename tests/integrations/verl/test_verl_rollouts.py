@@ -6,6 +6,7 @@ import subprocess
 import sys
 import uuid
 import warnings
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -34,7 +35,8 @@ from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.losses import ppo_loss
 
 from gradscope.integrations.verl.batch_writer import ESTIMATED, VerlWriter, WriterSettings, put_into, verl_loss
-from gradscope.objective import LossSettings, batch_weights, settle_loss
+from gradscope.objective import Divergence, LossSettings, batch_weights, settle_loss
+from gradscope.objective.quantities import Outputs
 from gradscope.rollouts import read_dump
 
 # OTHERS: what hydra, verl's engines and TransferQueue warn of.
@@ -275,6 +277,76 @@ def test_weights_of_a_distillation_are_the_slopes_of_verls_loss(
     wanted = wanted * batch.num_tokens
     assert float((found - wanted).abs().max()) <= 1e-6 * float(wanted.abs().max())
     assert len(wanted[batch.response_mask].unique()) > 3 or mode in ("abs", "kl")
+
+
+class CandidateWorkers(Workers):
+    """Stand-in that takes the slope of verl's loss at the logits / T, its engine's input to the teacher's candidates."""
+
+    def _backward(self, part, known, share):
+        tu.assign_non_tensor(part, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
+        for micro in prepare_micro_batches(part)[0]:
+            tu.assign_non_tensor(micro, **known)
+            ends = micro["input_ids"].offsets()[1:].tolist()
+            leaf = torch.zeros(ends[-1], 96)
+            for row, end, n in zip(micro["row"].tolist(), ends, self._response_lengths(micro), strict=True):
+                leaf[end - n - 1 : end - 1] = self.logits[row, :n]
+            leaf.requires_grad_(True)
+            found = self.loss(student_logits=leaf[None], data=micro, data_format="thd")
+            offsets = micro["input_ids"].offsets()
+            found = {
+                name: torch.nested.nested_tensor_from_jagged(own[0], offsets=offsets) for name, own in found.items()
+            }
+            (slope,) = torch.autograd.grad(self.loss(model_output=found, data=micro)[0], leaf)
+            for row, end, n in zip(micro["row"].tolist(), ends, self._response_lengths(micro), strict=True):
+                self.slopes[row] = share * slope[end - n - 1 : end - 1]
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("average", ["token-mean", "seq-mean-token-mean"])
+def test_a_divergence_over_candidates_has_the_slope_of_verls_at_every_logit(watched, tmp_path, average, chunked):
+    """From the candidates in the log alone, both clamps binding; in float32, in which verl computes it."""
+    known = distilled("forward_kl_topk", False, False, 0.5)
+    known += ["distillation_loss.log_prob_min_clamp=-6", "distillation_loss.topk=5"]
+    actor = ("ppo_mini_batch_size=4", f"loss_agg_mode={average}")
+    config = make_config(tmp_path, actor=actor, corrected=(), distillation=known)
+    watched(RayPPOTrainer)
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), 1
+    trainer.actor_rollout_wg = workers = CandidateWorkers(config, 2)
+    loss = replace(omega_conf_to_dataclass(config.distillation.distillation_loss), use_chunked_topk=chunked)
+    trainer.distillation_config = DistillationConfig(distillation_loss=loss)
+    workers.loss = partial(
+        distillation_ppo_loss,
+        config=omega_conf_to_dataclass(config.actor_rollout_ref.actor),
+        distillation_config=trainer.distillation_config,
+    )
+    trainer._init_dump_executor()
+    rows, draw = make_rows(), torch.Generator().manual_seed(4)
+    workers.logits = 2 * torch.randn(ROWS, LENGTH, 96, generator=draw)
+    teacher = (workers.logits + torch.randn(ROWS, LENGTH, 96, generator=draw)).log_softmax(-1).topk(5)
+    whole = {"teacher_logprobs": teacher.values, "teacher_ids": teacher.indices.int()}
+    for name, own in whole.items():
+        rows[name] = own.new_zeros(ROWS, PROMPT + LENGTH, 5)
+        rows[name][:, PROMPT - 1 : -1] = own
+    data = DataProto.from_single_dict(rows)
+    data = compute_advantage(data, adv_estimator="grpo", num_repeat=REPEATS, config=config.algorithm)
+    trainer._update_actor(data)
+    trainer._shutdown_dump_executor()
+    batch = read_dump(tmp_path / "gradscope" / "rollouts").batch
+    divergence = Divergence(0, least_logprob=-6, least=0, most=0.5)
+    clamped = []
+    order = [row for row in range(ROWS) if rows["response_mask"][row].any()]
+    for place, row in enumerate(order):
+        start, kept = int(batch.response_start[place]), rows["response_mask"][row, : len(workers.slopes[row])].bool()
+        own = slice(start, start + len(kept))
+        given = tuple(values[place, own][kept] for values in batch.candidates)
+        logits, ids = workers.logits[row, : len(kept)][kept], rows["responses"][row, : len(kept)][kept]
+        found = divergence.evaluate(Outputs(logits, ids, 1.0, given))
+        wanted = workers.slopes[row][kept] * batch.num_tokens / float(batch.loss_scales[place])
+        assert float((found.slope - wanted).abs().max()) <= 1e-6
+        clamped.append(found.clamped)
+    clamped = torch.cat(clamped)
+    assert 0 < int(clamped.sum()) < len(clamped)
 
 
 def test_a_distillation_over_more_than_sampled_tokens_has_no_weights_and_beside_rewards_is_refused(tmp_path):

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -395,3 +398,14 @@ def test_settings_are_environment_variables(tmp_path):
     given |= {"GRADSCOPE_ROLLOUTS_EVERY": "none", "GRADSCOPE_ROLLOUTS_SPIKE": "2.5"}
     given["GRADSCOPE_ROLLOUTS_SPIKES"] = "3"
     assert read_settings(given) == WriterSettings(tmp_path, None, True, 2.5, 3)
+
+
+def test_the_tutorial_names_what_the_modules_need_beside_verls_own_packages():
+    """What gradscope requires and neither verl nor what it requires does (verl 0.9.1's wheel)."""
+    named = re.search(r"^pip install (?!-)(.+)$", Path("docs/tutorials/verl.md").read_text(), re.MULTILINE)[1].split()
+    unknown = {"scipy", "matplotlib", "seaborn", "tyro", "jaxtyping", "beartype", "lazy_loader", "math_verify"}
+    assert {*named} <= unknown
+    modules = [f"gradscope.integrations.verl.{name}" for name in ("batch_writer", "methods")]
+    absent = dict.fromkeys(unknown - {*named})
+    script = f"import importlib, sys; sys.modules |= {absent}; [importlib.import_module(name) for name in {modules}]"
+    subprocess.run([sys.executable, "-c", script], check=True)
