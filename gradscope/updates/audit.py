@@ -207,7 +207,7 @@ def audit(
     judged = _judge(search.found, *given)
     distinct = search.distinct(judged.aggregation if batch.loss_scales is None else "logged")
     rests = _Rests(search, _rounding(precision, counts))
-    for attempt in (search.try_faults, search.try_numbers, search.try_pairs):
+    for attempt in (search.try_faults, search.try_numbers, search.try_retokenised, search.try_pairs):
         settled = judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any()
         if settled or (judged.kind != "other" and attempt != search.try_faults):
             break
@@ -265,6 +265,7 @@ def _unseen(readings: Readings) -> tuple[str, ...]:
     batch, unseen = readings.J.batch, {*readings.unseen}
     inside = batch.attention_mask & (batch.positions() >= 0)
     unseen |= set() if readings.scales else {"no-temperature"}
+    unseen |= set() if any(old != new for old, new in readings.encoded_again("retokenised")) else {"retokenised"}
     unseen -= {"mask-ignored"} if (inside & ~batch.response_mask).any() else set()
     return tuple(name for name in NEEDS if name in unseen)
 

@@ -32,3 +32,21 @@ def make_tokenizer(*, chat: bool = False, others: Sequence[str] = ()) -> transfo
             "{% if add_generation_prompt %}{{ '<bos>' }}{% endif %}"
         )
     return tokenizer
+
+
+def make_merging_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of eight letters that merges pairs, then pairs of pairs; most sequences of its ids are not those that
+    it makes of their text."""
+    import transformers
+    from tokenizers import Tokenizer, decoders, models
+
+    letters = "abcdefgh"
+    merges = [(a, b) for a in letters for b in letters]
+    merges += [(letters[i] + letters[j], letters[j] + letters[i]) for i in range(4) for j in range(5)]
+    words = ["<pad>", "<bos>", "<eos>", "<unk>", *letters, *(a + b for a, b in merges)]
+    assert len(words) == VOCAB
+    backend = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, merges))
+    backend.decoder = decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", unk_token="<unk>"
+    )

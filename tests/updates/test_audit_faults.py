@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.policies import make_policy, make_tokenizer
+from support.policies import VOCAB, make_policy, make_tokenizer
 from support.tiers import every
+from support.words import make_merging_tokenizer
 from torch import Tensor
 
 from gradscope.cli import main
@@ -317,11 +319,12 @@ def test_two_faults_are_named_together(first, second):
 def test_what_a_batch_cannot_show_is_said():
     policy, batch = make_step()
     trainer = Trainer(policy, batch)
-    assert check(trainer).unseen == ()
+    assert check(trainer).unseen == ("retokenised",)  # for want of a tokenizer
     plain = replace(batch, old_logprobs=None, ref_logprobs=None, rewards=None)
     poor = Trainer(policy, plain, beta=0.0, old=torch.full_like(batch.old_logprobs, torch.nan), ref=batch.ref_logprobs)
     found = check(poor, loss=replace(LOSS, kl_coef=0.0))
-    assert found.kind == "same" and found.unseen == ("no-clip", "old-recomputed", "no-kl", "advantages-centred")
+    assert found.kind == "same"
+    assert found.unseen == ("no-clip", "old-recomputed", "no-kl", "advantages-centred", "retokenised")
 
 
 def norm(gradient: dict[str, Tensor]) -> float:
@@ -527,6 +530,84 @@ def test_prompts_that_see_the_padding_before_them_are_named():
     gradient = {name: own for name, own in zip(named, gradients, strict=True) if own is not None}
     found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0), micro_batch=2)
     assert (found.kind, found.fault, found.value) == ("same", "pads-seen", 2) and found.remedies
+
+
+@cache
+def make_mergeable_step(seed: int = 0) -> tuple[Policy, TokenBatch]:
+    """A step of responses that end in the end token, half of them as their tokenizer makes them of their text."""
+    policy, draw = make_policy("qwen2", sharpness=0.5), torch.Generator().manual_seed(seed)
+    policy, rows = replace(policy, tokenizer=make_merging_tokenizer()), []
+    for row in range(8):
+        prompt, ids = (torch.randint(4, VOCAB, (size,), generator=draw).tolist() for size in (4, 6 + row % 3))
+        ids = policy.encode_response(policy.decode(ids)) if row % 2 else ids
+        ids.append(min(policy.stop_ids))
+        advantage, mask = float(torch.randn(1, generator=draw)), [place != 2 for place in range(len(ids))]
+        rows.append(Response(prompt, ids, group=row // 4, advantage=advantage, response_mask=mask, temperature=1.0))
+    batch = collate(rows)
+    noise = torch.randn(2, *batch.input_ids.shape, generator=draw)
+    old, ref = (scores(policy, batch) + size * own for size, own in zip((0.15, 0.5), noise, strict=True))
+    old, ref = (torch.where(batch.response_mask, own.clamp(max=0.0), torch.nan) for own in (old, ref))
+    return policy, replace(batch, old_logprobs=old, ref_logprobs=ref)
+
+
+def encoded_again(policy: Policy, batch: TokenBatch, how: str) -> tuple[TokenBatch, int]:
+    """The batch of the ids of the text, and how many rows changed. A token at the same letters as
+    one before has its numbers; another has the mask of the token that its first letter was in."""
+    rows, sources, changed = [], [], 0
+    for row, start in enumerate(batch.response_start.tolist()):
+        ids, sampled = (own.tolist() for own in batch.sequence(row))
+        begin = 0 if how == "retokenised-whole" else start
+        text = policy.tokenizer.decode(ids[begin:], skip_special_tokens=how == "retokenised-stripped")
+        new = ids[:begin] + policy.tokenizer(text).input_ids
+        where = {span: place for place, span in enumerate(letters(policy, ids))}
+        inside = [
+            next(place for (low, high), place in where.items() if low <= first < high)
+            for first, _ in letters(policy, new)
+        ]
+        mask = [place in sampled for place in inside]
+        changed += new != ids
+        first = next(place for place, own in enumerate(inside) if own >= start)
+        told = {"response_mask": mask[first:], "advantage": float(batch.advantages[row, start])}
+        rows.append(Response(new[:first], new[first:], group=row // 4, temperature=1.0, **told))
+        sources.append([where.get(span) for span in letters(policy, new)])
+    found = collate(rows)
+    for name in ("old_logprobs", "ref_logprobs"):
+        moved, own = torch.full(found.input_ids.shape, torch.nan), getattr(batch, name)
+        for row, source in enumerate(sources):
+            for place, other in enumerate(source):
+                moved[row, place] = torch.nan if other is None else own[row, other]
+        found = replace(found, **{name: moved})
+    return found, changed
+
+
+def letters(policy: Policy, ids: list[int]) -> list[tuple[int, int]]:
+    """Where each token begins and ends in the text."""
+    ends = np.cumsum([0, *(len(policy.decode([token])) for token in ids)]).tolist()
+    return [*pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        *("retokenised", "retokenised+old-recomputed"),
+        *(pytest.param(f"retokenised-{how}", marks=pytest.mark.all) for how in ("whole", "stripped")),
+    ],
+)
+def test_responses_that_are_decoded_and_encoded_again_are_named_with_their_number(fault):
+    policy, batch = make_mergeable_step()
+    trained, changed = encoded_again(policy, batch, fault.split("+")[0])
+    trained = replace(trained, old_logprobs=trained.old_logprobs * (torch.nan if "+" in fault else 1.0))
+    found = audit(policy, batch, Trainer(policy, trained).gradient(), loss=LOSS, micro_batch=MICRO)
+    assert (found.kind, found.fault, found.value) == ("same", fault, changed) and changed
+    assert found.aggregation == "token-mean" and found.factor == pytest.approx(1, abs=1e-4) and found.remedies
+
+
+@pytest.mark.parametrize("seed", every(20, range(20)))
+def test_sampled_ids_are_not_taken_for_encoded_ones(seed):
+    policy, batch = make_mergeable_step(seed)
+    found = check(Trainer(policy, batch))
+    assert (found.kind, found.fault) == ("same", None) and "retokenised" not in found.unseen
+    assert "retokenised" in check(Trainer(policy, batch[1::2])).unseen  # which are as their text is encoded
 
 
 def test_advantages_of_another_grouping_are_named_with_what_is_added_to_the_deviation():

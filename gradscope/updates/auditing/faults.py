@@ -138,6 +138,7 @@ NEEDS = {
     "no-temperature": "a temperature other than 1",
     "mask-ignored": "dropped tokens between others",
     "advantages-centred": "rewards with advantages in units of their spread",
+    "retokenised": "responses whose text is encoded to other ids",
 }
 """A fault → what a batch must have to show it, and what else goes with it."""
 
@@ -149,6 +150,17 @@ FAULTS["pads-seen"] = Fault(
     "with prompts padded on the left to the longest of {value:.0f} rows, and pads that are attended to",
     "pass attention_mask (and position_ids that do not count pads) to the model's forward pass",
 )
+RETOKENISED = {
+    "retokenised": "decoded to text and encoded again",
+    "retokenised-whole": "decoded to text with their prompts, and encoded again",
+    "retokenised-stripped": "decoded to text without special tokens, and encoded again",
+}
+"""Ways to train on other ids than were sampled, in words."""
+for _name, _words in RETOKENISED.items():
+    FAULTS[_name] = Fault(
+        f"with responses {_words}, which makes other ids of {{value:.0f}} of them",
+        "train on the sampled ids: hand ids, not text, from the sampler to the trainer",
+    )
 HALF = ("bfloat16", "float16")
 for _name in HALF:
     FAULTS[f"logits-{_name}"] = Fault(f"with log π of logits that are rounded to {_name}", _FLOAT)

@@ -14,11 +14,13 @@ from itertools import combinations, product
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian
 from gradscope.objective import LossSettings, batch_weights
 from gradscope.rollouts import TokenBatch
+from gradscope.updates.auditing.encoding import Row, align, encode_again
 from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded, inner_orders, orders
 
 AGGREGATIONS = {
@@ -33,8 +35,8 @@ AGGREGATIONS = {
 }
 GUESSED = ("prompts", "parts", "strides")
 """Aggregations that are tried if no other fits, as the log does not tell micro-batches or processes."""
-ALIGNED = ("input_ids", "response_mask", "advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs")
-"""A batch's columns by token that readings are made of."""
+ALIGNED = ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+"""A batch's numbers by token that readings are made of."""
 Weights = Float[Tensor, "2 K"]
 """c_t·w_t and c_t·e of each token, in float64."""
 
@@ -191,26 +193,58 @@ class Readings:
         pad = min(policy.stop_ids, default=0) if pad is None else pad
         return self._behind([torch.full((count,), pad) for count in (longest - prompts).tolist()], "pads-seen")
 
-    def _behind(self, ids: Sequence[Int[Tensor, " n"]], fault: str) -> Readings:
+    def _behind(self, before: Sequence[Int[Tensor, " n"]], fault: str) -> Readings:
         """Return those on all tokens of rows that have these before them and see them."""
-        batch, real = self.J.batch, self.J.batch.attention_mask
-        lengths, first = real.sum(1), real.int().argmax(1)
-        before = torch.tensor([len(own) for own in ids])
-        columns = torch.arange(int((before + lengths).max()))
-        source = (columns - (before - first)[:, None]).clamp(0, real.shape[1] - 1)
-        own = (columns >= before[:, None]) & (columns < (before + lengths)[:, None])
+        rows = []
+        for ids, real, seen in zip(self.J.batch.input_ids, self.J.batch.attention_mask, before, strict=True):
+            own = real.nonzero()[:, 0]
+            source = torch.cat([torch.full_like(seen, -1), own])
+            rows.append(Row(torch.cat([seen, ids[own]]), source, torch.ones_like(source, dtype=torch.bool)))
+        return self._on(rows, fault)
+
+    def encoded_again(self, fault: str) -> list[tuple[list[int], list[int]]]:
+        """Return the ids of each row, and those that a fault of RETOKENISED makes of them."""
+        batch, found = self.J.batch, []
+        for ids, real, place in zip(batch.input_ids, batch.attention_mask, self.positions, strict=True):
+            own, start = ids[real].tolist(), 0 if fault == "retokenised-whole" else int((place[real] < 0).sum())
+            found.append((own, own[:start] + encode_again(self.J.policy, own[start:], stripped="stripped" in fault)))
+        return found
+
+    def retokenised(self, pairs: Sequence[tuple[list[int], list[int]]], fault: str) -> Readings:
+        """Return those on all tokens of rows in place of others: pairs of `encoded_again`."""
+        rows = []
+        for (old, new), real in zip(pairs, self.J.batch.attention_mask, strict=True):
+            source, same = map(torch.tensor, align(old, new, self.J.policy.decode))
+            rows.append(Row(torch.tensor(new), real.nonzero()[:, 0][source], same))
+        return self._on(rows, fault)
+
+    def _on(self, rows: Sequence[Row], fault: str) -> Readings:
+        """Return those on all tokens of other rows. A token that the batch's row has not has the mask of the one in
+        whose place it is, the response's mean advantage, and otherwise no numbers."""
+        batch = self.J.batch
+        ids, source, same = (
+            pad_sequence([*own], batch_first=True, padding_value=fill)
+            for own, fill in zip(zip(*rows, strict=True), (0, -1, False), strict=True)
+        )
+        lengths, columns = torch.tensor([len(row.ids) for row in rows]), torch.arange(ids.shape[1])
+        known, first = source >= 0, (source >= 0).int().argmax(1)
 
         def move(values: Tensor) -> Tensor:
-            return torch.where(own, values.gather(1, source), torch.zeros((), dtype=values.dtype))
+            moved = values.gather(1, source.clamp(min=0))
+            return torch.where(known, moved, torch.zeros((), dtype=values.dtype))
 
-        told = {name: move(getattr(batch, name)) for name in ALIGNED if getattr(batch, name) is not None}
-        for row, some in enumerate(ids):
-            told["input_ids"][row, : len(some)] = some
-        told |= {"attention_mask": columns < (before + lengths)[:, None]}
-        told |= {"response_start": batch.response_start - first + before}
+        told = {"input_ids": ids, "attention_mask": columns < lengths[:, None], "response_start": first + 1}
+        told["response_mask"] = move(batch.response_mask) & (columns > 0)
+        for name in ALIGNED:
+            if (values := getattr(batch, name)) is not None:
+                other = self._of_response[:, None] if name == "advantages" else torch.tensor(torch.nan)
+                told[name] = torch.where(same | ~known, move(values), other.to(values))
+        places = move(self.positions)
+        start = torch.where((places >= 0) & known, columns, ids.shape[1]).amin(1, keepdim=True)
         J = TokenJacobian(self.J.policy, replace(batch, **told), self.J.resources)
-        where = {"kept": move(self.kept), "positions": move(self.positions)}
-        return replace(self, J=J, faults=(fault,), **where)
+        where = {"kept": move(self.kept) & (columns > 0), "positions": columns - start}
+        of = replace(self.rows, response=told["response_mask"].nonzero()[:, 0])
+        return replace(self, J=J, rows=of, faults=(fault,), **where)
 
     @property
     def _of_response(self) -> Float[Tensor, " B"]:

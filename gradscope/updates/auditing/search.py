@@ -20,14 +20,15 @@ from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.policy import arithmetic_dtype
+from gradscope.updates.auditing.faults import RETOKENISED
 from gradscope.updates.auditing.products import products_of, summarize
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
 NORMED = ("mask-late", "mask-early")
-BEHIND = ("packed", "pads-seen")
-"""Faults by which rows see other tokens before them: how many rows is the reading's value."""
-RESCORED = ("no-temperature", *BEHIND, *ROUNDED)
+REWRITTEN = ("packed", "pads-seen", *RETOKENISED)
+"""Faults by which rows are of other tokens, or see others: how many rows is the reading's value."""
+RESCORED = ("no-temperature", *REWRITTEN, *ROUNDED)
 """Faults by which log π itself is another."""
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
@@ -110,6 +111,21 @@ class Search:
         """Try readings with two faults."""
         ways = [way for own in self._screened for way in (own.faulty(2), self._fit(own, 2))]
         self._screen(ways, aggregations)
+
+    def try_retokenised(self, aggregations: Sequence[str]) -> None:
+        """Try responses that are decoded to text and encoded again, also with π/π_old = 1, as π_old is then of these
+        ids."""
+        exact, seen = self.everywhere, []
+        for fault in RETOKENISED:
+            rows = exact.encoded_again(fault)
+            count = sum(old != new for old, new in rows)
+            if not count or rows in seen or exact.J.policy.why_too_long(max(len(new) for _, new in rows)):
+                continue
+            seen.append(rows)
+            readings = self._rescored[fault, count] = exact.retokenised(rows, fault)
+            pairs = {r: w for r, w in readings.faulty(2) if r.faults[1:] == ("old-recomputed",)}
+            own = (readings.plain() | pairs).items()
+            self._try({replace(r, value=count): w for r, w in own if r.aggregation in aggregations}, readings.J)
 
     def try_packed(self, aggregations: Sequence[str]) -> None:
         """Try rows that are packed without a mask between them, of batches that then have at most PACKED tokens."""
@@ -292,4 +308,4 @@ def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors
 def _scored(reading: Reading) -> tuple[str, float | None] | None:
     """Return the fault by which log π itself is another, and its number; None: it is the batch's."""
     found = next((fault for fault in reading.faults if fault in RESCORED), None)
-    return found and (found, reading.value if found in BEHIND else None)
+    return found and (found, reading.value if found in REWRITTEN else None)

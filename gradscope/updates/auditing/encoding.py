@@ -1,0 +1,60 @@
+"""Responses that are decoded to text and encoded again, beside the ids that were sampled."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from difflib import SequenceMatcher
+from typing import NamedTuple
+
+from jaxtyping import Bool, Int
+from torch import Tensor
+
+from gradscope.errors import InputError
+from gradscope.policy import Policy
+
+
+class Row(NamedTuple):
+    """A prompt and response in place of another."""
+
+    ids: Int[Tensor, " n"]
+    source: Int[Tensor, " n"]
+    """Where in the other each token is, or what it is in place of; −1: nowhere."""
+    same: Bool[Tensor, " n"]
+    """Whether it is that token."""
+
+
+def encode_again(policy: Policy, ids: list[int], *, stripped: bool = False) -> list[int]:
+    """Decode ids to text, if stripped without special tokens, and encode that; the ids themselves where there is no
+    tokenizer, or none that encodes the text."""
+    if policy.tokenizer is None:
+        return ids
+    try:
+        return policy.encode_response(policy.tokenizer.decode(ids, skip_special_tokens=stripped))
+    except InputError:
+        return ids
+
+
+def align(old: list[int], new: list[int], decode: Callable[[list[int]], str]) -> tuple[list[int], list[bool]]:
+    """Return, of each new id, its place among the old ones, and whether it is that one, after the same text; else it is
+    in place of that one, in which its text begins.
+
+    >>> words = ["a", "b", "ab", "c"]
+    >>> align([3, 0, 1, 3], [3, 2, 3], lambda ids: "".join(words[own] for own in ids))
+    ([0, 1, 3], [True, False, True])
+    """
+    source, same, low = [], [], 0
+    for high, last, size in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
+        if size and decode(old[:high]) != decode(new[:last]):
+            continue
+        first = len(source)
+        texts = [decode(old[low:place]) for place in range(low, high)]
+        for place in range(first, last):
+            text = decode(new[first:place])
+            at = low + max(bisect_right([*map(len, texts)], len(text)) - 1, 0)
+            source.append(min(at, len(old) - 1))
+            same.append(at < high and new[place] == old[at] and texts[at - low] == text)
+        source += range(high, high + size)
+        same += [True] * size
+        low = high + size
+    return source, same
