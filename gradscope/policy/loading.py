@@ -442,8 +442,8 @@ def load_tokenizer(folder: str | Path, *, trust_remote_code: bool = False) -> Pr
         except Exception as error:  # the tokenizers library raises bare Exceptions
             failure = first_line(error)
     raise InputError(
-        f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there; a run with this one saw "
-        "the same wrong text. Rollouts with ids need none"
+        f"the tokenizer in {folder} cannot be used: {failure}. Save the right one there. Rollouts with ids need none: "
+        "ids are measured as they are"
     )
 
 
