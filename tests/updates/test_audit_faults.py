@@ -288,6 +288,32 @@ def test_a_fault_is_named_with_its_remedy(fault):
     assert wanted is None or found.value == pytest.approx(wanted, rel=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("fault", "size"),
+    every(3, [
+        ("ref-reversed-in-processes", 6), ("old-longest-first-in-prompts", 4),
+        ("advantages-rolled-in-processes", 6), ("advantages-reversed-in-prompts", 4),
+        ("old-shortest-first-in-processes", 6), ("ref-rolled-in-prompts", 4),
+    ]),
+)  # fmt: skip
+def test_a_column_of_rows_in_another_order_within_parts_is_named(fault, size):
+    """Of three prompts, or of two processes, which share the second prompt."""
+    policy, batch = make_step(temperature=1.0, prompts=3)
+    column, order = fault.split("-in-")[0].split("-", 1)
+    lengths = batch.attention_mask.sum(1).tolist()
+    key = {"reversed": lambda row: -row, "longest-first": lambda row: -lengths[row]}
+    key |= {"shortest-first": lambda row: lengths[row], "rolled": lambda row: (row + 1) % size}
+    rows = [row for at in range(0, len(batch), size) for row in sorted(range(at, at + size), key=key[order])]
+    if column == "advantages":
+        moved = filled(batch)[rows]
+    else:
+        moved = reordered(batch, getattr(batch, f"{column}_logprobs"), rows)
+    trainer, processes = replace(Trainer(policy, batch), **{column: moved}), 2 if "processes" in fault else None
+    found = check(trainer, micro_batch=None, processes=processes)
+    assert (found.kind, found.fault, found.aggregation) == ("same", fault, "token-mean") and found.remedies
+    assert found.part is None and found.factor == pytest.approx(1, abs=1e-3)
+
+
 def test_an_entropy_bonus_without_its_gradient_is_named_and_one_with_it_is_sound():
     policy, batch = make_step()
     loss = replace(LOSS, entropy_coef=0.01)
