@@ -296,6 +296,7 @@ class _Rests:
                 known,
                 key=lambda pair: (
                     "clip_norm" not in pair[1].rows,
+                    pair[1].left > self.floor,
                     len(pair[1].rows),
                     pair[0].reading.aggregation != "logged",
                 ),

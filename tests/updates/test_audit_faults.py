@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 import pandas as pd
@@ -659,14 +659,23 @@ def test_a_gradient_that_is_nearly_a_readings_needs_no_explanation():
     assert found.kind == "same" and found.explained.empty
 
 
-@pytest.mark.parametrize("times", every(3, [2.0, 0.5, -1.0]))
-def test_a_response_that_counts_several_times_is_found_by_the_gram(times):
-    policy, batch = make_step()
-    keep = batch.response_mask * torch.where(torch.arange(16) == 5, times, 1.0)[:, None]
-    found = check(Trainer(policy, batch, keep=keep, counted=float(batch.response_mask.sum())))
+@pytest.mark.parametrize(("times", "seed"), every(6, product([2.0, 0.5, -1.0], [1, 3])))
+def test_a_response_that_counts_several_times_is_found_by_the_gram(times, seed):
+    """Micro-batches of nearly as many tokens each, whose mean of means is nearly the mean over tokens."""
+    policy, batch = make_step(seed, prompts=2)
+    counts, own = batch.response_mask.view(2, -1).sum(1), torch.arange(8) == 5
+    assert 0 < abs(float(counts[0] / counts[1]) - 1) < 0.04
+    keep = batch.response_mask * torch.where(own, times, 1.0)[:, None]
+    gradient, alone = (
+        Trainer(policy, batch, keep=some, counted=float(batch.response_mask.sum())).gradient()
+        for some in (keep, batch.response_mask * own[:, None])
+    )
+    found = audit(policy, batch, gradient, loss=LOSS, micro_batch=MICRO)
     [row] = found.explained.to_dict("records")
-    assert (found.kind, row["kind"], row["index"]) == ("tokens", "response", 5)
-    assert row["times"] == pytest.approx(times, abs=1e-3) and row["share"] == pytest.approx(1, abs=1e-3)
+    assert (found.kind, found.aggregation, row["kind"], row["index"]) == ("tokens", "token-mean", "response", 5)
+    # float32 sums of the same terms agree to TIGHT = 2e-4.
+    assert row["times"] == pytest.approx(times, abs=2e-4 * norm(gradient) / norm(alone))
+    assert row["share"] == pytest.approx(1, abs=1e-3)
 
 
 @pytest.mark.all

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
@@ -141,7 +141,9 @@ class Rest:
             if fit.left > self.floor or not 0 < odd.sum() <= most or self._hidden(sizes[odd]):
                 continue
             self.taken = [atom for atom, keep in zip(fit.atoms, odd, strict=True) if keep]
-            return self._describe(fit.x[odd], fit.left, _clip_norm(fit))
+            if (clip := _clip_norm(fit)) is not None:
+                return self._describe(fit.x[odd], fit.left, clip)
+            return self._describe(*_fit_alone(fit, odd, self.floor))
         return None
 
     @property
@@ -427,6 +429,16 @@ class Rest:
             if chosen.any() and not (chosen & ~among).any():
                 return find_trait(self.readings, chosen, among, self._parts)
         return None
+
+
+def _fit_alone(fit: Fit, odd: Bool[np.ndarray, " n"], floor: float) -> tuple[Float[np.ndarray, " m"], float]:
+    """Return the coefficients of these parts alone, and ‖R‖; of the fit of all parts if that is above the floor."""
+    alone, some = np.zeros(len(odd)), np.where(odd, fit.x, 0.0)
+    K = fit.products
+    alone[odd] = np.linalg.lstsq(K[np.ix_(odd, odd)], (K @ fit.x)[odd], rcond=1e-9)[0]
+    # The rest of the fit of all parts is orthogonal to each of them.
+    lefts = [(fit.left**2 + (fit.x - own) @ K @ (fit.x - own)) ** 0.5 for own in (alone, some)]
+    return (alone[odd], lefts[0]) if lefts[0] <= floor else (some[odd], lefts[1])
 
 
 def _clip_norm(fit: Fit) -> tuple[str, float] | None:
