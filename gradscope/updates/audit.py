@@ -262,12 +262,14 @@ def _strange_places(
 
 def _unseen(readings: Readings) -> tuple[str, ...]:
     """Return the faults of NEEDS that the batch cannot show."""
-    batch, unseen = readings.J.batch, {*readings.unseen}
+    batch = readings.J.batch
     inside = batch.attention_mask & (batch.positions() >= 0)
-    unseen |= set() if readings.scales else {"no-temperature"}
-    unseen |= set() if any(old != new for old, new in readings.encoded_again("retokenised")) else {"retokenised"}
-    unseen -= {"mask-ignored"} if (inside & ~batch.response_mask).any() else set()
-    return tuple(name for name in NEEDS if name in unseen)
+    shown = {
+        "no-temperature": lambda: readings.scales,
+        "mask-ignored": lambda: bool((inside & ~batch.response_mask).any()),
+        "retokenised": lambda: any(old != new for old, new in readings.encoded_again("retokenised")),
+    }
+    return tuple(name for name in NEEDS if not (shown[name]() if name in shown else readings.tells(name)))
 
 
 class _Rests:

@@ -93,6 +93,7 @@ class Rest:
         self.readings: Readings = search.everywhere
         self.reading = reading
         self.J: TokenJacobian = self.readings.J
+        self._multiply = search.multiply_responses
         self.weights: Weights = search.weights[reading]
         self.D = self._rest(search)
         self.norm = sum(float(own.double().square().sum()) for own in search.theirs.values()) ** 0.5
@@ -194,12 +195,10 @@ class Rest:
 
     def _fit(self, weights: Float[Tensor, " K"], of: str) -> list[Fit]:
         rows, found = self.readings.rows, []
-        gram = self.J.gram(weights[None].float(), groups=torch.arange(len(self.J.batch)))
-        products, groups = gram.products[:, 0, :, 0], torch.tensor(gram.groups)
+        groups, products = self._multiply(weights)
         if of == "loss":
-            self.squares |= {
-                ("response", row): float(own) for row, own in zip(gram.groups, np.diag(products), strict=True)
-            }
+            self.squares |= {("response", row): float(own) for row, own in zip(groups, np.diag(products), strict=True)}
+        groups = torch.tensor(groups)
         along = np.bincount(rows.response.numpy(), weights.numpy() * self.along, minlength=len(self.J.batch))
         for kind, part in self._parts.items():
             if not 2 <= len(part.unique()) <= self.D.rows.shape[1] / ENTRIES:

@@ -87,14 +87,12 @@ def by_group(
 ) -> pd.DataFrame:
     """Make `Audit.groups`: over all layers, over all groups of a layer, and each by itself; parts: by parameter."""
     layers, groups = zip(*(homes[name] for name in products["parameter"]), strict=True)
-    told = products.assign(group=groups, layer=[OUTSIDE if n is None else str(n) for n in layers], parts=parts)
-    frames = []
-    for one in (told.assign(layer=ALL), told.assign(group=ALL), told):
-        by = one.groupby(["layer", "group"], sort=False)
-        sums = by.agg(parameters=("parameter", "size"), parts=("parts", "any"))
-        numbers = tabulate(by[["own", "cross", "other"]].sum(), factor)
-        frames.append(sums[["parameters"]].join(numbers).join(sums[["parts"]]).reset_index())
-    return pd.concat(frames, ignore_index=True)
+    layers = [OUTSIDE if n is None else str(n) for n in layers]
+    told = products[["own", "cross", "other"]].assign(parameters=1, parts=parts.astype(int), layer=layers, group=groups)
+    told = pd.concat([told.assign(layer=ALL), told.assign(group=ALL), told])
+    sums = told.groupby(["layer", "group"], sort=False).sum().reset_index()
+    found = sums[["layer", "group", "parameters"]].join(tabulate(sums, factor))
+    return found.assign(parts=sums["parts"] > 0)
 
 
 def _median(values: np.ndarray, weights: np.ndarray) -> float:

@@ -285,19 +285,32 @@ class Readings:
 
     def aggregate(self, terms: Terms, divided: Mapping[str, Int[Tensor, " K"]] | None = None) -> dict[str, Weights]:
         """Return c_t·w_t and c_t·e by aggregation. divided: each token's part; None: of the known aggregations."""
+        counted = self._counted if divided is None else self._count(divided)
         values, found, scales = terms.parts * terms.mask, {}, self.J.batch.loss_scales
         if scales is not None and divided is None:
             found["logged"] = values * (scales.double()[self.rows.response] / int(self.kept.sum()))
-        for name, part in (self.rows.divided() if divided is None else divided).items():
-            size, count = int(part.max()) + 1, len(part[terms.kept].unique())
-            sums = torch.stack([torch.bincount(part, own, minlength=size) for own in terms.counted]) * count
-            divisors = sums[:, part]  # 0 where advantages that are taken for a mask cancel: no trainer's gradient
+        for name, (part, size, count) in counted.items():
+            sums = terms.counted.new_zeros(3, size).index_add_(1, part, terms.counted)
+            divisors = count * sums[:, part]  # 0 where advantages that are a mask cancel: no trainer's gradient
             found[name] = torch.where((values == 0) | (divisors == 0), 0.0, values / divisors)
         return {name: torch.stack([own[0] + own[1], own[2]]) for name, own in found.items()}
 
+    @cached_property
+    def _ours(self) -> dict[str, Weights]:
+        return self.aggregate(self.terms)
+
+    @cached_property
+    def _counted(self) -> dict[str, tuple[Int[Tensor, " K"], int, int]]:
+        return self._count(self.rows.divided())
+
+    def _count(self, divided: Mapping[str, Int[Tensor, " K"]]) -> dict[str, tuple[Int[Tensor, " K"], int, int]]:
+        """Return each token's part, the number of parts, and of those that have kept tokens."""
+        kept = self.J.kept(self.kept)
+        return {name: (own, int(own.max()) + 1, len(own[kept].unique())) for name, own in divided.items()}
+
     def plain(self) -> dict[Reading, Weights]:
         """Return those without a further fault."""
-        return {Reading(name, self.faults): own for name, own in self.aggregate(self.terms).items()}
+        return {Reading(name, self.faults): own for name, own in self._ours.items()}
 
     def faulty(self, most: int) -> Iterator[tuple[Reading, Weights]]:
         """Yield readings with so many faults, at most one of them a missing part."""
@@ -358,7 +371,7 @@ class Readings:
 
     def _reordered(self) -> Iterator[tuple[Reading, Weights]]:
         """Yield readings of a column in another order of rows: of the whole batch, within all of its parts, or one."""
-        batch, plain = self.logged, self.aggregate(self.terms)
+        batch, plain = self.logged, self._ours
         given = batch.attention_mask.sum(1), (batch.attention_mask & (self.positions >= 0)).sum(1), batch.group_ids
         for name, by, order in orders(*given):
             for column, columns in self._reorder(order):
@@ -401,10 +414,14 @@ class Readings:
 
     @cached_property
     def unseen(self) -> tuple[str, ...]:
-        """Faults that change nothing on this batch; on its kept tokens alone, those of the mask are not known."""
-        made = {name: self._with((name,)) for name in COLUMNS}
-        made |= {name: change(self.terms) for name, change in TERMS.items()}
-        return tuple(name for name, own in made.items() if own is None or not self._tells(own))
+        """Faults of COLUMNS and TERMS that change nothing on this batch; on its kept tokens alone, those of the mask
+        are not known."""
+        return tuple(name for name in (*COLUMNS, *TERMS) if not self.tells(name))
+
+    def tells(self, fault: str) -> bool:
+        """Return whether a fault of COLUMNS or TERMS changes the weights."""
+        terms = self._with((fault,)) if fault in COLUMNS else TERMS[fault](self.terms)
+        return terms is not None and not near(self.aggregate(terms)["token-mean"], self._ours["token-mean"])
 
     @property
     def scales(self) -> bool:
@@ -438,11 +455,6 @@ class Readings:
     @cached_property
     def _made(self) -> dict[tuple[str, ...], Terms | None]:
         return {(): self.terms}
-
-    def _tells(self, terms: Terms) -> bool:
-        """Return whether the terms are others than those without a fault."""
-        ours, own = self.aggregate(self.terms)["token-mean"], self.aggregate(terms)["token-mean"]
-        return not near(own, ours)
 
     def _missing(self, terms: Terms, faults: Sequence[str]) -> Iterator[tuple[Reading, Weights]]:
         """Yield the readings without a part; beside another fault, only micro-batches and processes may be missing."""

@@ -58,6 +58,8 @@ class Search:
         """By reading, see `products_of`."""
         self.weights: dict[Reading, Weights] = {}
         """By reading; once faults were tried, on all real tokens."""
+        self._grams: list[tuple[Float[Tensor, " K"], list[int], Float[np.ndarray, "G G"]]] = []
+        """Weights, with the responses that have some and the inner products of their gradients."""
         self._rescored: dict[tuple[str, float | None], Readings] = {}
         """By fault and number: readings by which log π itself is another, but for that without the temperature."""
         self._try(readings.plain(), readings.J)
@@ -245,6 +247,20 @@ class Search:
                         gone[ranks[last + 1 :].copy()] = True
                         found = Reading(plain.aggregation, (f"{name}-{side}",), value=float(values[ranks[last]]))
                         yield found, weights * ~gone
+
+    def multiply_responses(self, weights: Float[Tensor, " K"]) -> tuple[list[int], Float[np.ndarray, "G G"]]:
+        """Return the responses that have weights, and the inner products of their gradients; computed once for weights
+        that are multiples of each other within every response, as those of all averages are."""
+        of, count = self.everywhere.rows.response, len(self.readings.J.batch)
+        for known, groups, products in self._grams:
+            both, square = (torch.bincount(of, known * own, minlength=count) for own in (weights, known))
+            times = torch.where(square > 0, both / square, 0.0)
+            if (weights - times[of] * known).norm() <= 1e-9 * weights.norm():
+                own = times[groups].numpy()
+                return groups, own[:, None] * products * own
+        gram = self.everywhere.J.gram(weights[None].float(), groups=torch.arange(count))
+        self._grams.append((weights, [*gram.groups], gram.products[:, 0, :, 0]))
+        return self._grams[-1][1:]
 
     def recall(self, reading: Reading, factor: float) -> Callable[[], dict[str, Tensor]]:
         """Return what computes the gradient of a reading that was tried, times a factor, by parameter."""
