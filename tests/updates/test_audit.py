@@ -479,13 +479,13 @@ def test_the_command_computes_advantages_with_the_trainers_eps(tmp_path):
     groups = rewards.view(4, 4)
     advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 0.3)
     weights = torch.where(batch.response_mask, advantages.view(-1, 1), 0.0)
-    save_file(weighted(policy, batch, weights / batch.num_tokens), tmp_path / "grad.safetensors")
+    gradient = weighted(policy, batch, weights / batch.num_tokens)
+    norm = float(torch.cat([own.flatten() for own in gradient.values()]).norm())
     command = ["audit", str(tmp_path / "policy"), str(tmp_path / "step.jsonl"), "--kl-coef", "0"]
-    command += ["--gradient", str(tmp_path / "grad.safetensors")]
     for eps, fits in (("0.3", True), ("1e-6", False)):
-        main([*command, "--advantage-eps", eps, "--out", str(tmp_path / eps)])
-        distance = pd.read_csv(tmp_path / eps / "readings.csv").set_index("reading")["distance"]["token-mean"]
-        assert (distance < 1e-4) == fits
+        main([*command, "--grad-norm", str(norm), "--advantage-eps", eps, "--out", str(tmp_path / eps)])
+        ratio = pd.read_csv(tmp_path / eps / "readings.csv").set_index("reading")["ratio"]["token-mean"]
+        assert (abs(ratio - 1) < 1e-4) == fits
 
 
 @pytest.mark.parametrize(

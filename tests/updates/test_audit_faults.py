@@ -315,7 +315,7 @@ def test_a_column_of_rows_in_another_order_within_parts_is_named(fault, size):
 
 
 def test_an_entropy_bonus_without_its_gradient_is_named_and_one_with_it_is_sound():
-    policy, batch = make_step()
+    policy, batch = make_step(prompts=2)
     loss = replace(LOSS, entropy_coef=0.01)
     assert check(Trainer(policy, batch, bonus=0.01), loss=loss).kind == "same"
     found = check(Trainer(policy, batch), loss=loss)
@@ -378,7 +378,8 @@ def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     chosen = some_tokens(batch, spanned(batch) & ~mask if kind == "dropped" else mask, 5, seed)
     keep = mask + chosen * (1.0 if kind == "dropped" else times - 1)
     found = check(Trainer(policy, batch, keep=keep, advantages=filled(batch), counted=float(mask.sum())))
-    assert found.kind == "tokens" and found.aggregation == "token-mean" and found.remedies
+    assert found.kind == "tokens" and found.aggregation == "token-mean"
+    assert bool(found.remedies) == (times == np.inf)  # what has lost some weight at random does not say why
     rows = found.explained
     assert set(rows["kind"]) == {"token"} and "common" not in rows
     starts = mask.int().argmax(1)
@@ -395,6 +396,7 @@ def test_few_tokens_of_another_weight_are_found_one_by_one(seed, kind, times):
     assert (rows["times"] == np.inf).all() if times == np.inf else (rows["times"] - times).abs().max() < 0.02
 
 
+@pytest.mark.all
 def test_tokens_that_gain_and_lose_their_whole_weight_are_told_apart():
     """The mask alone is late by one in three responses, which have KL too; ids stand for tokens without a text."""
     policy, batch = make_step(temperature=1.0, prompts=2)
@@ -435,7 +437,7 @@ def test_learned_positions_that_are_counted_with_padding_are_told(counted):
         assert found.kind == "other" and "position_ids" in " ".join(found.remedies)
 
 
-@pytest.mark.parametrize("common", every(2, ["first+negative", "above-clip"]))
+@pytest.mark.parametrize("common", every(2, ["above-clip", "first+negative"]))
 def test_tokens_that_are_named_are_told_by_what_they_alone_have_in_common(common):
     """Twice the weight where π/π_old is above the clip's range, but not cut, or at first tokens of negative Â."""
     policy, batch = make_step()
@@ -516,12 +518,13 @@ def test_half_precisions_noise_is_not_explained_by_sets_of_tokens(seed):
     assert found.kind == "other" and found.explained.empty and found.remedies == ()
 
 
-def test_packed_rows_that_see_each_other_are_named_with_their_number():
+@pytest.mark.parametrize("count", every(2, [2, 4]))
+def test_packed_rows_that_see_each_other_are_named_with_their_number(count):
     """Two rows at a time as one, with plain causal attention and positions that continue."""
     policy, batch = make_step(temperature=1.0)
-    batch = batch.select(range(4))
+    batch = batch.select(range(count))
     named, total = dict(float_parameters(policy.model)), 0.0
-    for first in range(0, 4, 2):
+    for first in range(0, count, 2):
         rows = [batch.sequence(row) for row in (first, first + 1)]
         logits = policy.model(input_ids=torch.cat([ids for ids, _ in rows])[None], use_cache=False).logits[0]
         before = 0
@@ -536,6 +539,7 @@ def test_packed_rows_that_see_each_other_are_named_with_their_number():
     assert (found.kind, found.fault, found.value) == ("same", "packed", 2) and found.remedies
 
 
+@pytest.mark.all
 def test_prompts_that_see_the_padding_before_them_are_named():
     """Prompts of 3, 2, 2 and 1 tokens, padded on the left in pairs, and no attention_mask."""
     policy, batch = make_step(temperature=1.0)
