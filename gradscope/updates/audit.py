@@ -284,26 +284,24 @@ class _Rests:
         """Return the verdict with what explains the rest, if few tokens or parts do; most: parts alone, and so many."""
         if not self.search.screens:
             return judged
-        table = judged.readings.assign(place=range(len(judged.readings)))
-        table = table[~table["fault"].isin(RESCORED)]
-        plain = table[table["reading"].isin(self.search.distinct("token-mean"))].sort_values("distance")
-        nearest = table.sort_values("distance") if most is None else plain  # a fault beside a part is a pair
-        rests = [rest for rest in map(self._of, dict.fromkeys((*plain["place"], nearest["place"].iloc[0]))) if rest]
+        off = {own: summarize(p)["distance"] for own, p in self.search.found.items() if RESCORED.isdisjoint(own.faults)}
+        nearest, distinct = sorted(off, key=off.get), self.search.distinct("token-mean")
+        plain = [own for own in nearest if own.name in distinct]
+        # A fault beside a part is a pair.
+        wanted = dict.fromkeys((*plain, nearest[0]) if most is None else plain)
+        rests = [rest for rest in (self._of(own, off[own]) for own in wanted) if rest]
         if any(rest.even for rest in rests):
             return judged
-        parts = [(rest, rest.by_parts(most or max(MOST, len(rest.J.batch) // 2))) for rest in rests]
-        known = [(rest, found) for rest, found in parts if found is not None]
+        parts = [(rest.reading, rest.by_parts(most or max(MOST, len(rest.J.batch) // 2))) for rest in rests]
+        known = [pair for pair in parts if pair[1] is not None]
         if known:
-            rest, found = min(
-                known,
-                key=lambda pair: (
-                    "clip_norm" not in pair[1].rows,
-                    pair[1].left > self.floor,
-                    len(pair[1].rows),
-                    pair[0].reading.aggregation != "logged",
-                ),
-            )
-            return _add(judged, rest.reading, found)
+            # Clipping, then what leaves nothing, then the fewest, then the log's.
+            ranks = [
+                ("clip_norm" not in own.rows, own.left > self.floor, len(own.rows), reading.aggregation != "logged")
+                for reading, own in known
+            ]
+            reading, found = known[ranks.index(min(ranks))]
+            return _add(judged, reading, found)
         if most is None and rests:
             best, fewest = None, MOST + 1
             for rest in self._bases(rests):
@@ -329,11 +327,9 @@ class _Rests:
             dict.fromkeys(found), key=lambda rest: (bool(rest.reading.faults), rest.reading.aggregation in GUESSED)
         )
 
-    def _of(self, place: int) -> Rest | None:
-        """Return the rest of a reading by its row; None: it is within half precision's error, or not to be had."""
-        reading, products = [*self.search.found.items()][place]
-        hidden = self.rounding and summarize(products)["distance"] < 3 * self.floor  # perhaps not of a few tokens
-        if hidden or not {*reading.faults}.isdisjoint(RESCORED):
+    def _of(self, reading: Reading, distance: float) -> Rest | None:
+        """Return the rest of a reading; None: it is within half precision's error, so perhaps not of a few tokens."""
+        if self.rounding and distance < 3 * self.floor:
             return None
         if reading not in self.known:
             self.known[reading] = Rest(self.search, reading, self.floor)

@@ -231,26 +231,17 @@ def _tabulate(
         a, b = np.linalg.lstsq([[uu, ut], [ut, tt]], [ud, td], rcond=1e-12)[0] if tt else (ud / uu if uu else 0.0, 0.0)
         left = max(0.0, dd - 2 * (a * ud + b * td) + a * a * uu + 2 * a * b * ut + b * b * tt)
         scale = abs(a) if a else 1.0
-        row = {
-            "group": group,
-            "parameters": counts[group, decay],
-            "learning_rate": a,
-            "wanted_learning_rate": rate / size,
-        }
-        row |= {"learning_rate_error": nu**0.5 / uu if uu else np.inf}
-        row |= {"weight_decay": b / a if a else 0.0}
-        row["wanted_weight_decay"] = 0.0 if how == "decay-in-gradient" else decay
+        row = {"group": group, "parameters": counts[group, decay]}
+        row |= {"learning_rate": a, "wanted_learning_rate": rate / size}
+        row |= {"learning_rate_error": nu**0.5 / uu if uu else np.inf, "weight_decay": b / a if a else 0.0}
+        row |= {"wanted_weight_decay": 0.0 if how == "decay-in-gradient" else decay}
         row |= {"weight_decay_error": nt**0.5 / tt / scale if tt else np.inf}
         row |= {"distance": (left / dd) ** 0.5 if dd else 0.0, "rounding": (noise / dd) ** 0.5 if dd else np.inf}
         # The gradient has rounding of its own, which AdamW enlarges where there is next to none.
         wider = max(1.0, row["distance"] / row["rounding"]) if row["rounding"] else 1.0
         row |= {name: row[name] * wider for name in ("learning_rate_error", "weight_decay_error")}
-        row |= {
-            "still": still / moves if moves else 0.0,
-            "half": half / still if still else 0.0,
-            "narrow": narrow / size,
-        }
-        rows.append(row)
+        shares = {"still": still / moves if moves else 0.0, "half": half / still if still else 0.0}
+        rows.append(row | shares | {"narrow": narrow / size})
     return pd.DataFrame(rows)
 
 
@@ -287,15 +278,10 @@ def _judge(parts: Mapping[str, _Part], keys: Mapping[str, tuple[str, float]], *,
     return StepAudit(tuple(causes), groups, betas or saved, " ".join(told))
 
 
-def _rate_off(groups: pd.DataFrame) -> pd.Series:
-    """Return which groups' learning rates are not the wanted ones."""
-    away = (groups["learning_rate"] - groups["wanted_learning_rate"]).abs()
-    return away > CLOSE * groups["wanted_learning_rate"] + ERRORS * groups["learning_rate_error"]
-
-
-def _decay_off(groups: pd.DataFrame) -> pd.Series:
-    away = (groups["weight_decay"] - groups["wanted_weight_decay"]).abs()
-    return away > CLOSE * groups["wanted_weight_decay"] + ERRORS * groups["weight_decay_error"]
+def _off_in(groups: pd.DataFrame, name: str) -> pd.Series:
+    """Return which groups' learning rates, or decays, are not the wanted ones."""
+    wanted = groups[f"wanted_{name}"]
+    return (groups[name] - wanted).abs() > CLOSE * wanted + ERRORS * groups[f"{name}_error"]
 
 
 def _unlike(groups: pd.DataFrame) -> pd.Series:
@@ -304,7 +290,7 @@ def _unlike(groups: pd.DataFrame) -> pd.Series:
 
 
 def _fits(groups: pd.DataFrame) -> pd.Series:
-    return ~(_rate_off(groups) | _decay_off(groups) | _unlike(groups))
+    return ~(_off_in(groups, "learning_rate") | _off_in(groups, "weight_decay") | _unlike(groups))
 
 
 def _off(groups: pd.DataFrame) -> float:
@@ -320,10 +306,6 @@ def _differences(groups: pd.DataFrame, how: str) -> Iterator[tuple[str, str]]:
         names = "" if len(rows) == len(groups) and len(groups) > 1 else f" in {', '.join(dict.fromkeys(rows['group']))}"
         return names + numbers
 
-    def pair(rows: pd.DataFrame, name: str) -> str:
-        one = rows.iloc[0]
-        return f": {one[name]:.3g} instead of {one[f'wanted_{name}']:.3g}"
-
     if how != "adamw":
         yield how, ""
     narrow = groups["narrow"] > 0.5
@@ -335,10 +317,10 @@ def _differences(groups: pd.DataFrame, how: str) -> Iterator[tuple[str, str]]:
         rows = groups[stuck]
         yield "half-precision", where(rows, f": {100 * rows['still'].mean():.2g} % of the weights stayed")
     rest = groups[~still & ~stuck]
-    if (rate := _rate_off(rest)).any():
-        yield "learning-rate", where(rest[rate], pair(rest[rate], "learning_rate"))
-    if (decay := _decay_off(rest)).any():
-        yield "decay", where(rest[decay], pair(rest[decay], "weight_decay"))
+    for cause, name in (("learning-rate", "learning_rate"), ("decay", "weight_decay")):
+        if (off := _off_in(rest, name)).any():
+            first = rest[off].iloc[0]
+            yield cause, where(rest[off], f": {first[name]:.3g} instead of {first[f'wanted_{name}']:.3g}")
     wrong = rest["group"].isin(UNDECAYED) & (rest["weight_decay"] > ERRORS * rest["weight_decay_error"])
     wrong &= rest["weight_decay"] > CLOSE * groups["wanted_weight_decay"].max()
     if wrong.any():

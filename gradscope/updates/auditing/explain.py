@@ -224,13 +224,10 @@ class Rest:
     def _sets(self) -> dict[str, Tensor]:
         """Return the kinds of tokens [K], and each response."""
         terms, live = self.readings.terms, self.weights[0] != 0
-        prob = self.J.kept(self.J.statistics.logprob).exp()
         found = {"all": live, "first": terms.ends("first"), "last": terms.ends("last")}
         found |= {"positive": self.weights[0] > 0, "negative": self.weights[0] < 0}
         found |= {"dropped": terms.inside & ~terms.kept, "prompts": ~terms.inside}
         found["before"] = self.J.kept(self.readings.positions) == -1
-        for quarter in range(4):
-            found[f"π quarter {quarter}"] = live & (prob >= quarter / 4) & (prob < (quarter + 1) / 4 + (quarter == 3))
         return {name: own for name, own in found.items() if own.any()}
 
     def _atoms(self) -> list[Atom]:

@@ -28,7 +28,7 @@ from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 NORMED = ("mask-late", "mask-early")
 REWRITTEN = ("packed", "pads-seen", *RETOKENISED)
 """Faults by which rows are of other tokens, or see others: how many rows is the reading's value."""
-RESCORED = ("no-temperature", *REWRITTEN, *ROUNDED)
+RESCORED = frozenset({"no-temperature", *REWRITTEN, *ROUNDED})
 """Faults by which log π itself is another."""
 AT_ONCE = 8
 """Readings whose gradients are held at a time."""
@@ -124,10 +124,9 @@ class Search:
             if not count or rows in seen or exact.J.policy.why_too_long(max(len(new) for _, new in rows)):
                 continue
             seen.append(rows)
-            readings = self._rescored[fault, count] = exact.retokenised(rows, fault)
+            readings = exact.retokenised(rows, fault)
             pairs = {r: w for r, w in readings.faulty(2) if r.faults[1:] == ("old-recomputed",)}
-            own = (readings.plain() | pairs).items()
-            self._try({replace(r, value=count): w for r, w in own if r.aggregation in aggregations}, readings.J)
+            self._try_rewritten(readings, readings.plain() | pairs, count, aggregations)
 
     def try_packed(self, aggregations: Sequence[str]) -> None:
         """Try rows that are packed without a mask between them, of batches that then have at most PACKED tokens."""
@@ -138,9 +137,8 @@ class Search:
             ends = [lengths[row - row % size : row + 1].sum() for row in range(len(lengths))]
             if sum(ends) > PACKED or policy.why_too_long(int(max(ends))):
                 return
-            readings = self._rescored["packed", size] = exact.packed(size)
-            own = readings.plain().items()
-            self._try({replace(r, value=size): w for r, w in own if r.aggregation in aggregations}, readings.J)
+            readings = exact.packed(size)
+            self._try_rewritten(readings, readings.plain(), size, aggregations)
 
     def try_padded(self, aggregations: Sequence[str]) -> None:
         """Try rows that see padding before their prompts: to the longest of their micro-batch, or of all rows."""
@@ -154,9 +152,14 @@ class Search:
             seen = readings.J.batch.attention_mask.sum(1)
             if torch.equal(seen, batch.attention_mask.sum(1)) or exact.J.policy.why_too_long(int(seen.max())):
                 continue
-            self._rescored["pads-seen", size] = readings
-            own = readings.plain().items()
-            self._try({replace(r, value=size): w for r, w in own if r.aggregation in aggregations}, readings.J)
+            self._try_rewritten(readings, readings.plain(), size, aggregations)
+
+    def _try_rewritten(
+        self, readings: Readings, weights: Mapping[Reading, Weights], value: int, aggregations: Sequence[str]
+    ) -> None:
+        self._rescored[readings.faults[0], value] = readings
+        own = {replace(r, value=value): w for r, w in weights.items() if r.aggregation in aggregations}
+        self._try(own, readings.J)
 
     @cached_property
     def everywhere(self) -> Readings:

@@ -119,10 +119,7 @@ def _name_sets(kind: str, rows: pd.DataFrame) -> str:
         numbers = sorted(rows["index"])
         told = ", ".join(map(str, numbers[:SHOWN])) + (", …" if len(numbers) > SHOWN else "")
         return f"{kind} {told}" if len(numbers) == 1 else f"{len(numbers)} {PLURALS.get(kind, f'{kind}s')} ({told})"
-    if kind in KINDS:
-        return KINDS[kind]
-    quarter = int(kind[-1])
-    return f"the tokens with π from {quarter / 4:g} to {(quarter + 1) / 4:g}"
+    return KINDS[kind]
 
 
 def _name_tokens(tokens: pd.DataFrame, trait: Trait | None) -> str:
