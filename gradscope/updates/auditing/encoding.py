@@ -47,10 +47,10 @@ def align(old: list[int], new: list[int], decode: Callable[[list[int]], str]) ->
     for high, last, size in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks():
         if size and decode(old[:high]) != decode(new[:last]):
             continue
-        first = len(source)
-        texts = [decode(old[low:place]) for place in range(low, high)]
+        first, back = len(source), min(low, 1)  # some decoders strip the first token's blank: rather one before
+        texts = [decode(old[low - back : place]) for place in range(low, high)]
         for place in range(first, last):
-            text = decode(new[first:place])
+            text = decode(new[first - back : place])
             at = low + max(bisect_right([*map(len, texts)], len(text)) - 1, 0)
             source.append(min(at, len(old) - 1))
             same.append(at < high and new[place] == old[at] and texts[at - low] == text)
