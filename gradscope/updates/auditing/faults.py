@@ -41,7 +41,7 @@ _STATS = "normalise rewards within their own groups, as the log says, before res
 _SHIFTED = "score it with the same shift as log π: log-probabilities at s − 1 belong to token s"
 _MINIMUM = "take the minimum of ratio·Â and clip(ratio)·Â: a token may be cut only where Â has moved it beyond the clip"
 _ORDER = "undo the sort of rows (by the inverse permutation) before what was computed in its order is used"
-_ROWS = "keep a response's numbers in its row: look at gathers, and at repeat beside repeat_interleave"
+_ROWS = "keep a response's numbers in its row: look at shuffles, at gathers, and at repeat beside repeat_interleave"
 _FLOAT = "upcast the logits to float32 before log_softmax (and divide by the temperature after)"
 _LOST = "look for a part that is skipped: a micro-batch without zero_grad in time, a filter, no_sync, drop_last"
 
@@ -97,10 +97,6 @@ FAULTS: dict[str, Fault] = {
     "advantages-batch-std": Fault("with advantages divided by the whole batch's standard deviation", _STATS),
     "advantages-regrouped": Fault("with rewards normalised over equally many consecutive responses", _STATS),
     "advantages-strided": Fault("with rewards normalised over responses a fixed stride apart", _STATS),
-    "advantages-rolled": Fault(
-        "with the advantages of the response {value:.0f} rows before",
-        "keep advantages with their responses when shuffling",
-    ),
     "advantages-whitened": Fault("with advantages whitened over the batch's tokens", "whiten once, or not at all"),
     "no-entropy": Fault("without the gradient of the entropy bonus", "compute the entropy outside torch.no_grad()"),
     "entropy": Fault("with an entropy bonus of {value:.3g}", "look at the coefficient of the entropy and its sign"),
@@ -185,7 +181,7 @@ INNER = {
 """Where else rows may be in another order than the batch's, in words."""
 for _column_name, _words in (("old", "log π_old"), ("ref", "log π_ref"), ("advantages", "the advantages")):
     for _name, _fault in ORDERS.items():
-        FAULTS.setdefault(f"{_column_name}-{_name}", Fault(f"with {_words} {_fault.words}", _fault.remedy))
+        FAULTS[f"{_column_name}-{_name}"] = Fault(f"with {_words} {_fault.words}", _fault.remedy)
         for _place, _where in INNER.items():
             _told = f"with {_words} {_fault.words}, {_where}"
             FAULTS[f"{_column_name}-{_name}-in-{_place}"] = Fault(_told, _fault.remedy)
@@ -453,9 +449,7 @@ COLUMNS: dict[str, Callable[[Columns], Columns | None]] = {
     "advantages-rewards": _of_rewards(lambda rewards, *_: rewards),
     "advantages-centred": _of_rewards(_centre),
     "advantages-batch": _of_rewards(lambda rewards, _, eps: (rewards - rewards.mean()) / (rewards.std() + eps)),
-    "advantages-batch-std": _of_rewards(
-        lambda rewards, groups, eps: _centre(rewards, groups) / (rewards.std() + eps)
-    ),
+    "advantages-batch-std": _of_rewards(lambda rewards, groups, eps: _centre(rewards, groups) / (rewards.std() + eps)),
     "advantages-regrouped": _of_rewards(partial(_regroup, strided=False)),
     "advantages-strided": _of_rewards(partial(_regroup, strided=True)),
     "advantages-whitened": _whiten,

@@ -25,7 +25,6 @@ from gradscope.updates.auditing.products import products_of, summarize
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
-NORMED = ("mask-late", "mask-early")
 REWRITTEN = ("packed", "pads-seen", *RETOKENISED)
 """Faults by which rows are of other tokens, or see others: how many rows is the reading's value."""
 RESCORED = frozenset({"no-temperature", *REWRITTEN, *ROUNDED})
@@ -74,15 +73,15 @@ class Search:
         plain, kept = [reading for reading in self.weights if not reading.faults], []
         named = sorted(plain, key=lambda reading: reading.aggregation == "logged")
         for reading in named:
-            if not any(self._same(reading, self.weights[other]) for other in kept):
+            if not any(near(self.weights[other], self.weights[reading]) for other in kept):
                 kept.append(reading)
-        like = [self._same(Reading(first), self.weights[reading]) for reading in kept]
+        like = [near(self.weights[reading], self.weights[Reading(first)]) for reading in kept]
         order = sorted(range(len(kept)), key=lambda place: not like[place])
         return [kept[place].aggregation for place in order]
 
     def try_normed(self, aggregation: str) -> None:
         """Try the faults that a norm alone can tell; many others would fit by chance."""
-        faulty = [(reading, own) for reading, own in self.readings.faulty(1) if reading.fault in NORMED]
+        faulty = [pair for pair in self.readings.faulty(1) if pair[0].fault in ("mask-late", "mask-early")]
         self._try(dict(self._unknown(pair for pair in faulty if pair[0].aggregation == aggregation)), self.readings.J)
         if self.readings.scales:
             unscaled = self.readings.unscaled()
@@ -278,9 +277,6 @@ class Search:
 
         return compute
 
-    def _same(self, reading: Reading, weights: Weights) -> bool:
-        return near(weights, self.weights[reading])
-
     def _unknown(self, pairs: Iterable[tuple[Reading, Weights]]) -> Iterator[tuple[Reading, Weights]]:
         """Yield the readings that are others than those without a fault."""
         plain = [own for reading, own in self.weights.items() if not reading.faults]
@@ -304,16 +300,13 @@ class Search:
         self.weights |= weights
 
     def _multiply(self, weights: Mapping[Reading, Weights], J: TokenJacobian) -> None:
-        names = [*weights]
+        names, looked_at = [*weights], self._trained if self.theirs is None else self.theirs.__contains__
         for start in range(0, len(names), AT_ONCE):
             some = names[start : start + AT_ONCE]
             vectors = loss_gradients(J, torch.stack([weights[reading] for reading in some]))
             for row, reading in enumerate(some):
-                ours = {name: vectors.rows[row, part] for name, part in vectors.slices.items() if self._looks_at(name)}
+                ours = {name: vectors.rows[row, part] for name, part in vectors.slices.items() if looked_at(name)}
                 self.found[reading] = products_of(ours, self.theirs)
-
-    def _looks_at(self, name: str) -> bool:
-        return self._trained(name) if self.theirs is None else name in self.theirs
 
 
 def loss_gradients(J: TokenJacobian, weights: Float[Tensor, "R 2 K"]) -> Vectors:
