@@ -480,12 +480,35 @@ def test_each_distinct_row_costs_a_backward_pass_and_a_derivative(case, monkeypa
     weightings = ["reweight", "up-weight", "cispo:eps_high=100", "cispo:eps_high=200"]
     compare(case.policy, case.batch, weightings, table=case.table, settings=settle(), resources=Resources())
     handle.remove()
-    prompts, rows = 3, 4  # the two of cispo are one
+    prompts, rows = 3, 3  # grpo, reweight, of which with grpo up-weight is made, and the two of cispo that are one
     looks = len(case.batch)  # at log π_old, which are planted at some distance from log π
     # A derivative is a forward pass; all prompts go together where they are not needed apart; of entropy one each.
     rescored = 4  # responses, to see whether the table is this policy's
     assert counts == {"forward": looks + rescored + prompts + rows + 2, "backward": prompts * rows + 1}
     assert distinct_rows(case.table, weightings, settings=settle()) == rows
+
+
+class Nearly(Weighting):
+    """Plain but for a thousandth, and what is left of it: the difference of two rows of nearly the same size."""
+
+    NAME = "nearly"
+
+    def factors(self, tokens):
+        return {"most": tokens.plain * (1 - 1e-3 * tokens["entropy"]), "rest": tokens.plain * 1e-3 * tokens["entropy"]}
+
+
+class Rest(Weighting):
+    NAME = "rest"
+
+    def factors(self, tokens):
+        return Nearly().factors(tokens)["rest"]
+
+
+def test_rows_whose_combination_would_cancel_are_taken_by_themselves(case):
+    keywords = {"table": case.table, "settings": settle()}
+    both, alone = (compare(case.policy, case.batch, [kind()], **keywords).table.iloc[-1] for kind in (Nearly, Rest))
+    names = ["norm_ratio", "cosine", "signal_to_noise", "signal_to_noise_lower", "right_sgd"]
+    np.testing.assert_allclose(both[names].to_numpy(float), alone[names].to_numpy(float), rtol=1e-6)
 
 
 class Two(Weighting):

@@ -51,7 +51,7 @@ from gradscope.objective import (
 from gradscope.policy import AdamWState, PolicyLike
 from gradscope.resampling import short_of
 from gradscope.rollouts import BatchLike, Note, TokenBatch, read_logged
-from gradscope.updates.comparison.passes import pass_through
+from gradscope.updates.comparison.passes import find_combinations, pass_through
 from gradscope.updates.comparison.real_steps import Masks, gains_cost, gains_on_unseen_prompts, take_steps
 from gradscope.updates.comparison.result import Comparison, ComparisonSettings, in_words
 from gradscope.updates.comparison.statistics import BOUNDS, Judge, columns
@@ -180,7 +180,7 @@ def compare_rows(
         slopes_of = lambda _: slopes  # noqa: E731
     resources, began = J.resources, monotonic()
     passes, J = pass_through(J, torch.from_numpy(weights), metric=metric, slopes_of=slopes_of), J.until(None)
-    made = len(weights) - len(passes.missing)
+    made = _num_passes(weights) - len(passes.missing)
     seconds = (monotonic() - began) / (1 + made * (BACKWARD + FORWARD_MODE * (1 + (metric is not None))))
 
     def fits(part: str, forward_passes: float) -> bool:
@@ -269,10 +269,14 @@ def distinct_rows(
     settings: ComparisonSettings,
 ) -> int:
     """Return how many rows of weights a comparison on this table would pass through the network: all but those that
-    equal another up to rounding.
+    equal another, or combine plain and another, up to rounding.
     """
     chosen = _settle(weightings, table, _notes(table, settings.loss), settings.loss)
-    return len(_distinct(_make_sums(chosen, table, settings.aggregation)))
+    return _num_passes(_distinct(_make_sums(chosen, table, settings.aggregation)))
+
+
+def _num_passes(weights: Float[np.ndarray, "R K"]) -> int:
+    return len(weights) - len(find_combinations(weights))
 
 
 def _notes(table: pd.DataFrame, loss: LossSettings) -> list[Note]:

@@ -3,7 +3,8 @@
 For each row of weights, one backward pass gives ‖u_p‖², ⟨u_p, u_p of plain⟩ and U (`TokenJacobian.gram`). Forward mode
 along U then gives ⟨g_t, U⟩ of every token and thus, with the weights, every inner product with U. Under AdamW a second
 derivative is taken along U ⊘ (√v̂ + ε). Memory limits the rows per pass: each needs two parameter-sized vectors (its sum
-and one prompt's), in addition to plain's and autograd's.
+and one prompt's), in addition to plain's and autograd's. A row that is a combination of plain and another (Lopti's
+second step is plain minus its first) needs no pass, since everything is linear in the weights.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from torch import Tensor
 from gradscope.gradients import Derivative, SumsPlan, TokenJacobian, Vectors, latest_end
 from gradscope.policy import AdamWState
 from gradscope.updates.comparison.noise import Products
+
+CANCELLED = 1e-2
+"""A combination whose square is below this fraction of its parts' squares is too inexact, and takes a pass."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def pass_through(
     changes = torch.zeros(len(work.changes), *weights.shape, dtype=torch.float64)
     changes[:, :, inside] = work.changes
     plain, *adamw = changes.numpy()
-    missing = tuple(range(work.taken, len(weights)))
+    missing = tuple(row for row in range(len(weights)) if row not in work.done)
     how = work.plan, work.derivative, work.at_once, work.slopes
     return Passes(work.products(), plain, adamw[0] if adamw else None, *how, missing)
 
@@ -94,12 +98,13 @@ class _Work:
     ) -> None:
         self.J, self.weights, self.metric, self.prompts = J.until(None), weights, metric, prompts
         self.begun, self.deadline, self.longest = monotonic(), J.resources.deadline, 0.0
-        self.taken = 0
-        """Rows that are done: the first ones."""
+        self.done: set[int] = set()
         self.slopes_of = slopes_of
         self.slopes: Float[np.ndarray, " K"] | None = None
         size, n = len(weights), len(prompts)
         self.own, self.own_plain, self.kernel = np.zeros((size, n)), np.zeros((size, n)), np.zeros((size, n, n))
+        self.crossed = np.zeros((size, n, n))
+        """⟨u_p of plain, u_q⟩, from the sketches."""
         self.changes = torch.zeros(1 + (metric is not None), *weights.shape, dtype=torch.float64)
         self.scale: Tensor | None = None
         self.at_once = J.rows_at_once(size, metric=metric is not None)  # in addition to plain
@@ -107,21 +112,41 @@ class _Work:
 
     def run(self) -> None:
         """Compute all rows' sums and the changes along them, up to those that would end too late."""
-        while self.taken < len(self.weights):
+        combined = find_combinations(self.weights.numpy())
+        self._take([row for row in range(len(self.weights)) if row not in combined])
+        known = {row: parts for row, parts in combined.items() if parts[2] in self.done}
+        self._take([row for row, parts in known.items() if not self._combine(row, *parts)])
+        if self.slopes is None and self.slopes_of is not None and not self._is_late(monotonic()):
+            self.slopes = self.slopes_of(self._sum([0])[0].rows[0])  # under a deadline, weightings come first
+
+    def _take(self, rows: Sequence[int]) -> None:
+        for start in range(0, len(rows), self.at_once):
             started = monotonic()
-            if self.taken > 1 and self._is_late(started):
+            if len(self.done) > 1 and self._is_late(started):
                 break
-            chosen = [*range(self.taken, min(self.taken + self.at_once, len(self.weights)))]
+            chosen = rows[start : start + self.at_once]
             totals, self.plan = self._sum(chosen)
             if 0 in chosen and self.slopes_of is not None and self.deadline is None:
                 self.slopes = self.slopes_of(totals.rows[0])
             for number, directions in enumerate(self._directions(totals)):
                 changes = self.J.jvp(directions)
                 self.changes[number, chosen] = changes.logprob.double()
-            self.derivative, self.taken = changes.how, chosen[-1] + 1
+            self.derivative = changes.how
+            self.done |= {*chosen}
             self.longest = max(self.longest, monotonic() - started)
-        if self.slopes is None and self.slopes_of is not None and not self._is_late(monotonic()):
-            self.slopes = self.slopes_of(self._sum([0])[0].rows[0])  # under a deadline, weightings come first
+
+    def _combine(self, row: int, plain: float, factor: float, other: int) -> bool:
+        """Fill a row as plain·(first row) + factor·(other row); return False if they nearly cancel."""
+        squares = plain**2 * self.own[0], factor**2 * self.own[other]
+        own = squares[0] + squares[1] + 2 * plain * factor * self.own_plain[other]
+        if own.sum() < CANCELLED * np.sum(squares):
+            return False
+        self.own[row], self.own_plain[row] = own, plain * self.own[0] + factor * self.own_plain[other]
+        crossed = plain * factor * self.crossed[other]
+        self.kernel[row] = plain**2 * self.kernel[0] + factor**2 * self.kernel[other] + crossed + crossed.T
+        self.changes[:, row] = plain * self.changes[:, 0] + factor * self.changes[:, other]
+        self.done.add(row)
+        return True
 
     def products(self) -> Products:
         weights, changes = self.weights.double(), self.changes[0]
@@ -155,6 +180,7 @@ class _Work:
         self.own_plain[np.ix_(chosen, place)] = found.products[:, :count, plain].T
         sketches = found.sketches.cpu().double().transpose(0, 1)
         self.kernel[np.ix_(chosen, place, place)] = (sketches @ sketches.transpose(1, 2))[:count].numpy()
+        self.crossed[np.ix_(chosen, place, place)] = (sketches[plain] @ sketches.transpose(1, 2))[:count].numpy()
         return found.totals[:count], found.plan
 
     def _directions(self, totals: Vectors) -> Iterator[Vectors]:
@@ -166,3 +192,20 @@ class _Work:
             for row in totals.rows:
                 row.mul_(self.scale.to(row))
             yield totals
+
+
+def find_combinations(weights: Float[np.ndarray, "R K"]) -> dict[int, tuple[float, float, int]]:
+    """Map each row equal to a·(first row) + c·(row b), up to rounding, to (a, c, b); row b is not itself in the map.
+
+    >>> find_combinations(np.array([[1.0, 1.0, 2.0], [1.0, 0.0, 0.0], [0.0, 1.0, 2.0]]))
+    {2: (1.0, -1.0, 1)}
+    """
+    found: dict[int, tuple[float, float, int]] = {}
+    for row, own in enumerate(weights):
+        for other in (o for o in range(1, row) if o not in found):
+            pair = weights[[0, other]]
+            factors = np.linalg.lstsq(pair.T, own, rcond=None)[0]
+            if own.any() and np.abs(factors @ pair - own).max() <= 1e-12 * np.abs(factors[:, None] * pair).max():
+                found[row] = (*np.round(factors, 12).tolist(), other)
+                break
+    return found
