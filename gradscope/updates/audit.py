@@ -452,6 +452,7 @@ def _judge(
         like = (readings["fitting"] >= 0.5) & ((readings["factor"] - factor).abs() <= FLOAT32 * abs(factor))
         also = [own for own, alike in zip(found, like, strict=True) if alike and own != reading]
         told = f"The trainer's gradient is {times}that of {reading}{words}{exception}.{_name_others(also)}"
+        told += f" {kin.words}" if kin is not None and kin.words else ""
     groups = by_group(products, homes, factor, parts=different & bool(odd))
     numbers = (factor, readings, parameters, groups, odd, told)
     where = {"fault": reading.fault, "part": reading.part, "cause": cause, "also": tuple(own.name for own in also)}
