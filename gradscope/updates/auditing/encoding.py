@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable
+import re
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from difflib import SequenceMatcher
+from itertools import accumulate
 from typing import NamedTuple
 
 from jaxtyping import Bool, Int
@@ -12,6 +14,10 @@ from torch import Tensor
 
 from gradscope.errors import InputError
 from gradscope.policy import Policy
+
+THINK = "</think>"
+CLOSINGS = re.compile(r"[<\[◁]/[\w:|]*(?:think|thought|reason)[\w:|]*[>\]▷]", re.IGNORECASE)
+"""What ends thinking, as chat templates name it; what begins it has no slash."""
 
 
 class Row(NamedTuple):
@@ -58,3 +64,25 @@ def align(old: list[int], new: list[int], decode: Callable[[list[int]], str]) ->
         same += [True] * size
         low = high + size
     return source, same
+
+
+def find_thinking(texts: Sequence[str], sampled: Sequence[bool], closings: Iterable[str], *, blanks: bool) -> set[int]:
+    """Return the places of the tokens of thinking that is followed by a later turn: sampled tokens after others.
+
+    texts: of each token. blanks: with the line ends after it.
+
+    >>> texts = ["<think>", "hm", "</think>", "yes", "?", "<think>", "</think>", "no"]
+    >>> sampled = [True, True, True, True, False, True, True, True]
+    >>> find_thinking(texts, sampled, ["</think>"], blanks=False)
+    {0, 1, 2}
+    """
+    text, starts = "".join(texts), [0, *accumulate(map(len, texts))]
+    last = max((place for place, own in enumerate(sampled) if own), default=0)
+    before = max((place for place in range(last) if not sampled[place]), default=0)  # the last turn
+    after, found = r"\n*" * blanks, set()
+    for closing in closings:
+        opening = re.escape(closing.replace("/", "", 1))
+        for span in re.finditer(f"{opening}.*?{re.escape(closing)}{after}", text, re.DOTALL):
+            inside = range(*(bisect_left(starts, edge) for edge in span.span()))
+            found |= {*inside} if inside and inside[-1] < before else set()
+    return found

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from gradscope.objective import KL, LossSettings, fill_unknown, grpo_advantages
+from gradscope.objective import KL, LossSettings, TokenWeights, batch_weights, fill_unknown, grpo_advantages
 from gradscope.rollouts import TokenBatch
 
 
@@ -98,6 +98,9 @@ FAULTS: dict[str, Fault] = {
     "advantages-regrouped": Fault("with rewards normalised over equally many consecutive responses", _STATS),
     "advantages-strided": Fault("with rewards normalised over responses a fixed stride apart", _STATS),
     "advantages-whitened": Fault("with advantages whitened over the batch's tokens", "whiten once, or not at all"),
+    "not-detached": Fault(
+        "with the gradient of the weights themselves", "detach the weight: weight.detach() · log π, or · the surrogate"
+    ),
     "no-entropy": Fault("without the gradient of the entropy bonus", "compute the entropy outside torch.no_grad()"),
     "entropy": Fault("with an entropy bonus of {value:.3g}", "look at the coefficient of the entropy and its sign"),
     "last-token": Fault("without each response's last token (EOS)", _END),
@@ -138,10 +141,17 @@ NEEDS = {
 }
 """A fault → what a batch must have to show it, and what else goes with it."""
 
-FAULTS["packed"] = Fault(
-    "with {value:.0f} consecutive rows in one, each seeing those before it",
-    "separate packed rows: a block-diagonal mask, or cu_seqlens and position_ids for an attention that reads them",
-)
+_PACKED = "separate packed rows: a block-diagonal mask, or cu_seqlens and position_ids for an attention that reads them"
+PACKED = {
+    "packed": "{value:.0f} consecutive rows in one",
+    "packed-bins": "consecutive rows in bins of {value:.0f} tokens",
+}
+"""Ways to pack rows, in words."""
+for _name, _words in PACKED.items():
+    FAULTS[_name] = Fault(f"with {_words}, each seeing those before it", _PACKED)
+    FAULTS[f"{_name}-restarting"] = Fault(
+        f"with {_words}, each seeing those before it, at positions that restart", _PACKED
+    )
 FAULTS["pads-seen"] = Fault(
     "with prompts padded on the left to the longest of {value:.0f} rows, and pads that are attended to",
     "pass attention_mask (and position_ids that do not count pads) to the model's forward pass",
@@ -157,6 +167,19 @@ for _name, _words in RETOKENISED.items():
         f"with responses {_words}, which makes other ids of {{value:.0f}} of them",
         "train on the sampled ids: hand ids, not text, from the sampler to the trainer",
     )
+THINKING = {
+    f"thinking-dropped{prompt}{blank}": f"with the thinking of turns before the last left out{told}{also}"
+    for prompt, told in (("", ""), ("-prompts", ", of prompts, too"))
+    for blank, also in (("", ""), ("-blanks", ", with the blank lines after it"))
+}
+"""Ways to leave out thinking as chat templates do, in words."""
+for _name, _words in THINKING.items():
+    FAULTS[_name] = Fault(
+        f"{_words}, from {{value:.0f}} responses",
+        "train on the sampled ids: a chat template that renders the conversation again drops what was sampled",
+    )
+REWRITTEN = (*PACKED, *(f"{name}-restarting" for name in PACKED), "pads-seen", *RETOKENISED, *THINKING)
+"""Faults by which rows are of other tokens, or see others: how many rows is the reading's value, or tokens of a bin."""
 HALF = ("bfloat16", "float16")
 for _name in HALF:
     FAULTS[f"logits-{_name}"] = Fault(f"with log π of logits that are rounded to {_name}", _FLOAT)
@@ -223,6 +246,16 @@ class Columns:
     """Added to a group's standard deviation where advantages are made of rewards."""
     kl_ratio: Literal["live", "detached"] | None = None
     """Whether KL is times each response's geometric mean of π/π_old, with that ratio's gradient or without."""
+
+    def weigh(
+        self, entropy: Float[Tensor, "B S"], logprob: Float[Tensor, "B S"] | None = None
+    ) -> TokenWeights:
+        """Return Eq. 2's weights; logprob: in place of log π."""
+        batch = self.batch
+        if self.loss.weighting is not None:  # whose sums and thresholds are over the kept tokens
+            batch = replace(batch, response_mask=self.kept)
+        settings = {"num_tokens": batch.num_tokens, "entropy": entropy}
+        return batch_weights(self.logprob if logprob is None else logprob, batch, self.loss, **settings)
 
     def pull(self, kl: Float[Tensor, "B S"]) -> Float[Tensor, "B S"]:
         """Return KL's weights times the response's ratio, if that is so; kl: without it."""

@@ -18,10 +18,22 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian
-from gradscope.objective import LossSettings, batch_weights
+from gradscope.objective import LossSettings
 from gradscope.rollouts import TokenBatch
-from gradscope.updates.auditing.encoding import Row, align, encode_again
-from gradscope.updates.auditing.faults import COLUMNS, FAULTS, TERMS, Columns, Terms, bounded, inner_orders, orders
+from gradscope.updates.auditing.encoding import CLOSINGS, THINK, Row, align, encode_again, find_thinking
+from gradscope.updates.auditing.faults import (
+    COLUMNS,
+    FAULTS,
+    REWRITTEN,
+    TERMS,
+    Columns,
+    Terms,
+    bounded,
+    inner_orders,
+    orders,
+)
+from gradscope.updates.auditing.packing import PackedJacobian
+from gradscope.updates.auditing.undetached import undetached
 
 AGGREGATIONS = {
     "logged": "the loss as recorded in the log",
@@ -35,7 +47,7 @@ AGGREGATIONS = {
 }
 GUESSED = ("prompts", "parts", "strides")
 """Aggregations that are tried if no other fits, as the log does not tell micro-batches or processes."""
-ALIGNED = ("advantages", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+ALIGNED = ("advantages", "old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
 """A batch's numbers by token that readings are made of."""
 Weights = Float[Tensor, "2 K"]
 """c_t·w_t and c_t·e of each token, in float64."""
@@ -85,8 +97,9 @@ class Reading:
 
     @property
     def remedies(self) -> tuple[str, ...]:
-        """What to do about each fault."""
-        return tuple(dict.fromkeys(FAULTS[name].remedy for name in self.faults))
+        """What to do about each fault, but for π/π_old = 1 on other rows, which follows."""
+        follows = {"old-recomputed"} if self.faults and self.faults[0] in REWRITTEN else ()
+        return tuple(dict.fromkeys(FAULTS[name].remedy for name in self.faults if name not in follows))
 
     @property
     def wrong(self) -> str:
@@ -173,13 +186,11 @@ class Readings:
         J = TokenJacobian(self.J.policy, replace(batch, **columns), self.J.resources)
         return replace(self, J=J, rows=replace(self.rows, response=real.nonzero()[:, 0]))
 
-    def packed(self, size: int) -> Readings:
-        """Return those on all tokens of rows packed without a mask between them: each has, before its prompt, the rows
-        before it among `size` consecutive ones. Positions continue.
-        """
-        ids, real = self.J.batch.input_ids, self.J.batch.attention_mask
-        packs = (slice(row - row % size, row) for row in range(len(ids)))
-        return self._behind([ids[pack][real[pack]] for pack in packs], "packed")
+    def packed(self, part: Int[Tensor, " B"], fault: str) -> Readings:
+        """Return those of rows packed without a mask between them: consecutive ones of a part, each of which sees those
+        before it. Positions continue or, by the fault's name, restart."""
+        J = PackedJacobian(self.J, part, restarting=fault.endswith("restarting"))
+        return replace(self, J=J, faults=(fault,))
 
     def padded(self, part: Int[Tensor, " B"]) -> Readings:
         """Return those on all tokens of rows that see the padding before their prompts, to the longest prompt of their
@@ -191,16 +202,14 @@ class Readings:
         if policy.tokenizer is not None and policy.tokenizer.pad_token_id is not None:
             pad = policy.tokenizer.pad_token_id
         pad = min(policy.stop_ids, default=0) if pad is None else pad
-        return self._behind([torch.full((count,), pad) for count in (longest - prompts).tolist()], "pads-seen")
-
-    def _behind(self, before: Sequence[Int[Tensor, " n"]], fault: str) -> Readings:
-        """Return those on all tokens of rows that have these before them and see them."""
         rows = []
-        for ids, real, seen in zip(self.J.batch.input_ids, self.J.batch.attention_mask, before, strict=True):
-            own = real.nonzero()[:, 0]
+        for ids, real, count in zip(
+            self.J.batch.input_ids, self.J.batch.attention_mask, (longest - prompts).tolist(), strict=True
+        ):
+            own, seen = real.nonzero()[:, 0], torch.full((count,), pad)
             source = torch.cat([torch.full_like(seen, -1), own])
             rows.append(Row(torch.cat([seen, ids[own]]), source, torch.ones_like(source, dtype=torch.bool)))
-        return self._on(rows, fault)
+        return self._on(rows, "pads-seen")
 
     def encoded_again(self, fault: str) -> list[tuple[list[int], list[int]]]:
         """Return the ids of each row, and those that a fault of RETOKENISED makes of them."""
@@ -217,6 +226,24 @@ class Readings:
             source, same = map(torch.tensor, align(old, new, self.J.policy.decode))
             rows.append(Row(torch.tensor(new), real.nonzero()[:, 0][source], same))
         return self._on(rows, fault)
+
+    def without_thinking(self, fault: str) -> tuple[Readings, int] | None:
+        """Return those on all tokens of rows from which a fault of THINKING takes some, and how many rows these are;
+        None: none."""
+        batch, tokenizer, rows, count = self.J.batch, self.J.policy.tokenizer, [], 0
+        closings = {THINK, *CLOSINGS.findall(str(getattr(tokenizer, "chat_template", None)))}
+        texts = {one: self.J.policy.decode([one]) for one in batch.input_ids.unique().tolist()} if tokenizer else {}
+        for ids, real, kept, place in zip(
+            batch.input_ids, batch.attention_mask, self.kept, self.positions, strict=True
+        ):
+            own = real.nonzero()[:, 0]
+            told = [texts.get(one, "") for one in ids[own].tolist()]
+            gone = torch.zeros_like(own, dtype=torch.bool)
+            gone[[*find_thinking(told, kept[own].tolist(), closings, blanks="blanks" in fault)]] = True
+            gone &= (place[own] >= 0) | ("prompts" in fault)
+            rows.append(Row(ids[own[~gone]], own[~gone], torch.ones_like(own[~gone], dtype=torch.bool)))
+            count += bool(gone.any())
+        return (self._on(rows, fault), count) if count else None
 
     def _on(self, rows: Sequence[Row], fault: str) -> Readings:
         """Return those on all tokens of other rows. A token that the batch's row has not has the mask of the one in
@@ -264,10 +291,7 @@ class Readings:
     def weigh(self, columns: Columns) -> Terms:
         """Return the terms that these columns make."""
         J, batch = self.J, columns.batch
-        if columns.loss.weighting is not None:  # whose sums and thresholds are over the kept tokens
-            batch = replace(batch, response_mask=self.kept)
-        settings = {"num_tokens": batch.num_tokens, "entropy": J.statistics.entropy}
-        found = batch_weights(columns.logprob, batch, columns.loss, **settings)
+        found = columns.weigh(J.statistics.entropy)
         bonus = torch.full_like(found.kl, self.loss.entropy_coef)
         parts = torch.stack([J.kept(own).double() for own in (found.policy, columns.pull(found.kl), bonus)])
         kept = J.kept(self.kept)
@@ -312,6 +336,13 @@ class Readings:
         """Return those without a further fault."""
         return {Reading(name, self.faults): own for name, own in self._ours.items()}
 
+    def recomputed(self) -> dict[Reading, Weights]:
+        """Return those with π/π_old = 1, where that is another: of rows on which π_old is computed, too."""
+        if not self.tells("old-recomputed"):
+            return {}
+        own = self.aggregate(self._with(("old-recomputed",)))
+        return {Reading(name, (*self.faults, "old-recomputed")): weights for name, weights in own.items()}
+
     def faulty(self, most: int) -> Iterator[tuple[Reading, Weights]]:
         """Yield readings with so many faults, at most one of them a missing part."""
         for faults, terms in self._combine(most):
@@ -346,6 +377,9 @@ class Readings:
             moved = self.weigh(self.columns.with_advantages(self._of_response.roll(by)))
             yield from ((Reading(n, ("advantages-rolled",), value=by), own) for n, own in self.aggregate(moved).items())
         yield from self._reordered()
+        for policy in undetached(self.columns, self.J.statistics.entropy):
+            terms = replace(self.terms, parts=torch.cat([self.J.kept(policy)[None], self.terms.parts[1:]]))
+            yield from ((Reading(name, ("not-detached",)), own) for name, own in self.aggregate(terms).items())
         for fault, terms in self._move_mask():
             yield from ((Reading(name, (fault,)), own) for name, own in self.aggregate(terms).items())
         rest, pull = self.aggregate(self.terms.scale(1, 0, 1)), self.aggregate(self.terms.scale(0, 1, 0))

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.policy import arithmetic_dtype
-from gradscope.updates.auditing.faults import RETOKENISED
-from gradscope.updates.auditing.products import products_of, summarize
+from gradscope.updates.auditing.faults import RETOKENISED, REWRITTEN, THINKING
+from gradscope.updates.auditing.packing import packings, takes_positions
+from gradscope.updates.auditing.products import TIGHT, products_of, summarize
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
 
-REWRITTEN = ("packed", "pads-seen", *RETOKENISED)
-"""Faults by which rows are of other tokens, or see others: how many rows is the reading's value."""
 RESCORED = frozenset({"no-temperature", *REWRITTEN, *ROUNDED})
 """Faults by which log π itself is another."""
 AT_ONCE = 8
@@ -37,7 +36,7 @@ NEAREST = 8
 """Readings of those screened at a time that get a backward pass."""
 SCREENED = 64
 """Readings whose weights are held at a time."""
-PACKED = 20_000
+SEEN = 20_000
 """Most tokens of rows with all that they see, if they were packed."""
 ALIKE = 0.9
 """Least cosine with a reading without a fault for which rounding of logits is tried."""
@@ -114,8 +113,8 @@ class Search:
         self._screen(ways, aggregations)
 
     def try_retokenised(self, aggregations: Sequence[str]) -> None:
-        """Try responses that are decoded to text and encoded again, also with π/π_old = 1, as π_old is then of these
-        ids."""
+        """Try responses that are decoded to text and encoded again, or lose thinking, also with π/π_old = 1, as
+        π_old is then of these ids."""
         exact, seen = self.everywhere, []
         for fault in RETOKENISED:
             rows = exact.encoded_again(fault)
@@ -123,21 +122,28 @@ class Search:
             if not count or rows in seen or exact.J.policy.why_too_long(max(len(new) for _, new in rows)):
                 continue
             seen.append(rows)
-            readings = exact.retokenised(rows, fault)
-            pairs = {r: w for r, w in readings.faulty(2) if r.faults[1:] == ("old-recomputed",)}
-            self._try_rewritten(readings, readings.plain() | pairs, count, aggregations)
+            self._try_rewritten(exact.retokenised(rows, fault), count, aggregations)
+        for fault in THINKING:
+            found = exact.without_thinking(fault)
+            if found is not None and (rows := found[0].J.batch.input_ids.tolist()) not in seen:
+                seen.append(rows)
+                self._try_rewritten(*found, aggregations)
 
     def try_packed(self, aggregations: Sequence[str]) -> None:
-        """Try rows that are packed without a mask between them, of batches that then have at most PACKED tokens."""
-        exact, lengths = self.everywhere, self.readings.J.batch.attention_mask.sum(1)
-        counts = exact.rows.parts.get("micro-batches", torch.zeros(len(lengths), dtype=torch.long)).bincount()
-        whole, policy = int(counts.max()), exact.J.policy
-        for size in [size for size in range(2, whole + 1) if (counts % size == 0).all()]:
-            ends = [lengths[row - row % size : row + 1].sum() for row in range(len(lengths))]
-            if sum(ends) > PACKED or policy.why_too_long(int(max(ends))):
-                return
-            readings = exact.packed(size)
-            self._try_rewritten(readings, readings.plain(), size, aggregations)
+        """Try rows that are packed without a mask between them, and see at most SEEN tokens, up to one that fits."""
+        exact, parts = self.everywhere, self.readings.rows.parts
+        lengths = exact.J.batch.attention_mask.sum(1)
+        within = parts.get("micro-batches", parts.get("processes", torch.zeros_like(lengths)))
+        policy = exact.J.policy
+        ways = ("-restarting", "") if takes_positions(policy.model) else ("",)
+        for name, value, part in packings(lengths, within):
+            seen = [int(lengths[part == one].cumsum(0).sum()) for one in part.unique()]
+            longest = max(int(lengths[part == one].sum()) for one in part.unique())
+            for way in ways if sum(seen) <= SEEN else ():
+                if way or not policy.why_too_long(longest):
+                    self._try_rewritten(exact.packed(part, f"{name}{way}"), value, aggregations)
+                if any(summarize(own)["typical"] <= TIGHT for own in self.found.values()):
+                    return
 
     def try_padded(self, aggregations: Sequence[str]) -> None:
         """Try rows that see padding before their prompts: to the longest of their micro-batch, or of all rows."""
@@ -151,12 +157,12 @@ class Search:
             seen = readings.J.batch.attention_mask.sum(1)
             if torch.equal(seen, batch.attention_mask.sum(1)) or exact.J.policy.why_too_long(int(seen.max())):
                 continue
-            self._try_rewritten(readings, readings.plain(), size, aggregations)
+            self._try_rewritten(readings, size, aggregations)
 
-    def _try_rewritten(
-        self, readings: Readings, weights: Mapping[Reading, Weights], value: int, aggregations: Sequence[str]
-    ) -> None:
+    def _try_rewritten(self, readings: Readings, value: int, aggregations: Sequence[str]) -> None:
+        """Try readings of other rows, also with π/π_old = 1."""
         self._rescored[readings.faults[0], value] = readings
+        weights = readings.plain() | readings.recomputed()
         own = {replace(r, value=value): w for r, w in weights.items() if r.aggregation in aggregations}
         self._try(own, readings.J)
 
