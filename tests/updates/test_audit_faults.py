@@ -83,6 +83,8 @@ class Trainer:
     log_softmax: Callable[[Tensor], Tensor] = lambda logits: torch.log_softmax(logits, -1)
     clip: tuple[str, float] | None = None
     """The norm that each micro-batch's gradient ("each"), or the sum after each ("sum"), is clipped to."""
+    made: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """The policy's part, of log π, π/π_old, Â and the mask, instead of the surrogate."""
     kl_where: Callable[[Tensor, Tensor], Tensor] | None = None
     kl_times: Callable[[Tensor], Tensor] | None = None
     """Of each response's geometric mean of π/π_old."""
@@ -107,6 +109,7 @@ class Trainer:
             before, reference = (torch.where(x[rows, 1:].isnan(), own.detach(), x[rows, 1:]) for x in (old, ref))
             ratio = (own - before).exp()
             policy = self.surrogate(ratio, ratio.clamp(1 - self.clips[0], 1 + self.clips[1]), a)
+            policy = policy if self.made is None else self.made(own, ratio, a, kept)
             kl = torch.expm1(reference - own) - (reference - own)
             if self.kl_where is not None:
                 kl = torch.where(self.kl_where(own.detach(), reference), kl, 0.0)
@@ -490,6 +493,25 @@ def test_parameters_that_are_wrong_are_told_by_their_kind():
     assert (found.kind, found.odd_kind) == ("parameters", "layer 1")
 
 
+@pytest.mark.parametrize(
+    ("place", "named"),
+    [("norm", "below the head"), ("layers.0", "below layer 1"), ("embed_tokens", "embedding")],
+)
+def test_a_backward_pass_that_breaks_is_told_by_where(place, named):
+    """What goes back to a module's output is half of what it should be, as if a rank of two were missing."""
+    policy, batch = make_step(temperature=1.0, prompts=2, kind="llama")
+
+    def halve(_: object, __: object, output: Tensor | tuple[Tensor, ...]) -> None:
+        hidden = output if isinstance(output, Tensor) else output[0]
+        hidden.register_hook(lambda g: g * (torch.arange(g.shape[-1]) % 2))
+
+    hook = policy.model.model.get_submodule(place).register_forward_hook(halve)
+    gradient = Trainer(policy, batch).gradient()
+    hook.remove()
+    found = audit(policy, batch, gradient, loss=LOSS, micro_batch=MICRO)
+    assert (found.kind, found.odd_kind, found.aggregation) == ("parameters", named, "token-mean") and found.remedies
+
+
 @pytest.mark.parametrize("fault", every(2, ["log-softmax-bfloat16", "logits-bfloat16"]))
 def test_a_softmax_of_rounded_logits_is_named(fault):
     policy, batch = make_step(temperature=1.0, prompts=2)
@@ -518,25 +540,91 @@ def test_half_precisions_noise_is_not_explained_by_sets_of_tokens(seed):
     assert found.kind == "other" and found.explained.empty and found.remedies == ()
 
 
-@pytest.mark.parametrize("count", every(2, [2, 4]))
-def test_packed_rows_that_see_each_other_are_named_with_their_number(count):
-    """Two rows at a time as one, with plain causal attention and positions that continue."""
-    policy, batch = make_step(temperature=1.0)
-    batch = batch.select(range(count))
-    named, total = dict(float_parameters(policy.model)), 0.0
-    for first in range(0, count, 2):
-        rows = [batch.sequence(row) for row in (first, first + 1)]
-        logits = policy.model(input_ids=torch.cat([ids for ids, _ in rows])[None], use_cache=False).logits[0]
+@pytest.mark.parametrize(
+    ("fault", "value", "packs"),
+    every(2, [
+        ("packed-restarting", 4, [(0, 4)]), ("packed", 2, [(0, 2), (2, 4), (4, 6), (6, 8)]),
+        ("packed-bins-restarting", 32, [(0, 2), (2, 5)]), ("packed-restarting", 3, [(0, 3), (3, 4), (4, 7), (7, 8)]),
+        ("packed", 2, [(0, 2)]), ("packed-bins", 64, [(0, 5), (5, 8)]),
+    ]),
+)  # fmt: skip
+def test_packed_rows_that_see_each_other_are_named_with_their_number(fault, value, packs):
+    """Rows as one, with plain causal attention, and the logged π_old in a clipped loss, whose ratios are others."""
+    policy, batch = make_step(1, temperature=1.0, prompts=2)
+    batch = batch.select(range(packs[-1][1]))
+    named, total, restarting = dict(float_parameters(policy.model)), 0.0, "restarting" in fault
+    for first, last in packs:
+        rows = [batch.sequence(row)[0] for row in range(first, last)]
+        ids, whole = torch.cat(rows)[None], sum(map(len, rows))
+        places = torch.cat([torch.arange(len(own)) for own in rows]) if restarting else torch.arange(whole)
+        settings = {"attention_mask": torch.ones_like(ids), "position_ids": places[None], "use_cache": False}
+        logprobs = policy.model(input_ids=ids, **settings).logits[0].log_softmax(-1)
         before = 0
-        for row, (ids, kept) in zip((first, first + 1), rows, strict=True):
-            own = logits[before + kept - 1].log_softmax(-1).gather(1, ids[kept, None])[:, 0]
-            total = total - (batch.advantages[row][batch.response_mask[row]] * own).sum() / batch.num_tokens
-            before += len(ids)
+        for row, own in zip(range(first, last), rows, strict=True):
+            kept, mask = batch.sequence(row)[1], batch.response_mask[row]
+            new = logprobs[before + kept - 1].gather(1, own[kept, None])[:, 0]
+            ratio, a = (new - batch.old_logprobs[row][mask]).exp(), batch.advantages[row][mask]
+            total = total - torch.minimum(ratio * a, ratio.clamp(1 - LOW, 1 + HIGH) * a).sum() / batch.num_tokens
+            before += len(own)
     gradients = torch.autograd.grad(total, [*named.values()], allow_unused=True)
     gradient = {name: own for name, own in zip(named, gradients, strict=True) if own is not None}
-    log = replace(batch, old_logprobs=None, ref_logprobs=None, rewards=None)
-    found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0), micro_batch=MICRO)
-    assert (found.kind, found.fault, found.value) == ("same", "packed", 2) and found.remedies
+    log = replace(batch, ref_logprobs=None, rewards=None)
+    micro_batch = None if "bins" in fault else MICRO
+    found = audit(policy, log, gradient, loss=replace(LOSS, kl_coef=0.0), micro_batch=micro_batch)
+    assert (found.kind, found.fault, found.value) == ("same", fault, value) and found.remedies
+    assert found.aggregation == "token-mean" and found.factor == pytest.approx(1, abs=1e-4)
+
+
+SAMPLER = -4.7
+"""log μ of every token."""
+
+
+def clipped(own: Tensor, ratio: Tensor, a: Tensor) -> Tensor:
+    return torch.minimum(ratio * a, ratio.clamp(1 - LOW, 1 + HIGH) * a)
+
+
+UNDETACHED = {
+    "cispo:eps_high=1.3": (lambda own, ratio, kept: ratio.clamp(max=1.3), lambda own, ratio, a: own * a),
+    "reweight:alpha=0.3": (lambda own, ratio, kept: 0.3 * own.exp() + 0.7, clipped),
+    "dft": (lambda own, ratio, kept: own.exp(), lambda own, ratio, a: own),
+    "tis:high=2": (lambda own, ratio, kept: (own - SAMPLER).exp().clamp(max=2), clipped),
+    "sequence-tis:high=3": (
+        lambda own, ratio, kept: ((own - SAMPLER) * kept).sum(1, keepdim=True).exp().clamp(max=3),
+        clipped,
+    ),
+    "icepop:low=0.8,high=3": (
+        lambda own, ratio, kept: (own - SAMPLER).exp() * ((own - SAMPLER).exp().clamp(0.8, 3) == (own - SAMPLER).exp()),
+        lambda own, ratio, a: own * a,
+    ),
+}
+"""A weighting, its weight or factor, of log π, π/π_old and the mask, and what that multiplies."""
+
+
+@pytest.mark.parametrize(
+    ("weighting", "detached"), every(3, [(name, how) for how in (False, True) for name in UNDETACHED])
+)
+def test_a_weight_that_is_not_detached_is_named(weighting, detached):
+    policy, batch = make_step(temperature=5.0, prompts=2)
+    weight, value = UNDETACHED[weighting]
+    log = replace(batch, ref_logprobs=None, rewards=None)
+    trainer = Trainer(policy, log, beta=0.0, ref=batch.ref_logprobs)
+    if "cispo" not in weighting:  # on-policy, so that π_old and π are one
+        none = torch.full_like(batch.old_logprobs, torch.nan)
+        mu = torch.where(batch.response_mask, SAMPLER, torch.nan)
+        trainer = replace(trainer, batch=replace(log, old_logprobs=None, sampler_logprobs=mu), old=none)
+
+    def made(own: Tensor, ratio: Tensor, a: Tensor, kept: Tensor) -> Tensor:
+        factor = weight(own, ratio, kept)
+        return (factor.detach() if detached else factor) * value(own, ratio, a)
+
+    # Reweight as a setting of the loss, too.
+    loss = TrainedLoss(weighting=weighting, kl_coef=0.0, clip_ratio_c=None)
+    if weighting.startswith("reweight"):
+        loss = replace(loss, weighting=None, reweight_alpha=0.3)
+    found = check(replace(trainer, made=made), loss=loss)
+    assert (found.kind, found.fault) == ("same", None if detached else "not-detached")
+    assert found.aggregation == "token-mean" and bool(found.remedies) != detached
+    assert found.factor == pytest.approx(1, abs=1e-4)
 
 
 @pytest.mark.all
@@ -638,6 +726,85 @@ def test_sampled_ids_are_not_taken_for_encoded_ones(seed):
     found = check(Trainer(policy, batch))
     assert (found.kind, found.fault) == ("same", None) and "retokenised" not in found.unseen
     assert "retokenised" in check(Trainer(policy, batch[1::2])).unseen  # which are as their text is encoded
+
+
+def make_conversations(seed: int = 0, begin: str = "<think>", end: str = "</think>") -> tuple[Policy, TokenBatch]:
+    """A step of responses of one to three turns, all but some with thinking, between which the mask drops tokens."""
+    tokenizer = make_tokenizer(others=(begin, end, "\n"))
+    tokenizer.chat_template = f"{{{{ messages[-1].content.split('{end}')[-1] }}}}"
+    policy, draw = replace(make_policy("qwen2"), tokenizer=tokenizer), torch.Generator().manual_seed(seed)
+    first, last, blank = (tokenizer.convert_tokens_to_ids(word) for word in (begin, end, "\n"))
+
+    def some(size: int) -> list[int]:
+        return torch.randint(4, VOCAB - 3, (size,), generator=draw).tolist()
+
+    rows = []
+    for row in range(8):
+        ids, mask = [], []
+        for turn in range(1 + row % 3):
+            said = [first, *some(2), last, *[blank] * (row % 2)] * (row + turn != 4) + some(2)
+            other = some(2) * (turn > 0)
+            ids, mask = ids + other + said, mask + [False] * len(other) + [True] * len(said)
+        advantage = float(torch.randn(1, generator=draw))
+        prompt = [*some(1), first, *some(1), last, *some(1)]
+        rows.append(Response(prompt, ids, group=row // 4, advantage=advantage, response_mask=mask))
+    batch = replace(collate(rows), temperature=torch.ones(8))
+    noise = torch.randn(2, *batch.input_ids.shape, generator=draw)
+    old, ref = (scores(policy, batch) + size * own for size, own in zip((0.15, 0.5), noise, strict=True))
+    old, ref = (torch.where(batch.response_mask, own.clamp(max=0.0), torch.nan) for own in (old, ref))
+    return policy, replace(batch, old_logprobs=old, ref_logprobs=ref)
+
+
+def without_thinking(batch: TokenBatch, fault: str) -> tuple[TokenBatch, int]:
+    """The batch without the thinking of turns before the last, token by token, and how many rows changed."""
+    first, last, blank, rows, gone = VOCAB - 3, VOCAB - 2, VOCAB - 1, [], 0
+    for row, start in enumerate(batch.response_start.tolist()):
+        ids, kept = batch.sequence(row)[0].tolist(), batch.response_mask[row][batch.attention_mask[row]].tolist()
+        offset = int(batch.attention_mask[row].int().argmax())
+        start, begun, stay = start - offset, False, []
+        final = max(place for place in range(len(ids)) if not kept[place])  # the last turn comes after it
+        for place, one in enumerate(ids):
+            begun |= one == first
+            ended = "blanks" in fault and one == blank and bool(place) and ids[place - 1] == last
+            early = place < final and ("prompts" in fault or place >= start)
+            stay += [] if (begun or ended) and early else [place]
+            begun &= one != last
+        gone += len(stay) < len(ids)
+        rows.append((offset, ids, kept, start, stay))
+    made = [
+        Response(
+            *([ids[p] for p in stay if (p < start) is before] for before in (True, False)),
+            group=row // 4, temperature=1.0, advantage=float(batch.advantages[row, offset + start]),
+            response_mask=[kept[p] for p in stay if p >= start],
+        )
+        for row, (offset, ids, kept, start, stay) in enumerate(rows)
+    ]  # fmt: skip
+    found = collate(made)
+    for name in ("old_logprobs", "ref_logprobs"):
+        moved = torch.full(found.input_ids.shape, torch.nan)
+        for row, (offset, *_, stay) in enumerate(rows):
+            at = int(found.attention_mask[row].int().argmax())
+            moved[row, at : at + len(stay)] = getattr(batch, name)[row, [offset + p for p in stay]]
+        found = replace(found, **{name: moved})
+    return found, gone
+
+
+@pytest.mark.parametrize(
+    ("fault", "begin", "end"),
+    every(2, [
+        ("thinking-dropped", "<think>", "</think>"), ("thinking-dropped-blanks", "<think>", "</think>"),
+        ("thinking-dropped-prompts+old-recomputed", "[THINK]", "[/THINK]"),
+        ("thinking-dropped-prompts-blanks", "<think>", "</think>"),
+    ]),
+)  # fmt: skip
+def test_thinking_that_a_chat_template_drops_is_named_with_its_number(fault, begin, end):
+    policy, batch = make_conversations(begin=begin, end=end)
+    trained, changed = without_thinking(batch, fault.split("+")[0])
+    trained = replace(trained, old_logprobs=trained.old_logprobs * (torch.nan if "+" in fault else 1.0))
+    found = audit(policy, batch, Trainer(policy, trained).gradient(), loss=LOSS, micro_batch=MICRO)
+    assert (found.kind, found.fault, found.value) == ("same", fault, changed)
+    assert len(found.remedies) == 1 and found.aggregation == "token-mean"
+    assert found.factor == pytest.approx(1, abs=1e-4)
 
 
 def test_advantages_of_another_grouping_are_named_with_what_is_added_to_the_deviation():

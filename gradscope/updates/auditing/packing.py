@@ -74,7 +74,8 @@ class PackedJacobian(TokenJacobian):
 
 def takes_positions(model: nn.Module) -> bool:
     """Return whether positions can be given to a model."""
-    return "position_ids" in inspect.signature(model.forward).parameters
+    inner = getattr(model, "get_base_model", lambda: model)()  # of an adapter, which passes them on
+    return "position_ids" in inspect.signature(inner.forward).parameters
 
 
 def packings(lengths: Int[Tensor, " B"], within: Int[Tensor, " B"]) -> Iterator[tuple[str, int, Int[Tensor, " B"]]]:
