@@ -32,7 +32,6 @@ from gradscope.updates.auditing.faults import (
     inner_orders,
     orders,
 )
-from gradscope.updates.auditing.packing import PackedJacobian
 from gradscope.updates.auditing.undetached import undetached
 
 AGGREGATIONS = {
@@ -185,12 +184,6 @@ class Readings:
             columns["advantages"] = torch.where(self.kept, batch.advantages, self._of_response[:, None])
         J = TokenJacobian(self.J.policy, replace(batch, **columns), self.J.resources)
         return replace(self, J=J, rows=replace(self.rows, response=real.nonzero()[:, 0]))
-
-    def packed(self, part: Int[Tensor, " B"], fault: str) -> Readings:
-        """Return those of rows packed without a mask between them: consecutive ones of a part, each of which sees those
-        before it. Positions continue or, by the fault's name, restart."""
-        J = PackedJacobian(self.J, part, restarting=fault.endswith("restarting"))
-        return replace(self, J=J, faults=(fault,))
 
     def padded(self, part: Int[Tensor, " B"]) -> Readings:
         """Return those on all tokens of rows that see the padding before their prompts, to the longest prompt of their

@@ -21,7 +21,7 @@ from torch import Tensor
 from gradscope.gradients import TokenJacobian, Vectors
 from gradscope.policy import arithmetic_dtype
 from gradscope.updates.auditing.faults import RETOKENISED, REWRITTEN, THINKING
-from gradscope.updates.auditing.packing import packings, takes_positions
+from gradscope.updates.auditing.packing import PackedJacobian, packings, takes_positions
 from gradscope.updates.auditing.products import TIGHT, products_of, summarize
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights, near
 from gradscope.updates.auditing.rounded import ROUNDED, RoundedJacobian
@@ -141,7 +141,8 @@ class Search:
             longest = max(int(lengths[part == one].sum()) for one in part.unique())
             for way in ways if sum(seen) <= SEEN else ():
                 if way or not policy.why_too_long(longest):
-                    self._try_rewritten(exact.packed(part, f"{name}{way}"), value, aggregations)
+                    J = PackedJacobian(exact.J, part, restarting=bool(way))
+                    self._try_rewritten(replace(exact, J=J, faults=(f"{name}{way}",)), value, aggregations)
                 if any(summarize(own)["typical"] <= TIGHT for own in self.found.values()):
                     return
 
