@@ -585,7 +585,7 @@ def clipped(own: Tensor, ratio: Tensor, a: Tensor) -> Tensor:
 
 UNDETACHED = {
     "cispo:eps_high=1.3": (lambda own, ratio, kept: ratio.clamp(max=1.3), lambda own, ratio, a: own * a),
-    "reweight:alpha=0.3": (lambda own, ratio, kept: 0.3 * own.exp() + 0.7, clipped),
+    "reweight:alpha=0.9": (lambda own, ratio, kept: 0.9 * own.exp() + 0.1, clipped),
     "dft": (lambda own, ratio, kept: own.exp(), lambda own, ratio, a: own),
     "tis:high=2": (lambda own, ratio, kept: (own - SAMPLER).exp().clamp(max=2), clipped),
     "sequence-tis:high=3": (
@@ -620,7 +620,7 @@ def test_a_weight_that_is_not_detached_is_named(weighting, detached):
     # Reweight as a setting of the loss, too.
     loss = TrainedLoss(weighting=weighting, kl_coef=0.0, clip_ratio_c=None)
     if weighting.startswith("reweight"):
-        loss = replace(loss, weighting=None, reweight_alpha=0.3)
+        loss = replace(loss, weighting=None, reweight_alpha=0.9)
     found = check(replace(trainer, made=made), loss=loss)
     assert (found.kind, found.fault) == ("same", None if detached else "not-detached")
     assert found.aggregation == "token-mean" and bool(found.remedies) != detached
