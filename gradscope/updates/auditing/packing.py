@@ -87,14 +87,14 @@ def packings(lengths: Int[Tensor, " B"], within: Int[Tensor, " B"]) -> Iterator[
     [('packed', 3, [0, 0, 0]), ('packed', 2, [0, 0, 1])]
     """
     counts, place = within.unique(return_counts=True)[1], (within[:, None] == within).tril().sum(1) - 1
-    most, seen = int(counts.max()), [[*range(len(within))]]
+    most, seen = int(counts.max()), []
     sizes = (size for size in range(2, most) if size <= FEW or not (counts % size).any())
     ways = [("packed", size, place // size) for size in (most, *sizes)]
     budgets = (1 << power for power in range(int(lengths.max() - 1).bit_length(), int(lengths.sum()).bit_length()))
     ways += [("packed-bins", budget, _fill(lengths, within, budget)) for budget in budgets]
     for name, value, bin_ in ways:
         pack = (within * len(within) + bin_).unique(return_inverse=True)[1]
-        if pack.tolist() not in seen:
+        if pack.tolist() not in seen and int(pack.max()) + 1 < len(pack):
             seen.append(pack.tolist())
             yield name, value, pack
 
