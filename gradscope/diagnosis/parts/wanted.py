@@ -7,8 +7,6 @@ from math import ceil, isnan
 
 import numpy as np
 import pandas as pd
-from scipy.special import ndtr
-from scipy.stats import binom
 
 from gradscope.diagnosis.findings import Finding, Verdict
 from gradscope.diagnosis.format import drop_vacuous, percent, says_nothing, share_words
@@ -334,6 +332,9 @@ def noise_odds(against: int, prompts: int) -> float:
     >>> [round(noise_odds(count, 11), 2) for count in (3, 5, 11)]
     [0.18, 0.5, 1.0]
     """
+    from scipy.special import ndtr
+    from scipy.stats import binom
+
     points, weights = np.polynomial.hermite_e.hermegauss(64)
     return float(binom.cdf(against, prompts, ndtr(points / np.sqrt(max(prompts - 2, 1)))) @ weights / weights.sum())
 
