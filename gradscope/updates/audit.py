@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -28,6 +29,7 @@ from gradscope.updates.auditing.products import ALL, APART, CLUSTER, FLOAT32, TI
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, TokenRows, TrainedLoss
 from gradscope.updates.auditing.rounded import ROUNDED
 from gradscope.updates.auditing.search import RESCORED, Search
+from gradscope.updates.auditing.whitened import find_whitened
 
 EPS = {"bfloat16": torch.finfo(torch.bfloat16).eps, "float16": torch.finfo(torch.float16).eps}
 """Half precision → the spacing of its numbers just above 1."""
@@ -44,6 +46,8 @@ NEAR = 0.9
 """Least cosine of a reading that is called near: what is left of the gradient is then less than half of it."""
 ALIKE = 1.1
 """Largest ‖T − G‖² of a reading, over the least, whose rest is explained by steps beside the nearest one's."""
+CAUSED = {"clip_norm", "reference"}
+"""Columns of an explanation that say why parts have other weights."""
 REMAINS = 0.25
 """Largest share of the distance without a rounding that may remain with it."""
 CAUSES = {
@@ -207,7 +211,8 @@ def audit(
     judged = _judge(search.found, *given)
     distinct = search.distinct(judged.aggregation if batch.loss_scales is None else "logged")
     rests = _Rests(search, _rounding(precision, counts))
-    for attempt in (search.try_faults, search.try_numbers, search.try_retokenised, search.try_pairs):
+    whitened = partial(search.try_found, find_whitened)
+    for attempt in (search.try_faults, search.try_numbers, search.try_retokenised, whitened, search.try_pairs):
         settled = judged.kind not in ("other", "rounding") and _is_tight(judged.readings).any()
         if settled or (judged.kind != "other" and attempt != search.try_faults):
             break
@@ -269,7 +274,10 @@ def _unseen(readings: Readings) -> tuple[str, ...]:
         "mask-ignored": lambda: bool((inside & ~batch.response_mask).any()),
         "retokenised": lambda: any(old != new for old, new in readings.encoded_again("retokenised")),
     }
-    return tuple(name for name in NEEDS if not (shown[name]() if name in shown else readings.tells(name)))
+    other = () if not readings.loss.is_whole else ("no-clip", "no-kl", "advantages-centred")  # which it has not
+    other += () if readings.loss.is_sampled else ("old-recomputed",)
+    names = (name for name in NEEDS if name not in other)
+    return tuple(name for name in names if not (shown[name]() if name in shown else readings.tells(name)))
 
 
 class _Rests:
@@ -295,10 +303,11 @@ class _Rests:
         parts = [(rest.reading, rest.by_parts(most or max(MOST, len(rest.J.batch) // 2))) for rest in rests]
         known = [pair for pair in parts if pair[1] is not None]
         if known:
-            # Clipping, then what leaves nothing, then the fewest, then the log's.
+            # What has a cause, then what leaves nothing, then the fewest, then averages that the log tells.
+            averages = [reading.aggregation for reading, _ in known]
             ranks = [
-                ("clip_norm" not in own.rows, own.left > self.floor, len(own.rows), reading.aggregation != "logged")
-                for reading, own in known
+                (CAUSED.isdisjoint(own.rows), own.left > self.floor, len(own.rows), name in GUESSED, name != "logged")
+                for name, (_, own) in zip(averages, known, strict=True)
             ]
             reading, found = known[ranks.index(min(ranks))]
             return _add(judged, reading, found)

@@ -821,6 +821,52 @@ def test_advantages_of_another_grouping_are_named_with_what_is_added_to_the_devi
     assert check(step(0.05), loss=replace(LOSS, advantage_eps=0.05)).fault == "advantages-strided"
 
 
+WHITENINGS = [
+    *(("micro-batches", "padded"), ("micro-batches", "tokens"), ("batch", "padded"), ("parts", "tokens")),
+    *(("processes", "padded"), ("micro-batches", "credit")),
+]
+"""Where advantages are whitened again, and over what; credit: over tokens, of advantages by token."""
+
+
+def whiten(values: Tensor, mask: Tensor, part: Tensor, over: str) -> Tensor:
+    """Subtract the mean and divide by the deviation, of each part."""
+    found = values.clone()
+    for one in part.unique():
+        rows = part == one
+        own = values[rows].flatten() if over == "padded" else values[rows][mask[rows]]
+        found[rows] = (values[rows] - own.mean()) / own.std(correction=int(over != "padded"))
+    return found * mask
+
+
+@pytest.mark.parametrize(("place", "over"), every(6, WHITENINGS))
+def test_advantages_that_are_whitened_again_are_named(place, over):
+    policy, batch = make_step(temperature=1.0, prompts=4 if place == "processes" else 2)
+    noise = torch.randn(batch.input_ids.shape, generator=torch.Generator().manual_seed(0))
+    log = replace(batch, rewards=None, advantages=batch.advantages + noise * (over == "credit"))
+    size = {"micro-batches": MICRO, "parts": MICRO, "processes": 8, "batch": len(batch)}[place]
+    values = torch.where(batch.response_mask, log.advantages, 0.0)
+    moved = whiten(values, batch.response_mask, torch.arange(len(batch)) // size, over)
+    known = {"micro_batch": MICRO if place == "micro-batches" else None}
+    known |= {"processes": 2 if place == "processes" else None}
+    found = check(Trainer(policy, log, advantages=moved), **known)
+    assert (found.kind, found.fault, found.aggregation) == ("same", f"advantages-whitened-in-{place}", "token-mean")
+    assert found.value == (2 if place == "parts" else None) and found.remedies
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("seed", range(6))
+def test_advantages_of_few_values_are_not_said_to_be_whitened(seed):
+    """A line through two values in each micro-batch says nothing, and none goes through weights at random."""
+    policy, batch = make_step(seed, temperature=1.0, prompts=2)
+    few = by_token(batch, torch.tensor([1.0, -1.0, -1.0, 1.0, -0.5, -0.5, 2.0, -0.5]))
+    log = replace(batch, rewards=None, advantages=torch.where(batch.response_mask, few, torch.nan))
+    moved = whiten(torch.where(batch.response_mask, few, 0.0), batch.response_mask, torch.arange(8) // MICRO, "padded")
+    assert "whitened" not in str(check(Trainer(policy, log, advantages=moved)).fault)
+    noise = torch.rand(8, generator=torch.Generator().manual_seed(seed))
+    found = check(Trainer(policy, replace(batch, rewards=None), advantages=filled(batch) * (0.5 + noise)[:, None]))
+    assert found.kind == "tokens" and found.fault is None
+
+
 def test_a_gradient_that_is_nearly_a_readings_needs_no_explanation():
     """Off by .1 % at random, more than float32's sums and less than any part that is looked for."""
     policy, batch = make_step(temperature=1.0, prompts=2)
@@ -847,6 +893,21 @@ def test_a_response_that_counts_several_times_is_found_by_the_gram(times, seed):
     # float32 sums of the same terms agree to TIGHT = 2e-4.
     assert row["times"] == pytest.approx(times, abs=2e-4 * norm(gradient) / norm(alone))
     assert row["share"] == pytest.approx(1, abs=1e-3)
+
+
+@pytest.mark.parametrize("average", every(2, ["token-mean", "sequence-mean"]))
+def test_rows_that_are_repeated_to_fill_up_ranks_are_told_with_the_denominator(average):
+    """The first two of eight count twice, and so do denominators."""
+    policy, batch = make_step(prompts=2)
+    times, sizes = torch.tensor([2.0, 2.0, *[1.0] * 6]), batch.response_mask.sum(1)
+    units = sizes.float() if average == "token-mean" else torch.ones(8)
+    own, counted = times * units / sizes, float(times @ units)
+    found = check(Trainer(policy, batch, keep=batch.response_mask * own[:, None], counted=counted))
+    assert (found.kind, found.aggregation) == ("tokens", average) and "pad_dataproto" in " ".join(found.remedies)
+    assert found.factor == pytest.approx(float(units.sum()) / counted, rel=1e-3)
+    told = found.explained.set_index(["kind", "index"])["times"] / found.factor
+    assert told.to_dict() == pytest.approx({("all", 0): 1, ("response", 0): 2, ("response", 1): 2}, rel=2e-3)
+    assert f"({counted:.0f} " in found.verdict and f" {units.sum():.0f})" in found.verdict
 
 
 @pytest.mark.all

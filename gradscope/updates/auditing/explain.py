@@ -7,7 +7,7 @@ vjp, and all refitted.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,7 +22,7 @@ from gradscope.updates.auditing.products import FLOAT32, TIGHT
 from gradscope.updates.auditing.readings import GUESSED, Reading, Readings, Weights
 from gradscope.updates.auditing.search import Search, loss_gradients
 from gradscope.updates.auditing.traits import find_trait, ratios
-from gradscope.updates.auditing.wording import EQUAL, Trait, describe
+from gradscope.updates.auditing.wording import EQUAL, PARTS, Trait, describe, tell_others
 
 MOST = 32
 """Most tokens, or sets of tokens, in an explanation by steps."""
@@ -30,6 +30,8 @@ COMPARED = 8
 """Tokens of which ‖g_t‖ is computed at each step: the largest by ⟨g_t, R⟩²/(1 − π_t)², to which it is about equal."""
 PATIENCE, PROGRESS = 8, 0.8
 """From so many steps on, n of them must explain n/MOST of ‖D‖², times PROGRESS: MOST tokens of equal size would."""
+UNSURE = 2e-3
+"""‖R‖/‖D‖ up to which a Gram of float32 sums does not tell ‖R‖ from 0."""
 ZERO = 0.01
 """Largest size of what is dropped again, over that of the largest."""
 ENTRIES = 8
@@ -55,7 +57,7 @@ class Atom(NamedTuple):
     """A token, or a set of tokens with the reading's weights."""
 
     kind: str
-    """token, response, prompt, micro-batch, process, or a kind of tokens."""
+    """token, response, prompt, pair, micro-batch, process, or a kind of tokens."""
     index: int
     """Of the token among all, or of the part; 0 for a kind."""
     weights: Float[Tensor, " K"]
@@ -69,10 +71,11 @@ class Explanation:
     """Tokens, or sets of tokens, whose weights are not the reading's."""
 
     rows: pd.DataFrame
-    """A row each: kind (token, response, prompt, micro-batch, process, decay, or a kind of tokens), index, of (loss, or
-    policy: without KL), tokens (of a part), times (their weight
+    """A row each: kind (token, response, prompt, pair, micro-batch, process, decay, or a kind of tokens), index, of
+    (loss, or policy: without KL), tokens (of a part), times (their weight
     over the reading's; infinite for tokens that it drops), share (of ‖D‖², which sum to at most 1); of micro-batches
-    clip_norm (what each was clipped to, if that is why); of a token also response, position, token_id, token, sort
+    clip_norm (what each was clipped to, if that is why); of pairs reference (whose log π_ref each has, if another's
+    explains it); of a token also response, position, token_id, token, sort
     (prompts, dropped, first, last or sampled), prob, weight (w_t), advantage, ratio (π/π_old), and common (what these
     tokens alone have in common, see `traits`)."""
     words: str
@@ -132,20 +135,60 @@ class Rest:
         return D
 
     def by_parts(self, most: int) -> Explanation | None:
-        """Explain it by other weights of at most so many responses, prompts, micro-batches or processes; None: not so.
+        """Explain it by other weights of at most so many responses, prompts, micro-batches or processes, or by others'
+        references; None: not so.
 
         Costs a gradient per response.
         """
         for fit in self._fits:
-            odd = np.abs(fit.x) > EQUAL
-            sizes = np.abs(fit.x) * np.sqrt(np.diag(fit.products))
-            if fit.left > self.floor or not 0 < odd.sum() <= most or self._hidden(sizes[odd]):
+            if fit.left > self.floor:
+                continue
+            clip, others = _clip_norm(fit), self._whose_reference(fit)
+            known = clip or others or fit.atoms[0].of != "loss"
+            base = 1.0 if known else _common(1 + fit.x)
+            away = 1 + fit.x - base
+            odd = np.isin(np.arange(len(away)), [*others]) if others else np.abs(away) > EQUAL * abs(base)
+            few = others or odd.sum() <= most
+            if not few or not odd.any() or self._hidden(np.abs(away[odd]) * np.sqrt(np.diag(fit.products)[odd])):
                 continue
             self.taken = [atom for atom, keep in zip(fit.atoms, odd, strict=True) if keep]
-            if (clip := _clip_norm(fit)) is not None:
+            if clip is not None:
                 return self._describe(fit.x[odd], fit.left, clip)
-            return self._describe(*_fit_alone(fit, odd, self.floor))
+            if base != 1:
+                self.taken.insert(0, Atom("all", 0, -self.weights[0]))
+            found = self._describe(*_fit_alone(fit, odd, base, self.floor))
+            if found is None or others is None:
+                return found
+            words, remedy = tell_others(fit.atoms[0].kind, others, len(fit.x))
+            rows = found.rows.assign(reference=found.rows["index"].map(others).astype("Int64"))
+            return replace(found, rows=rows, words=words, remedy=remedy)
         return None
+
+    def _whose_reference(self, fit: Fit) -> dict[int, int] | None:
+        """Return the pairs, or responses, that have another's log π_ref, and whose, if that makes all their weights;
+        None: it does not, or the loss is of no reference."""
+        readings, kind = self.readings, fit.atoms[0].kind
+        if not readings.compares or f"{kind}s" != readings.loss.weighed.DENOMINATOR or fit.atoms[0].of != "loss":
+            return None
+        from scipy.optimize import linear_sum_assignment
+
+        part, count = self._parts[kind], len(fit.x)
+        chosen = self.J.batch.chosen.long() if kind == "pair" else torch.zeros_like(part)
+        rows = torch.zeros(count, 2, dtype=torch.long)
+        rows[part, chosen] = torch.arange(len(part))
+        of_token, own = part[readings.rows.response], readings.terms.parts[0]
+        square = torch.bincount(of_token, own.square(), minlength=count)
+        times = []
+        for by in range(count):  # each with the reference of the one so many places behind it
+            moved = readings.weigh(readings.with_references(rows[(part + by) % count, chosen])).parts[0]
+            times.append(torch.bincount(of_token, moved * own, minlength=count) / square)
+        places = np.arange(count)
+        away = np.abs(torch.stack(times).numpy() - (1 + fit.x))[(places - places[:, None]) % count, places[:, None]]
+        fits = away <= FLOAT32 * np.maximum(1, np.abs(1 + fit.x))[:, None]
+        _, whose = linear_sum_assignment(np.where(fits, np.where(np.eye(count), 0.0, away), 1.0 + count))
+        if not fits[places, whose].all() or (whose == places).all():
+            return None
+        return {int(own): int(whose[own]) for own in places if whose[own] != own}
 
     @property
     def even(self) -> bool:
@@ -209,6 +252,10 @@ class Rest:
             x = np.linalg.lstsq(K, b, rcond=1e-9)[0]
             left = max(0.0, self.square - 2 * b @ x + x @ K @ x) ** 0.5
             of_token = part[rows.response]
+            if self.floor < left <= UNSURE * self.square**0.5:
+                R = self.J.vjp((weights * torch.from_numpy(x)[of_token])[None].float())
+                R.rows.sub_(self.D.rows)
+                left = float(R.products()) ** 0.5
             atoms = [Atom(kind, i, torch.where(of_token == i, weights, 0.0), of) for i in range(len(x))]
             found.append(Fit(atoms, x, left, K))
         return found
@@ -218,6 +265,8 @@ class Rest:
         """Each response's part of the batch, by kind."""
         known = {"processes": "process", "micro-batches": "micro-batch"}
         found = {known[name]: own for name, own in self.readings.rows.parts.items()}
+        if self.J.batch.pair_ids is not None and self.readings.loss.has_sides:
+            found["pair"] = self.J.batch.pair_ids.unique(return_inverse=True)[1]
         found["prompt"] = self.J.batch.group_ids.unique(return_inverse=True)[1]
         return found | {"response": torch.arange(len(self.J.batch))}
 
@@ -414,7 +463,21 @@ class Rest:
             return None
         whole = [name for name in ("response", "position", "token_id", "tokens") if name in table]
         table[whole] = table[whole].astype("Int64")
-        return Explanation(table, *describe(table, base, trait, clip), base, left / self.norm)
+        words, remedy = describe(table, base, trait, clip)
+        return Explanation(table, words + self._recount(table, base), remedy, base, left / self.norm)
+
+    def _recount(self, table: pd.DataFrame, base: float) -> str:
+        """Say how denominators count parts of other weights, if that explains the weight of all others."""
+        rows = self.readings.rows.response[self.readings.terms.kept]
+        counted = {"token-mean": ("tokens", rows), "sequence-mean": ("responses", rows.unique())}
+        name, rows = counted.get(self.reading.aggregation, ("", rows))
+        sets = table[table["kind"].isin(PARTS)]
+        pairs = zip(sets["kind"], sets["index"], strict=True)
+        sizes = np.array([int((self._parts[kind][rows] == index).sum()) for kind, index in pairs])
+        count = len(rows) + float((sets["times"] / base - 1) @ sizes)
+        if base == 1 or not name or len(sets) + 1 < len(table) or abs(base * count / len(rows) - 1) > FLOAT32:
+            return ""
+        return f", also in the denominator ({count:.0f} {name} rather than {len(rows)})"
 
     def _trait(self, alone: Float[np.ndarray, " K"]) -> Trait | None:
         """Return what the tokens that were taken one by one have in common: among those of the loss, of its policy's
@@ -427,14 +490,28 @@ class Rest:
         return None
 
 
-def _fit_alone(fit: Fit, odd: Bool[np.ndarray, " n"], floor: float) -> tuple[Float[np.ndarray, " m"], float]:
-    """Return the coefficients of these parts alone, and ‖R‖; of the fit of all parts if that is above the floor."""
-    alone, some = np.zeros(len(odd)), np.where(odd, fit.x, 0.0)
-    K = fit.products
-    alone[odd] = np.linalg.lstsq(K[np.ix_(odd, odd)], (K @ fit.x)[odd], rcond=1e-9)[0]
+def _common(times: Float[np.ndarray, " n"]) -> float:
+    """Return the weight, over the right one, that most parts have; 1 if then no fewer numbers are left to explain."""
+    near = np.abs(times[:, None] - times) <= EQUAL * np.abs(times[:, None])
+    most = near[near.sum(1).argmax()]
+    fewer = 1 + (~most).sum() < (np.abs(times - 1) > EQUAL).sum() and 2 * most.sum() > len(times)
+    return float(np.median(times[most])) if fewer and np.abs(times[most]).min() > EQUAL else 1.0
+
+
+def _fit_alone(
+    fit: Fit, odd: Bool[np.ndarray, " n"], base: float, floor: float
+) -> tuple[Float[np.ndarray, " m"], float]:
+    """Return the coefficients of these parts alone, behind that of all parts unless base is 1, and ‖R‖; of the fit of
+    all parts if that is above the floor."""
+    K, into = fit.products, np.eye(len(odd))[:, odd]
+    some = (fit.x - (base - 1))[odd]
+    if base != 1:
+        into, some = np.column_stack([np.ones(len(odd)), into]), np.append(base - 1, some)
+    alone = np.linalg.lstsq(into.T @ K @ into, into.T @ K @ fit.x, rcond=1e-9)[0]
     # The rest of the fit of all parts is orthogonal to each of them.
-    lefts = [(fit.left**2 + (fit.x - own) @ K @ (fit.x - own)) ** 0.5 for own in (alone, some)]
-    return (alone[odd], lefts[0]) if lefts[0] <= floor else (some[odd], lefts[1])
+    rests = [fit.x - into @ own for own in (alone, some)]
+    lefts = [(fit.left**2 + rest @ K @ rest) ** 0.5 for rest in rests]
+    return (alone, lefts[0]) if lefts[0] <= floor else (some, lefts[1])
 
 
 def _clip_norm(fit: Fit) -> tuple[str, float] | None:

@@ -130,6 +130,18 @@ FAULTS: dict[str, Fault] = {
 }
 """Fault → words. See also BOUNDS."""
 
+WHITENED = {
+    "batch": "over the whole batch",
+    "processes": "within each process",
+    "micro-batches": "within each micro-batch",
+    "parts": "within each of {value:.0f} parts of consecutive responses",
+}
+"""Where advantages may be whitened again, in words."""
+for _place, _words in WHITENED.items():
+    FAULTS[f"advantages-whitened-in-{_place}"] = Fault(
+        f"with advantages shifted and scaled anew {_words}, as whitening them again does",
+        "whiten once, over the tokens of the mask and the whole batch, or not at all",
+    )
 NEEDS = {
     "no-clip": "a ratio π/π_old beyond a clip",
     "old-recomputed": "log π_old unlike log π",

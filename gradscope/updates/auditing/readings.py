@@ -430,10 +430,25 @@ class Readings:
         places = batch.response_start[order, None] + self.positions.clamp(min=0)
         known = inside & (self.positions < inside.sum(1)[order, None])
         for column in ("old", "ref"):
-            if (values := getattr(batch, f"{column}_logprobs")) is not None:
+            if column == "ref" and self.compares:
+                yield column, self.with_references(order)
+            elif (values := getattr(batch, f"{column}_logprobs")) is not None:
                 moved = values[order].gather(1, places.clamp(max=values.shape[1] - 1))
                 moved = torch.where(known, moved, 0.0).masked_fill(~self.kept, torch.nan)
                 yield column, replace(own, batch=replace(own.batch, **{f"{column}_logprobs": moved}))
+
+    @property
+    def compares(self) -> bool:
+        """Whether the loss is one of its own that compares responses with a reference."""
+        return self.loss.is_whole and "ref_logprobs" in self.loss.weighed.OTHERS
+
+    def with_references(self, order: Int[Tensor, " B"]) -> Columns:
+        """Return the columns with the sum, or mean, of log π_ref over another row, as such a loss has it."""
+        own = self.columns
+        counts, ref = self.kept.sum(1), torch.where(self.kept, own.batch.ref_logprobs.double(), 0.0)
+        other = ref.sum(1)[order] / (counts[order] if getattr(own.loss.weighed, "MEAN", False) else counts)
+        other = torch.where(self.kept, other[:, None], torch.nan).to(own.batch.ref_logprobs)
+        return replace(own, batch=replace(own.batch, ref_logprobs=other))
 
     def bounds(self) -> Iterator[tuple[str, Float[Tensor, " K"]]]:
         """Yield the columns beyond a bound of which tokens may have no gradient."""

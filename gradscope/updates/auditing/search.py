@@ -18,8 +18,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from gradscope.errors import InputError
 from gradscope.gradients import TokenJacobian, Vectors
-from gradscope.policy import arithmetic_dtype
+from gradscope.policy import arithmetic_dtype, flat_slices
 from gradscope.updates.auditing.faults import RETOKENISED, REWRITTEN, THINKING
 from gradscope.updates.auditing.packing import PackedJacobian, packings, takes_positions
 from gradscope.updates.auditing.products import TIGHT, products_of, summarize
@@ -112,6 +113,16 @@ class Search:
         ways = [way for own in self._screened for way in (own.faulty(2), self._fit(own, 2))]
         self._screen(ways, aggregations)
 
+    def try_found(
+        self,
+        find: Callable[[Readings, Float[np.ndarray, " K"], float, Sequence[str]], Iterable[tuple[Reading, Weights]]],
+        aggregations: Sequence[str],
+    ) -> None:
+        """Try readings that are found from −⟨∇ log π_t, T⟩ of all real tokens and ‖T‖², where T has all parameters."""
+        if len(self.theirs) == len(flat_slices(self.readings.J.model)):
+            along = self._seen[0][0][:, 0].sum(0)
+            self._try(dict(find(self.everywhere, along, float(self._seen[1].sum()), aggregations)), self.everywhere.J)
+
     def try_retokenised(self, aggregations: Sequence[str]) -> None:
         """Try responses that are decoded to text and encoded again, or lose thinking, also with π/π_old = 1, as
         π_old is then of these ids."""
@@ -162,8 +173,11 @@ class Search:
 
     def _try_rewritten(self, readings: Readings, value: int, aggregations: Sequence[str]) -> None:
         """Try readings of other rows, also with π/π_old = 1."""
+        try:
+            weights = readings.plain() | readings.recomputed()
+        except InputError:  # it needs numbers of every token, and the log has those of the sampled ids
+            return
         self._rescored[readings.faults[0], value] = readings
-        weights = readings.plain() | readings.recomputed()
         own = {replace(r, value=value): w for r, w in weights.items() if r.aggregation in aggregations}
         self._try(own, readings.J)
 

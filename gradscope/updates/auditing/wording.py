@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ EQUAL = 0.02
 """Largest difference of two multiples of weights that are called equal."""
 SHOWN = 6
 """Most numbers of responses, tokens or multiples in a sentence."""
-PARTS = ("response", "prompt", "micro-batch", "process")
+PARTS = ("response", "prompt", "pair", "micro-batch", "process")
 PLURALS = {"micro-batch": "micro-batches", "process": "processes"}
 SORTS = {
     "prompts": "of the prompt",
@@ -40,7 +41,15 @@ CLIPPED = {
 CLIP_ONCE = "clip once, after the last micro-batch's backward pass and before the optimizer's step"
 MASK = "look which tokens the mask keeps"
 SKIPPED = FAULTS["micro-batch-missing"].remedy
-TWICE = "look what is read twice: a sampler that fills up its last batch, a backward pass that is repeated"
+TWICE = (
+    "look what is read twice: rows repeated to fill up ranks or the last batch (DistributedSampler, verl's "
+    "pad_dataproto_to_divisor) must go before the loss; or a backward pass that is repeated"
+)
+MARGINS = (
+    "chosen and rejected agree, but not with their margin: look whether log π_ref is of other pairs, another model or "
+    "another mask"
+)
+CACHED = "keep the log π_ref of a row with it: what was computed before a shuffle must be shuffled, too"
 
 
 class Trait(NamedTuple):
@@ -85,6 +94,13 @@ def describe(
     return "; ".join(told), _remedy(table, base, trait)
 
 
+def tell_others(kind: str, others: Mapping[int, int], count: int) -> tuple[str, str]:
+    """Return a sentence on parts, of so many, that have others' log π_ref, and what to do; others: whose, by part."""
+    pairs = [f"{own} that of {other}" for own, other in others.items()]
+    told = ", ".join(pairs[:SHOWN]) + (", …" if len(pairs) > SHOWN else "")
+    return f"{len(others)} of {count} {kind}s have log π_ref of another ({told})", CACHED
+
+
 def _remedy(table: pd.DataFrame, base: float, trait: Trait | None) -> str | None:
     """Return what to do about rows of an explanation, if they say what it may be."""
     if trait is not None and (table["kind"] == "token").all():
@@ -96,7 +112,9 @@ def _remedy(table: pd.DataFrame, base: float, trait: Trait | None) -> str | None
         return None
     if (np.abs(times) <= EQUAL).all():
         return SKIPPED
-    return TWICE if (np.abs(times - np.round(times)) <= EQUAL).all() and (times > 1).all() else None
+    if (np.abs(times - np.round(times)) <= EQUAL).all() and (times > 1).all():
+        return TWICE
+    return MARGINS if (table["kind"] == "pair").all() else None
 
 
 def _tell_sets(kind: str, of: str, rows: pd.DataFrame) -> list[str]:
