@@ -280,7 +280,7 @@ def test_weights_of_a_distillation_are_the_slopes_of_verls_loss(
 
 
 class CandidateWorkers(Workers):
-    """Stand-in that takes the slope of verl's loss at the logits / T, its engine's input to the teacher's candidates."""
+    """Stand-in that takes the slope of verl's loss at the logits / T, where its engine compares candidates."""
 
     def _backward(self, part, known, share):
         tu.assign_non_tensor(part, use_dynamic_bsz=False, micro_batch_size_per_gpu=2)
