@@ -32,7 +32,7 @@ def suite(written, tmp_path):
 
 def own_step(
     suite, name, *, average="sequence-mean", ignore_tools=False, sign=1.0, cold=True, minimum=True, corrected=False,
-    times=lambda key: 1.0,
+    clips=(0.8, 1.2), times=lambda key: 1.0,
 ):  # fmt: skip
     """A trainer's step by plain autograd, by default with means over responses, all of the same weight."""
     case = json.loads((suite / "manifest.json").read_text())["cases"][name]
@@ -54,7 +54,7 @@ def own_step(
         logprobs = (logits / (case["temperature"] if cold else 1.0)).log_softmax(-1)[range(len(answer)), answer]
         old = torch.tensor(row["old_logprobs"]) if "old_logprobs" in row else logprobs.detach()
         ratio = (logprobs - old).exp()
-        clipped = ratio.clamp(0.8, 1.2) * row["advantage"]
+        clipped = ratio.clamp(*clips) * row["advantage"]
         terms = torch.minimum(ratio * row["advantage"], clipped) if minimum else clipped
         if "ref_logprobs" in row:
             gap = torch.tensor(row["ref_logprobs"]) - logprobs
@@ -104,6 +104,14 @@ def test_named_faults_are_wrong(suite):
     assert faults["temperature"][0] == "no-temperature" and faults["clips"][0] == "clip-alone"
     assert faults["kl"] == faults["lora"] == ("kl-correction", ())
     assert all(found.cases.set_index("case").loc[[*faults], "to_do"].map(len))
+
+
+@pytest.mark.parametrize("clips", [(0.8, 1.24), (0.8, 1.28), (0.76, 1.2), (0.72, 1.2)])
+def test_a_clip_that_is_another_by_some_hundredths_is_wrong(suite, clips):
+    for name in ("clips", "all"):
+        own_step(suite, name, clips=clips)
+    cases = audit_suite(suite).cases.set_index("case")
+    assert not cases.loc[["clips", "all"], "found"].str.startswith("right").any()
 
 
 def test_one_factor_is_told_once(suite):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -39,6 +40,11 @@ DIVIDE = {
     "micro-batches": "divide each micro-batch's sum by its own tokens, then average over micro-batches",
 }
 """What to do for the expected average."""
+BESIDE = {
+    True: (1.22, 1.26, 1.35, 0.7, 1.1, 2.0, 0.9, 0.78),
+    False: (0.78, 0.74, 0.65, 1.35, 0.9, 0.5, 1.1, 1.22),
+}
+"""Ratios π/π_old in turn, by whether Â > 0: a clip that differs from 1 ± .2 by .04 on one side cuts others of them."""
 FIRST = 4
 """The least id of a token; those below are special."""
 
@@ -52,8 +58,10 @@ class Case:
     """Micro-batches."""
     tools: bool = False
     """Whether responses contain tokens that the policy did not sample."""
+    beside: bool = False
+    """Whether ratios are BESIDE the clips, and beyond."""
     moved: float = 0.0
-    """Standard deviation of log π − log π_old; 0: on-policy."""
+    """Standard deviation of log π − log π_old, if ratios are not; 0: on-policy."""
     within: float = torch.inf
     """Largest |log π − log π_old|."""
     kl_coef: float = 0.0
@@ -73,12 +81,12 @@ SUITE = {
     "lengths": Case("responses of unequal length"),
     "micro-batches": Case("two micro-batches with different numbers of tokens", 2),
     "tools": Case("tool output inside responses", 2, tools=True),
-    "clips": Case("ratios beyond both clips", moved=0.3),
+    "clips": Case("ratios beside and beyond both clips", beside=True),
     "kl": Case("KL to a reference, β 1, ratios within the clips", moved=0.1, within=0.15, kl_coef=1.0),
     "equal-rewards": Case("a group of equal rewards", 2, rewards=TIED),
     "temperature": Case("a sampling temperature of .7", temperature=0.7),
     "lora": Case("a LoRA, and KL to the model without it, β 1", 2, moved=0.1, within=0.15, kl_coef=1.0, lora=True),
-    "all": Case("all of these but LoRA", 2, tools=True, moved=0.3, kl_coef=0.1, rewards=TIED, temperature=0.7),
+    "all": Case("all of these but LoRA", 2, tools=True, beside=True, kl_coef=0.1, rewards=TIED, temperature=0.7),
 }
 
 
@@ -152,7 +160,7 @@ def make_rows(model: Any, case: Case, *, reference: Any = None) -> list[dict[str
     draw, vocabulary = torch.Generator().manual_seed(0), model.config.get_text_config().vocab_size
     rewards = torch.tensor(case.rewards).flatten()
     groups = torch.arange(len(PROMPTS)).repeat_interleave(len(rewards) // len(PROMPTS))
-    advantages, rows = grpo_advantages(rewards, groups), []
+    advantages, rows, taken = grpo_advantages(rewards, groups), [], Counter()
     prompts = [torch.randint(FIRST, vocabulary, (size,), generator=draw) for size in PROMPTS]
     for number, length in enumerate(LENGTHS):
         prompt, answer = prompts[groups[number]], torch.randint(FIRST, vocabulary, (length,), generator=draw)
@@ -162,8 +170,12 @@ def make_rows(model: Any, case: Case, *, reference: Any = None) -> list[dict[str
         row |= {"temperature": case.temperature, "micro_batch": number * case.parts // len(LENGTHS), "step": 1}
         if case.tools:  # in the middle of the longer ones
             row["response_mask"] = [not (length > 6 and 2 <= place < 5) for place in range(length)]
-        if case.moved:
-            by = (case.moved * noise[0]).clamp(-case.within, case.within)
+        by, sign = (case.moved * noise[0]).clamp(-case.within, case.within), float(advantages[number].sign())
+        if case.beside:
+            ratios = torch.tensor(BESIDE[sign > 0])
+            by = ratios[(taken[sign] + torch.arange(length)) % len(ratios)].log()
+            taken[sign] += length
+        if by.any():
             row["old_logprobs"] = (own - by).clamp(max=0).tolist()
         if case.kl_coef:
             ref = own - 0.3 * noise[1]
