@@ -61,7 +61,8 @@ FAULTS: dict[str, Fault] = {
     "kl-k2": Fault("with KL by k2", "set the estimator of KL"),
     "kl-k3": Fault("with KL by k3", "set the estimator of KL"),
     "kl-correction": Fault(
-        "with KL times π/π_old where that is not meant, or the other way round", "set --kl-corrected as trained"
+        "with KL times π/π_old where that is not meant, or the other way round",
+        "correct KL in the trainer as meant (TRL: use_bias_correction_kl), or write log or suite with --kl-corrected",
     ),
     "kl-sequence-ratio": Fault("with KL times each response's geometric mean of π/π_old", _RATIO),
     "kl-sequence-ratio-detached": Fault(
