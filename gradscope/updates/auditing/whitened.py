@@ -21,7 +21,7 @@ from gradscope.updates.auditing.wording import EQUAL
 
 BEYOND = 2
 """Values of advantages, in the parts where they change, that are needed beyond the two numbers of each."""
-CLOSE, HOPEFUL = 0.01, 0.2
+CLOSE, HOPEFUL = 0.01, 0.4
 """Largest share of ‖T‖ that a fit may leave to be tried, or to be made again with other signs of advantages."""
 TRIES = 3
 """Most fits, each with tokens clipped by the signs that the one before gave."""
@@ -53,7 +53,7 @@ def find_whitened(
     unit = _unit(readings, given)
     for _ in range(TRIES):
         fits = _fits(readings, given, unit, along, square, aggregations)
-        best = min(fits, key=lambda fit: fit[:3], default=None)
+        best = min(fits, key=lambda fit: (fit.far, 0 if fit.far else fit.parts, fit.left), default=None)
         if best is None or best.left > HOPEFUL:
             return
         if torch.equal(moved := _unit(readings, best.advantages), unit):
