@@ -853,6 +853,17 @@ def test_advantages_that_are_whitened_again_are_named(place, over):
     assert found.value == (2 if place == "parts" else None) and found.remedies
 
 
+def test_whitening_that_turns_signs_beside_a_clip_is_named():
+    """Other tokens are clipped then, which no line through the log's advantages gives at once."""
+    policy, batch = make_step(temperature=1.0, prompts=2)
+    values = torch.where(batch.response_mask, batch.advantages + 1.2, 0.0)
+    log = replace(batch, rewards=None, advantages=torch.where(batch.response_mask, values, torch.nan))
+    moved = whiten(values, batch.response_mask, torch.arange(len(batch)) // MICRO, "tokens")
+    assert ((values > 0) & (moved < 0)).sum() > 5
+    found = check(Trainer(policy, log, advantages=moved), micro_batch=MICRO)
+    assert (found.kind, found.fault) == ("same", "advantages-whitened-in-micro-batches")
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("seed", range(6))
 def test_advantages_of_few_values_are_not_said_to_be_whitened(seed):
