@@ -627,6 +627,23 @@ def test_a_weight_that_is_not_detached_is_named(weighting, detached):
     assert found.factor == pytest.approx(1, abs=1e-4)
 
 
+def test_a_logged_correction_for_the_sampler_that_is_not_detached_is_named():
+    """The log's advantages are corrected; some tokens are at the cap of 1, where the correction is constant."""
+    policy, batch = make_step(temperature=5.0, prompts=2)
+    none, mu = torch.full_like(batch.old_logprobs, torch.nan), torch.where(batch.response_mask, SAMPLER, torch.nan)
+    correction = (scores(policy, batch) - SAMPLER).exp().clamp(max=1)
+    known = {"ref_logprobs": None, "rewards": None, "old_logprobs": None, "sampler_logprobs": mu}
+    log = replace(batch, advantages=batch.advantages * correction, **known)
+    assert 0 < (correction[batch.response_mask] == 1).sum() < batch.num_tokens
+
+    def made(own: Tensor, ratio: Tensor, a: Tensor, kept: Tensor) -> Tensor:
+        return (own - SAMPLER).exp().clamp(max=1) * clipped(own, ratio, a)
+
+    trainer = Trainer(policy, log, beta=0.0, ref=batch.ref_logprobs, old=none, made=made, advantages=batch.advantages)
+    found = check(trainer, loss=TrainedLoss(kl_coef=0.0, clip_ratio_c=None))
+    assert (found.kind, found.fault, found.aggregation) == ("same", "not-detached", "token-mean")
+
+
 @pytest.mark.all
 def test_prompts_that_see_the_padding_before_them_are_named():
     """Prompts of 3, 2, 2 and 1 tokens, padded on the left in pairs, and no attention_mask."""

@@ -18,13 +18,15 @@ from gradscope.updates.auditing.faults import Columns
 
 STEP = 1e-5
 """Of log π in float64, for central differences."""
+CAPS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0)
+"""Where trainers cut a correction for the sampler."""
 LONGEST = 512
 """Most tokens of a response in weights of which each depends on all of its log π, which are moved one by one."""
 
 
 def undetached(columns: Columns, entropy: Float[Tensor, "B S"]) -> Iterator[Float[Tensor, "B S"]]:
     """Yield the policy's weights where w has a gradient in w·log π, or where a factor of π on the clipped surrogate, or
-    on Â·log π, has one."""
+    on Â·log π, has one, or the correction for the sampler, π over its probability below a cap."""
     logprob, weighting = columns.logprob.double(), columns.loss.weighed
     if weighting is not None and weighting.DENOMINATOR != "tokens":  # of margins, whose gradient is all meant
         return
@@ -46,6 +48,11 @@ def undetached(columns: Columns, entropy: Float[Tensor, "B S"]) -> Iterator[Floa
         slope = _slope(own, logprob, value, columns.kept)
         if slope is not None and slope.any():
             yield own(logprob) * live + slope
+    if (sampler := columns.batch.sampler_logprobs) is not None:
+        correction = (logprob - fill_unknown(sampler, columns.logprob)).exp()
+        for cap in CAPS:
+            if 0 < (below := columns.kept & (correction < cap)).sum() < columns.kept.sum():
+                yield own(logprob) * (ratio * (cut == ratio) + cut * below)
 
 
 def _slope(
