@@ -51,7 +51,8 @@ def undetached(columns: Columns, entropy: Float[Tensor, "B S"]) -> Iterator[Floa
     if (sampler := columns.batch.sampler_logprobs) is not None:
         correction = (logprob - fill_unknown(sampler, columns.logprob)).exp()
         for cap in CAPS:
-            if 0 < (below := columns.kept & (correction < cap)).sum() < columns.kept.sum():
+            below = columns.kept & (correction < cap)
+            if 0 < below.sum() < columns.kept.sum():
                 yield own(logprob) * (ratio * (cut == ratio) + cut * below)
 
 

@@ -229,6 +229,22 @@ def distilled(mode, policy_gradient, rewarded, clamp):
     return ["enabled=true", *(f"distillation_loss.{name}={words.get(v, v)}" for name, v in loss.items())]
 
 
+def distilling_trainer(config, workers, **changed):
+    """verl's older trainer and its workers, whose loss is verl's distillation. changed: settings that hydra lacks."""
+    trainer = object.__new__(RayPPOTrainer)
+    trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), 1
+    trainer.actor_rollout_wg = workers
+    loss = replace(omega_conf_to_dataclass(config.distillation.distillation_loss), **changed)
+    trainer.distillation_config = DistillationConfig(distillation_loss=loss)
+    workers.loss = partial(
+        distillation_ppo_loss,
+        config=omega_conf_to_dataclass(config.actor_rollout_ref.actor),
+        distillation_config=trainer.distillation_config,
+    )
+    trainer._init_dump_executor()
+    return trainer, workers
+
+
 # verl itself refuses k1 as a loss, not by its other name.
 DISTILLED = [own for own in product(ESTIMATED, (True, False), (False, True), (None, 0.3)) if own[:2] != ("k1", False)]
 
@@ -240,17 +256,7 @@ def test_weights_of_a_distillation_are_the_slopes_of_verls_loss(
     known = distilled(mode, policy_gradient, rewarded, clamp)
     config = make_config(tmp_path, actor=("ppo_mini_batch_size=4",), corrected=(), distillation=known)
     watched(RayPPOTrainer)
-    trainer = object.__new__(RayPPOTrainer)
-    trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), 1
-    trainer.actor_rollout_wg = workers = Workers(config, 2)
-    loss = omega_conf_to_dataclass(config.distillation.distillation_loss)
-    trainer.distillation_config = DistillationConfig(distillation_loss=loss)
-    workers.loss = partial(
-        distillation_ppo_loss,
-        config=omega_conf_to_dataclass(config.actor_rollout_ref.actor),
-        distillation_config=trainer.distillation_config,
-    )
-    trainer._init_dump_executor()
+    trainer, workers = distilling_trainer(config, Workers(config, 2))
     rows = make_rows()
     noise = torch.randn(ROWS, LENGTH, generator=torch.Generator().manual_seed(3))
     teacher = (rows["new"] + noise).clamp(max=0.0)
@@ -310,17 +316,7 @@ def test_a_divergence_over_candidates_has_the_slope_of_verls_at_every_logit(watc
     actor = ("ppo_mini_batch_size=4", f"loss_agg_mode={average}")
     config = make_config(tmp_path, actor=actor, corrected=(), distillation=known)
     watched(RayPPOTrainer)
-    trainer = object.__new__(RayPPOTrainer)
-    trainer.config, trainer.tokenizer, trainer.global_steps = config, make_tokenizer(), 1
-    trainer.actor_rollout_wg = workers = CandidateWorkers(config, 2)
-    loss = replace(omega_conf_to_dataclass(config.distillation.distillation_loss), use_chunked_topk=chunked)
-    trainer.distillation_config = DistillationConfig(distillation_loss=loss)
-    workers.loss = partial(
-        distillation_ppo_loss,
-        config=omega_conf_to_dataclass(config.actor_rollout_ref.actor),
-        distillation_config=trainer.distillation_config,
-    )
-    trainer._init_dump_executor()
+    trainer, workers = distilling_trainer(config, CandidateWorkers(config, 2), use_chunked_topk=chunked)
     rows, draw = make_rows(), torch.Generator().manual_seed(4)
     workers.logits = 2 * torch.randn(ROWS, LENGTH, 96, generator=draw)
     teacher = (workers.logits + torch.randn(ROWS, LENGTH, 96, generator=draw)).log_softmax(-1).topk(5)
